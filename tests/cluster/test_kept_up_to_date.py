@@ -37,7 +37,7 @@ def states(seed: int, steps: int = 60):
         for n in range(9)
     ]
     free, running = FreeCapacity(nodes), RunningTable()
-    releases = Releases(free)
+    releases = Releases(free, {}).begin()
     for step in range(steps):
         if running and draw.random() < 0.45:
             gone = running.drop(draw.choice(list(running)))

@@ -135,3 +135,18 @@ def test_the_rules_are_found_broken():
     assert "quota is 1" in broken(Eviction("runs"), JobPlacement("gang", (one, TaskPlace("n0", (0, 1)))))
     assert "does not run" in broken(Eviction("nobody"))
     assert "does not exist" in broken(JobPlacement("gang", (one, TaskPlace("n9", (0, 1)))))
+
+
+def test_an_elastic_job_that_cannot_grow_is_not_restarted():
+    """It wants both GPUs of a node, and each node has one that is free or its own."""
+    nodes = [ClusterNode("n0", 2), ClusterNode("n1", 2)]
+    fixed = [
+        RunningJob(JobRequest(f"fixed{number}"), (TaskPlace(f"n{number}", (0,)),)) for number in range(2)
+    ]
+    job = JobRequest("grows", min_tasks=1, max_tasks=2, speed=SpeedTable((1.0, 1.9), (1.0, 1.0)))
+    grows = RunningJob(job, (TaskPlace("n0", (1,)),))
+    for name in ("elastic", "goodput", "attained"):
+        decide = policy_named(name).decide
+        assert decide(snapshot_of(1e4, nodes, [], [*fixed, grows])) == []
+        (grown,) = decide(snapshot_of(1e4, nodes, [], [fixed[1], grows]))
+        assert isinstance(grown, Resize) and len(grown.places) == 2

@@ -9,6 +9,8 @@ from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.running import gpus_by_tenant
 from cumulo.cluster.decide.snapshot import Snapshot
 
+_STOPS = (Eviction, Resize)
+
 
 def violations(snapshot: Snapshot, decisions: Sequence[Decision]) -> list[str]:
     """One sentence for each rule that the decisions break; []: all is well. Decisions are carried out together:
@@ -20,7 +22,7 @@ def violations(snapshot: Snapshot, decisions: Sequence[Decision]) -> list[str]:
     change: dict[str, float] = {}  # GPUs that tenants gain
     stopped: set[str] = set()
     for decision in decisions:
-        if isinstance(decision, Eviction | Resize):
+        if isinstance(decision, _STOPS):
             running = snapshot.running.get(decision.job_id)
             if running is None or decision.job_id in stopped:
                 found.append(f"{decision.job_id} is moved, but does not run, or is moved twice")
@@ -75,11 +77,17 @@ class _Books:
     def move_one(self, job: JobRequest, node: int, place: TaskPlace, sign: int) -> bool:
         """Whether nothing is overcommitted afterwards."""
         left = self.of(node)
-        left[0] += sign * job.cpu_milli
-        left[1] += sign * job.memory_mib
+        enough = True
+        if job.cpu_milli or job.memory_mib:
+            left[0] += sign * job.cpu_milli
+            left[1] += sign * job.memory_mib
+            enough = left[0] >= 0 and left[1] >= 0
+        share = sign * job.gpu_milli
         for gpu in place.gpus:
-            left[gpu + 2] += sign * job.gpu_milli
-        return min(left) >= 0
+            left[gpu + 2] += share
+            if left[gpu + 2] < 0:
+                enough = False
+        return enough
 
 
 def has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> bool:
@@ -91,7 +99,7 @@ def has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -
 def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -> list[str]:
     """And takes the places, if the nodes exist."""
     low, high = job.min_tasks or job.tasks, job.max_tasks or job.tasks
-    found, free = [], books.free
+    found, free, each = [], books.free, job.gpus_per_task
     if not low <= len(places) <= high:
         wanted = f"{low}" if low == high else f"{low} to {high}"
         found.append(f"{job.job_id} gets {len(places)} tasks of a gang of {wanted}")
@@ -104,10 +112,13 @@ def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -
             found.append(f"{job.job_id} is placed on {place.node}, which is {node.health}")
         if job.devices and node.device not in job.devices:
             found.append(f"{job.job_id} is placed on {place.node}, whose device is {node.device}")
-        if len(set(place.gpus)) != job.gpus_per_task or any(not 0 <= gpu < node.gpus for gpu in place.gpus):
+        gpus = place.gpus
+        if len(gpus) != each or (
+            each and (min(gpus) < 0 or max(gpus) >= node.gpus or (each > 1 and len(set(gpus)) != each))
+        ):
             return [
                 *found,
-                f"{job.job_id} gets GPUs {place.gpus} of {place.node} for a task of {job.gpus_per_task}",
+                f"{job.job_id} gets GPUs {gpus} of {place.node} for a task of {each}",
             ]
         if not books.move_one(job, number, place, -1):
             found.append(f"{job.job_id} is placed on {place.node}, which has too little free")

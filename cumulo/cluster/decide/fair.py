@@ -4,7 +4,7 @@ NSDI 2011), within quotas, with borrowing of what others leave unused, and recla
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes
 from cumulo.cluster.decide.queue import Shape, shape_key, tenant_queues
 from cumulo.cluster.decide.queueing import Placer, by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.running import gpus_by_tenant, table_of
+from cumulo.cluster.decide.running import gpus_by_tenant, jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
@@ -28,21 +28,25 @@ def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
     that a tenant whose job does not fit does not hold up all others."""
     total_gpus, total_cpu = snapshot.free.capacity
     running = table_of(snapshot.running)
-    queues = tenant_queues(snapshot.waiting)
-    heap: list[tuple[float, float, str, int, float, float]] = []
-
-    def push(tenant: str, at: int, gpus: float, cpu: float) -> None:
+    heap: list[tuple[float, float, str, int, float, float, float, Sequence[JobRequest]]] = []
+    for tenant, queue in tenant_queues(snapshot.waiting).items():
         quota = snapshot.quotas.get(tenant)
-        share = max(gpus / total_gpus, cpu / total_cpu) / max(quota.weight if quota else 1.0, 1e-9)
-        heapq.heappush(heap, (share, queues[tenant][at].arrival_s, tenant, at, gpus, cpu))
-
-    for tenant in queues:
-        push(tenant, 0, running.milli[tenant] / WHOLE_GPU, float(running.cpu_milli[tenant]))
+        weight = max(quota.weight if quota else 1.0, 1e-9)
+        gpus, cpu = running.milli[tenant] / WHOLE_GPU, float(running.cpu_milli[tenant])
+        share = max(gpus / total_gpus, cpu / total_cpu) / weight
+        heap.append((share, queue[0].arrival_s, tenant, 0, gpus, cpu, weight, queue))
+    heapq.heapify(heap)
     while heap:
-        _, _, tenant, at, gpus, cpu = heapq.heappop(heap)
-        job = queues[tenant][at]
-        if at + 1 < len(queues[tenant]):
-            push(tenant, at + 1, gpus + job.gpus, cpu + job.tasks * job.cpu_milli)
+        _, _, tenant, at, gpus, cpu, weight, queue = heap[0]
+        job = queue[at]
+        at += 1
+        if at < len(queue):
+            gpus += job.tasks * job.gpus_per_task * job.gpu_milli / WHOLE_GPU
+            cpu += job.tasks * job.cpu_milli
+            share = max(gpus / total_gpus, cpu / total_cpu) / weight
+            heapq.heapreplace(heap, (share, queue[at].arrival_s, tenant, at, gpus, cpu, weight, queue))
+        else:
+            heapq.heappop(heap)
         yield job
 
 
@@ -52,6 +56,8 @@ def fair(place: Placer) -> Policy:
     fill = queue_policy(by_share, place, backfill=True, reason="its tenant has the least")
 
     def policy(snapshot: Snapshot) -> list[Decision]:
+        if snapshot.quotas:
+            _watch(snapshot, _tenant)
         reclaimed = _reclaim(snapshot, place) if snapshot.quotas else []
         return reclaimed or fill(snapshot)
 
@@ -125,6 +131,7 @@ def preempting(place: Placer) -> Policy:
     def policy(snapshot: Snapshot) -> list[Decision]:
         book, preemptible = QuotaBook(snapshot), table_of(snapshot.running).preemptible
         lowest = min((priority for priority, jobs in preemptible.items() if jobs), default=None)
+        _watch(snapshot, _priority)
         hopeless: set[tuple[int, Shape]] = set()
         for job in itertools.islice(by_priority(snapshot), _MOST_URGENT):
             if lowest is None or job.priority <= lowest:
@@ -140,6 +147,13 @@ def preempting(place: Placer) -> Policy:
         return fill(snapshot)
 
     return policy
+
+
+def _watch(snapshot: Snapshot, kind: Callable[[RunningJob], Hashable]) -> None:
+    """What a search for room reads is kept from the first decision on, while few jobs run: built later, among
+    thousands of them, it would make that decision slow."""
+    preemptible_on_nodes(snapshot, kind)
+    jobs_on_nodes(snapshot.running)
 
 
 def _less_urgent(job: JobRequest, snapshot: Snapshot) -> tuple[list[RunningJob], FreeCapacity] | None:

@@ -54,12 +54,15 @@ def shape_of(job: JobRequest) -> TaskShape:
 def task_mix(jobs: Iterable[JobRequest], share: float = 0.95) -> TaskMix:
     """The most frequent shapes that together make up `share` of all tasks (95%, as the paper's experiments
     use)."""
-    counts: Counter[TaskShape] = Counter()
+    counts: Counter[tuple[int, int, int, tuple[str, ...]]] = Counter()
     for job in jobs:
-        counts[shape_of(job)] += job.tasks
-    total, reached = counts.total(), 0
+        counts[job.gpus_per_task, job.gpu_milli, job.cpu_milli, job.devices] += job.tasks
+    shapes: Counter[TaskShape] = Counter()
+    for (gpus, milli, cpu, devices), tasks in counts.items():
+        shapes[TaskShape(gpus, milli if gpus else 0, cpu, devices)] += tasks
+    total, reached = shapes.total(), 0
     chosen: list[tuple[TaskShape, int]] = []
-    for shape, count in counts.most_common():
+    for shape, count in shapes.most_common():
         if reached >= share * total:
             break
         chosen.append((shape, count))

@@ -14,7 +14,7 @@ from cumulo.cluster.decide.nodes import FreeCapacity, members
 from cumulo.cluster.decide.queue import SortKey, ordered, shape_samples
 from cumulo.cluster.decide.queueing import Placer
 from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.running import table_of
+from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _Ranking = Callable[[float], int]
@@ -52,7 +52,7 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
     return policy
 
 
-class _Held:
+class _Held(RunningView):
     """The running jobs that may be preempted, in the order of their queues and arrivals. A job changes its place
     when it starts, ends, or comes to the end of its queue, and not otherwise."""
 

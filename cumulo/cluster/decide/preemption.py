@@ -11,13 +11,13 @@ import numpy as np
 from cumulo.cluster.decide.fit import only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
-from cumulo.cluster.decide.running import jobs_on_nodes, table_of
+from cumulo.cluster.decide.running import RunningView, jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
 _MORE_NODES = 12  # that are priced, besides one for each missing task
 
 
-class PreemptibleOnNodes:
+class PreemptibleOnNodes(RunningView):
     """What the preemptible jobs of each kind have on each node: thousandths of GPUs, of cores, and MiB."""
 
     def __init__(self, index: Mapping[str, int], kind: Callable[[RunningJob], Hashable]) -> None:

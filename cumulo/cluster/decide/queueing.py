@@ -14,7 +14,7 @@ from cumulo.cluster.decide.fifo import why_not
 from cumulo.cluster.decide.fit import only_gpus, pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.queue import JobQueue, Shape, SortKey, by_arrival_key, ordered, shape_key
+from cumulo.cluster.decide.queue import JobQueue, ShapeNumbers, SortKey, by_arrival_key, ordered
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.releases import Releases, Start
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
@@ -70,6 +70,8 @@ def queue_policy(
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         nonlocal last
+        if backfill and snapshot.releases is not None:
+            snapshot.releases.begin()
         trial = _Trial(snapshot, place, backfill, reservations, reason)
         newcomers = None if last is None else last.newcomers(snapshot)
         if last is not None and newcomers is not None:
@@ -151,10 +153,12 @@ class _Trial:
         self.releases = self.snapshot.releases
         self.book = QuotaBook(self.snapshot)
         self.started: list[RunningJob] = []
+        waiting = self.snapshot.waiting
+        self.shapes = waiting if isinstance(waiting, JobQueue) else ShapeNumbers()
         # What is free only shrinks: these shapes never fit in this decision, and why.
-        self.failed: dict[Shape, str] = {}
+        self.failed: dict[int, str] = {}
         self.narrow: tuple[_Reservation, FreeCapacity] | None = None
-        self.harmful: dict[Shape, float] = {}  # they delay a reserved job if they end after this moment
+        self.harmful: dict[int, float] = {}  # they delay a reserved job if they end after this moment
 
     def decide(self, ordered: Iterable[JobRequest]) -> None:
         try:
@@ -168,7 +172,7 @@ class _Trial:
         """Looks at these jobs only, behind those that have a reservation."""
         try:
             for job in reserved:
-                self.failed[shape_key(job)] = ""
+                self.failed[self.shapes.shape(job)] = ""
                 found = self.reserve(job)
                 if found is not None:
                     self.reserved.append(found)
@@ -186,7 +190,7 @@ class _Trial:
                 continue
             places = self.place(job, self.free)
             if places is None:
-                return self.wait(job, shape_key(job))
+                return self.wait(job, self.shapes.shape(job))
             self.start(job, places)
         return False
 
@@ -194,12 +198,13 @@ class _Trial:
         """Jobs behind one that waits. Most of them do not fit either: a glance at their shape tells."""
         waiting, failed, harmful = self.snapshot.waiting, self.failed, self.harmful
         shapes = waiting.shapes if isinstance(waiting, JobQueue) else {}
+        unknown = self.shapes.shape
         now_s, hopeless = self.snapshot.now_s, self.full() or self.nobody_fits()
         told = _MOST_REASONS if len(waiting) < _LONG_QUEUE else 0
         for number, job in enumerate(itertools.islice(jobs, _MOST_TRIED)):
             if hopeless and number >= told:
                 break
-            shape = shapes.get(job.job_id) or shape_key(job)
+            shape = shapes[job.job_id] if job.job_id in shapes else unknown(job)
             if shape in failed or hopeless:
                 if number < told:
                     self.decided.append(Waits(job.job_id, self.why(job, shape)))
@@ -222,7 +227,7 @@ class _Trial:
                 hopeless = self.full()
             hopeless = hopeless or self.nobody_fits()
 
-    def why(self, job: JobRequest, shape: Shape) -> str:
+    def why(self, job: JobRequest, shape: int) -> str:
         """Why a job of this shape waits, worded once."""
         if shape in self.harmful:
             return f"it fits, but would delay {self.reserved[0].job.job_id}, which is before it"
@@ -290,7 +295,7 @@ class _Trial:
         why = f"{why}; {told}" if told else why
         self.decided.append(JobPlacement(job.job_id, places, why))
 
-    def wait(self, job: JobRequest, shape: Shape) -> bool:
+    def wait(self, job: JobRequest, shape: int) -> bool:
         """Whether jobs behind this one may be tried."""
         reason = self.failed[shape] = why_not(job, self.free)
         if not self.backfill:
@@ -314,7 +319,7 @@ class _Trial:
     def reserve(self, job: JobRequest) -> _Reservation | None:
         """The earliest start for a gang that does not fit now, when running jobs end as predicted."""
         if self.releases is None:
-            self.releases = Releases(self.free, self.snapshot.running)
+            self.releases = Releases(self.free, self.snapshot.running).begin()
             for one in self.started:
                 self.releases.take(one.request, one.places, one.expected_end_s)
         now_s = self.snapshot.now_s
@@ -325,7 +330,7 @@ class _Trial:
         return None if found is None else _Reservation(job, max(found[0], now_s), None, found[1])
 
     def without_harm(
-        self, job: JobRequest, shape: Shape, places: tuple[TaskPlace, ...]
+        self, job: JobRequest, shape: int, places: tuple[TaskPlace, ...]
     ) -> tuple[TaskPlace, ...] | None:
         """Places with which no reserved job starts later: these, if the job ends before or leaves enough, or others
         on nodes that the reserved job has no use for."""

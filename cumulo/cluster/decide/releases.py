@@ -3,6 +3,7 @@ and whether another job would delay it. Kept up to date node by node: a reservat
 """
 
 import bisect
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,26 +32,38 @@ class Start:
 
 
 class Releases:
-    """The moment at which each GPU is free. Policies try on it and take back what they tried."""
+    """The moment at which each GPU is free. Policies try on it and take back what they tried. Kept up to date from
+    `begin` on, because many policies never ask."""
 
-    def __init__(self, free: FreeCapacity, running: Mapping[str, RunningJob] | None = None) -> None:
+    def __init__(self, free: FreeCapacity, running: Mapping[str, RunningJob]) -> None:
         self.free = free
+        self._before: Mapping[str, RunningJob] | None = running  # what runs when it begins
         self.gpu_end_s: list[list[float]] = [[_NOW] * node.gpus for node in free.nodes]
         self.by_end: list[tuple[float, str]] = []  # of the jobs whose end is predicted
         self._shares: dict[tuple[int, int], dict[str, float]] = {}  # ends of the shares of a GPU
         self._slots: dict[_Kind, np.ndarray] = {}  # [nodes, tasks]: when a node has room for so many tasks
         self._starts: dict[_Kind, dict[int, Start]] = {}
         self._round = 0
-        for job in (running or {}).values():
-            self.take(job.request, job.places, job.expected_end_s)
+
+    def begin(self) -> "Releases":
+        """Policies that reserve starts call it in every decision: early, while few jobs run, it costs little."""
+        if self._before is not None:
+            before, self._before = self._before, None
+            for job in before.values():
+                self.take(job.request, job.places, job.expected_end_s)
+        return self
 
     def take(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+        if self._before is not None:
+            return
         if end_s is not None:
             bisect.insort(self.by_end, (end_s, job.job_id))
         self._move(job, places, _NEVER if end_s is None else end_s)
 
     def give(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
         """Takes back `take` with the same values."""
+        if self._before is not None:
+            return
         if end_s is not None:
             del self.by_end[bisect.bisect_left(self.by_end, (end_s, job.job_id))]
         self._move(job, places, None)
@@ -99,6 +112,20 @@ class Releases:
         found = sorted(self.gpu_end_s[node])[gpus - 1 :: gpus]
         return found + [_NEVER] * (width - len(found))
 
+    def _all_slots(self, kind: _Kind) -> np.ndarray:
+        """`_slots_of` every node."""
+        gpus, devices = kind
+        free = self.free
+        present = np.arange(free.gpu_milli.shape[1]) < free.gpus[:, None]
+        ends = np.full(present.shape, _NEVER)
+        ends[present] = np.fromiter(itertools.chain.from_iterable(self.gpu_end_s), np.float64)
+        ends.sort(axis=1)
+        found = ends[:, gpus - 1 :: gpus].copy()
+        found[~free.ready] = _NEVER
+        if devices:
+            found[~free.device_mask(devices)] = _NEVER
+        return found
+
     def set_health(self, node: int) -> None:
         """`free` says whether the node is ready."""
         self._changed(node)
@@ -110,8 +137,7 @@ class Releases:
             return None
         slots = self._slots.get(kind)
         if slots is None:
-            rows = [self._slots_of(node, kind) for node in range(len(self.free.nodes))]
-            slots = self._slots[kind] = np.array(rows)
+            slots = self._slots[kind] = self._all_slots(kind)
         starts = self._starts.setdefault(kind, {})
         known = starts.get(job.tasks)
         if known is None or not known.before < job.tasks <= known.by_then:

@@ -13,6 +13,10 @@ class RunningView(Protocol):
 
     def add(self, job: RunningJob) -> None: ...
     def remove(self, job: RunningJob) -> None: ...
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        """The same job, about which more is known."""
+        self.remove(old)
+        self.add(job)
 
 
 View = TypeVar("View", bound=RunningView)
@@ -47,8 +51,7 @@ class RunningTable(dict[str, RunningJob]):
         """More is known about a job that runs; it keeps its places."""
         old, self[job.job_id] = self[job.job_id], job
         for view in self._views.values():
-            view.remove(old)
-            view.add(job)
+            view.swap(old, job)
 
     def view(self, key: Any, make: Callable[[], View]) -> View:
         """The view of this key, kept from the first time it is asked for."""
@@ -68,7 +71,7 @@ class RunningTable(dict[str, RunningJob]):
             self.preemptible[request.priority] += sign
 
 
-class JobsOnNodes:
+class JobsOnNodes(RunningView):
     """The jobs on each node, by name."""
 
     def __init__(self) -> None:

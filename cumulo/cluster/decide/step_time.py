@@ -9,7 +9,7 @@ from functools import cached_property
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
-from cumulo.cluster.decide.running import table_of
+from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.plan.network.lines import Kind, Reach, lines
 from cumulo.plan.network.profile import network_constants, profile_of
 from cumulo.spec.catalog import shipped
@@ -82,7 +82,7 @@ class LeafFabric:
         return Reach(ranks, gpus, len(per_node), card / near_loss, card / far_loss, latency)
 
 
-class Uplinks:
+class Uplinks(RunningView):
     """Jobs that exchange data over each leaf's uplinks."""
 
     def __init__(self, fabric: LeafFabric) -> None:

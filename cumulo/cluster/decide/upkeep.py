@@ -45,6 +45,8 @@ def defragmenting(policy: Policy, moves: int = _MOST_MOVES) -> Policy:
     together to make room, where that pays: the moves must cost less GPU time than the gang would wait."""
 
     def wrapped(snapshot: Snapshot) -> list[Decision]:
+        if snapshot.releases is not None:
+            snapshot.releases.begin()
         decided = policy(snapshot)
         if any(isinstance(one, JobPlacement | Resize) for one in decided):
             return decided

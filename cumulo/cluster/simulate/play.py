@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cumulo.cluster.decide.check import violations
-from cumulo.cluster.decide.decisions import Cordon, Decision, Eviction, JobPlacement, Resize, Waits
+from cumulo.cluster.decide.decisions import Cordon, Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.fit import slots
 from cumulo.cluster.decide.fragmentation import fragmented_share, task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
@@ -26,6 +26,7 @@ from cumulo.errors import CumuloError
 
 _MOST_SEGMENTS = 20_000  # of the Gantt chart; more than anybody can see
 _FRAGMENTATION_SAMPLES = 20
+_STARTS, _STOPS = (JobPlacement, Resize), (Eviction, Resize)
 
 
 class BrokenPolicy(CumuloError):
@@ -127,7 +128,7 @@ class _Player:
         self.used_gpus = 0.0
         self.empty = FreeCapacity([replace(node, health="ready") for node in self.nodes])
         self.fitting: dict[Shape, int] = {}  # tasks of each shape that the empty cluster can hold
-        self.releases = Releases(self.free)
+        self.releases = Releases(self.free, self.running)
         self.counted_s = 0.0
         self.checked = 0
 
@@ -336,20 +337,22 @@ class _Player:
         snapshot = self.snapshot()
         decisions = self.policy(snapshot)
         self.run.decisions += 1
-        idle = not any(isinstance(one, JobPlacement | Resize) for one in decisions)
+        moves: list[JobPlacement | Eviction | Resize | Cordon] = []
+        for decision in decisions:
+            if isinstance(decision, Waits):
+                self.live[decision.job_id].why = decision.reason
+            else:
+                moves.append(decision)
+        idle = not any(isinstance(one, _STARTS) for one in moves)
         self.checked = self.checked + 1 if idle and self.waiting else 0
-        if self.options.check and decisions:
-            wrong = (
-                violations(snapshot, decisions) if any(not isinstance(d, Waits) for d in decisions) else []
-            )
-            if wrong:
-                raise BrokenPolicy(f"the policy broke a rule at {self.now_s:g} s: {wrong[0]}")
+        if self.options.check and moves and (wrong := violations(snapshot, moves)):
+            raise BrokenPolicy(f"the policy broke a rule at {self.now_s:g} s: {wrong[0]}")
         if self.options.keep_log:
             self.run.log.append((self.now_s, tuple(decisions)))
-        for decision in decisions:
-            if isinstance(decision, Eviction | Resize):
+        for decision in moves:
+            if isinstance(decision, _STOPS):
                 self.stop_for(decision)
-        for decision in decisions:
+        for decision in moves:
             self.carry_out(decision)
         if self.options.drop:
             for job in list(self.waiting):
@@ -363,10 +366,8 @@ class _Player:
         one.saved = one.done  # a checkpoint is written first
         one.why = decision.reason
 
-    def carry_out(self, decision: Decision) -> None:
-        if isinstance(decision, Waits):
-            self.live[decision.job_id].why = decision.reason
-        elif isinstance(decision, JobPlacement):
+    def carry_out(self, decision: JobPlacement | Eviction | Resize | Cordon) -> None:
+        if isinstance(decision, JobPlacement):
             one = self.live[decision.job_id]
             self.waiting.remove(decision.job_id)
             one.why = decision.reason

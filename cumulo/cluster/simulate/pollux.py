@@ -20,6 +20,7 @@ from cumulo.errors import ConfigError
 
 RESTART_S = 30.0  # of every start and every change of the allocation, as the artifact counts it
 _MOST_GPUS = 64
+_NEAR_GPUS = 16  # beyond, the exchange grows more slowly with each GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,15 @@ class Application:
     progress: float
     noise: tuple[tuple[float, float], ...]
     compute: tuple[float, float]
-    network: dict[str, tuple[float, float]]
+    network: dict[str, tuple[float, ...]]
     overlap: float
 
     def step_s(self, gpus: int, nodes: int, local: float, accumulated: int) -> float:
         """Seconds for a step of `accumulated` further passes before the gradients are exchanged."""
         compute = self.compute[0] + self.compute[1] * local
-        first, per_gpu = self.network["one" if nodes == 1 else "two" if nodes == 2 else "more"]
-        network = 0.0 if gpus == 1 else first + per_gpu * (gpus - 2)
+        first, per_gpu, *far = self.network["one" if nodes == 1 else "two" if nodes == 2 else "more"]
+        near = min(gpus, _NEAR_GPUS) if far else gpus
+        network = 0.0 if gpus == 1 else first + per_gpu * (near - 2) + sum(far) * (gpus - near)
         return accumulated * compute + float(
             (compute**self.overlap + network**self.overlap) ** (1 / self.overlap)
         )
@@ -186,10 +188,3 @@ def read_pollux(path: Path, adaptive: bool, error: float = 0.0) -> tuple[list[Tr
 
 def is_pollux(path: Path) -> bool:
     return {"name", "time", "application", "num_replicas", "batch_size"} <= set(read_lines(path)[0].fields)
-
-
-# Mean JCT in seconds on 16 nodes with 4 GPUs: petuum/adaptdl, branch osdi21-artifact, simulator/results-jobload.
-PUBLISHED_JCT_S = {
-    "workload-1": {"pollux": 2088.77, "tiresias": 2473.65},
-    "workload-6": {"pollux": 2446.13, "tiresias": 3469.69},
-}

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from cumulo.cluster.decide.check import has_room
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Waits
-from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, ElasticColumns, resizable
+from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, elastic_rows, resizable
 from cumulo.cluster.decide.elastic_jobs.sizes import Floats, choose_sizes, possible_sizes
 from cumulo.cluster.decide.fifo import fifo
 from cumulo.cluster.decide.fit import only_gpus, task_places, tasks_that_fit, tightest
@@ -34,7 +35,6 @@ def elastic(
     nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size they
     ask for."""
     inside = tuple(sizes)
-    columns = ElasticColumns()
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         ready = snapshot.free.ready
@@ -43,8 +43,8 @@ def elastic(
         node_gpus = int(snapshot.free.gpus[ready].max())
         free, book = snapshot.free.copy(), QuotaBook(snapshot)
         decided = _rigid(snapshot, free, book)
-        jobs = columns.active(snapshot)
-        if not len(jobs.requests):
+        jobs = elastic_rows(snapshot)
+        if not len(jobs):
             return decided
         gpus = int(free.whole[ready].sum()) + int(jobs.current.sum())
         options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
@@ -74,13 +74,9 @@ def _costs(
 ) -> Floats:
     """[jobs, sizes], the first size is 0: what a power mean with exponent −1 adds up, 1 / speedup over a fair
     share. Infinite: this size is not possible."""
-    share = max(1, -int(-float(gpus) // max(1, len(jobs.requests))))
-    goodput = jobs.goodputs(options, node_gpus)
-    # The largest possible size within a fair share.
-    fair = np.array([
-        next((found for size in range(share, 0, -1) if (found := jobs.goodput(table, size, node_gpus)) > 0), 1.0)
-        for table in range(len(jobs.tables))
-    ])  # fmt: skip
+    share = max(1, -int(-float(gpus) // max(1, len(jobs))))
+    goodput = jobs.tables.goodputs(options, node_gpus)
+    fair = np.array([jobs.tables.within(table, share, node_gpus) for table in range(len(jobs.tables))])
     age_s = np.maximum(1.0, now_s - jobs.arrival_s)
     pause_s = np.maximum(jobs.restart_s, restart_s)
     keep = np.maximum(np.maximum(age_s - jobs.restarts * pause_s, 0.0) / (age_s + pause_s), 0.05)
@@ -97,29 +93,35 @@ def _placed(
     """Jobs that keep their size keep their places; the others are placed anew, the largest first."""
     changed = np.flatnonzero((wanted != jobs.current) | (jobs.current == 0)).tolist()
     for row in changed:
-        if jobs.current[row]:
-            free.give(jobs.requests[row], jobs.places[row])
-            book.count(jobs.requests[row], -int(jobs.current[row]))
+        job, had = jobs.job(row)
+        if had:
+            free.give(job, had)
+            book.count(job, -len(had))
     decided: list[Decision] = []
     resized: list[Decision] = []
     told = 0
     for row in sorted(changed, key=lambda row: (-wanted[row], jobs.arrival_s[row])):
-        job, size, places = jobs.requests[row], int(wanted[row]), None
+        job, had = jobs.job(row)
+        size, places = int(wanted[row]), None
         while size and places is None:
-            if book.refuses(job, size) is None:
+            if size == len(had) and has_room(job, had, free):
+                places = had  # it wanted more, and there is none: no restart
+            elif book.refuses(job, size) is None:
                 places = _places(job, size, free, node_gpus)
             if places is None:
                 size = size - node_gpus if size > node_gpus else size - 1
         if places is None:
-            if jobs.current[row]:
+            if had:
                 decided.append(Eviction(job.job_id, "its GPUs add more goodput to other jobs"))
             elif (told := told + 1) <= _MOST_REASONS:
                 decided.append(Waits(job.job_id, "no GPU adds more goodput here than where it is"))
             continue
         free.take(job, places)
         book.count(job, size)
+        if places is had:
+            continue
         why = f"{size} GPUs: one more would add more goodput to another job"
-        if jobs.current[row]:
+        if had:
             resized.append(Resize(job.job_id, places, why))
         else:
             resized.append(JobPlacement(job.job_id, places, why))
