@@ -202,7 +202,8 @@ def _assemble_ranks(
     """The same over several ranks: each is given its share of memory and threads, and loads its part."""
     layout, cores, free_bytes = config.layout, available_cores(), free_memory(config)
     own_ranks = layout.world - config.remote_ranks
-    places, unit, own_bytes = max(cores, LEAST_CPU_RANKS), "CPU cores", free_bytes // own_ranks
+    places, unit = max(cores, LEAST_CPU_RANKS), f"places for ranks on {cores} CPU cores"
+    own_bytes = free_bytes // own_ranks
     if config.device == "cuda" and config.remote_ranks:
         raise ConfigError("ranks of several hosts run on CPUs only: omit remote_ranks, or choose device=cpu")
     if config.device == "cuda":

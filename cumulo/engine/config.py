@@ -5,6 +5,7 @@ from typing import Literal
 
 from cumulo.collectives.decide.choices import parse_choices
 from cumulo.collectives.decide.measured import read_collective_profile
+from cumulo.engine.decide.transfer.address import named_address, parse_address
 from cumulo.errors import CumuloError
 from cumulo.layout.serving import ServingLayout
 from cumulo.spec.slo import Slo
@@ -137,6 +138,10 @@ class EngineConfig:
                 "an engine with role=decode needs prefill_engines, and only such an engine: the addresses of the "
                 "engines that compute its prompts"
             )
+        for number, text in enumerate(self.prefill_engines):
+            parse_address(named_address(text, number)[1])
+        if self.transfer_address:
+            parse_address(self.transfer_address)
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
 

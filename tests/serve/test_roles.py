@@ -166,6 +166,10 @@ def test_a_prefill_engine_that_hangs_is_given_up_and_replaced(split: SplitServer
         (("--prefill", "1"), "--prefill and --decode go together"),
         (("--prefill", "1", "--decode", "1", "--replicas", "2"), "remove --replicas"),
         (("--role", "prefill"), "needs a transfer_address"),
+        (
+            ("--role", "decode", "--prefill-engine", "10.0.0.1:9000"),
+            "unix:PATH or tcp:HOST:PORT; got '10.0.0.1:9000'",
+        ),
         (("--role", "decode", "--prefill-engine", "tcp:10.0.0.1:9000"), "--fleet-key-file"),
     ],
 )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cumulo.engine.decide.transfer.address import parse_address
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     OrderBegun,
@@ -158,12 +159,9 @@ class WordReader:
 
 def open_socket(address: str) -> tuple[socket.socket, Any]:
     """A stream socket for `unix:PATH` or `tcp:HOST:PORT`, and the address as the socket module wants it."""
-    scheme, _, rest = address.partition(":")
-    if scheme == "unix" and rest:
-        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), rest
-    host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host and port.isdigit():
-        made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return made, (host.strip("[]"), int(port))
-    raise CumuloError(f"an engine's transfer address is unix:PATH or tcp:HOST:PORT; got {address!r}")
+    where = parse_address(address)
+    if isinstance(where, str):
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), where
+    made = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made, where
