@@ -70,7 +70,7 @@ class Chat:
             self._knobs = Knobs(self._store.keep, close=lambda: panel.classes(remove="open"))
         open_knobs.on_click(lambda: panel.classes(add="open"))
         self._story = StoryPanel(shell, visitor)
-        Shortcuts({"new": self.new, "stop": self.stop, "regenerate": self.regenerate})
+        Shortcuts({"new": self.new, "stop": self._escape, "regenerate": self.regenerate})
         self._thread.draw(self._conversation)
 
     async def begin(self) -> None:
@@ -143,6 +143,11 @@ class Chat:
     def stop(self) -> None:
         if self._running is not None:
             self._running.stop()
+
+    def _escape(self) -> None:
+        """What the Esc key does: an open story is closed first."""
+        if not self._story.close():
+            self.stop()
 
     async def delete_turn(self, index: int) -> None:
         if self._running is None:
@@ -234,6 +239,7 @@ class Chat:
             if running.refused:
                 self._undo(conversation, pending.get("undo", {}), str(running.answer.problem))
             else:
+                running.answer.take_times(self._shell.service.stories.of_call(running.answer.request_id))
                 conversation.entries.append(running.answer.entry())
                 view.finish(running.answer, is_last=True, results=None)
                 self._thread.look_down()

@@ -71,6 +71,13 @@ def test_an_answer_streams_survives_reload_and_navigation_and_its_story_opens_be
         events = text_of(page, ".story-panel ol.events")
         assert "arrived with" in events and "first token" in events and "finished" in events
         assert page.locator(".said.user").is_visible(), "the chat is still there"
+        ttft = text_of(page, ".story-panel .tile:has-text('TTFT') b")
+        foot = "".join(text_of(page, ".foot").split())
+        assert f"TTFT{''.join(ttft.split())}·" in foot, "one number everywhere"
+        page.keyboard.press("Escape")
+        page.locator(".story-panel.open").wait_for(state="detached")
+        page.get_by_label("Story", exact=True).click()
+        page.locator(".story-panel.open").wait_for()
         page.get_by_label("Close story").click()
 
         page.reload()

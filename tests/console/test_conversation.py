@@ -13,6 +13,8 @@ from cumulo.console.chat.conversation import LARGEST_STORED_BYTES, Conversation,
 from cumulo.console.chat.presets import BUILT_IN, read_own
 from cumulo.console.chat.running_answers import RunningAnswers
 from cumulo.console.knobs import effective, model_options
+from cumulo.engine.decide.story import Story
+from cumulo.serve.observe.stories import Record
 
 SAID = [
     {"role": "user", "content": "a"},
@@ -102,6 +104,16 @@ def test_an_answer_is_collected_and_survives_storage() -> None:
         answer.odds,
         answer.ttft_s,
     )
+
+
+def test_an_answer_is_shown_with_the_times_of_its_story() -> None:
+    answer = ChatAnswer(output_tokens=5, ttft_s=0.9, decode_s=9.0)
+    record = Record("chatcmpl-1", "chatcmpl-1", "anyone", "model", 10.0, 10.0, 4, 1, True)
+    answer.take_times([record])
+    assert answer.ttft_s == 0.9, "no story yet"
+    record.story = Story(10.1, first_token_s=10.5, finished_s=12.5)
+    answer.take_times([record])
+    assert (answer.ttft_s, answer.decode_tok_s) == (0.5, 2.0)
 
 
 class Scripted(ApiCaller):

@@ -5,10 +5,12 @@ It has three forms: a message for the API, an entry for the browser's storage, a
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cumulo.console.chat.tool_call import ShownToolCall
+from cumulo.serve.observe.stories import Record
 
 Odds = list[Any]  # the text of a token (or of the few that spell one character), its probability, words on it
 
@@ -59,6 +61,13 @@ class ChatAnswer:
             text = spelled if spelled is not None else "".join(one["token"] for one in group)
             share = min(math.exp(one["logprob"]) for one in group)
             self.odds.append([text, round(share, 4), "\n\n".join(map(_told, group))])
+
+    def take_times(self, records: Sequence[Record]) -> None:
+        """Those of its story, where it is told: the page itself hears of tokens a little later."""
+        story = records[0].story if len(records) == 1 else None
+        if story is None or story.first_token_s is None or story.finished_s is None:
+            return
+        self.ttft_s, self.decode_s = records[0].ttft_s, story.finished_s - story.first_token_s
 
     @property
     def said_nothing(self) -> bool:

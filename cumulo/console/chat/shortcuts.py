@@ -16,7 +16,7 @@ KEYS = (
     ("s or Ctrl+K", "Search conversations"),
     ("i or /", "Write a message"),
     ("Enter", "Send the message; Shift+Enter begins a new line"),
-    ("Esc", "Stop the answer, or leave a field"),
+    ("Esc", "Close the story, stop the answer, or leave a field"),
     ("r", "Regenerate the last answer"),
     ("?", "Show these shortcuts"),
 )

@@ -40,5 +40,8 @@ class StoryPanel:
             self._body.set_content(empty("Nothing is known of this request", hint))
         self._root.classes(add="open")
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Whether it was open."""
+        was_open = "open" in self._root.classes
         self._root.classes(remove="open")
+        return was_open
