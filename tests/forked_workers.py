@@ -31,6 +31,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked_ranks, warm
+from tests.kernels.cuda import compile_sm90
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("transformers.models.llama.modeling_llama",)  # the oracle of many tests, imported when first asked
@@ -79,6 +80,7 @@ def _import_all(wanted: list[str]) -> None:
             with contextlib.suppress(Exception):
                 compile_early()
             os._exit(0)
+    _fork_compiler()
     for name in (*warm.PRELOAD, *forked_ranks.MODULES, *MODULES):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
@@ -114,6 +116,24 @@ def _measure_products() -> None:
 
 def _module_name(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+def _fork_compiler() -> None:
+    """The process that compiles for GPUs this machine does not have: before Triton is imported, which plays kernels
+    with its interpreter from then on."""
+    import torch  # noqa: F401
+
+    address = Path(tempfile.mkdtemp(prefix="cumulo-tests-")) / "sm90"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(address))
+    listener.listen()
+    if os.fork() == 0:
+        with contextlib.suppress(KeyboardInterrupt):
+            compile_sm90.serve_workers(listener)
+        shutil.rmtree(address.parent, ignore_errors=True)
+        os._exit(0)
+    listener.close()
+    os.environ[compile_sm90.DOOR] = str(address)
 
 
 def _compile_kernels() -> None:

@@ -1,14 +1,18 @@
 """Compile Triton kernels for a Hopper GPU on a machine without one, and read what the compiler made of them.
 
 Tests call `compile_for_sm90(cases)`; it works in a process of its own, because the tests' process plays kernels
-with the interpreter. From a shell, `python -m tests.kernels.cuda.compile_sm90 CASES.json` prints a table:
-registers, spilled bytes, shared memory and the instructions that matter.
+with the interpreter: one that `tests.forked_workers` has prepared for all workers, or else one that it starts.
+From a shell, `python -m tests.kernels.cuda.compile_sm90 CASES.json` prints a table: registers, spilled bytes,
+shared memory and the instructions that matter.
 """
 
 import atexit
 import json
 import os
 import re
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,9 +22,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SHARED_BYTES_PER_BLOCK = 227 << 10
+DOOR = "CUMULO_SM90_COMPILER"  # in the environment: the socket of a process that compiles
 ROOT = Path(__file__).resolve().parents[3]
 TELLING = ("HGMMA", "QGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDG", "LDL", "STL", "BAR", "SHFL", "I2F", "F2F")
 
@@ -61,33 +66,35 @@ class Compiled:
 
 def compile_for_sm90(cases: Sequence[Case]) -> list[Compiled]:
     """Compile each case in the compiler's process; an error there is raised here with its text."""
-    process = _compiler()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps([asdict(case) for case in cases]) + "\n")
-    process.stdin.flush()
-    answer = json.loads(process.stdout.readline() or '{"error": "the compiler ended"}')
+    questions, answers = _compiler()
+    questions.write(json.dumps([asdict(case) for case in cases]) + "\n")
+    questions.flush()
+    answer = json.loads(answers.readline() or '{"error": "the compiler ended"}')
     if "error" in answer:
         raise RuntimeError(f"compiling for sm_90 failed:\n{answer['error'][-6000:]}")
     return [Compiled(**found) for found in answer["made"]]
 
 
 @cache
-def _compiler() -> subprocess.Popen[str]:
-    """One for all tests of this process: it takes seconds to import torch and Triton."""
+def _compiler() -> tuple[IO[str], IO[str]]:
+    """What it is asked and what it answers; one for all tests of this process: it takes seconds to import torch."""
+    if (door := os.environ.get(DOOR)) is not None:
+        line = socket.socket(socket.AF_UNIX)
+        line.connect(door)
+        return line.makefile("w"), line.makefile("r")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.kernels.cuda.compile_sm90"],
         cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     atexit.register(process.communicate)  # which closes its input: it ends
-    return process
+    assert process.stdin is not None and process.stdout is not None
+    return process.stdin, process.stdout
 
 
-def serve() -> None:
+def serve(questions: IO[str], answers: IO[str]) -> None:
     """Answer a line of cases with a line of what was made of them, until there are no more."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print is no answer
-    for line in sys.stdin:
+    for line in questions:
         try:
             answer: dict[str, Any] = {
                 "made": [asdict(compile_here(Case(**case))) for case in json.loads(line)]
@@ -95,6 +102,22 @@ def serve() -> None:
         except Exception:
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def serve_workers(listener: socket.socket) -> None:
+    """For a process that has imported torch, but not Triton: a copy of it for each connection, until its standard
+    input ends."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the copies
+    while 0 not in select.select([listener, 0], [], [])[0]:
+        line, _ = listener.accept()
+        import triton  # noqa: F401
+
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            serve(line.makefile("r"), line.makefile("w"))
+            os._exit(0)
+        line.close()
 
 
 def compile_here(case: Case) -> Compiled:
@@ -160,4 +183,9 @@ def main(given: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]) if sys.argv[1:] else serve()
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    else:
+        told = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what compilers print is no answer
+        serve(sys.stdin, told)
