@@ -41,9 +41,13 @@ class LeafFabric:
 
     def step_s(self, job: JobRequest, places: Sequence[TaskPlace], busy: Mapping[str, int]) -> float:
         """Seconds of one step, when the jobs counted in `busy` share the uplinks fairly with this one."""
+        return self.step_of(job, Counter(place.node for place in places), busy)
+
+    def step_of(self, job: JobRequest, tasks: Mapping[str, int], busy: Mapping[str, int]) -> float:
+        """As `step_s`; `tasks` are those on each node."""
         if job.step is None:
             return 0.0
-        reach = self._reach(job, places, busy)
+        reach = self._reach(job, tasks, busy)
         seconds = job.step.compute_s
         if job.step.all_reduce_bytes:
             seconds += self._collective_s("all_reduce", job.step.all_reduce_bytes, reach)
@@ -63,23 +67,22 @@ class LeafFabric:
             )
         return known
 
-    def _reach(self, job: JobRequest, places: Sequence[TaskPlace], busy: Mapping[str, int]) -> Reach:
+    def _reach(self, job: JobRequest, tasks: Mapping[str, int], busy: Mapping[str, int]) -> Reach:
         fabric, node = self.machine.fabric, self.machine.node
-        per_node = Counter(place.node for place in places)
-        gpus = max(per_node.values()) * job.gpus_per_task
+        gpus = max(tasks.values()) * job.gpus_per_task
         card = node.nic_bytes_per_s * network_constants().transport_share[fabric.transport]
-        crossed = self.crossing(places)
         near_loss = far_loss = 1.0
-        for leaf in crossed:
-            inside = sum(1 for name in per_node if self.leaf_of[name] == leaf)
+        leaves = Counter(map(self.leaf_of.__getitem__, tasks))  # nodes of the gang under each leaf
+        crosses = len(leaves) > 1
+        for leaf, inside in leaves.items() if crosses else ():
             sharing = busy.get(leaf, 0) + 1
             uplinks = self.leaf_cards[leaf] / self.oversubscription / sharing  # cards' worth, for this job
             # A ring leaves the leaf once, on every rail; an all-to-all with all that goes elsewhere.
             near_loss = max(near_loss, gpus / uplinks)
-            far_loss = max(far_loss, inside * gpus * (1 - inside / len(per_node)) / uplinks)
-        latency = fabric.latency_s + (2 * fabric.hop_latency_s if crossed else 0.0)
-        ranks = len(places) * job.gpus_per_task
-        return Reach(ranks, gpus, len(per_node), card / near_loss, card / far_loss, latency)
+            far_loss = max(far_loss, inside * gpus * (1 - inside / len(tasks)) / uplinks)
+        latency = fabric.latency_s + (2 * fabric.hop_latency_s if crosses else 0.0)
+        ranks = sum(tasks.values()) * job.gpus_per_task
+        return Reach(ranks, gpus, len(tasks), card / near_loss, card / far_loss, latency)
 
 
 class Uplinks(RunningView):

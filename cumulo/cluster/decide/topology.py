@@ -3,7 +3,7 @@ job's step, and the fastest is taken; among equals the one that leaves the most 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +17,15 @@ from cumulo.cluster.decide.step_time import LeafFabric, leaf_fabric, uplinks_of
 _MOST_LEAVES_TRIED = 32
 
 
+_Counts = list[tuple[int, int]]  # nodes by number, and how many tasks each gets
+
+
 @dataclass(frozen=True, slots=True)
-class PricedPlacement:
+class PricedWay:
     """One way to place a gang, with its price."""
 
     name: str
-    places: tuple[TaskPlace, ...]
+    counts: _Counts
     step_s: float
     leaves: int
     left_over: int  # free GPUs that stay on the leaves it takes: fewer is tidier
@@ -30,12 +33,11 @@ class PricedPlacement:
 
 @dataclass
 class TopologyPlacer:
-    """A placer for one snapshot. `candidates` keeps what was considered for each job, for those who ask why."""
+    """A placer for one snapshot. `why` says for each job that it placed between which ways it chose."""
 
     fabric: LeafFabric
     leaves: "Leaves"
-    busy: Counter[str]
-    candidates: dict[str, list[PricedPlacement]] = field(default_factory=dict)
+    busy: Counter[str]  # that of the running jobs; never changed
     why: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
@@ -44,64 +46,58 @@ class TopologyPlacer:
         fits = tasks_that_fit(job, free)
         if int(fits.sum()) < job.tasks:
             return None
-        found = [self._priced(job, free, name, counts) for name, counts in self._ways(job, fits, free)]
+        idle = self.leaves.sums(free.whole)
+        found = [self._priced(job, free, idle, name, counts) for name, counts in self._ways(job, fits, free)]
         found.sort(key=lambda one: (round(one.step_s, 9), one.leaves, one.left_over))
-        self.candidates[job.job_id] = found
         best, worst = found[0], found[-1]
         self.why[job.job_id] = f"{best.name}: a step of {1e3 * best.step_s:.4g} ms" + (
             f"; {worst.name} would take {1e3 * worst.step_s:.4g} ms" if worst.step_s > best.step_s else ""
         )
-        self.busy.update(self.fabric.crossing(best.places))
-        return best.places
+        places = task_places(job, free, best.counts)
+        crossed = self.fabric.crossing(places)
+        if crossed:
+            self.busy = Counter(self.busy)
+            self.busy.update(crossed)
+        return places
 
     def _priced(
-        self, job: JobRequest, free: FreeCapacity, name: str, counts: list[tuple[int, int]]
-    ) -> PricedPlacement:
-        places = task_places(job, free, counts)
-        leaves = {self.fabric.leaf_of[place.node] for place in places}
-        idle = (
-            sum(int(free.whole[self.leaves.nodes[leaf]].sum()) for leaf in leaves)
-            - job.tasks * job.gpus_per_task
-        )
-        return PricedPlacement(name, places, self.fabric.step_s(job, places, self.busy), len(leaves), idle)
+        self, job: JobRequest, free: FreeCapacity, idle: list[int], name: str, counts: _Counts
+    ) -> PricedWay:
+        """`idle`: free GPUs of each leaf."""
+        leaves = {self.leaves.of[node] for node, _ in counts}
+        left_over = sum(idle[leaf] for leaf in leaves) - job.tasks * job.gpus_per_task
+        tasks = {free.nodes[node].name: count for node, count in counts}
+        return PricedWay(name, counts, self.fabric.step_of(job, tasks, self.busy), len(leaves), left_over)
 
-    def _ways(
-        self, job: JobRequest, fits: Ints, free: FreeCapacity
-    ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    def _ways(self, job: JobRequest, fits: Ints, free: FreeCapacity) -> Iterator[tuple[str, _Counts]]:
         """Under each leaf that has room; over as few leaves as possible; over the leaves with idle uplinks;
         packed without looking."""
         by_leaf = self.leaves.nodes
         room = dict(zip(by_leaf, self.leaves.sums(fits), strict=True))
         able = sorted((leaf for leaf in room if room[leaf] >= job.tasks), key=lambda leaf: room[leaf])
         for leaf in able[:_MOST_LEAVES_TRIED]:
-            yield f"under {leaf}", _take(job.tasks, fits, by_leaf[leaf], free)
+            yield f"under {leaf}", _take(job.tasks, fits, [by_leaf[leaf]])
         if not able:
             wide = sorted((leaf for leaf in room if room[leaf]), key=lambda leaf: (-room[leaf], leaf))
-            yield (
-                "over the fewest leaves",
-                _take(job.tasks, fits, [n for leaf in wide for n in by_leaf[leaf]], free),
-            )
+            yield "over the fewest leaves", _take(job.tasks, fits, (by_leaf[leaf] for leaf in wide))
             idle = sorted(wide, key=lambda leaf: (self.busy.get(leaf, 0), -room[leaf], leaf))
-            yield (
-                "over leaves with idle uplinks",
-                _take(job.tasks, fits, [n for leaf in idle for n in by_leaf[leaf]], free),
-            )
+            yield "over leaves with idle uplinks", _take(job.tasks, fits, (by_leaf[leaf] for leaf in idle))
         packed = pack_gang(job, free)
         if packed is not None:
             counts = Counter(free.index[place.node] for place in packed)
             yield "packed without looking", list(counts.items())
 
 
-def _take(tasks: int, fits: Ints, nodes: list[int], free: FreeCapacity) -> list[tuple[int, int]]:
-    """Fills nodes in the order given, fuller hosts of a leaf first, until all tasks have a place."""
-    chosen: list[tuple[int, int]] = []
-    for node in nodes:
-        count = min(int(fits[node]), tasks)
-        if count:
-            chosen.append((node, count))
-            tasks -= count
-        if not tasks:
-            break
+def _take(tasks: int, fits: Ints, leaves: Iterable[list[int]]) -> _Counts:
+    """Fills the nodes of the leaves in the order given until all tasks have a place."""
+    chosen: _Counts = []
+    for nodes in leaves:
+        for node, room in zip(nodes, fits[nodes].tolist(), strict=True):
+            if room:
+                chosen.append((node, min(room, tasks)))
+                tasks -= room
+                if tasks <= 0:
+                    return chosen
     return chosen
 
 
@@ -113,11 +109,12 @@ class Leaves:
         for number, node in enumerate(nodes):
             self.nodes.setdefault(node.leaf, []).append(number)
         numbers = {leaf: number for number, leaf in enumerate(self.nodes)}
-        self._leaf_of = np.array([numbers[node.leaf] for node in nodes], dtype=np.int64)
+        self.of = [numbers[node.leaf] for node in nodes]  # of each node: its leaf, by number
+        self._of = np.array(self.of, dtype=np.int64)
 
     def sums(self, of_nodes: Ints) -> list[int]:
         """Of each leaf: the sum over its nodes."""
-        found: list[int] = np.bincount(self._leaf_of, of_nodes, len(self.nodes)).astype(np.int64).tolist()
+        found: list[int] = np.bincount(self._of, of_nodes, len(self.nodes)).astype(np.int64).tolist()
         return found
 
 
@@ -133,4 +130,4 @@ class TopologyPlacers:
             self._index = snapshot.free.index
             self._known = leaf_fabric(snapshot.nodes), Leaves(snapshot.nodes)
         fabric, leaves = self._known
-        return TopologyPlacer(fabric, leaves, Counter(uplinks_of(fabric, snapshot.running).busy))
+        return TopologyPlacer(fabric, leaves, uplinks_of(fabric, snapshot.running).busy)

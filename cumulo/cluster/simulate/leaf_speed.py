@@ -20,6 +20,7 @@ class LeafSpeed:
         self.running: Mapping[str, RunningJob] = {}
         self._best_s: dict[tuple[StepProfile | None, int, int], float] = {}
         self._alone: LeafFabric | None = None  # the same nodes under one leaf
+        self._names: list[str] = []
         self.steps: dict[str, tuple[float, float]] = {}  # of each job: its step, and the best there is
 
     def beside(self, running: Mapping[str, RunningJob]) -> None:
@@ -28,9 +29,11 @@ class LeafSpeed:
     def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
         if job.step is None:
             return 1.0, float("inf")
-        others = Counter(uplinks_of(self.fabric, self.running).busy)
-        if job.job_id in self.running:
-            others.subtract(self.fabric.crossing(places))
+        others = uplinks_of(self.fabric, self.running).busy
+        crossed = self.fabric.crossing(places)
+        if crossed and job.job_id in self.running:
+            others = Counter(others)
+            others.subtract(crossed)
         best_s = self.best_s(job)
         step_s = self.fabric.step_s(job, places, others)
         self.steps[job.job_id] = (step_s, best_s)
@@ -45,13 +48,14 @@ class LeafSpeed:
         return known
 
     def _alone_s(self, job: JobRequest) -> float:
-        per_node = max(1, self.fabric.machine.node.gpus // max(1, job.gpus_per_task))
-        names = [f"node-{number}" for number in range(len(self.fabric.leaf_of))]
-        places = [TaskPlace(names[task // per_node % len(names)]) for task in range(job.tasks)]
         if self._alone is None:
+            names = [f"node-{number}" for number in range(len(self.fabric.leaf_of))]
             self._alone = LeafFabric(
                 self.fabric.machine, dict.fromkeys(names, "one"), self.fabric.oversubscription
             )
+            self._names = names
+        per_node, nodes = max(1, self.fabric.machine.node.gpus // max(1, job.gpus_per_task)), len(self._names)
+        places = [TaskPlace(self._names[task // per_node % nodes]) for task in range(job.tasks)]
         return self._alone.step_s(job, places, {})
 
     def refreshed(self, job: JobRequest, done: float) -> JobRequest:
