@@ -34,14 +34,14 @@ _MILD = ("unknown", "small-messages", "healthy")
 
 def diagnose(text: str) -> Diagnosis:
     """What was measured or failed, and what else the text names that explains it."""
-    text = plain_text(text)
+    text = condensed(plain_text(text))
     return explained(_symptom(text), named_faults(text))
 
 
 def _symptom(text: str) -> Diagnosis:
     if (hang := parse_hang(text)) is not None:
         return hang_verdict(hang)
-    text = condensed(unwrapped(text))
+    text = unwrapped(text)
     runs, log = list(nccl_test_runs(text)), parse_nccl_log(text)
     perftests, osu = parse_perftests(text), parse_osu(text)
     if failure := failure_verdict(text, measured=bool(runs)):

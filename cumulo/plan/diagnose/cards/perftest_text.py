@@ -20,7 +20,7 @@ _GPU = re.compile(
 _BOUND = re.compile(r"(?:numactl|taskset|--cpunodebind|--cpu-bind)\S*\s+(.*?)(?=\bib_)|numactl\s+(.*)")
 # "n21->n22 mlx5_0  391.02 Gb/s", "mlx5_3: 196.9 Gbit/s"
 _LISTED = re.compile(
-    r"((?:[\w.-]+\s*(?:->|-->|<->|→)\s*[\w.-]+\s+)?\b(?:mlx5_\w+|bnxt_re\w+|rdmap\w+|ibp\w+|rocep\w+|"
+    r"((?:(?<![\w.-])[\w.-]{1,40}\s{0,4}(?:->|-->|<->|→)\s{0,4}[\w.-]{1,40}\s{1,8})?\b(?:mlx5_\w+|bnxt_re\w+|rdmap\w+|ibp\w+|rocep\w+|"
     r"irdma\w+|hfi1_\d|rail ?\d+))"
     r"[^\n\d]{0,12}?\s(\d+(?:\.\d+)?)\s*(Gb/s|Gbps|Gbit/s|Gb/sec)",
     re.I,
