@@ -8,7 +8,9 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
@@ -18,10 +20,12 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
+from cumulo.engine.play import ranked_runner
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.errors import ConfigError, RanksFailed
 from cumulo.layout.serving import ServingLayout, held_parameters, rank_part, serving_problems
 from cumulo.models.files.load import inspect_model
+from cumulo.ranks.rank_meter import PID, READ, WORDS
 from cumulo.spec.parameters import parameter_shapes
 from tests.engine.equivalence import Lengths, Request, draw_requests
 from tests.engine.guided_engine import CLOSING, VOCAB
@@ -195,6 +199,32 @@ def test_a_rank_that_is_killed_is_named(models: dict[str, Path]) -> None:
 def test_a_rank_that_hangs_is_named(models: dict[str, Path]) -> None:
     error = break_after_start(models["dense"], lambda pid: os.kill(pid, signal.SIGSTOP), rank_timeout_s=2.0)
     assert error.startswith("rank 1: the others wait for it")
+
+
+def test_a_step_that_stands_still_on_a_gpu_is_blamed_on_the_rank_with_the_fewest_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks wait inside kernels there, so nobody counts how often."""
+    progress = np.zeros((3, WORDS), dtype=np.uint64)
+    progress[:, PID], progress[1, READ], progress[2, READ] = 1, 9, 8
+    ranks = SimpleNamespace(
+        all_here=False,
+        pipes={},
+        failures=lambda grace_s: [],
+        stack_text=lambda rank: "in a kernel",
+        end=lambda: None,
+    )
+    ring = SimpleNamespace(progress=progress)
+    runner = RankedRunner(None, ranks, ring, None, timeout_s=5.0, on_gpu=True)  # type: ignore[arg-type]
+    assert not runner.stands_still()
+    now_s = 100.0
+    monkeypatch.setattr(ranked_runner.time, "monotonic", lambda: now_s)
+    runner.waits_since_s = now_s
+    assert not runner.stands_still()
+    now_s += 6.0
+    assert runner.stands_still()
+    told = str(runner.failure(RuntimeError("nonsense")))
+    assert told == "rank 2: the others wait for it; it stood at\nin a kernel"
 
 
 # -- layouts -------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """A rank of an engine on a GPU: its CudaRunner, and what keeps the others from waiting for it
 forever. Used by `rank_player`.
 
-On a GPU ranks wait for each other inside kernels, which nothing times out. So when a rank dies, the engine's
-process lets its own kernels go on, with nonsense, and fails the step; and a rank whose engine died ends itself.
+On a GPU ranks wait for each other inside kernels, which nothing times out. So when a rank dies or hangs, the
+engine's process lets its own kernels go on, with nonsense, and fails the step; and a rank whose engine died ends
+itself.
 """
 
 import os
@@ -40,6 +41,7 @@ from cumulo.spec.model import ModelSpec
 
 _MANY = 64
 _RELEASE_S = 0.01  # between attempts to let kernels go on
+_LOOK_S = 0.5  # between looks whether a step stands still
 
 
 def gpu_places() -> int:
@@ -155,7 +157,8 @@ def shown_caches(runner: DeviceRunner, store: TCPStore, ranks: int) -> RankCache
 
 
 def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses) -> None:
-    """When a rank dies, what this process waits for on the GPU ends, and its step fails."""
+    """When a rank dies, or lets the others wait for longer than it may, what this process waits for on the GPU
+    ends, and its step fails."""
     assert isinstance(runner, CudaRunner)
     stage, meeting = runner.model.stage, (runner.model.slice, runner.model.rows)
     memories = [part.memory for part in meeting if part is not None]
@@ -165,7 +168,9 @@ def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses
         release(memory, only_load=True)
 
     def watch() -> None:
-        wait(ranks.sentinels)
+        while not wait(ranks.sentinels, _LOOK_S) and not ranked.stands_still():
+            if ranked.closed.is_set():
+                return
         ranked.lost = True
         torch.cuda.set_device(device)
         with torch.cuda.stream(stream):

@@ -17,7 +17,7 @@ from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import RanksFailed
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.ranks.plan_ring import PlanWriter, RingFile
-from cumulo.ranks.rank_meter import PID, STEPS, WAITS, RankMeter, RankState, rank_states
+from cumulo.ranks.rank_meter import PID, READ, STEPS, WAITS, RankMeter, RankState, rank_states
 from cumulo.ranks.start import RankProcesses
 
 _STATES_S = 0.5  # how old they may be
@@ -40,6 +40,9 @@ class RankedRunner:
         self._on_gpu, self._states, self._states_s = on_gpu, list[RankState](), 0.0
         # Plans go through the ring only where all ranks map it.
         self._plans = PlanWriter(ring if ranks.all_here else None, ranks.pipes, timeout_s)
+        self._timeout_s = timeout_s
+        self.waits_since_s: float | None = None  # for the result of a step
+        self.stood_still = False
         self._failed: RanksFailed | None = None
         self.lost = False  # a rank died while a kernel here may have waited for it: results are nonsense
         self.closed = threading.Event()
@@ -81,9 +84,19 @@ class RankedRunner:
             self.ranks.end()  # so that what still waits for them here fails now
         return self._failed
 
+    def stands_still(self) -> bool:
+        """Whether a step takes longer than a rank may. For GPUs, on which ranks wait without end."""
+        since_s = self.waits_since_s
+        self.stood_still = since_s is not None and time.monotonic() - since_s > self._timeout_s
+        return self.stood_still
+
     def _behind(self, error: Exception) -> str:
-        """Nobody died: whoever has waited for others least often is whom they wait for."""
+        """Nobody died: whoever has waited for others least often is whom they wait for; or, inside kernels, where
+        nobody counts that, whoever has taken the fewest plans."""
         table = self._ring.progress
+        if self.stood_still:
+            rank = 1 + int(table[1:, READ].argmin())
+            return f"rank {rank}: the others wait for it; it stood at\n{self.ranks.stack_text(rank)}"
         waits = table[table[:, PID] > 0, WAITS]  # ranks of other hosts count where nobody here can look
         rank = int(waits.argmin())
         if len(waits) < len(table) and waits.min() == waits.max():
@@ -133,10 +146,13 @@ class RankedStep:
         self._pending, self._runner = pending, runner
 
     def result(self) -> StepResult:
+        self._runner.waits_since_s = time.monotonic()
         try:
             result = self._pending.result()
         except Exception as error:
             raise self._runner.failure(error) from error
+        finally:
+            self._runner.waits_since_s = None
         if self._runner.lost:
             raise self._runner.failure(RuntimeError("a rank died in mid-step"))
         self._runner.meter.step(result.finished_s - result.started_s)
