@@ -289,7 +289,7 @@ class _RankSource:
         self._block_bytes = sum(one[0, 0].nbytes for one in ours)
         words = 2 * _aligned_words(self._our_blocks)
         self._places = torch.zeros(words, dtype=torch.int32, device=self._device)
-        self._page_locked = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self._page_locked = torch.zeros(words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._numbers = self._page_locked.numpy()
         self._used = 0  # of these, by copies that may not have ended
         for one in ours:
