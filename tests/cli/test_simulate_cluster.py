@@ -1,5 +1,7 @@
 """`cumulo simulate cluster` on a cluster that is too small for its jobs."""
 
+import json
+
 from typer.testing import CliRunner
 
 from cumulo.cli.app import app
@@ -50,3 +52,31 @@ def test_what_decisions_cost_is_measured_next_to_its_bounds() -> None:
     found = CliRunner().invoke(app, words, catch_exceptions=False)
     assert found.exit_code == 0
     assert "las, load 2: slowest decision" in found.output and "≤ 50" in found.output
+
+
+def test_wrong_predictions_mislead_only_policies_that_read_them() -> None:
+    def mean_jct_s(error: str) -> dict[str, float]:
+        words = [
+            "simulate",
+            "cluster",
+            "--synthetic",
+            "80",
+            "--nodes",
+            "2",
+            "--load",
+            "2",
+            "--policy",
+            "shortest,fifo",
+            "--json",
+            "-",
+        ]
+        found = CliRunner().invoke(app, [*words, "--prediction-error", error])
+        assert found.exit_code == 0, found.output
+        return {
+            row["name"].partition(":")[0]: row["value"]
+            for row in json.loads(found.stdout)["rows"]
+            if row["name"].endswith("mean JCT")
+        }
+
+    right, wrong = mean_jct_s("0"), mean_jct_s("2")
+    assert wrong["shortest"] > 1.05 * right["shortest"] and wrong["fifo"] == right["fifo"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.plan.diagnose.nccl_tests_text import parse_nccl_tests
+from cumulo.plan.diagnose.nccl_tests_text import nccl_test_runs
 from cumulo.plan.diagnose.verdict import CAUSES, diagnose
 
 OUTPUTS = Path(__file__).parent / "outputs"
@@ -37,8 +37,8 @@ def test_what_says_nothing_is_not_judged(text: str) -> None:
 
 def test_ranks_follow_from_the_ratio_of_bandwidths() -> None:
     line = "8589934592 2147483648 float sum -1 44037 195.06 386.07 0 44037 195.06 386.07 0"
-    test = parse_nccl_tests(line)
-    assert test is not None
+    (run,) = nccl_test_runs(line)
+    test = run.test
     inferred = test.inferred_ranks()
     assert inferred is not None and round(inferred[0]) in range(94, 99)  # two digits tell no more
 
@@ -56,8 +56,8 @@ def test_ranks_follow_from_the_ratio_of_bandwidths() -> None:
     ],
 )
 def test_rows_are_found_in_all_versions_of_the_table(line: str) -> None:
-    test = parse_nccl_tests(line)
-    assert test is not None and test.rows[0].busbw == 163.20 and test.rows[0].size_bytes == 1 << 27
+    (run,) = nccl_test_runs(line)
+    assert run.test.rows[0].busbw == 163.20 and run.test.rows[0].size_bytes == 1 << 27
 
 
 def _table(ranks: int, peak: float, wrong: int = 0) -> str:

@@ -117,10 +117,11 @@ def cluster(chosen: ClusterRunOptions) -> None:
     from cumulo.cluster.simulate.leaf_speed import LeafSpeed
     from cumulo.cluster.simulate.play import JobSpeed, PlayOptions, play
     from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
+    from cumulo.cluster.simulate.traces import mispredicted
 
     nodes = _nodes(chosen)
     pollux = chosen.trace is not None and chosen.trace.is_file() and is_pollux(chosen.trace)
-    jobs = [] if pollux else _jobs(chosen, nodes)
+    jobs = [] if pollux else mispredicted(_jobs(chosen, nodes), chosen.prediction_error)
     if chosen.fill:
         _fill(chosen, nodes, jobs)
         return

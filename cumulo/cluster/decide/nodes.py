@@ -180,11 +180,6 @@ class FreeCapacity:
             self.tally[after] += 1
             self.free_gpus += change
 
-    def overcommitted(self) -> list[str]:
-        """Names of nodes with less than nothing free."""
-        bad = (self.gpu_milli < 0).any(axis=1) | (self.cpu_milli < 0) | (self.memory_mib < 0)
-        return [self.nodes[number].name for number in np.flatnonzero(bad).tolist()]
-
 
 def _by_node(job: JobRequest, places: Iterable[TaskPlace]) -> Iterator[tuple[str, Sequence[int], int]]:
     """Neighbouring tasks on one node together: its name, their GPUs, and how many they are."""

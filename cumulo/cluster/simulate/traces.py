@@ -273,8 +273,3 @@ def mispredicted(trace: Sequence[TraceJob], sigma: float) -> list[TraceJob]:
             job.request, predicted_s=job.request.predicted_s * error_of(job.request.job_id, sigma)))
         for job in trace
     ]  # fmt: skip
-
-
-def unpredicted(trace: Sequence[TraceJob]) -> list[TraceJob]:
-    """The same jobs, with nothing known about how long they take."""
-    return [replace(job, request=replace(job.request, predicted_s=None)) for job in trace]

@@ -118,11 +118,6 @@ class TestRun:
         return title
 
 
-def parse_nccl_tests(text: str) -> NcclTest | None:
-    """The first run of a text."""
-    return next((run.test for run in nccl_test_runs(text)), None)
-
-
 def nccl_test_runs(text: str) -> Iterator[TestRun]:
     """Each run; one that does not list its devices or name its collective has those of the run before it."""
     before: NcclTest | None = None
