@@ -11,6 +11,7 @@ from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifes
 from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, gpu_path, pods_of, quantity
 from cumulo.cluster.drivers.kubernetes.ray_serve_config import check_serve_config
 from cumulo.cluster.drivers.kubernetes.rules.batch import check_batch_rules, check_restart
+from cumulo.cluster.drivers.kubernetes.rules.core import check_container_rules, check_core_rules
 from cumulo.cluster.drivers.kubernetes.rules.pods import check_expressions, check_pod_rules
 from cumulo.cluster.drivers.kubernetes.sense_kinds import check_gang, check_strategy, check_triggers
 from cumulo.cluster.drivers.kubernetes.words import check_word
@@ -41,6 +42,7 @@ def check_sense(manifest: Manifest, node_gpus: int) -> None:
     _check_kind(manifest)
     check_expressions(manifest)
     check_batch_rules(manifest)
+    check_core_rules(manifest)
     if manifest.kind == "Secret":
         _check_secret(manifest)
     for pod in pods_of(manifest):
@@ -49,6 +51,7 @@ def check_sense(manifest: Manifest, node_gpus: int) -> None:
         _check_containers(pod)
         _check_pod_words(pod)
         check_pod_rules(pod)
+        check_container_rules(pod)
         check_restart(pod)
         _check_gpus(pod, node_gpus)
 
