@@ -26,11 +26,8 @@ from cumulo.serve.http.write_stall import WriteStall
 FOR_OPERATORS = (b"/health", b"/ready", b"/metrics")
 _LINGER_S = 2.0  # after an error's answer: to let a client that still sends read it
 _LINGER_BYTES = 1 << 20
-
-
 # Looked up for every request: a name of the module is quicker than an attribute of the class.
-_HEAD, _BODY, _DONE = Reading.HEAD, Reading.BODY, Reading.DONE
-_NOTHING = Reading.NOTHING
+_HEAD, _BODY, _DONE, _NOTHING = Reading.HEAD, Reading.BODY, Reading.DONE, Reading.NOTHING
 _NOTHING_REPORTED = _NOTHING, 0, 0, 0
 
 
