@@ -34,6 +34,7 @@ HELP = """\
 
 A line that ends in \\ continues on the next one. \"\"\" begins a message of several lines, and \"\"\" ends it."""
 _SETTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
+_WITHOUT = {"seed": "random", "max_tokens": "none"}  # what applies where an option has no value
 
 
 def answer_stdin(
@@ -201,15 +202,20 @@ class Session:
         name, _, value = text.replace("=", " ").partition(" ")
         name, value = name.strip().replace("-", "_"), value.strip()
         if not name:
-            shown = (f"{one} {getattr(self.params, one)}" for one in _SETTABLE)
-            note(" · ".join(shown))
+            note(" · ".join(f"{one} {self._value(one)}" for one in _SETTABLE))
             return
         if name not in _SETTABLE:
             options = f"; the options are {', '.join(_SETTABLE)}"
             note(f"there is no option {name}{did_you_mean(name, _SETTABLE, otherwise=options)}")
             return
         try:
-            number = None if value in ("", "none") else float(value) if "." in value else int(value)
+            number = (
+                None
+                if value in ("", "none", _WITHOUT.get(name))
+                else float(value)
+                if "." in value
+                else int(value)
+            )
             changed: dict[str, Any] = {name: number}
             self.params = replace(self.params, **changed)
         except ValueError:
@@ -217,13 +223,19 @@ class Session:
         except CumuloError as error:
             print_error(error)
         else:
-            note(f"{name} is now {getattr(self.params, name)}")
+            note(f"{name} is now {self._value(name)}")
+
+    def _value(self, name: str) -> str:
+        """A sampling option as people write it."""
+        value = getattr(self.params, name)
+        return _WITHOUT.get(name, "none") if value is None else f"{value:g}" if name != "seed" else str(value)
 
     def _show_stats(self) -> None:
         tokens, decode_s = sum(t.tokens for t in self.turns), sum(t.decode_s for t in self.turns)
         decoded = sum(max(t.tokens - 1, 0) for t in self.turns)
         speed = f", {decoded / decode_s:.1f} tok/s while decoding" if decode_s > 0 else ""
-        out.print(f"{len(self.turns)} answers, {tokens} tokens{speed}")
+        answers = "1 answer" if len(self.turns) == 1 else f"{len(self.turns)} answers"
+        out.print(f"{answers}, {tokens} tokens{speed}")
         out.print(self.llm.ledger)
 
     def _show_why(self) -> None:
