@@ -41,7 +41,7 @@ class OwnRows:
     most_rows: int  # of one rank
 
 
-class Homes:
+class SequenceHomes:
     """Data-parallel attention: which rank has the blocks of which sequence, and what of a plan that leaves here."""
 
     def __init__(self, part: RankPart, max_slots: int, blocks: int) -> None:
@@ -93,7 +93,7 @@ class Homes:
 class RankPlay:
     def __init__(self, part: RankPart, links: RankLinks, max_slots: int, blocks: int) -> None:
         """`blocks`: of this rank's cache."""
-        self.part, self.links, self.homes = part, links, Homes(part, max_slots, blocks)
+        self.part, self.links, self.homes = part, links, SequenceHomes(part, max_slots, blocks)
         self._expected: deque[tuple[Ints, Ints]] = deque()  # slots and positions of tokens drawn elsewhere
 
     # -- pipeline -------------------------------------------------------------------------------------
@@ -130,7 +130,9 @@ class RankPlay:
 class DeviceRank:
     """The same for a CudaRunner, which waits for nobody: what other stages say is waited for on the device."""
 
-    def __init__(self, part: RankPart, stage: "RankStage | None", homes: Homes, links: RankLinks) -> None:
+    def __init__(
+        self, part: RankPart, stage: "RankStage | None", homes: SequenceHomes, links: RankLinks
+    ) -> None:
         self.part, self._stage, self.homes, self._links = part, stage, homes, links
         self._expected: deque[list[int]] = deque()  # slots of tokens drawn elsewhere, by step
 

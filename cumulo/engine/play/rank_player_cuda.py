@@ -16,7 +16,7 @@ import torch
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import DeviceRunner, kv_dtype
-from cumulo.engine.play.rank_play import DeviceRank, Homes
+from cumulo.engine.play.rank_play import DeviceRank, SequenceHomes
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.engine.play.slot_table import SlotGuides
@@ -138,7 +138,7 @@ def make_cuda_runner(
         host_blocks=memory.all_host_blocks,
         graphs=config.cuda_graphs,
         meet_ranks=links.meet,
-        rank=DeviceRank(part, stage, Homes(part, draws, blocks), links),
+        rank=DeviceRank(part, stage, SequenceHomes(part, draws, blocks), links),
     )
     runner.table.guided = guided
     return runner

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.collective.passing import (
-    Passage,
+    PeerPassage,
     make_passage,
     passage_bytes,
     receive,
@@ -39,8 +39,10 @@ class RankStage:
         """`memory`: of the pipeline's ranks, by stage."""
         self.memory, self.index, self.stages = memory, part.place.stage, part.layout.pp
         self.first, self.last = part.first, part.last
-        self._streams: Passage = make_passage(memory, _STREAMS, max_tokens * part.whole.hidden, dtype)
-        self._tokens: Passage = make_passage(memory, TOKEN_MESSAGES, token_words(max_outputs), torch.int32)
+        self._streams: PeerPassage = make_passage(memory, _STREAMS, max_tokens * part.whole.hidden, dtype)
+        self._tokens: PeerPassage = make_passage(
+            memory, TOKEN_MESSAGES, token_words(max_outputs), torch.int32
+        )
 
     def receive(self, stream: Tensor) -> None:
         """The stream as the stage before left it."""

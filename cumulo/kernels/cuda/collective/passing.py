@@ -24,7 +24,7 @@ _NEVER = 1 << 62  # a count that no message reaches
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class PeerPassage:
     """Of this rank both ends: it may send to one peer and receive from another."""
 
     memory: PeerMemory
@@ -44,13 +44,13 @@ class Passage:
             counts.fill_(count)
 
 
-def make_passage(memory: PeerMemory, places: int, words: int, dtype: torch.dtype) -> Passage:
+def make_passage(memory: PeerMemory, places: int, words: int, dtype: torch.dtype) -> PeerPassage:
     """All ranks of the memory make it. `words`: of the longest message."""
     inbox = memory.carve((places, words), dtype)
     arrived, taken = (memory.carve((_PROGRAMS,), torch.int64) for _ in range(2))
     # By the kernel that `let_go` needs: while another one waits, loading it may be impossible.
     sent, received = (torch.empty_like(arrived.own).fill_(0) for _ in range(2))
-    return Passage(memory, inbox, arrived, taken, sent, received)
+    return PeerPassage(memory, inbox, arrived, taken, sent, received)
 
 
 def passage_bytes(places: int, words: int, dtype: torch.dtype) -> int:
@@ -151,7 +151,7 @@ def _take_tokens(tokens, token_stride, inbox, arrived, taken, received, words, r
         tl.store(received, count + 1)
 
 
-def send(passage: Passage, source: Tensor, peer: int) -> None:
+def send(passage: PeerPassage, source: Tensor, peer: int) -> None:
     """A contiguous tensor, to the rank of this number in the passage's memory."""
     memory, inbox = passage.memory, passage.inbox
     _send[(_PROGRAMS,)](
@@ -161,7 +161,7 @@ def send(passage: Passage, source: Tensor, peer: int) -> None:
     )  # fmt: skip
 
 
-def receive(passage: Passage, target: Tensor, peer: int) -> None:
+def receive(passage: PeerPassage, target: Tensor, peer: int) -> None:
     """The next message of that rank, whose sizes are the target's."""
     memory, inbox = passage.memory, passage.inbox
     _receive[(_PROGRAMS,)](
@@ -176,7 +176,7 @@ def token_words(draws: int) -> int:
     return 1 + 3 * draws
 
 
-def send_tokens(passage: Passage, draws: Tensor, tokens: Tensor, peer: int) -> None:
+def send_tokens(passage: PeerPassage, draws: Tensor, tokens: Tensor, peer: int) -> None:
     """What stands in `tokens` at the slots and positions of draws [R, COLUMNS]."""
     memory, inbox = passage.memory, passage.inbox
     _send_tokens[(1,)](
@@ -186,7 +186,7 @@ def send_tokens(passage: Passage, draws: Tensor, tokens: Tensor, peer: int) -> N
     )  # fmt: skip
 
 
-def take_tokens(passage: Passage, tokens: Tensor, peer: int) -> None:
+def take_tokens(passage: PeerPassage, tokens: Tensor, peer: int) -> None:
     """Enter the tokens of the next message where it says."""
     memory, inbox = passage.memory, passage.inbox
     _take_tokens[(1,)](

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class FewConfig:
+class FewExpertsConfig:
     """Rows of weights and columns of them that a program holds at once, and its warps."""
 
     rows: int
@@ -23,8 +23,8 @@ class FewConfig:
 
 
 # The fastest on an H200 at Qwen3-30B-A3B's shape, for 1, 4 and 8 tokens.
-UP = FewConfig(1, 1024, 2)
-DOWN = FewConfig(4, 128, 2)
+UP = FewExpertsConfig(1, 1024, 2)
+DOWN = FewExpertsConfig(4, 128, 2)
 
 
 @triton.jit
@@ -102,12 +102,12 @@ def _down(activated, weight, residual, weights, chosen, hidden, expert_stride, P
     tl.store(place, y.to(residual.dtype.element_ty), mask=row_mask)
 
 
-def down_config(width: int, per_token: int) -> FewConfig:
+def down_config(width: int, per_token: int) -> FewExpertsConfig:
     """Loops are unrolled: wide experts (Mixtral's) and many of them (DeepSeek's) take wider tiles, or the code
     would be long and its registers not enough."""
     config = DOWN
     while per_token * width > 48 * config.block_k:
-        config = FewConfig(config.rows, 2 * config.block_k, min(8, 2 * config.num_warps))
+        config = FewExpertsConfig(config.rows, 2 * config.block_k, min(8, 2 * config.num_warps))
     return config
 
 
@@ -119,7 +119,7 @@ def experts_of_few(
     weights: Tensor,
     activated: Tensor,
     residual: Tensor,
-    configs: tuple[FewConfig, FewConfig] | None = None,
+    configs: tuple[FewExpertsConfig, FewExpertsConfig] | None = None,
     split: bool = False,
 ) -> None:
     """residual [T, hidden] += each token's experts. x [T, hidden]; gate_up [E, 2F, hidden]; down [E, hidden, F];
