@@ -73,7 +73,7 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda m, n, k, *_: few_linear.FewConfig(64, max(256, next_power_of_2(k)), 1),
         )
         for name in ("UP", "DOWN"):
-            monkeypatch.setattr(moe_few, name, moe_few.FewConfig(64, 1024, 4))
+            monkeypatch.setattr(moe_few, name, moe_few.FewExpertsConfig(64, 1024, 4))
 
 
 def widened(spec: ModelSpec) -> ModelSpec:

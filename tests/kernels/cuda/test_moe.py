@@ -19,7 +19,7 @@ def few_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreted program takes milliseconds, however large."""
     if device.type == "cpu":
         for name in ("UP", "DOWN"):
-            monkeypatch.setattr(moe_few, name, moe_few.FewConfig(16, 1024, 4))
+            monkeypatch.setattr(moe_few, name, moe_few.FewExpertsConfig(16, 1024, 4))
 
 
 def layer(spec: MoESpec, tokens: int, hidden: int, device: torch.device, seed: int = 0):
@@ -79,7 +79,7 @@ def test_experts_of_a_few_tokens_in_several_tiles(device: torch.device) -> None:
     chosen = torch.tensor([6, 1, 3, 6], dtype=torch.int32, device=device)
     shares = torch.tensor([0.7, 0.3, 0.25, 0.75], device=device)
     activated, found = torch.full((4, 25), torch.nan, device=device), torch.ones(2, 41, device=device)
-    tiles = moe_few.FewConfig(4, 16, 1)
+    tiles = moe_few.FewExpertsConfig(4, 16, 1)
     moe_few.experts_of_few(x, gate_up, down, chosen, shares, activated, found, (tiles, tiles))
     exact = torch.ones(2, 41, dtype=torch.float64, device=device)
     for choice, expert in enumerate(chosen.tolist()):
@@ -90,10 +90,10 @@ def test_experts_of_a_few_tokens_in_several_tiles(device: torch.device) -> None:
 
 
 def test_tiles_of_the_second_product_widen_with_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_few, "DOWN", moe_few.FewConfig(4, 128, 2))
+    monkeypatch.setattr(moe_few, "DOWN", moe_few.FewExpertsConfig(4, 128, 2))
     assert moe_few.down_config(768, 8) == moe_few.DOWN
-    assert moe_few.down_config(14336, 2) == moe_few.FewConfig(4, 1024, 8)
-    assert moe_few.down_config(2048, 8) == moe_few.FewConfig(4, 512, 8)
+    assert moe_few.down_config(14336, 2) == moe_few.FewExpertsConfig(4, 1024, 8)
+    assert moe_few.down_config(2048, 8) == moe_few.FewExpertsConfig(4, 512, 8)
 
 
 @pytest.mark.parametrize("group_score", ["max", "top2sum"])
