@@ -20,7 +20,8 @@ class PoolMember:
     weight: float = 1.0  # share of the pool's requests, against the others'; 0: only if no other takes them
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", ServerAddress(self.url).url)
+        # Without /v1, with which clients of the API have it.
+        object.__setattr__(self, "url", ServerAddress(self.url).url.removesuffix("/v1"))
         if not 0 <= self.weight < 1e6:
             raise CumuloError(f"the weight of {self.url} must be 0 or more, got {self.weight:g}")
 
@@ -76,12 +77,14 @@ class GatewayOptions:
 
     def __post_init__(self) -> None:
         routing.router(self.router)  # refuses one that does not exist
-        for name in (
-            "wait_for_replica_s", "connect_timeout_s", "hang_timeout_s", "stall_timeout_s", "first_byte_timeout_s",
-            "idle_timeout_s", "drain_timeout_s",
-        ):  # fmt: skip
+        for name in ("wait_for_replica_s", "drain_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise CumuloError(f"{name} must be 0 seconds or more, got {getattr(self, name)}")
+        for name in (
+            "connect_timeout_s", "hang_timeout_s", "stall_timeout_s", "first_byte_timeout_s", "idle_timeout_s",
+        ):  # fmt: skip
+            if not getattr(self, name) > 0:  # with 0 every replica would be taken for dead
+                raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         for name in ("retries", "breaker_failures", "max_connections", "max_body_bytes", "stories"):
             if getattr(self, name) < (name != "retries"):
                 raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")

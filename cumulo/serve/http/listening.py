@@ -21,11 +21,11 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
+        why = getattr(error, "strerror", None) or str(error).removeprefix("bind(): ")
         raise CumuloError(
-            f"cannot listen on {host}:{port} ({error.strerror or error}); choose another with --port, or --port 0 "
-            "for any free one"
+            f"cannot listen on {host}:{port} ({why}); choose another with --port, or --port 0 for any free one"
         ) from error
     listener.set_inheritable(False)
     return listener
