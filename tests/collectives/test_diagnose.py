@@ -145,6 +145,12 @@ def test_what_speaks_against_a_run_is_heard_though_its_bandwidth_is_near(text: s
         "8x H100 node, and a port of the same box is rated 800 GB/s",
         "mlx5_9 (storage, not cabled) port 1 ==> ibp9 (Down)",
         "LnkCap: Speed 32GT/s, Width x16\nLnkSta: Speed 2.5GT/s (downgraded), Width x16",
+        "firewalld is inactive (dead)",
+        "ACSCtl: SrcValid- TransBlk- ReqRedir- CmpltRedir-",
+        "out_of_sequence: 3\nrx_prio3_pause: 1204\nSymbolErrorCounter:..............0",
+        "SW Power Cap : Active\nHW Slowdown : Not Active",
+        "2: eno1: <UP> mtu 1500 state UP\n3: ens1f0np0: <UP> mtu 9000 state UP",
+        "NCCL_IB_TC=106 NCCL_IB_GID_INDEX=3 NCCL_SOCKET_IFNAME=eth0",
     ],
 )
 def test_specifications_other_machines_and_idle_links_accuse_no_healthy_run(words: str) -> None:
