@@ -68,7 +68,7 @@ class AskBox:
             self._status.set_visibility(bool(words))
 
     def complain(self, words: str) -> None:
-        self._problem.set_text(words)
+        self._problem.set_text(words[:1].upper() + words[1:])
         self._problem.set_visibility(bool(words))
 
     def empty(self) -> None:

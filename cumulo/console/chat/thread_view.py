@@ -46,7 +46,7 @@ class ThreadView:
                 show(
                     empty(
                         f"Talk to {self._model_name}",
-                        "Conversations are kept in this browser only. Press ? for keyboard shortcuts.",
+                        "Conversations are kept in this browser only. Press Esc and then ? for keyboard shortcuts.",
                     )
                 )
             for index, entry in enumerate(entries):
