@@ -108,6 +108,27 @@ def test_a_model_that_drafts_for_itself_is_always_right(overlap):
         assert output.story.accepted_tokens == output.story.drafted_tokens > 20
 
 
+def test_following_a_prompt_is_not_taken_for_what_a_proposal_costs():
+    engine = drafting_model("dense", "dense", overlap=False)
+    speculation = engine.scheduler.speculation
+    observe, known = speculation.observe, []
+
+    def observe_slow_prompts(plan, seconds, now_s, proposed, proposing_s):
+        begins = any(start == 0 for start in plan.starts)
+        before = speculation.proposal_s
+        observe(plan, seconds, now_s, proposed, proposed * (5.0 if begins else 0.001))
+        if begins:
+            known.append((before, speculation.proposal_s))
+
+    speculation.observe = observe_slow_prompts
+    for _ in range(3):
+        engine.add(COPY * 5, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        run(engine)
+    engine.runner.close()
+    assert [after for _, after in known] == [5.0, *(before for before, _ in known[1:])]
+    assert all(before < 0.1 for before, _ in known[1:])
+
+
 @pytest.mark.slow
 @settings(max_examples=thorough.examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
