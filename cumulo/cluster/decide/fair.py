@@ -53,7 +53,7 @@ def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
 def fair(place: Placer) -> Policy:
     """`by_share` with backfill, and reclaiming: a tenant below its quota gets back what others borrowed, the
     youngest borrower first, because it loses least."""
-    fill = queue_policy(by_share, place, backfill=True, reason="its tenant has the least")
+    fill = queue_policy(by_share, place, backfill=True, reason="its tenant has the least", by_tenant=True)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         if snapshot.quotas:

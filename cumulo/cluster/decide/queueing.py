@@ -61,10 +61,12 @@ def queue_policy(
     backfill: bool = False,
     reservations: int = 1,
     reason: str = "its turn, and its whole gang fits",
+    by_tenant: bool = False,
 ) -> Policy:
     """Jobs are placed in `order` until one does not fit. With `backfill` later ones may start too, if they end
     before the start reserved for it (EASY, Lifka 1995). `reservations`: for how many jobs a start is reserved;
-    with a large number no job is delayed by one behind it (conservative, Mu'alem and Feitelson 2001)."""
+    with a large number no job is delayed by one behind it (conservative, Mu'alem and Feitelson 2001). `by_tenant`:
+    the order is by what tenants have, and in the order of arrival within each."""
 
     last: _Last | None = None
 
@@ -78,7 +80,7 @@ def queue_policy(
             trial.decide_on(newcomers, last.reserved)
         else:
             trial.decide(order(snapshot))
-        last = _Last.of(trial, _KEYS.get(order))
+        last = _Last.of(trial, _KEYS.get(order), by_tenant)
         return trial.decided
 
     return policy
@@ -90,21 +92,25 @@ class _Last:
     queue since need a look, because time alone helps nobody to start: it saves work and changes no decision."""
 
     queue: JobQueue
-    key: SortKey
+    key: SortKey | None  # None: by tenant
     arrivals: int
     gains: int
     reserved: list[JobRequest]
     started: list[str]
 
     @classmethod
-    def of(cls, trial: "_Trial", key: SortKey | None) -> "_Last | None":
+    def of(cls, trial: "_Trial", key: SortKey | None, by_tenant: bool) -> "_Last | None":
         queue = trial.snapshot.waiting
-        if not isinstance(queue, JobQueue) or not trial.reserved or trial.book.quotas or key is None:
+        if not isinstance(queue, JobQueue) or not trial.reserved or trial.book.quotas:
+            return None
+        if key is None and not by_tenant:
             return None
         if trial.reservations > 1:
             return None  # jobs in between may have a reservation next time
         started = [one.job_id for one in trial.decided if isinstance(one, JobPlacement)]
         reserved = [one.job for one in trial.reserved]
+        if key is None and started:
+            return None  # tenants have more than they had
         return cls(queue, key, len(queue.arrivals), trial.free.gains, reserved, started)
 
     def newcomers(self, snapshot: Snapshot) -> list[JobRequest] | None:
@@ -118,6 +124,9 @@ class _Last:
             return None
         found = [queue.find(name) for name in queue.arrivals[self.arrivals :]]
         jobs = [job for job in found if job is not None]
+        if key is None:
+            far = all(_is_far(job, queue) for job in jobs)
+            return [] if far else None
         if any(key(job) <= key(self.reserved[-1]) for job in jobs):
             return None
         view = queue.ordered(key)
@@ -126,6 +135,12 @@ class _Last:
         jobs = [job for job in jobs if key(job) < key(view[_MOST_TRIED])]
         into_view = view[_MOST_TRIED - len(self.started) : _MOST_TRIED]
         return jobs + [job for job in into_view if job not in jobs]
+
+
+def _is_far(job: JobRequest, queue: JobQueue) -> bool:
+    """Whether so many jobs of its tenant are before it that it is not tried."""
+    own = queue.tenants[job.tenant]
+    return len(own) > _MOST_TRIED and own[_MOST_TRIED].arrival_s < job.arrival_s
 
 
 @dataclass(slots=True)
