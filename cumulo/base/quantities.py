@@ -1,6 +1,7 @@
 """Numbers as people read them: 28 s, 5.7 TB, 1.62 M tokens/s. Tables of reports and the verbs' sentences use it."""
 
 import math
+from collections.abc import Sequence
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 # Each ladder: a unit's size and its name, smallest first. A value is written in the largest unit it fills.
@@ -49,6 +50,13 @@ def number(value: float, unit: str = "") -> str:
     if unit == "%" and 0 < size < 0.01:
         return "< 0.01" if value > 0 else "> -0.01"
     return f"{float(f'{value:.3g}'):,.0f}" if size >= 999.5 else f"{value:.3g}"
+
+
+def column(values: Sequence[float], unit: str) -> tuple[list[str], str]:
+    """Figures that stand below one another, all in the unit of the largest, and that unit."""
+    size, shared_unit = scale(max(values, key=abs, default=0.0), unit)
+    scaled = [value / size for value in values]
+    return [number(each) if abs(each) >= 0.001 or not each else "< 0.001" for each in scaled], shared_unit
 
 
 def between(low: float, high: float, unit: str) -> str:

@@ -104,3 +104,76 @@ def test_qlora_of_8b_fits_on_one_4090_and_full_training_does_not() -> None:
     words = ("llama-3.1-8b", "--gpus", "1", "--device", "rtx-4090", "--batch", "8", "--sequence", "2048")
     assert plan_of(*words, "--lora-rank", "16", "--frozen-bits", "4")["memory per GPU"] < 22
     assert CliRunner().invoke(app, ["plan", "train", *words]).exit_code != 0
+
+
+# NVIDIA, NeMo AutoModel's performance summary of April 2026 (H100, 16 bits, LoRA on one GPU and on 16); no constant
+# was fitted to it.
+@pytest.mark.parametrize(
+    ("model", "gpus", "layout", "step_s", "within"),
+    [
+        ("llama-3.1-8b", 1, "micro_batch=2", 10.51, 0.10),
+        ("qwen2-7b", 1, "micro_batch=2", 9.29, 0.10),
+        ("llama-3.1-70b", 16, "tp=2,micro_batch=2,zero=3,recompute=full", 8.32, 0.15),
+    ],
+)
+def test_adapters_and_gathered_frozen_weights_take_the_time_that_was_published(
+    model: str, gpus: int, layout: str, step_s: float, within: float
+) -> None:
+    words = (model, "--gpus", str(gpus), "--batch", "32", "--lora-rank", "16", "--fixed", layout)
+    assert plan_of(*words, "--software", "nemo-2025")["step time"] == pytest.approx(step_s, rel=within)
+
+
+# NVIDIA, NeMo's performance summaries of containers 25.02, 25.04 and 25.07 (8 bits), tokens per second and GPU; no
+# constant was fitted to them, and the software is not named.
+@pytest.mark.parametrize(
+    ("model", "device", "gpus", "batch", "sequence", "layout", "published"),
+    [
+        ("llama-3.1-70b", "b200", 64, 128, 8192, "tp=2,pp=4,cp=2,chunks=5,zero=1", 3062),
+        ("mixtral-8x7b", "b200", 64, 256, 4096, "ep=8,micro_batch=2,zero=1", 15457),
+        ("gpt-175b", "gb200", 128, 256, 2048, "tp=4,pp=4,chunks=12,micro_batch=2,zero=1", 1804),
+        ("llama-3.1-405b", "gb200", 128, 64, 8192, "tp=2,zero=3", 706),
+    ],
+)
+def test_rows_of_tables_that_nothing_was_fitted_to_are_predicted_with_the_software_unnamed(
+    model: str, device: str, gpus: int, batch: int, sequence: int, layout: str, published: float
+) -> None:
+    words = (
+        model,
+        "--device",
+        device,
+        "--gpus",
+        str(gpus),
+        "--batch",
+        str(batch),
+        "--sequence",
+        str(sequence),
+    )
+    figures = plan_of(*words, "--dtype", "float8", "--fixed", layout)
+    assert figures["throughput per GPU"] == pytest.approx(published, rel=0.15)
+
+
+def test_a_layout_is_not_taken_for_software_that_cannot_run_it() -> None:
+    words = ("plan", "train", "gpt-175b", "--gpus", "1024", "--device", "a100-80gb", "--batch", "1024")
+    found = CliRunner().invoke(app, [*words, "--sequence", "2048", "--fixed", "tp=8,pp=4"])
+    told = " ".join(found.stdout.split())
+    assert "jobs described like this ran" in told
+    assert "fsdp" not in told and "tinyllama" not in told
+
+
+def test_a_plan_on_processors_does_not_speak_of_gpus() -> None:
+    words = (
+        "plan",
+        "train",
+        "qwen3-0.6b",
+        "--gpus",
+        "2",
+        "--device",
+        "cpu",
+        "--batch",
+        "8",
+        "--sequence",
+        "512",
+    )
+    found = CliRunner().invoke(app, list(words))
+    assert "memory per CPU" in found.stdout
+    assert "per GPU" not in found.stdout

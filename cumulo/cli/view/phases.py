@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cumulo.base.quantities import quantity
+from cumulo.base.quantities import column
 from cumulo.plan.time.phases import CommunicationPhase
 
 MIB = 2**20
@@ -36,14 +36,17 @@ def _table(title: str, phases: Sequence[CommunicationPhase]) -> Table:
     for heading in ("ranks", "buffer", "1 call", "compute", "calls"):
         found.add_column(heading, justify="right", no_wrap=True)
     found.add_column("bound by", no_wrap=True)
-    for phase in phases:
+    sizes, size_unit = column([phase.size_bytes / MIB for phase in phases], "MiB")
+    # Both in one unit: whether compute hides a call is read off by comparing them.
+    seconds, time_unit = column([each for phase in phases for each in (phase.call_s, phase.compute_s)], "s")
+    for number, phase in enumerate(phases):
         found.add_row(
             phase.where,
             f"{phase.axis} {phase.collective.replace('_', '-')}",
             f"{phase.ranks:,}",
-            quantity(phase.size_bytes / MIB, "MiB"),
-            quantity(phase.call_s, "s"),
-            quantity(phase.compute_s, "s"),
+            f"{sizes[number]} {size_unit}",
+            f"{seconds[2 * number]} {time_unit}",
+            f"{seconds[2 * number + 1]} {time_unit}",
             f"{phase.calls:,}",
             phase.bound,
         )

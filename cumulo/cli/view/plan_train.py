@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cumulo.base.quantities import quantity
+from cumulo.base.quantities import column, quantity
 from cumulo.base.report import Row, table
 from cumulo.base.report_table import ReportTable
 from cumulo.plan.search.run_cost import RunCost
@@ -28,7 +28,7 @@ _LINKS = {
 
 def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> list[Row]:
     """The figures of one plan, as every report has them."""
-    found = plan.estimate
+    found, each = plan.estimate, _each(goal)
     interval = found.interval
     result = [
         Row(
@@ -39,7 +39,7 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
             note=f"90% interval: {_seconds(interval.low)} to {_seconds(interval.high)}",
         ),
         Row("throughput", found.tokens_per_s, "tokens/s"),
-        Row("throughput per GPU", found.tokens_per_s / goal.cluster.gpus, "tokens/s"),
+        Row(f"throughput per {each}", found.tokens_per_s / goal.cluster.gpus, "tokens/s"),
         Row("MFU", 100 * found.mfu, "%", note=_FLOPS),
         Row("HFU", 100 * found.hfu, "%", note="counts recomputation, too"),
     ]
@@ -53,9 +53,9 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
                 f"; as nvidia-smi shows it: the allocator reserves {found.memory.reserved / GIB:.3g} GiB, and "
                 f"{found.memory.peak / GIB:.3g} GiB are allocated"
             )
-        result.append(Row("memory per GPU", found.memory.total / GIB, "GiB", "lower", note=note))
+        result.append(Row(f"memory per {each}", found.memory.total / GIB, "GiB", "lower", note=note))
         if found.memory.host:
-            note = "per GPU, for offloaded states; not checked against a limit"
+            note = f"per {each}, for offloaded states; not checked against a limit"
             result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
     result += _stall_rows(stalls)
     if cost is not None:
@@ -82,10 +82,15 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
                 "USD",
                 "lower",
                 note=f"{_range(cost.money, low, high, 'USD')}; "
-                f"{quantity(goal.cluster.device.price_per_hour, 'USD')} per GPU hour",
+                f"{quantity(goal.cluster.device.price_per_hour, 'USD')} per {each} hour",
             ),
         ]
     return result
+
+
+def _each(goal: TrainGoal) -> str:
+    """What a rank runs on, in a word."""
+    return "CPU" if goal.cluster.device.generation == "cpu" else "GPU"
 
 
 def three_digits(value: float) -> float:
@@ -180,14 +185,14 @@ def show(
     if best.estimate.memory is not None:
         out.print(
             _shares(
-                "Memory per GPU",
+                f"Memory per {_each(goal)}",
                 [(line.name, line.predicted / GIB) for line in best.estimate.memory.lines],
                 "GiB",
             )
         )
     if best.estimate.link_bytes:
         sent = [(_LINKS.get(name, name), size / GIB) for name, size in best.estimate.link_bytes]
-        out.print(_shares("Network traffic per GPU and step", sent, "GiB"))
+        out.print(_shares(f"Network traffic per {_each(goal)} and step", sent, "GiB"))
     if len(result.plans) > 1:
         out.print(_ranking(result))
     _print_why(out, best, result, gains)
@@ -207,29 +212,30 @@ def _shares(title: str, parts: Sequence[tuple[str, float]], unit: str) -> Table:
     result.add_column("")
     result.add_column("", justify="right", style="dim")
     whole = sum(size for _, size in parts) or 1.0
-    for part, size in sorted(parts, key=lambda entry: -entry[1]):
-        if size:
-            figure, shown_unit = quantity(size, unit).rsplit(" ", 1)
-            result.add_row(part, figure, shown_unit, f"{size / whole:.1%}")
+    shown = sorted(((part, size) for part, size in parts if size), key=lambda entry: -entry[1])
+    figures, shared_unit = column([size for _, size in shown], unit)
+    for (part, size), figure in zip(shown, figures, strict=True):
+        result.add_row(part, figure, shared_unit, f"{size / whole:.1%}")
     return result
 
 
 def _ranking(result: SearchResult) -> ReportTable:
     headings = ["layout", "micro-batch", "recompute", "step time", "MFU", "memory"]
     best = result.plans[0]
+    times, unit = column([plan.estimate.step_s for plan in result.plans], "s")
     rows = [
         (
             [
                 str(plan.job.layout),
                 str(plan.job.micro_batch),
                 plan.job.recompute,
-                _seconds(plan.estimate.step_s),
+                f"{time} {unit}",
                 f"{plan.estimate.mfu:.1%}",
                 f"{plan.estimate.memory.total / GIB:.3g} GiB" if plan.estimate.memory else "",
             ],
             "" if plan is best else loses_by(best, plan),
         )
-        for plan in result.plans
+        for plan, time in zip(result.plans, times, strict=True)
     ]
     return ReportTable("Best plan of each mesh", headings, [place > 0 for place in range(6)], rows)
 

@@ -4,7 +4,8 @@
 
 A device, a number format, a model's shape and a layout each go with some generations of software and not with
 others. Naive Bayes over the descriptions of the published rows, all software equally likely beforehand, one
-pseudo-count for each clue; step times have no say.
+pseudo-count for each clue; step times have no say. What a software cannot do it was not used for; and nobody is
+taken to scale 8-bit numbers row by row who does not say so.
 """
 
 import math
@@ -15,6 +16,7 @@ from functools import cache
 
 from cumulo.plan.evidence.published import rows
 from cumulo.plan.job import TrainJob
+from cumulo.plan.time.efficiency import shipped_efficiency
 from cumulo.spec.cluster import Cluster
 
 PSEUDO_COUNT = 1.0
@@ -50,13 +52,24 @@ def clues(job: TrainJob, cluster: Cluster, zero_known: bool = True) -> Clues:
 def likely(found: Clues, without: str = "") -> tuple[tuple[str, float], ...]:
     """Software and its probability, most likely first. `without`: a source whose descriptions are not known."""
     seen = _sightings(without)
-    logs = {name: seen.log_likelihood(name, found) for name in seen.rows}
+    able = [name for name in seen.rows if _able(name, found)] or list(seen.rows)
+    logs = {name: seen.log_likelihood(name, found) for name in able}
     most = max(logs.values())
     weights = {name: math.exp(log - most) for name, log in logs.items()}
     total = sum(weights.values())
     return tuple(
         sorted(((name, weight / total) for name, weight in weights.items()), key=lambda one: -one[1])
     )
+
+
+def _able(software: str, found: Clues) -> bool:
+    traits, described = shipped_efficiency().software[software], dict(found)
+    needed = {
+        "tensor": "tp True" in described["split"],
+        "pipeline": "pp True" in described["split"],
+        "experts": described["kind"] == "experts",
+    }
+    return not traits.row_scaled and all(what in traits.runs for what, asked in needed.items() if asked)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ def _candidate(replica: Replica, apart: bool, traffic: Traffic, slo: Slo, hypoth
 
 
 def rank_sizes(spec: ModelSpec, node: Node) -> Iterator[tuple[int, int, int]]:
-    """tp, pp and ep of one engine that the scale-up links of a node reach. Pipelines run on CPUs only."""
+    """tp, pp and ep of one engine that the scale-up links of a node reach. Pipelines are searched on CPUs only:
+    where NVLink reaches all ranks, tensor parallelism answers sooner."""
     for pp in STAGES if node.device.generation == "cpu" else (1,):
         for tp in TENSOR_SIZES:
             uneven = spec.heads % tp or (spec.mla is None and spec.kv_heads % tp and tp % spec.kv_heads)

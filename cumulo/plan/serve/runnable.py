@@ -18,9 +18,7 @@ def obstacle(replica: Replica, split: bool = False) -> str:
         return ""
     if device.generation.startswith("cdna"):
         return f"the kernels are for NVIDIA's GPUs, and {device.name} is not one"
-    if replica.pp > 1:
-        return "pipelines run on CPUs only"
-    if replica.tp > 1 and not device.link_kind.startswith("nvlink"):
+    if replica.ranks > 1 and not device.link_kind.startswith("nvlink"):
         return f"ranks on GPUs need NVLink, and {device.name} has {device.link_kind}"
     if replica.ranks > replica.node.gpus:
         return f"ranks on GPUs are of one host, and {replica.node.name} has {replica.node.gpus} GPUs"

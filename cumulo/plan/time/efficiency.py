@@ -32,6 +32,7 @@ class Software:
     between: Literal["eager", "fused", "compiled"] = "fused"
     row_scaled: bool = False
     fused_experts: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ("tensor", "pipeline", "experts")  # what it can do beside data parallelism
     deepspeed_collectives: bool = False
     selective_products: float = 0.0
     selective_attention: bool = True
