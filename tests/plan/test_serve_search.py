@@ -289,6 +289,8 @@ def test_requests_longer_than_the_model_was_made_for_are_refused() -> None:
         ("h200", {"tp": 2, "weights": "int4"}, False, ""),
         ("mi300x", {}, False, "NVIDIA"),
         ("rtx-4090", {"tp": 2}, False, "NVLink"),
+        ("h200", {"pp": 2}, False, ""),
+        ("rtx-4090", {"pp": 2}, False, "NVLink"),
         ("gb200", {"tp": 8}, False, "one host"),
         ("h200", {"tp": 2}, True, "one rank"),
         ("cpu", {"tp": 2, "weights": "float32"}, True, "one rank"),
