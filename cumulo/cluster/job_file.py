@@ -17,13 +17,16 @@ from typing import Any, Literal
 import yaml
 
 from cumulo.base.strict import build
-from cumulo.base.yaml_text import yaml_problem
+from cumulo.base.yaml_text import load_yaml, yaml_problem
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.kubernetes_settings import KubernetesSettings
 from cumulo.errors import ConfigError
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")  # a name that Slurm, Ray and Kubernetes all take
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?")
+_TENANT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # as the value of a label
+_SLURM_WORD = re.compile(r"[A-Za-z0-9_.,+-]+")
+_RAY_ADDRESS = re.compile(r"(ray://)?([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5})")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -186,7 +189,7 @@ class JobFile:
 
 def read_job(path: Path) -> JobFile:
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
+        content = load_yaml(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -210,6 +213,8 @@ def resolved(job: JobFile, folder: Path) -> JobFile:
             return name
         if not (path := folder / name).exists():
             raise ConfigError(f"{job.name}: there is no {path}, which the job file names")
+        if must and not path.is_file():
+            raise ConfigError(f"{job.name}: {path} is a folder, and the job file needs a file there")
         return str(path.resolve())
 
     train, serve = job.train, job.serve
@@ -290,6 +295,29 @@ def _problems(job: JobFile) -> Iterator[str]:
                 seconds(text, name)
             except ConfigError as error:
                 yield str(error)
+                return
+    if job.time_limit is not None:
+        limit_s, before_s = seconds(job.time_limit, "time_limit"), seconds(job.save_before, "save_before")
+        if limit_s <= before_s:
+            yield f"time_limit {job.time_limit} must be longer than save_before, {job.save_before}"
+    if not _TENANT.fullmatch(job.tenant):
+        yield f"tenant must be letters, digits, '-', '_' and '.', at most 63, got {job.tenant!r}"
+    yield from _target_problems(job)
+
+
+def _target_problems(job: JobFile) -> Iterator[str]:
+    for name in ("partition", "account", "qos"):
+        word = getattr(job.slurm, name)
+        if word is not None and not _SLURM_WORD.fullmatch(word):
+            yield f"slurm.{name} must be letters, digits, '-', '_', '.', '+' and ',', got {word!r}"
+    address = job.ray.address
+    if address not in (None, "auto", "local") and not _RAY_ADDRESS.fullmatch(str(address)):
+        yield f"ray.address must be HOST:PORT, such as 10.0.0.7:6379, got {address!r}"
+    for work in (job.train, job.serve):
+        for option in work.options if work is not None else ():
+            if option.startswith("--") and " " in option and "=" not in option:
+                first, _, rest = option.partition(" ")
+                yield f"options is a list of words: write [{first}, {rest!r}] instead of {option!r}"
 
 
 def _serve_problems(serve: ServeWork) -> Iterator[str]:

@@ -42,6 +42,15 @@ def test_an_example_is_read_checked_and_read_back_the_same(path: Path) -> None:
         ({"elastic": {"min": 3, "max": 4}}, "elastic must contain devices.count 2"),
         ({"restart": {"ways": ["pray"]}}, "cannot be pray"),
         ({"ray": {"strategy": "SPRED"}}, "did you mean 'SPREAD'"),
+        ({"ray": {"address": "10.0.0.7"}}, "ray.address must be HOST:PORT"),
+        ({"ray": {"address": "http://10.0.0.7:abc"}}, "ray.address must be HOST:PORT"),
+        ({"slurm": {"partition": "gpu; rm -rf x"}}, "slurm.partition must be letters"),
+        ({"slurm": {"account": "a\nscancel -u me"}}, "slurm.account must be letters"),
+        ({"tenant": ""}, "tenant must be letters"),
+        ({"tenant": "my team"}, "tenant must be letters"),
+        ({"time_limit": "0s"}, "time_limit 0s must be longer"),
+        ({"time_limit": "1m", "save_before": "5m"}, "time_limit 1m must be longer than save_before, 5m"),
+        ({"train": {"config": "a.yaml", "options": ["--steps 3"]}}, r"write \[--steps, '3'\]"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -55,6 +64,13 @@ def test_files_that_are_missing_or_no_yaml_are_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("name: [")
     with pytest.raises(ConfigError, match="not valid YAML: line"):
+        read_job(broken)
+    broken.write_text("name: tiny\ntenant: a\ndevices: {count: 2}\ntenant: b\n")
+    with pytest.raises(ConfigError, match="line 4, column 1: tenant is given twice"):
+        read_job(broken)
+    (tmp_path / "folder").mkdir()
+    broken.write_text(yaml.safe_dump({**TRAIN, "train": {"config": "folder"}}))
+    with pytest.raises(ConfigError, match="folder is a folder, and the job file needs a file"):
         read_job(broken)
     broken.write_text(yaml.safe_dump(TRAIN))
     with pytest.raises(ConfigError, match=r"there is no .*train-tiny\.yaml"):
