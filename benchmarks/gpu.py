@@ -150,7 +150,8 @@ def measure(
     base, _, weights = name.partition(" ")
     spec = spec_from_config(FILE["models"][base])
     decoder = random_decoder(spec)
-    config = EngineConfig(max_context=4096 + 5000, weights=weights or "auto", **options).settled("cuda")
+    context = min(4096 + 5000, spec.max_context)
+    config = EngineConfig(max_context=context, weights=weights or "auto", **options).settled("cuda")
     weight_bytes = sum(p.nbytes for p in decoder.parameters())
     memory = plan_memory(spec, 0, config, free_memory(config))  # the weights are there already
     engine, player = start_engine(decoder, config, memory)

@@ -8,6 +8,8 @@ behind that, and goes on; the host sees the tokens of all rounds at once. Owned 
 What a round takes is learnt for each number of drafts; how often a draft is right, place by place.
 """
 
+from math import ceil
+
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
 from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.residency import Residency
@@ -131,8 +133,7 @@ class RoundPolicy:
                for sequence, start in zip(rows, plan.starts, strict=True)):  # fmt: skip
             return
         wanted = max(sequence.limit - len(sequence.tokens) for sequence in rows)
-        while count > 1 and count // 2 * self.expected(drafts) >= wanted:
-            count //= 2
+        count = max(1, min(count, ceil(wanted / self.expected(drafts))))  # what lies behind the end is wasted
         for sequence, start in zip(rows, plan.starts, strict=True):
             # Behind the last round's tokens lie the drafts for the next step.
             most = min((count + 1) * (drafts + 1), self.max_context - 1 - start)

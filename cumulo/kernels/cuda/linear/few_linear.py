@@ -47,12 +47,17 @@ def candidates(m: int, n: int, k: int, swiglu: bool = False) -> list[FewConfig]:
 
 
 def default_config(m: int, n: int, k: int, swiglu: bool = False) -> FewConfig:
-    """Short rows of W: one warp, whose few registers leave room for many programs. Long ones: more warps, as k is
-    what there is to share."""
+    """Short rows of W: one warp or two, whose few registers leave room for many programs. Long ones: more warps, as
+    k is what there is to share."""
+    if k <= 1024 and (swiglu or n > 2048):
+        return FewConfig((1 if n <= 4096 else 2) if swiglu else (2 if m <= 2 else 4), 256, 1)
     if k <= 1024:
-        return FewConfig(1 if swiglu and n <= 4096 else 2, 256, 1)
+        whole = max(256, triton.next_power_of_2(k))
+        return FewConfig(1, whole, 1) if n <= 1024 else FewConfig(2, whole, min(2, whole // 256))
     if k <= 2048:
-        return FewConfig(2 if n <= 768 else 4, 2048, 8)
+        if m > 2 and n > 2560:
+            return FewConfig(4, 512, 2)
+        return FewConfig(2 if n <= 768 else 4, 2048, 8 if n <= 768 or (m <= 2 and n <= 1024) else 4)
     return FewConfig(4, 1024, 4)
 
 

@@ -24,7 +24,6 @@ from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
 
 MAX_ROWS = 128
-LEAST_ROWS = 8  # of x in a tile: what the tensor cores take at least
 BLOCK = 128  # side of a scale block (DeepSeek-V3, 2024, section 3.3.2)
 PARTIAL_FLOATS = 8 << 20  # 32 MiB of partial sums a device
 MAX_TILES = 1 << 16
@@ -35,13 +34,15 @@ __all__ = ["SkinnyConfig", "bench_rows", "default_config", "reference", "skinny_
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """Rows of W and columns of k in a tile, programs that share one tile's k, and the pipeline."""
+    """Rows of W and columns of k in a tile, programs that share one tile's k, the pipeline, and how many rows of x
+    a tile has at least, 8 or 16."""
 
     block_n: int
     block_k: int
     splits: int
     num_warps: int
     num_stages: int
+    least_rows: int = 16
 
 
 # The splits of a candidate are chosen by the shape; see `candidates`.
@@ -67,20 +68,26 @@ TILES = (
 )
 
 
-def default_config(m: int, n: int, k: int, swiglu: bool = False, multiprocessors: int = 132) -> SkinnyConfig:
+def default_config(
+    m: int, n: int, k: int, swiglu: bool = False, multiprocessors: int = 132, norm: bool = False
+) -> SkinnyConfig:
     """About one program on every multiprocessor with 100 KiB of W on its way; more of them where k is long. Small
     matrices: tiles so small that each multiprocessor has one. Of many rows of x two programs, with less."""
-    if m <= 16 and n * k <= SMALL_MATRIX:
+    # Up to 8 rows need no more in a tile; but norming on the way was slower with 8.
+    least_rows = 16 if norm else 8
+    if m <= 16 and n * k <= SMALL_MATRIX // 4:
+        if k <= 1024:
+            return SkinnyConfig(16, 256, 1, 2, 3, least_rows)
         tiles, steps, splits = -(-(n // 2 if swiglu else n) // 32), -(-k // 128), 1
         while 2 * tiles * splits <= multiprocessors and steps >= 8 * splits:
             splits *= 2
-        return SkinnyConfig(32, 128, splits, 2, 5)
+        return SkinnyConfig(32, 128, splits, 2, 5, least_rows)
     if m <= 16:
         outputs = n // 2 if swiglu else n
         tiles, steps, splits = -(-outputs // 64), -(-k // 256), 1
         while (2 * tiles * splits <= multiprocessors and steps >= 4 * splits) or steps > 20 * splits:
             splits *= 2
-        return SkinnyConfig(64, 256, splits, 4, 3 if swiglu else 4)
+        return SkinnyConfig(64, 256, splits, 4, 3 if swiglu else 4, least_rows)
     block_n, block_k, stages = (64, 128, 5) if m <= 32 and not swiglu else (64, 64, 5 if m <= 32 else 4)
     splits = splits_for(m, n, k, block_n, block_k, swiglu, multiprocessors)
     return SkinnyConfig(block_n, block_k, splits, 4, stages)
@@ -102,7 +109,8 @@ def splits_for(
 
 def candidates(m: int, n: int, k: int, swiglu: bool = False, element_bytes: int = 2) -> list[SkinnyConfig]:
     """What `tune` tries at a shape: the default, and each tile that fits with the splits that fill the device."""
-    found = [default_config(m, n, k, swiglu)]
+    found = [default_config(m, n, k, swiglu), default_config(m, n, k, swiglu, norm=True)]
+    least_rows = 8 if m <= 8 else 16
     for block_n, block_k, warps, stages in (*(SMALL_TILES if n * k <= SMALL_MATRIX else ()), *TILES):
         if block_k >= 2 * k:
             continue  # mostly mask
@@ -111,7 +119,8 @@ def candidates(m: int, n: int, k: int, swiglu: bool = False, element_bytes: int 
             continue  # shared memory, registers
         splits = splits_for(m, n, k, block_n, block_k, swiglu)
         found += [
-            SkinnyConfig(block_n, block_k, each, warps, stages) for each in {splits, max(1, splits // 2)}
+            SkinnyConfig(block_n, block_k, each, warps, stages, least_rows)
+            for each in {splits, max(1, splits // 2)}
         ]
     return list(dict.fromkeys(found))[:24]
 
@@ -261,7 +270,7 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _workspace_suffices(m: int, tiles: int, splits: int, block_n: int, swiglu: bool) -> bool:
-    block_m = max(LEAST_ROWS, triton.next_power_of_2(m))
+    block_m = max(16, triton.next_power_of_2(m))
     return (
         tiles * splits * ((2 if swiglu else 1) * block_n + 1) * block_m <= PARTIAL_FLOATS
         and tiles <= MAX_TILES
@@ -291,7 +300,7 @@ def skinny_linear(
     if out is None:
         out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
     if config is None:
-        config = default_config(m, n, k, swiglu)
+        config = default_config(m, n, k, swiglu, norm=norm_weight is not None)
     block_n, block_k = config.block_n, config.block_k
     scaled = 0 if scales is None else scales.dim()
     if scaled == 2:
@@ -325,7 +334,7 @@ def skinny_linear(
         0 if residual is None else residual.stride(0),
         scales.stride(0) if scales is not None and scaled == 2 else 0,
         eps,
-        BLOCK_M=max(LEAST_ROWS, triton.next_power_of_2(m)),
+        BLOCK_M=max(config.least_rows, triton.next_power_of_2(m)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,

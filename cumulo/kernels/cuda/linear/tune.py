@@ -184,7 +184,7 @@ def compile_all(work: Sequence[tuple[Product, str]], rows: Sequence[int], proces
             for choice in candidates(product, m, kind):
                 fusions = (product.norm, product.residual, product.swiglu)
                 by_length = choice.kernel in ("small", "few")  # compiled for each number of rows and each k
-                height = m if by_length else max(skinny_linear.LEAST_ROWS, 1 << (m - 1).bit_length())
+                height = m if by_length else max(8, 1 << (m - 1).bit_length())
                 key = (kind, choice, height, product.k if by_length else 0, fusions)
                 if choice.kernel != "library" and key not in seen:
                     seen.add(key)
