@@ -29,6 +29,7 @@ from cumulo.cluster.simulate.autoscale_result import ScaledRun
 from cumulo.engine.decide.routing import router
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival
+from cumulo.errors import CumuloError
 from cumulo.plan.serve.replica import Replica
 from cumulo.spec.catalog import shipped
 from cumulo.spec.slo import Slo
@@ -67,7 +68,10 @@ def live(model: str, times: list[float]) -> dict[str, Any]:
             report = _report(url)
         finally:
             server.terminate()
-            server.wait(60)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
     return report | {"answered": answered, "replica_s": float(report["replica_s"]) - before_s}
 
 
@@ -157,7 +161,9 @@ def main() -> None:
     chosen = parser.parse_args()
     times = trace()
     if chosen.trace is not None:
-        times = recorded(chosen.trace, chosen.from_s, chosen.to_s, chosen.every)
+        times = recorded(chosen.trace, chosen.from_s, chosen.to_s, max(1, chosen.every))
+        if len(times) < 2:
+            raise SystemExit(f"{chosen.trace} has no request between {chosen.from_s:g} and {chosen.to_s:g} s")
     if chosen.only_rehearse is not None:
         _show_sizes(len(times), rehearsed(times, chosen.only_rehearse))
         return
@@ -180,4 +186,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except CumuloError as error:
+        raise SystemExit(str(error)) from None
