@@ -91,13 +91,17 @@ def test_settings_that_cost_bandwidth_are_found_and_good_ones_are_not() -> None:
     NCCL_IB_TIMEOUT=14
     NCCL_CROSS_NIC=1
     NCCL_IB_QPS_PER_CONECTION=4
+    NCCL_MAX_NCHANNELS=1
+    NCCL_BUFFSIZE=65536
     MTU=1500
     """
     found = list(lint_settings(settings_of(bad), RAIL))
     assert {one.rule for one in found} >= {
         "nccl-setting", "nccl-interface", "roce-gid", "roce-traffic-class", "nccl-hca", "nccl-pinned",
-        "nccl-timeout", "rails-crossed", "nccl-name", "mtu", "ecmp-collisions",
+        "nccl-timeout", "rails-crossed", "nccl-name", "mtu", "ecmp-collisions", "nccl-limit",
     }  # fmt: skip
     assert all(one.change and one.gain for one in found)
+    few = {"NCCL_IB_TC": "0", "NCCL_IB_RETRY_CNT": "0"}
+    assert {one.rule for one in lint_settings(few, RAIL)} >= {"roce-traffic-class", "nccl-timeout"}
     good = "NCCL_IB_HCA=mlx5\nNCCL_IB_GID_INDEX=3\nNCCL_IB_TC=106\nNCCL_IB_QPS_PER_CONNECTION=4\nMTU=9000\n"
     assert not list(lint_settings(settings_of(good), RAIL))

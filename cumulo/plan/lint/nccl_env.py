@@ -35,6 +35,7 @@ KNOWN = (
     "NCCL_IB_TIMEOUT",
     "NCCL_IGNORE_CPU_AFFINITY",
     "NCCL_LAUNCH_MODE",
+    "NCCL_MAX_CTAS",
     "NCCL_MAX_NCHANNELS",
     "NCCL_MIN_NCHANNELS",
     "NCCL_NET",
@@ -187,6 +188,28 @@ def _off(given: Mapping[str, str]) -> Iterator[Finding]:
             "set it to WARN",
             "less time in writing logs",
         )
+    for name, least, does in (
+        ("NCCL_MAX_NCHANNELS", 8, "lets NCCL use few channels"),
+        ("NCCL_MAX_CTAS", 8, "lets NCCL use few channels"),
+        ("NCCL_BUFFSIZE", 1 << 20, "makes NCCL's buffers small"),
+        ("NCCL_NTHREADS", 256, "gives each channel few threads"),
+    ):
+        if given.get(name, "").isdigit() and int(given[name]) < least:
+            yield Finding(
+                "warning",
+                "nccl-limit",
+                f"{name}={given[name]} {does}.",
+                f"remove {name}",
+                "several times the bandwidth of large messages",
+            )
+    if given.get("NCCL_IB_RETRY_CNT") in ("0", "1", "2"):
+        yield Finding(
+            "warning",
+            "nccl-timeout",
+            f"NCCL_IB_RETRY_CNT={given['NCCL_IB_RETRY_CNT']}: a single lost packet may end the job.",
+            "set it to 7",
+            "a flap of some seconds does not end the job",
+        )
     timeout = given.get("NCCL_IB_TIMEOUT", "")
     if timeout.isdigit() and int(timeout) < 18:
         yield Finding(
@@ -216,6 +239,14 @@ def _roce(given: Mapping[str, str]) -> Iterator[Finding]:
             "warning",
             "roce-traffic-class",
             "NCCL_IB_TC is not set: packets travel in class 0, which switches drop when full.",
+            "set NCCL_IB_TC to the class of the lossless queue: 106 for DSCP 26",
+            "no retransmissions under incast",
+        )
+    elif given["NCCL_IB_TC"] == "0":
+        yield Finding(
+            "warning",
+            "roce-traffic-class",
+            "NCCL_IB_TC=0: packets travel in class 0, which switches drop when full.",
             "set NCCL_IB_TC to the class of the lossless queue: 106 for DSCP 26",
             "no retransmissions under incast",
         )
