@@ -125,3 +125,18 @@ def test_sysfs_is_read(tmp_path: Path) -> None:
 def test_this_machine_can_be_read_and_any_can_be_drawn() -> None:
     read_machine()
     assert draw_machine(parse_topo(H100.read_text()), "H100").count("<rect") > 18
+
+
+def test_rings_of_a_cube_mesh_use_nvlink_only_and_those_of_bridged_pairs_share_the_sockets_link() -> None:
+    """DGX-1: each V100 has NVLinks to four of the seven others; NCCL's rings take no PCIe path there."""
+    mesh = ("X 1 1 2 2 - - -", "1 X 2 1 - 2 - -", "1 2 X 2 - - 1 -", "2 1 2 X - - - 1",
+            "2 - - - X 1 1 2", "- 2 - - 1 X 2 1", "- - 1 - 1 2 X 2", "- - - 1 2 1 2 X")  # fmt: skip
+    kinds = {"X": "X", "-": "SYS", "1": "NV1", "2": "NV2"}
+    names = " ".join(f"GPU{at}" for at in range(8))
+    rows = [f"GPU{at} {' '.join(kinds[one] for one in row.split())}" for at, row in enumerate(mesh)]
+    machine = parse_topo("\n".join([names, *rows]))
+    found = find_rings(machine)
+    hops = {(a, b) for ring in found.orders for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)}
+    assert found.total_gbps >= 80 and all(machine.near[hop].startswith("NV") for hop in hops)
+    pairs = "GPU0 GPU1 GPU2 GPU3\nGPU0 X NV4 SYS SYS\nGPU1 NV4 X SYS SYS\nGPU2 SYS SYS X NV4\nGPU3 SYS SYS NV4 X\n"
+    assert find_rings(parse_topo(pairs)).total_gbps <= 10.0

@@ -3,7 +3,7 @@ fit, each link carrying no more than it can. `cumulo topology` prints them."""
 
 from dataclasses import dataclass
 
-from cumulo.collectives.topology.machine_graph import MachineGraph
+from cumulo.collectives.topology.machine_graph import PATH_GBPS, MachineGraph, links
 
 # Speeds that NCCL tries for a channel in a node, GB/s (src/graph/search.cc, 2.30).
 _SPEEDS = {0: (40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3), 90: (60, 50, 40, 30, 24, 20, 15, 12, 11, 6, 3),
@@ -29,47 +29,75 @@ def find_rings(machine: MachineGraph) -> FoundRings:
         return FoundRings((), 0.0)
     speeds = _SPEEDS[max(sm for sm in _SPEEDS if sm <= machine.generation)]
     slow = tuple(speed for speed in (2.4, 1.2, 0.24) if speed < min(speeds))
-    best = FoundRings((), 0.0)
-    for speed in (*speeds, *slow):
-        found = FoundRings(_pack(machine, float(speed)), float(speed))
-        if found.total_gbps > best.total_gbps * 1.0001:
-            best = found
-    return best
+    for only_nvlink in (True, False):  # NCCL relaxes the kind of path only where the better kind has no ring
+        best = FoundRings((), 0.0)
+        for speed in (*speeds, *slow):
+            found = FoundRings(_pack(machine, float(speed), only_nvlink), float(speed))
+            if found.total_gbps > best.total_gbps * 1.0001:
+                best = found
+        if best.orders:
+            return best
+    return FoundRings((), 0.0)
 
 
-def _pack(machine: MachineGraph, speed: float) -> tuple[tuple[int, ...], ...]:
+class _Left:
+    """What the links still carry, GB/s. Each pair has its own NVLinks, or a switch joins all pairs; what goes over
+    PCIe shares the GPU's slot, and between sockets also their link."""
+
+    def __init__(self, machine: MachineGraph, only_nvlink: bool) -> None:
+        self._machine = machine
+        self._of: dict[tuple[object, ...], float] = {}
+        self._only_nvlink = only_nvlink
+
+    def _resources(self, one: int, other: int) -> list[tuple[tuple[object, ...], float]]:
+        machine = self._machine
+        kind = machine.near.get((one, other), "SYS")
+        gbps = machine.pair_gbps(one, other)
+        if links(kind):
+            return [(("port", one) if machine.switched else ("nvlink", one, other), gbps)]
+        slots: list[tuple[tuple[object, ...], float]] = [
+            (("out", one), PATH_GBPS["PIX"]),
+            (("in", other), PATH_GBPS["PIX"]),
+        ]
+        if kind == "SYS":
+            sockets = (machine.gpus[one].numa, machine.gpus[other].numa)
+            slots.append((("sockets", *(sockets if sockets[0] != sockets[1] else ())), gbps))
+        return [*slots, (("pair", one, other), gbps)]
+
+    def fits(self, one: int, other: int, speed: float) -> bool:
+        if self._only_nvlink and not links(self._machine.near.get((one, other), "SYS")):
+            return False
+        return all(self._of.get(name, gbps) >= speed for name, gbps in self._resources(one, other))
+
+    def take(self, order: tuple[int, ...], speed: float) -> bool:
+        """False: it does not fit with all hops together, and nothing is taken."""
+        hops = list(zip(order, (*order[1:], order[0]), strict=True))
+        after = dict(self._of)
+        for one, other in hops:
+            for name, gbps in self._resources(one, other):
+                after[name] = after.get(name, gbps) - speed
+        if min(after.values()) < -1e-9:
+            return False
+        self._of = after
+        return True
+
+
+def _pack(machine: MachineGraph, speed: float, only_nvlink: bool) -> tuple[tuple[int, ...], ...]:
     """Ring after ring, until one more does not fit."""
-    count = len(machine.gpus)
-    left = {pair: machine.pair_gbps(*pair) for pair in machine.near}
-    ports = None
-    if machine.switched:  # a switch joins any pair, and a GPU's links are all it has
-        each = max(machine.pair_gbps(*pair) for pair in machine.near)
-        ports = [each] * count
+    left = _Left(machine, only_nvlink)
     found: list[tuple[int, ...]] = []
     while len(found) < _MOST_CHANNELS:
-        order = _ring(count, left, ports, speed, len(found))
-        if order is None:
+        order = _ring(machine, left, speed, len(found))
+        if order is None or not left.take(order, speed):
             break
         found.append(order)
-        for at, one in enumerate(order):
-            other = order[(at + 1) % count]
-            if ports is not None:
-                ports[one] -= speed
-            else:
-                left[one, other] -= speed
     return tuple(found)
 
 
-def _ring(
-    count: int, left: dict[tuple[int, int], float], ports: list[float] | None, speed: float, turn: int
-) -> tuple[int, ...] | None:
+def _ring(machine: MachineGraph, left: _Left, speed: float, turn: int) -> tuple[int, ...] | None:
     """A circle over all GPUs whose links have `speed` left, depth first, neighbours in turn."""
-    if ports is not None and min(ports) < speed:
-        return None
+    count = len(machine.gpus)
     tries = 0
-
-    def free(one: int, other: int) -> bool:
-        return ports[one] >= speed if ports is not None else left.get((one, other), 0.0) >= speed
 
     def extend(order: list[int]) -> list[int] | None:
         nonlocal tries
@@ -77,11 +105,12 @@ def _ring(
         if tries > _MOST_TRIES:
             return None
         if len(order) == count:
-            return order if free(order[-1], order[0]) else None
+            return order if left.fits(order[-1], order[0], speed) else None
         at = order[-1]
-        for step in range(count):
-            other = (at + 1 + step + (turn if ports is None else 0)) % count
-            if other not in order and free(at, other):
+        others = [(at + 1 + step + (0 if machine.switched else turn)) % count for step in range(count)]
+        # The best links first: PCIe only where NVLink does not lead on.
+        for other in sorted(others, key=lambda one: not links(machine.near.get((at, one), "SYS"))):
+            if other not in order and left.fits(at, other, speed):
                 done = extend([*order, other])
                 if done is not None:
                     return done
