@@ -230,8 +230,7 @@ def _command(chosen: PlanTrainOptions) -> str:
         f"--checkpoint-minutes {chosen.checkpoint_minutes!r}" if chosen.checkpoint_minutes else "",
         "" if chosen.asynchronous else "--sync-checkpoints",
         f"--fixed {quote(chosen.fixed)}" if chosen.fixed else "",
-        f"--like {chosen.how.like}" if chosen.how.like else "",
-        f"--software {chosen.how.software}" if chosen.how.software != "current" else "",
+        *chosen.how.words(),
         f"--catalog {quote(str(chosen.catalog_file))}" if chosen.catalog_file else "",
     ]  # fmt: skip
     return " ".join(filter(None, words))

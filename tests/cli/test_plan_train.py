@@ -74,6 +74,33 @@ def test_a_plan_file_is_a_configuration_that_the_trainer_takes(cumulo: Run, tmp_
     assert path.read_text().startswith("# cumulo plan train qwen3-0.6b --gpus 8 --device h100-sxm")
 
 
+def test_how_a_job_is_carried_out_comes_back_from_the_plan_file_and_from_the_job_file(
+    cumulo: Run, tmp_path: Path
+) -> None:
+    plan, job, report = tmp_path / "plan.yaml", tmp_path / "job.yaml", tmp_path / "report.json"
+    asked = (
+        "--software",
+        "megascale",
+        "--no-overlap-tensor",
+        "--lora-rank",
+        "8",
+        "--no-why",
+        "--json",
+        str(report),
+    )
+    layout = ("--fixed", "tp=2,pp=2,zero=1")
+    written = ("--no-why", "--json", str(report))
+    assert cumulo(*SMALL, *asked, *layout, *written, "--out", str(plan), "--save-job", str(job)).code == 0
+    first = json.loads(report.read_text())["plans"][0]
+    assert "model.start_from and the learning rate are yours" in plan.read_text()
+    assert load_config(plan, {"model.start_from": "here"}).lora is not None
+    command = plan.read_text().splitlines()[0].removeprefix("# cumulo ").split()
+    assert cumulo(*command, *written).code == 0
+    assert json.loads(report.read_text())["plans"][0] == first
+    assert cumulo(*SMALL, "--fixed", str(job), *written).code == 0
+    assert json.loads(report.read_text())["plans"][0] == first
+
+
 def test_the_command_in_a_plan_file_makes_the_same_file_again(cumulo: Run, tmp_path: Path) -> None:
     asked = ("--fixed", "tp=2,pp=2,recompute=norm+activation", "--optimizer", "adamw8bit", "--tokens", "1e9")
     first, again = tmp_path / "first.yaml", tmp_path / "again.yaml"
@@ -189,6 +216,7 @@ def test_the_example_catalogue_is_planned_for(cumulo: Run) -> None:
         ),
         (("gpt-1t", "--gpus", "8", "--batch", "8"), "no layout fits"),
         (("gpt3-125m", "--gpus", "8", "--no-why", "--out", "x.yaml"), "cannot be run by `cumulo train`"),
+        (("qwen3-0.6b", "--gpus", "8", "--no-why", "--mtp", "1", "--out", "x.yaml"), "no extra layers"),
         (("llama-3.1-9b", "--gpus", "8"), "did you mean llama-3.1-8b"),
         (
             ("llama-3.1-8b", "--gpus", "8", "--optimizer", "sgd"),

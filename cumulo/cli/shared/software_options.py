@@ -57,6 +57,20 @@ class SoftwareOptions:
     )
     frozen_bits: int = option("Bits of a frozen weight: 16, 8, or 4 (QLoRA).", 16, panel=_SOFTWARE)
 
+    def words(self) -> list[str]:
+        """The options that differ from their defaults, as they are typed."""
+        found = []
+        for each in fields(self):
+            value, name = getattr(self, each.name), {"predict_ahead": "mtp"}.get(each.name, each.name)
+            flag = f"--{name.replace('_', '-')}"
+            if value == each.default:
+                continue
+            if isinstance(value, bool):
+                found.append(flag if value else f"--no-{flag[2:]}")
+            else:
+                found.append(f"{flag} {value}")
+        return found
+
     def system(self) -> Mapping[str, Any]:
         """What the system named by --like chose, except where an option was given."""
         from cumulo.plan.search.systems import system_named

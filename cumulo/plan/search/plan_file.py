@@ -49,14 +49,19 @@ def plan_text(
         settings = {"steps": steps} | settings
         if steps <= _USUAL_WARMUP_STEPS:
             settings["schedule"] = {"warmup_steps": steps - 1}
+    yours = "data.sources, data.tokenizer"
+    if job.lora_rank is not None:
+        settings["lora"] = {"rank": job.lora_rank, "alpha": 2.0 * job.lora_rank}
+        yours += ", model.start_from"
+    rank = "GPU"
     if cluster.device.generation == "cpu":
-        settings["device"] = "cpu"
+        settings["device"], rank = "cpu", "CPU"
     peak = f", {estimate.memory.total / GIB:.1f} GiB" if estimate.memory else ""
     head = (
         f"# {command}\n"
         f"# predicted: {estimate.step_s:.4g} s a step (90%: {estimate.interval.low:.4g} to "
-        f"{estimate.interval.high:.4g} s), {estimate.tokens_per_s:,.0f} tokens/s{peak} on a GPU\n"
-        "# data.sources, data.tokenizer and the learning rate are yours to set: `cumulo train FILE`\n"
+        f"{estimate.interval.high:.4g} s), {estimate.tokens_per_s:,.0f} tokens/s{peak} on a {rank}\n"
+        f"# {yours} and the learning rate are yours to set: `cumulo train FILE`\n"
     )
     return head + yaml.safe_dump(settings, sort_keys=False)
 
@@ -70,6 +75,12 @@ def obstacle_of(plan: Plan) -> str | None:
         return f"it computes in float32 or bfloat16, not {job.dtype}"
     if job.recompute == "selective" or job.recompute_layers is not None:
         return f"it recomputes all layers, or operations of all of them ({', '.join(OPERATIONS)})"
+    if job.predict_ahead:
+        return "it has no extra layers that predict further tokens (--mtp)"
+    if job.lora_rank is not None and job.frozen_bits != 16:
+        return f"it keeps frozen weights in 16 bits, not in {job.frozen_bits}"
+    if job.moment_dtype != "float32" or job.narrow_activations:
+        return "it keeps the optimizer's moments in 32 bits, and activations as wide as they are computed"
     return None
 
 
