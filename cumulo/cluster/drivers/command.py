@@ -69,7 +69,7 @@ def check_work(job: JobFile) -> None:
     if config.layout.world != job.ranks:
         raise ConfigError(
             f"{job.name}: the layout {config.layout} in {train.source} has {config.layout.world} ranks, and the "
-            f"job asks for {job.ranks} devices; change one of them"
+            f"job asks for {job.ranks} device{'' if job.ranks == 1 else 's'}; change one of them"
         )
     if job.elastic is not None:
         fitted(config, job.elastic.min)

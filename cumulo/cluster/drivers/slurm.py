@@ -166,11 +166,11 @@ def refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
         )
     slurm = None if record is None else record.job.slurm
     if slurm is not None and re.search("partition", last, re.I) and not re.search("account", last, re.I):
-        return ConfigError(f"Slurm refused partition {slurm.partition!r}: {last}; {_partitions()}")
+        which = "its default partition" if slurm.partition is None else f"partition {slurm.partition!r}"
+        return ConfigError(f"Slurm refused {which}: {last}; {_partitions()}")
     if slurm is not None and re.search("account", last, re.I):
-        return ConfigError(
-            f"Slurm refused account {slurm.account!r}: {last}; set slurm.account in the job file"
-        )
+        which = "your default account" if slurm.account is None else f"account {slurm.account!r}"
+        return ConfigError(f"Slurm refused {which}: {last}; set slurm.account in the job file")
     return ConfigError(f"{program} refused: {last}")
 
 
