@@ -150,7 +150,7 @@ def test_adapters_of_a_batch_give_the_torch_runners_tokens(tmp_path: Path) -> No
     for on_kernels in (False, True):
         decoder = make_decoder(spec)
         bank = AdapterBank(decoder, spec, 3, 16)
-        engine = make_engine(decoder, on_kernels, bank=bank)
+        engine = make_engine(decoder, on_kernels, bank=bank, max_tokens_per_step=8)
         book = engine.scheduler.books.adapters = AdapterBook(bank.slots)
         engine.adapters = AdapterStore(spec, book, 16, engine.runner.load_adapter)
         for index, weights in enumerate(found):
@@ -158,6 +158,8 @@ def test_adapters_of_a_batch_give_the_torch_runners_tokens(tmp_path: Path) -> No
         for index, adapter in enumerate(("a0", "", "a1")):
             params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
             engine.add(prompt(3, 1), params, request_id=str(index), adapter=adapter)
+        # Its first step is the middle of a prompt, beside others' last tokens and alone.
+        engine.add(prompt(19, 2), params, request_id="3", adapter="a1")
         answers = {}
         while engine.has_work:
             for done in engine.step().finished:
