@@ -209,10 +209,11 @@ class Display:
         from cumulo.spec.counting import parameter_count
 
         ceiling = run.forecast.ceiling
+        peak = ceiling.flops / 1e9
         note(
             f"{parameter_count(run.spec) / 1e6:.2f} M parameters, {run.packing.tokens:,} tokens "
             f"({run.packing.samples_per_epoch:,} sequences of {run.packing.length}) in {run.dataset.documents:,} "
-            f"documents; {run.device.type} {run.config.dtype}, {ceiling.flops / 1e9:,.0f} GFLOP/s peak ("
+            f"documents; {run.device.type} {run.config.dtype}, {f'{peak:,.0f}' if peak >= 10 else f'{peak:.2g}'} GFLOP/s peak ("
             f"{ceiling.source})"
         )
         self._bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")

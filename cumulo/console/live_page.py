@@ -207,7 +207,7 @@ def _steps_html(steps: list[StepRecord]) -> str:
     last = steps[-1]
     told = (
         f"Last step: {times_ms[-1]:.1f} ms for {last.prefill_tokens:,} prefill and {last.decode_tokens:,} decode "
-        "tokens. The pointer tells the same of every step."
+        "tokens. Rest the pointer on a step to see its figures."
     )
     ends = (f"step {steps[0].index:,}", f"step {last.index:,}")
     chart = column_chart(times_ms, ChartAxis("ms", 10, ends), "decode", titles)

@@ -66,22 +66,36 @@ def _first_measured(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> float:
-    """The best of products of a few sizes, over a fifth of a second: a busy machine shows its best now and then.
-    The first product is small: without instructions for this dtype, a large one would take seconds."""
-    best = 0.0
-    for size in (96, 384, 768) if device.type == "cpu" else (8192,):
-        flops, spent_s, products = 2 * size**3, 0.0, 0
-        if best and flops / best > 0.1:
+    """The best of products of a few sizes, over a fifth of a second: a busy machine shows its best now and then."""
+    if device.type != "cpu":
+        return _best_product(device, dtype, 8192, 0.1)
+    # The first product is small, as a large one would take seconds without instructions for this dtype, and uses
+    # one thread: on a busy machine two would wait for each other, and make it look slow.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        best = _best_product(device, dtype, 96, 0.01)
+    finally:
+        torch.set_num_threads(threads)
+    for size in (384, 768):
+        if 2 * size**3 / best > 0.1:
             break  # one product would take longer than all should
-        a = torch.randn(size, size, device=device).to(dtype)
-        while spent_s < (0.1 if size > 96 else 0.01) or products < 5:
-            _wait(device)
-            begin = time.perf_counter()
-            a @ a
-            _wait(device)
-            took_s = time.perf_counter() - begin
-            best, spent_s, products = max(best, flops / took_s), spent_s + took_s, products + 1
+        best = max(best, _best_product(device, dtype, size, 0.1))
     return best
+
+
+def _best_product(device: torch.device, dtype: torch.dtype, size: int, for_s: float) -> float:
+    """FLOP/s of the quickest of at least five products."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    best_s, spent_s, products = math.inf, 0.0, 0
+    while spent_s < for_s or products < 5:
+        _wait(device)
+        begin = time.perf_counter()
+        a @ a
+        _wait(device)
+        took_s = time.perf_counter() - begin
+        best_s, spent_s, products = min(best_s, took_s), spent_s + took_s, products + 1
+    return 2 * size**3 / best_s
 
 
 def _wait(device: torch.device) -> None:
