@@ -19,7 +19,7 @@ _LAST = re.compile(
 _MISSING = re.compile(r"[Mm]issing ranks\s*:?\s*[{\[(]?\s*(\d+(?:\s*,\s*\d+)*)")
 _NUMBER = re.compile(r"(?:sequence number|collective(?:_seq_id)?)\s*[:#=]?\s*(\d+)")
 _ERROR = re.compile(r"Error type: (\w*MISMATCH\w*)|\b(\w+_MISMATCH)\b")
-_NAME = re.compile(r"\bnccl:(\w+)|\bcollective:\s*(\w+)")
+_NAME = re.compile(r"\bnccl:(\w+)|\bcollective:\s*(?!nccl:)(\w+)")
 
 _WAITED = 0.4  # of the other ranks' time in a collective
 

@@ -224,7 +224,8 @@ def _near(case: NcclCase, log: NcclLog) -> Diagnosis | None:
 def _log_alone(case: NcclCase, log: NcclLog) -> Diagnosis | None:
     good = bool(log.near) and all(path.startswith("P2P") for path in log.near)
     if case.nodes > 1 or log.far:
-        good = good and log.gdr_on and bool(log.cards)
+        plugin = log.network not in ("", "IB", "Socket")  # as libfabric's, which lists its cards otherwise
+        good = good and log.gdr_on and (bool(log.cards) or plugin)
     if not good:
         return None
     case.evidence.append(
