@@ -209,11 +209,11 @@ class Display:
         from cumulo.spec.counting import parameter_count
 
         ceiling = run.forecast.ceiling
-        peak = ceiling.flops / 1e9
+        peak = f"{ceiling.flops / 1e9:,.0f}" if ceiling.flops >= 1e10 else f"{ceiling.flops / 1e9:.2g}"
         note(
             f"{parameter_count(run.spec) / 1e6:.2f} M parameters, {run.packing.tokens:,} tokens "
             f"({run.packing.samples_per_epoch:,} sequences of {run.packing.length}) in {run.dataset.documents:,} "
-            f"documents; {run.device.type} {run.config.dtype}, {f'{peak:,.0f}' if peak >= 10 else f'{peak:.2g}'} GFLOP/s peak ("
+            f"documents; {run.device.type} {run.config.dtype}, {peak} GFLOP/s peak ("
             f"{ceiling.source})"
         )
         self._bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")
