@@ -76,18 +76,22 @@ class _Books:
 
     def move_one(self, job: JobRequest, node: int, place: TaskPlace, sign: int) -> bool:
         """Whether nothing is overcommitted afterwards."""
-        left = self.of(node)
-        enough = True
-        if job.cpu_milli or job.memory_mib:
-            left[0] += sign * job.cpu_milli
-            left[1] += sign * job.memory_mib
-            enough = left[0] >= 0 and left[1] >= 0
-        share = sign * job.gpu_milli
-        for gpu in place.gpus:
-            left[gpu + 2] += share
-            if left[gpu + 2] < 0:
-                enough = False
-        return enough
+        return _take_from(self.of(node), job, place.gpus, sign)
+
+
+def _take_from(left: list[int], job: JobRequest, gpus: Sequence[int], sign: int) -> bool:
+    """Takes a task (-1) from what is left of a node, or gives it back (1); whether nothing is overcommitted."""
+    enough = True
+    if job.cpu_milli or job.memory_mib:
+        left[0] += sign * job.cpu_milli
+        left[1] += sign * job.memory_mib
+        enough = left[0] >= 0 and left[1] >= 0
+    share = sign * job.gpu_milli
+    for gpu in gpus:
+        left[gpu + 2] += share
+        if left[gpu + 2] < 0:
+            enough = False
+    return enough
 
 
 def has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> bool:
@@ -103,24 +107,24 @@ def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -
     if not low <= len(places) <= high:
         wanted = f"{low}" if low == high else f"{low} to {high}"
         found.append(f"{job.job_id} gets {len(places)} tasks of a gang of {wanted}")
+    last, left, room = "", list[int](), 0
     for place in places:
-        number = free.index.get(place.node)
-        if number is None:
-            return [*found, f"{job.job_id} is placed on {place.node}, which does not exist"]
-        node = free.nodes[number]
-        if not free.ready[number]:
-            found.append(f"{job.job_id} is placed on {place.node}, which is {node.health}")
-        if job.devices and node.device not in job.devices:
-            found.append(f"{job.job_id} is placed on {place.node}, whose device is {node.device}")
         gpus = place.gpus
+        if place.node != last or not left:  # neighbours are on one node: it is looked up once
+            number = free.index.get(place.node)
+            if number is None:
+                return [*found, f"{job.job_id} is placed on {place.node}, which does not exist"]
+            node = free.nodes[number]
+            if not free.ready[number]:
+                found.append(f"{job.job_id} is placed on {place.node}, which is {node.health}")
+            if job.devices and node.device not in job.devices:
+                found.append(f"{job.job_id} is placed on {place.node}, whose device is {node.device}")
+            last, left, room = place.node, books.of(number), node.gpus
         if len(gpus) != each or (
-            each and (min(gpus) < 0 or max(gpus) >= node.gpus or (each > 1 and len(set(gpus)) != each))
+            each and (min(gpus) < 0 or max(gpus) >= room or (each > 1 and len(set(gpus)) != each))
         ):
-            return [
-                *found,
-                f"{job.job_id} gets GPUs {gpus} of {place.node} for a task of {each}",
-            ]
-        if not books.move_one(job, number, place, -1):
+            return [*found, f"{job.job_id} gets GPUs {gpus} of {place.node} for a task of {each}"]
+        if not _take_from(left, job, gpus, -1):
             found.append(f"{job.job_id} is placed on {place.node}, which has too little free")
     return found
 
