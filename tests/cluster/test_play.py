@@ -11,9 +11,10 @@ from cumulo.cluster.decide.snapshot import TenantQuota
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.failures import FailureRates
 from cumulo.cluster.simulate.fill import PUBLISHED, fill
+from cumulo.cluster.simulate.job_speed import TraceJob
 from cumulo.cluster.simulate.leaf_speed import LeafSpeed
 from cumulo.cluster.simulate.page import page
-from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, TraceJob, play
+from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
 from cumulo.cluster.simulate.pollux import read_pollux
 from cumulo.cluster.simulate.traces import read_nodes, read_trace, synthetic_trace, uniform_nodes
 from cumulo.errors import ConfigError

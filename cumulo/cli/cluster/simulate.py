@@ -14,7 +14,7 @@ from cumulo.cli.shared.declare import option, takes_options
 
 if TYPE_CHECKING:
     from cumulo.cluster.decide.nodes import ClusterNode
-    from cumulo.cluster.simulate.play import TraceJob
+    from cumulo.cluster.simulate.job_speed import TraceJob
 
 EXAMPLE = (
     "Example: [bold]cumulo simulate cluster --synthetic 500 --nodes 64 --policy fifo,backfill,shortest "
@@ -114,8 +114,9 @@ def cluster(chosen: ClusterRunOptions) -> None:
     from cumulo.cluster.decide.policies import policy_named
     from cumulo.cluster.decide.step_time import leaf_fabric
     from cumulo.cluster.simulate.elastic_speed import ElasticSpeed, elastic_jobs
+    from cumulo.cluster.simulate.job_speed import JobSpeed
     from cumulo.cluster.simulate.leaf_speed import LeafSpeed
-    from cumulo.cluster.simulate.play import JobSpeed, PlayOptions, play
+    from cumulo.cluster.simulate.play import PlayOptions, play
     from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
     from cumulo.cluster.simulate.traces import mispredicted
 

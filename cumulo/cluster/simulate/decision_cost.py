@@ -16,8 +16,9 @@ from cumulo.cluster.decide.policies import NamedPolicy, policy_named
 from cumulo.cluster.decide.snapshot import Snapshot
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.elastic_speed import ElasticSpeed
+from cumulo.cluster.simulate.job_speed import JobSpeed, TraceJob
 from cumulo.cluster.simulate.leaf_speed import LeafSpeed
-from cumulo.cluster.simulate.play import JobSpeed, PlayOptions, TraceJob, play
+from cumulo.cluster.simulate.play import PlayOptions, play
 from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
 
 MUST_WHOLE_S, MUST_DECISION_MS = 60.0, 50.0

@@ -8,7 +8,7 @@ import numpy as np
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile, TaskPlace
 from cumulo.cluster.decide.step_time import LeafFabric
-from cumulo.cluster.simulate.play import TraceJob
+from cumulo.cluster.simulate.job_speed import TraceJob
 
 _ONE_LEAF = "one"
 

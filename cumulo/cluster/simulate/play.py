@@ -6,9 +6,8 @@ run.mean_jct_s, run.utilisation
 
 import gc
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from cumulo.cluster.decide.check import violations
 from cumulo.cluster.decide.decisions import Cordon, Eviction, JobPlacement, Resize, Waits
@@ -21,6 +20,7 @@ from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
 from cumulo.cluster.simulate.failures import FailureRates, failure_times
+from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
 from cumulo.errors import CumuloError
 
@@ -31,42 +31,6 @@ _STARTS, _STOPS = (JobPlacement, Resize), (Eviction, Resize)
 
 class BrokenPolicy(CumuloError):
     """A policy decided what cannot be carried out."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceJob:
-    """A job of a trace: what is asked for, and how much work it really is: seconds at speed 1."""
-
-    request: JobRequest
-    work: float
-
-
-class JobSpeed(Protocol):
-    """How fast a placed job advances. The default is speed 1 wherever it is placed."""
-
-    refreshes: bool  # whether a policy shall know more about a job while it runs or waits
-
-    def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
-        """Work per second from now on, and the amount of work done at which it may change."""
-
-    def refreshed(self, job: JobRequest, done: float) -> JobRequest:
-        """What the policy shall know about this job now: a prediction or a speed table may have changed."""
-
-    def beside(self, running: Mapping[str, RunningJob]) -> None:
-        """Called once: the running jobs, kept up to date, for speeds that depend on the neighbours."""
-
-
-class FixedSpeed:
-    refreshes = False
-
-    def beside(self, running: Mapping[str, RunningJob]) -> None:
-        pass
-
-    def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
-        return 1.0, float("inf")
-
-    def refreshed(self, job: JobRequest, done: float) -> JobRequest:
-        return job
 
 
 @dataclass(slots=True)

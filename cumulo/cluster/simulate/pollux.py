@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
-from cumulo.cluster.simulate.play import TraceJob
+from cumulo.cluster.simulate.job_speed import TraceJob
 from cumulo.cluster.simulate.trace_lines import once, read_lines
 from cumulo.cluster.simulate.traces import error_of
 from cumulo.errors import ConfigError

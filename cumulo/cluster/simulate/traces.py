@@ -14,7 +14,7 @@ from pathlib import Path
 from cumulo.base.nearest import nearest
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, StepProfile
 from cumulo.cluster.decide.nodes import ClusterNode
-from cumulo.cluster.simulate.play import TraceJob
+from cumulo.cluster.simulate.job_speed import TraceJob
 from cumulo.cluster.simulate.trace_lines import TraceLine, no_slips, once, read_lines
 from cumulo.errors import ConfigError
 
