@@ -85,11 +85,30 @@ def serve(chosen: BenchServeOptions) -> None:
 
     campaign = Campaign(settings(chosen), view := report.View())
     interrupted = _run(campaign, view)
+    if not interrupted:
+        _require_measurements(campaign)
     report.finish(campaign, chosen.json_file, chosen.html, chosen.records)
     if interrupted:
         raise typer.Exit(130)
     if not all(row.ok for row in report.rows(campaign)):
         raise typer.Exit(1)
+
+
+def _require_measurements(campaign: "Campaign") -> None:
+    """A level whose time was over before a request after the warm-up had ended has no figures."""
+    from cumulo.cli.shared.terminal import note
+    from cumulo.errors import CumuloError
+    from cumulo.load.campaign import label
+
+    if campaign.settings.search:
+        return
+    names = [label(load) for load in campaign.settings.loads]
+    empty = [name for name in names if name not in {result.label for result in campaign.results}]
+    told = "no request ended after the warm-up: use a longer --duration, or --warmup 0"
+    if len(empty) == len(names):
+        raise CumuloError(told)
+    for name in empty:
+        note(f"{name}: {told}")
 
 
 def _run(campaign: "Campaign", view: Any) -> bool:

@@ -151,3 +151,10 @@ def test_the_generator_measures_itself(cumulo: Run) -> None:
     assert ran.code == 0
     assert rows["share of a core at 2,000 tokens/s"]["ok"]
     assert rows["tokens per CPU second, paced"]["value"] > 4000
+
+
+def test_a_level_that_ends_with_its_warm_up_says_so(cumulo: Run) -> None:
+    with ToyServer(lambda number, body: Behaviour(gap_s=0.002)) as server:
+        ran = cumulo("bench", "serve", server.url, "--concurrency", "2", "--duration", "1ms", "--output", "2")
+        assert ran.code == 2 and ran.out == ""
+        assert "no request ended after the warm-up: use a longer --duration, or --warmup 0" in ran.err
