@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cumulo.base.quantities import quantity, scale
+from cumulo.base.quantities import column, quantity, scale
 from cumulo.base.report import Row, machine, table, write_json
 from cumulo.base.report_table import ReportTable
 
@@ -145,3 +145,10 @@ def test_a_scaled_number_is_the_number_it_was(value: float, unit: str) -> None:
     size, name = scale(value, unit)
     back, same = scale(value / size, name)
     assert back == 1 and same == name
+
+
+def test_figures_of_a_column_are_in_the_unit_of_the_largest() -> None:
+    assert column([13.6, 0.0435, 2e-4, 0.0], "s") == (["13.6", "0.0435", "< 0.001", "0"], "s")
+    assert column([0.0435, 2.66e-6], "s") == (["43.5", "0.00266"], "ms")
+    assert column([0.5, 0.25], "GiB") == (["512", "256"], "MiB")
+    assert column([], "s") == ([], "s")

@@ -178,7 +178,7 @@ def users_lines(curve: "Sequence[RateTrial]", best: "Deployment", think_s: float
     found = []
     for one in curve:
         spreads = [spread for spread in (one.report.ttft_s, one.report.itl_s) if spread is not None]
-        times = [quantity(value, "s") for spread in spreads for value in (spread.p50, spread.p99)]
+        times = [f"{number(1e3 * value)} ms" for spread in spreads for value in (spread.p50, spread.p99)]
         found.append(
             (
                 number(float(round(best.replicas * one.users(think_s))), "users"),
