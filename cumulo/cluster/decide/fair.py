@@ -38,21 +38,16 @@ def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
     heapq.heapify(heap)
     while heap:
         _, _, tenant, at, gpus, cpu, weight, queue = heap[0]
-        # As long as no other tenant has less, this one goes on.
-        rival = min(heap[1:3])[:3] if len(heap) > 1 else (float("inf"), 0.0, "")
-        while True:
-            job = queue[at]
-            yield job
-            at += 1
-            if at == len(queue):
-                heapq.heappop(heap)
-                break
+        job = queue[at]
+        at += 1
+        if at < len(queue):
             gpus += job.tasks * job.gpus_per_task * job.gpu_milli / WHOLE_GPU
             cpu += job.tasks * job.cpu_milli
             share = max(gpus / total_gpus, cpu / total_cpu) / weight
-            if share >= rival[0] and (share, queue[at].arrival_s, tenant) > rival:
-                heapq.heapreplace(heap, (share, queue[at].arrival_s, tenant, at, gpus, cpu, weight, queue))
-                break
+            heapq.heapreplace(heap, (share, queue[at].arrival_s, tenant, at, gpus, cpu, weight, queue))
+        else:
+            heapq.heappop(heap)
+        yield job
 
 
 def fair(place: Placer) -> Policy:
