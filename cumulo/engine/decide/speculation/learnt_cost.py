@@ -5,7 +5,7 @@ _SHORTER, _LONGER = 0.4, 0.1  # the same, for a step that took less or more time
 _FADE = 0.95  # weight of an average after each step that it was not part of: one long step is soon forgotten
 _MOST_TOKENS = 64  # larger steps say what prompts cost
 _LEAST_WEIGHT = 0.02
-_PRIOR = 2.0  # weight of what prompts say about sizes not seen lately
+_PRIOR = 0.2  # weight of what prompts say about sizes not seen lately: they draw nothing, so drafts cost more
 
 
 class LearntCost:
