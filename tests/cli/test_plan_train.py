@@ -166,7 +166,7 @@ def test_a_plan_is_run_as_it_was_planned_and_measured_beside_its_prediction(
     for name in ("weights", "optimizer"):
         assert ledger[name]["predicted"] == prediction["plans"][0]["memory_bytes"][name]
         assert ledger[name]["measured"] == pytest.approx(ledger[name]["predicted"], rel=0.01)
-    # A least time that the run beats is not shown: where other programs use the cores, the ceiling is found too low.
+    # A least time that the run beats is not shown: on a busy machine the ceiling is found too low.
     if "step" in ledger:
         assert ledger["step"]["measured"] >= ledger["step"]["predicted"] > 0
     saved = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
