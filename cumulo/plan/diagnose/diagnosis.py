@@ -22,7 +22,7 @@ CAUSES = {
     "link-errors": "a link has errors: cable, transceiver or connector",
     "no-subnet-manager": "InfiniBand ports have no subnet manager",
     "acs": "PCIe ACS sends traffic between devices through the root complex",
-    "numa": "a process runs on the other socket than its card or GPU",
+    "numa": "processes run on the wrong cores: on another socket than their card or GPU, or all on one",
     "slow-gpu": "a GPU is slower than the others (heat, power, clock), and all wait for it",
     "busy": "another job uses the same GPUs or links",
     "setting": "a setting slows the run down",

@@ -16,6 +16,12 @@ def hang_verdict(hang: Hang) -> Diagnosis:
             "mismatched-calls", f"{hang.differ[0].upper()}{hang.differ[1:]}.", tuple(evidence),
             ("make all ranks take the same branch before this collective",), "high",
         )  # fmt: skip
+    if hang.joined:
+        return Diagnosis(
+            "unknown", f"All {hang.ranks} ranks came to {hang.collective} number {hang.sequence}, and it has not "
+            "ended: it runs just now, or the network or a GPU holds it up.", tuple(evidence),
+            ("take the dumps again after a few seconds: if the number is the same, it hangs", LOG_STEP), "low",
+        )  # fmt: skip
     if not hang.missing:
         return Diagnosis(
             "late-rank", "Ranks wait in a collective, and the text does not say which rank is missing.",
@@ -46,7 +52,8 @@ def _in_step(hang: Hang) -> Diagnosis:
         )  # fmt: skip
     return Diagnosis(
         "healthy",
-        f"All {hang.ranks} ranks ended the same collectives: nothing hangs, and none is late.",
+        f"All {hang.ranks} ranks {'came to' if hang.joined else 'ended'} the same collectives: nothing hangs, and "
+        "none is late.",
         (),
         (LOG_STEP,),
         "medium",

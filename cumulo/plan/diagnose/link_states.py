@@ -19,7 +19,8 @@ _GPU_WIDTH = re.compile(r"Link Width\s*\n\s*Max\s*:\s*(\d+)x\s*\n\s*Current\s*:\
 _DOWNGRADED = re.compile(r"LnkSta:[^\n]*\((?:downgraded|degraded)\)")
 _NARROW = re.compile(
     r"(?:LnkSta:[^\n]*Width x\d+ \(downgraded\)|LnkSta: Speed (?!2\.5)[\d.]+GT/s \(downgraded\)|"
-    r"limited by[^\n]*GT/s|Could be \d+X|Could be [\d.]+ Gbps|LinkWidthActive:[. ]*[12]X|\(1X [HENFX]DR\))"
+    r"limited by[^\n]*GT/s|Could be \d+X|Could be [\d.]+ Gbps|LinkWidthActive:[. ]*[12]X|"
+    r"(?m:^[ \t]*Width\s*:\s*[12]x\b)|\(1X [HENFX]DR\))"
 )
 # Ports that no collective uses.
 _OF_NO_RAIL = re.compile(

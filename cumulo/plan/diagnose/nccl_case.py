@@ -52,6 +52,11 @@ class NcclCase:
             return self.test.devices[-1].rank + 1
         return self.log.ranks if self.log else None
 
+    @property
+    def hosts_logged(self) -> int:
+        """That the log or the list of devices names."""
+        return max(self.test.hosts if self.test else 0, self.log.hosts if self.log else 0)
+
     def _nodes(self) -> int:
         devices = self.test.devices if self.test else ()
         hosts = len({one.host for one in devices})

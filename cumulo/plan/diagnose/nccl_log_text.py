@@ -43,6 +43,7 @@ class NcclLog:
     nvls_off: bool  # NCCL says that there is no NVLink SHARP, or is told not to use it
     card_path: str  # PIX, PXB, PHB, SYS: the type NCCL found between GPUs and cards
     warnings: tuple[str, ...]
+    hosts: int = 0  # that wrote it
 
 
 def condensed(text: str) -> str:
@@ -106,6 +107,7 @@ def parse_nccl_log(text: str) -> NcclLog | None:
         warnings=tuple(
             dict.fromkeys(line.split("NCCL WARN", 1)[1].strip() for line in lines if "NCCL WARN" in line)
         ),
+        hosts=len({match[1] for line in lines if (match := _HOST.match(line))}),
     )
 
 

@@ -52,6 +52,9 @@ class NcclTest:
     asked_bytes: int  # the largest size that was asked for; 0: not said
     claimed: StatedRanks
     listed: int = 0  # ranks, where the list is whole
+    named: bool = (
+        True  # the program's name or the columns say the operation; otherwise it is mentioned somewhere
+    )
 
     @property
     def hosts(self) -> int:
@@ -92,9 +95,25 @@ class NcclTest:
         whole = 2.0 if self.operation in (None, "all_reduce") and ratio > 1 - error else 1.0
         if self.operation == "all_reduce":
             whole = 2.0
+        return self._ranks_of(ratio, error, whole)
+
+    def other_ranks(self) -> tuple[float, float, float] | None:
+        """As `inferred_ranks`, of the other collectives that this table may be of; None: it is sure."""
+        ratio = self.ratio
+        if self.named or ratio is None or ratio >= 1:
+            return None
+        error = 0.011 / max(row.algbw for row in self.rows)
+        return self._ranks_of(ratio, error, 1.0 if self.operation == "all_reduce" else 2.0)
+
+    @staticmethod
+    def _ranks_of(ratio: float, error: float, whole: float) -> tuple[float, float, float] | None:
         if ratio >= whole - error:
             return None  # so many ranks that two digits do not tell, or a collective whose factor is 1
-        return tuple(whole / (whole - one) for one in (ratio, max(0.0, ratio - error), ratio + error))  # type: ignore[return-value]
+        return (
+            whole / (whole - ratio),
+            whole / (whole - max(0.0, ratio - error)),
+            whole / (whole - ratio - error),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +144,15 @@ def nccl_test_runs(text: str) -> Iterator[TestRun]:
         rows = list(table_rows(part))
         devices = _devices(part)
         listed = len(devices) if _all_listed(part, devices) else 0
+        operation, named = _operation(part, rows)
         test = NcclTest(
-            _operation(part, rows),
+            operation,
             tuple(sorted(rows, key=lambda row: row.size_bytes)),
             devices,
             _asked_bytes(part),
             stated_ranks(part, listed),
             listed,
+            named,
         )
         if before is not None:
             test = replace(
@@ -199,24 +220,28 @@ def _sweep_cuts(lines: list[str]) -> list[int]:
     return [0, *begins[1:]] if len(set.intersection(*sizes)) > 0 else []
 
 
-def _operation(text: str, rows: list[TestRow]) -> str | None:
-    """By the program's name, then by the columns, and otherwise by any mention outside of logs."""
+def _operation(text: str, rows: list[TestRow]) -> tuple[str | None, bool]:
+    """By the program's name, then by the columns, and otherwise by any mention outside of logs that the columns
+    allow: people also speak of other collectives. Whether it is sure."""
     lower = text.lower()
     for name, words in _OPERATIONS.items():
         if any(re.search(rf"(?<![a-z_]){word}_perf", lower) for word in words):
-            return name
+            return name, True
     kinds = {row.kind for row in rows}
     if kinds == {"reduced"}:
-        return "reduce"
+        return "reduce", True
     if kinds == {
         "rooted"
     }:  # a broadcast's factor is 1; what gathers or scatters leaves out the root's own part
-        return "broadcast" if all(row.busbw > 0.995 * row.algbw - 0.011 for row in rows) else "gather"
+        return "broadcast" if all(row.busbw > 0.995 * row.algbw - 0.011 for row in rows) else "gather", True
     plain = "\n".join(line for line in lower.splitlines() if "nccl info" not in line)
     for name, words in list(_OPERATIONS.items())[:6]:
-        if any(word in plain for word in words if name != "broadcast"):
-            return name
-    return None
+        reduces = name in ("all_reduce", "reduce_scatter")
+        fits = "moving" not in kinds if reduces else "reducing" not in kinds
+        fits = fits or name == "send_recv"  # it prints an operation that it does not do
+        if fits and any(word in plain for word in words if name != "broadcast"):
+            return name, False
+    return None, False
 
 
 def _devices(text: str) -> tuple[TestDevice, ...]:

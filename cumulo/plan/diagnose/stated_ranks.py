@@ -32,6 +32,12 @@ _NODES_SAID = re.compile(
     rf"(?!{_GPU}\s+(?:node|host|server|machine|instance|box)\b)(?:(?!GPU)\w+\s+)?{_MANY}|\bnodes\s*[:=]\s*(\d+)",
     re.IGNORECASE,
 )
+# "2x a2-highgpu-8g", "4 x p5.48xlarge", "2x DGX H100"
+_MACHINES_SAID = re.compile(
+    r"\b(\d+)\s*[x×]\s*(?:[a-z]\d\w*-\w+-\d+g?\b|[a-z]\d\w*(?:-\w+)?\.\w*(?:large|metal)|(?:Standard_)?N[DC]\d+\w*|"
+    r"BM\.GPU|[DH]GX)",
+    re.IGNORECASE,
+)
 _NUMBERS = {"two": 2, "three": 3, "four": 4, "eight": 8, "sixteen": 16}
 _PLAIN = (
     re.compile(rf"\b(\d+)\s*(?:x|×)\s*{_GPU}", re.IGNORECASE),
@@ -129,7 +135,7 @@ def _each(arguments: str) -> int:
 
 def nodes_said(words: str) -> int:
     """The largest number of nodes that is stated; 0: none is."""
-    found = (first or second for first, second in _NODES_SAID.findall(words))
+    found = [first or second for first, second in _NODES_SAID.findall(words)] + _MACHINES_SAID.findall(words)
     return max((_NUMBERS.get(one.lower()) or int(one) for one in found), default=0)
 
 

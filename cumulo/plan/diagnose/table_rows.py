@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log2
 
 _BENCH = re.compile(r"\|\s*([\d.]+)\s*([KMG])i?B?\s*\|\s*([\d.]+)\s*GBps\s*\|\s*([\d.]+)\s*GBps\s*\|")
 _JSON = re.compile(
@@ -14,8 +15,12 @@ _JSON = re.compile(
 _SEPARATORS = re.compile(
     r"[\s|;,]+|(?<=>):\s*"
 )  # also of tables in Markdown and CSV, and after mpirun's prefix
+# Of a table whose title names the size, as of a sweep over pairs.
+_NO_SIZE = re.compile(r"^(?!.*\b(?:size|bytes|count)\b).*\btime\b.*\balg_?bw\b.*\bbus_?bw\b", re.I)
+_SIZELESS = re.compile(r"^(\s*[A-Za-z]\S*(?:\s+\S+)?)\s+(\d+(?:\.\d+)?)\s+(\d+\.\d+)\s+(\d+\.\d+)(\s.*)?$")
 _REDUCTIONS = ("sum", "prod", "min", "max", "avg", "mulsum")
 _LEAST_ERROR = 0.02  # of the old versions' column of differences: more is no rounding, in any type
+_LEAST_FACTOR = 0.49
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _TIMES_US = {
     "": 1.0,
@@ -48,7 +53,8 @@ class TestRow:
     busbw: float
     wrong: int = 0  # elements that are not what they should be, in either half
     in_place: float | None = None  # busbw
-    kind: str = ""  # by its columns: "reducing", "reduced" (to a root), "rooted"; "": they do not say
+    # By its columns: "reducing", "reduced" (to a root), "rooted", "moving" (neither); "": they do not say.
+    kind: str = ""
     label: str = ""  # words before or after the numbers: the hosts of one line of a sweep
 
 
@@ -59,6 +65,26 @@ def table_rows(text: str) -> Iterator[TestRow]:
         TestRow(int(size), float(time_us), float(algbw), float(busbw), int(wrong or 0))
         for size, time_us, algbw, busbw, wrong in _JSON.findall(text)
     )
+
+
+def with_sizes(text: str) -> str:
+    """Rows that have no size, since all are of one: it follows from the time and algbw."""
+    lines = text.splitlines()
+    if not any(_NO_SIZE.match(line) for line in lines):
+        return text
+    return "\n".join(_sized(line) for line in lines)
+
+
+def _sized(line: str) -> str:
+    row = _SIZELESS.match(line)
+    if row is None or table_row(line) is not None:
+        return line
+    size = float(row[2]) * float(row[3]) * 1e3
+    if size < 1:
+        return line
+    power = 1 << round(log2(size))
+    size = power if abs(size - power) < 0.01 * power else round(size)
+    return f"{row[1]} {size} {row[2]} {row[3]} {row[4]}{row[5] or ''}"
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +115,7 @@ def _kind(columns: list[str]) -> str:
     is a number, too, so that a root is the last of three or more."""
     reduces = any(one in _REDUCTIONS for one in columns)
     if len(columns) < 3 or not columns[-1].isdecimal():
-        return "reducing" if reduces else ""
+        return "reducing" if reduces else "moving" if "none" in columns else ""
     return "reduced" if reduces else "rooted"
 
 
@@ -106,7 +132,9 @@ def _half(size: int, words: list[str]) -> tuple[float, float, float] | None:
     if time_us is None or algbw is None or busbw is None or time_us <= 0:
         return None
     exact = size / time_us / 1e3
-    if abs(algbw - exact) <= 0.0051 + 0.01 * exact and busbw <= 2 * algbw + 0.011:
+    # The factor is at least a half (two ranks), or none for one rank.
+    possible = busbw == 0 or _LEAST_FACTOR * algbw - 0.011 <= busbw <= 2 * algbw + 0.011
+    if abs(algbw - exact) <= 0.0051 + 0.01 * exact and possible:
         return time_us, algbw, busbw
     return None
 

@@ -10,6 +10,8 @@ from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.table_rows import TestRow
 
 _HALF = 0.5
+_USUAL_LATENCY = 3.0  # times what the model expects: launches differ between drivers and hosts
+_FLAT = 3.0  # times what the smallest message takes: latency is most of it
 _DIP = 0.7  # of the bandwidths before and after
 
 
@@ -29,6 +31,12 @@ def stated_ranks(case: NcclCase) -> Diagnosis | None:
     slack = 0.15 + 0.02 * best
     claimed = case.test.claimed
     wrong = claimed.wrong(low - slack, high + slack)
+    if wrong and (other := case.test.other_ranks()) is not None:  # which collective it is was only mentioned
+        wrong = tuple(one for one in wrong if one in claimed.wrong(other[1] - slack, other[2] + slack))
+    if case.hosts_logged > 1:  # what is said of one machine: "8x A100" of each
+        wrong = tuple(
+            one for one in wrong if one not in claimed.words or round(best) != one * case.hosts_logged
+        )
     some_fit = len(wrong) < len(claimed.sure) + len(claimed.either)
     one_node = claimed.nodes > case.test.hosts and len(case.test.devices) == round(best)
     more = [one for one in wrong if one > best]  # fewer may be those of each node
@@ -110,23 +118,42 @@ def small_messages(case: NcclCase) -> Diagnosis | None:
         )
     smallest, largest = case.test.rows[0], case.test.rows[-1]
     case.evidence.append(f"the largest message has {quantity(largest.size_bytes, 'B')}")
+    latency = ""
     if case.expected is not None:
         usual = case.expected.latency_us(case.operation)
         case.evidence.append(f"{smallest.time_us:.0f} µs for the smallest; about {usual:.0f} µs are usual")
+        if smallest.size_bytes <= 64 << 10:
+            latency = _latency_words(smallest.time_us / usual)
         slow = smallest.size_bytes <= 64 << 10 and smallest.time_us > 8 * usual
+        if slow and largest.time_us < _FLAT * smallest.time_us:
+            return _slow_latency(case)
         if slow or (largest.size_bytes > 4 << 20 and case.share is not None and case.share < _HALF):
             return None if largest.size_bytes > 4 << 20 else _slow_latency(case)
     return case.answer(
         "small-messages",
-        "At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.",
+        f"At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.{latency}",
         ("run with -b 8 -e 8G -f 2, and read busbw from 256 MiB up",),
         "high",
     )
 
 
+def _latency_words(times: float) -> str:
+    if times <= _USUAL_LATENCY:
+        return " The latency is normal."
+    return f" The latency is {times:.1f} times what is usual: look at the cores of the processes and at the clocks."
+
+
 def _slow_latency(case: NcclCase) -> Diagnosis:
     return case.answer(
-        "unknown", "Messages are small, and even their latency is high.", (LOG_STEP, TEST_STEP), "low"
+        "unknown",
+        "Even the smallest messages take long, so that the bandwidth says nothing: the processes are held up "
+        "(cores, clocks, another job), or messages take a long way.",
+        (
+            "run with `mpirun --report-bindings`, and see that each process has cores of its own",
+            LOG_STEP,
+            TEST_STEP,
+        ),
+        "low",
     )
 
 

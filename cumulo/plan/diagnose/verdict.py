@@ -8,10 +8,10 @@ reaches what such machines reach.
 
 from dataclasses import replace
 
-from cumulo.plan.diagnose.cards.perftest_text import parse_osu, parse_perftests
+from cumulo.plan.diagnose.cards.perftest_text import parse_osu, parse_perftests, without_rows
 from cumulo.plan.diagnose.cards.perftest_verdict import osu_verdict, perftests_verdict
 from cumulo.plan.diagnose.compare_runs import ComparedRun, compare_runs
-from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, PORTS_STEP, TEST_STEP, Diagnosis
+from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, PAIRS_STEP, PORTS_STEP, TEST_STEP, Diagnosis
 from cumulo.plan.diagnose.failures_text import failure_verdict
 from cumulo.plan.diagnose.flight_text import parse_hang
 from cumulo.plan.diagnose.hang_verdict import hang_verdict
@@ -25,6 +25,7 @@ from cumulo.plan.diagnose.nccl_tests_text import TestRun, nccl_test_runs, unwrap
 from cumulo.plan.diagnose.numbers_verdict import congested, numbers_verdict
 from cumulo.plan.diagnose.plain_text import plain_text
 from cumulo.plan.diagnose.states_verdict import far_cards
+from cumulo.plan.diagnose.table_rows import with_sizes
 from cumulo.plan.diagnose.table_verdict import small_messages, stated_ranks, wrong_results
 
 __all__ = ["CAUSES", "Diagnosis", "diagnose"]
@@ -41,8 +42,8 @@ def diagnose(text: str) -> Diagnosis:
 def _symptom(text: str) -> Diagnosis:
     if (hang := parse_hang(text)) is not None:
         return hang_verdict(hang)
-    text = unwrapped(text)
-    runs, log = list(nccl_test_runs(text)), parse_nccl_log(text)
+    text = with_sizes(unwrapped(text))
+    runs, log = list(nccl_test_runs(without_rows(text))), parse_nccl_log(text)
     perftests, osu = parse_perftests(text), parse_osu(text)
     if failure := failure_verdict(text, measured=bool(runs)):
         return failure
@@ -55,7 +56,21 @@ def _symptom(text: str) -> Diagnosis:
     if not runs and log is None:
         return _nothing(text)
     found = _nccl_verdict(NcclCase(text, runs[0].test if runs else None, log))
-    return found if runs else _contrary(found, text)
+    return _unjudged(found, text) if runs else _contrary(found, text)
+
+
+def _unjudged(found: Diagnosis, text: str) -> Diagnosis:
+    """Nothing tells what the bandwidth should be, but a port is down."""
+    if found.cause != "unknown" or found.share is not None or not (down := link_states(text).down):
+        return found
+    return replace(
+        found,
+        cause="rail-down",
+        sentence="A port is down.",
+        evidence=(f"the text says: {down[:120]}", *found.evidence),
+        next_steps=(PORTS_STEP, PAIRS_STEP),
+        confidence="medium",
+    )
 
 
 def _of_several(runs: list[TestRun], text: str) -> Diagnosis:

@@ -32,6 +32,14 @@ _IPERF = re.compile(
 _OSU_TITLE = re.compile(
     r"#\s*OSU MPI(-CUDA|-ROCM)?\S*\s+(Bandwidth|Bi-Directional Bandwidth|Multiple Bandwidth|Latency)"
 )
+# One row of a card's test after its name, as a loop prints it: "mlx5_3  1048576  2000  392.0  391.9  0.0467", and
+# with the heading in each line: "mlx5_3  1048576  BW average[Gb/sec]  391.96".
+_CARD = r"((?:mlx5|bnxt_re|rdmap|ibp|rocep|irdma|hfi1|efa)_?\w*)"
+_NAMED_ROW = re.compile(
+    rf"\b{_CARD}\b[\s:|,]+(\d+)\s+(\d+)\s+(\d+(?:\.\d+)?)\s+(\d+(?:\.\d+)?)\s+\d+\.\d+\s*$", re.M
+)
+_LABELLED = re.compile(rf"\b{_CARD}\b[^\n]*?\b(?:BW )?average\[(\w+)/sec\]\s*[:=]?\s*(\d+(?:\.\d+)?)", re.I)
+_HEADING = re.compile(r"#bytes\s+#iterations")
 _OSU_ROW = re.compile(r"^\s*(\d+)\s+(\d+\.\d+)(?:\s+(\d+\.\d+))?\s*$", re.MULTILINE)
 
 
@@ -73,10 +81,20 @@ class _Part:
     rows: list[tuple[int, list[float]]] = field(default_factory=list)
 
 
+def without_rows(text: str) -> str:
+    """Without the rows of perftest's tables, which are no collective's."""
+    kept, inside = [], False
+    for line in text.splitlines():
+        inside = bool(_HEADING.search(line)) or (inside and bool(_ROW.match(line)))
+        if not inside or not _ROW.match(line):
+            kept.append(line)
+    return "\n".join(kept)
+
+
 def parse_perftests(text: str) -> list[Perftest]:
     """Each test, in the order of the text."""
     found = [test for part in _parts(text) if (test := _test(part)) is not None]
-    return found or _listed(text) or _iperf(text)
+    return found or _named_rows(text) or _listed(text) or _iperf(text)
 
 
 def _parts(text: str) -> list[_Part]:
@@ -138,6 +156,20 @@ def _test(part: _Part) -> Perftest | None:
         tail_us,
         peak,
     )
+
+
+def _named_rows(text: str) -> list[Perftest]:
+    """Rows that begin with their card's name; the unit is the heading's or the command's."""
+    gbits = "report_gbits" in text or bool(re.search(r"Gb/sec", text))
+    found = [
+        (name, int(size), float(rate), "Gb" if gbits else "MB")
+        for name, size, _, _, rate in _NAMED_ROW.findall(text)
+    ]
+    found += [(name, 1 << 20, float(rate), unit) for name, unit, rate in _LABELLED.findall(text)]
+    return [
+        Perftest(name, None, "", False, rate * (1.0 if unit.lower() == "gb" else 8 * 2**20 / 1e9), size, None)
+        for name, size, rate, unit in found
+    ]
 
 
 def _listed(text: str) -> list[Perftest]:

@@ -1,5 +1,7 @@
 """What outputs of perftest and of OSU's tests say about links. `diagnose` calls it."""
 
+from collections import defaultdict
+
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.cards.perftest_text import LINE_RATES_GBPS, OsuTest, Perftest
 from cumulo.plan.diagnose.diagnosis import (
@@ -38,7 +40,7 @@ def perftests_verdict(tests: list[Perftest], text: str) -> Diagnosis:
     rate = port_gbps(text)
     if rate is None and len(reached) > 1:
         rate = next((one for one in LINE_RATES_GBPS if 0.88 * one <= max(reached) <= 1.02 * one), None)
-    if (differ := _variants(tests)) is not None:
+    if (differ := _variants(tests) or _repeats(tests)) is not None:
         return differ
     usual = usual_gbps(text) if rate is None else None
     found = [_verdict(test, rate, len(tests) > 1, usual) for test in tests]
@@ -123,6 +125,33 @@ def _variants(tests: list[Perftest]) -> Diagnosis | None:
                     "medium",
                 )
     return None
+
+
+def _repeats(tests: list[Perftest]) -> Diagnosis | None:
+    """The same cards several times: if each is fast once and slow once, no card and no cable is slow."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    for test in tests:
+        if test.gbps is not None and test.device and not test.gpu_memory:
+            rates[test.device].append(test.gbps)
+    most = max((max(one) for one in rates.values()), default=0.0)
+    changing = [name for name, one in rates.items() if max(one) > 0.9 * most and min(one) < 0.7 * most]
+    steady = [one for one in rates.values() if len(one) > 1 and max(one) < min(0.9 * most, 1.15 * min(one))]
+    if len(changing) < 2 or steady:  # a card that is slow each time is slow by itself
+        return None
+    return Diagnosis(
+        "collisions",
+        "Flows collide: each card is fast in one run and slow in another, as the hash of the switches (ECMP) puts "
+        "several on one uplink.",
+        tuple(
+            f"{name}: {', '.join(f'{rate:.0f}' for rate in rates[name][:6])} Gbit/s" for name in changing[:3]
+        ),
+        (
+            "raise NCCL_IB_QPS_PER_CONNECTION (4 or more) with NCCL_IB_SPLIT_DATA_ON_QPS=1, so that flows spread",
+            "turn on adaptive routing or packet spraying; run `cumulo network lint FABRIC`",
+            PAUSES_STEP,
+        ),
+        "high" if len(changing) > 2 else "medium",
+    )
 
 
 def _said(test: Perftest) -> str:

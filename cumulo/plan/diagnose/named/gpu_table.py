@@ -27,6 +27,8 @@ def gpu_tables(text: str) -> Iterator[list[Row]]:
     for at, line in enumerate(lines):
         heads = _heads(line)
         if not heads:
+            heads = _asked(line)
+        if not heads:
             continue
         rows: list[Row] = []
         for below in lines[at + 1 : at + 66]:
@@ -38,6 +40,12 @@ def gpu_tables(text: str) -> Iterator[list[Row]]:
             rows.append(dict(zip(heads, cells, strict=False)))
         if rows:
             yield rows
+
+
+def _asked(line: str) -> list[str]:
+    """The columns that a command asks for, where their names are left out of what it prints."""
+    found = re.search(r"--query-gpu=([\w.,]+)", line)
+    return found[1].lower().split(",") if found and "noheader" in line else []
 
 
 def _heads(line: str) -> list[str]:
