@@ -32,10 +32,17 @@ _NAME = re.compile(r"\b(?=\w*\d)[A-Za-z][\w.-]*\d\w*\b")  # of a host or a card:
 class ComparedRun:
     title: str
     case: NcclCase
+    settings: frozenset[str] = frozenset()
 
     def busbw(self, size_bytes: int) -> float | None:
         rows = self.case.test.rows if self.case.test else ()
         return next((row.busbw for row in rows if row.size_bytes == size_bytes), None)
+
+
+def settings_given(text: str, before: frozenset[str]) -> frozenset[str]:
+    """In the part of one run; one that names none has those of the run before it."""
+    own = "\n".join(line for line in text.splitlines() if "NCCL INFO" not in line)
+    return frozenset(_SETTING.findall(own)) or before
 
 
 def compare_runs(runs: Sequence[ComparedRun], text: str) -> Diagnosis | None:
@@ -45,7 +52,7 @@ def compare_runs(runs: Sequence[ComparedRun], text: str) -> Diagnosis | None:
     for fast in runs:
         for slow in runs:
             size = _common_size(fast, slow)
-            if fast is slow or size is None or _SETTING.findall(fast.title) != _SETTING.findall(slow.title):
+            if fast is slow or size is None or fast.settings != slow.settings:
                 continue
             quick, late = fast.busbw(size), slow.busbw(size)
             if quick is None or late is None or late >= _SLOWER * _due(fast, slow, size) * quick:
@@ -73,8 +80,7 @@ def _behind_the_others(runs: Sequence[ComparedRun], text: str) -> Diagnosis | No
 
 
 def _alike(one: ComparedRun, other: ComparedRun) -> bool:
-    same = _SETTING.findall(one.title) == _SETTING.findall(other.title)
-    return same and one.case.ranks == other.case.ranks
+    return one.settings == other.settings and one.case.ranks == other.case.ranks
 
 
 def _of_the_slow(

@@ -32,7 +32,7 @@ _ENDS = re.compile(
     re.IGNORECASE,
 )
 _OWN = re.compile(
-    r"nThread|Using devices|Rank +\d|out-of-place|\bsize\b.*\bcount\b|\(B\)|NCCL|rccl-tests|nccl-tests"
+    r"nThread|Using devices|Rank +\d|out-of-place|\bsize\b.*\bcount\b|\(B\)|\bNCCL\b|rccl-tests|nccl-tests"
 )
 
 

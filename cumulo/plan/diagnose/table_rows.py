@@ -21,6 +21,7 @@ _SIZELESS = re.compile(r"^(\s*[A-Za-z]\S*(?:\s+\S+)?)\s+(\d+(?:\.\d+)?)\s+(\d+\.
 _REDUCTIONS = ("sum", "prod", "min", "max", "avg", "mulsum")
 _LEAST_ERROR = 0.02  # of the old versions' column of differences: more is no rounding, in any type
 _LEAST_FACTOR = 0.49
+_UNITS = (0.125, 2**30 / 1e9)  # GB/s of what may be printed: Gbit/s, GiB/s
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _TIMES_US = {
     "": 1.0,
@@ -132,6 +133,9 @@ def _half(size: int, words: list[str]) -> tuple[float, float, float] | None:
     if time_us is None or algbw is None or busbw is None or time_us <= 0:
         return None
     exact = size / time_us / 1e3
+    for unit in _UNITS:
+        if algbw >= 1 and abs(algbw * unit - exact) <= 0.01 * exact < abs(algbw - exact):
+            algbw, busbw = algbw * unit, busbw * unit
     # The factor is at least a half (two ranks), or none for one rank.
     possible = busbw == 0 or _LEAST_FACTOR * algbw - 0.011 <= busbw <= 2 * algbw + 0.011
     if abs(algbw - exact) <= 0.0051 + 0.01 * exact and possible:

@@ -33,11 +33,8 @@ def stated_ranks(case: NcclCase) -> Diagnosis | None:
     wrong = claimed.wrong(low - slack, high + slack)
     if wrong and (other := case.test.other_ranks()) is not None:  # which collective it is was only mentioned
         wrong = tuple(one for one in wrong if one in claimed.wrong(other[1] - slack, other[2] + slack))
-    if case.hosts_logged > 1:  # what is said of one machine: "8x A100" of each
-        wrong = tuple(
-            one for one in wrong if one not in claimed.words or round(best) != one * case.hosts_logged
-        )
     some_fit = len(wrong) < len(claimed.sure) + len(claimed.either)
+    wrong = tuple(one for one in wrong if not _of_each(one, case, round(best), some_fit))
     one_node = claimed.nodes > case.test.hosts and len(case.test.devices) == round(best)
     more = [one for one in wrong if one > best]  # fewer may be those of each node
     said = [one for one in claimed.words if one in more]
@@ -66,6 +63,13 @@ def stated_ranks(case: NcclCase) -> Diagnosis | None:
         ("check -np, -g and the host file; count the `Rank` lines at the top of the output",),
         "high",
     )
+
+
+def _of_each(said: int, case: NcclCase, ranks: int, some_fit: bool) -> bool:
+    """It is said of one machine ("8x A100"): another number fits, or each host that the text names has as many."""
+    assert case.test is not None
+    several = said > 1 and said in case.test.claimed.words and ranks > said and ranks % said == 0
+    return several and (some_fit or ranks == said * case.hosts_logged)
 
 
 def _listed_ranks(case: NcclCase) -> Diagnosis | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from cumulo.plan.diagnose.cards.perftest_text import parse_osu, parse_perftests, without_rows
 from cumulo.plan.diagnose.cards.perftest_verdict import osu_verdict, perftests_verdict
-from cumulo.plan.diagnose.compare_runs import ComparedRun, compare_runs
+from cumulo.plan.diagnose.compare_runs import ComparedRun, compare_runs, settings_given
 from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, PAIRS_STEP, PORTS_STEP, TEST_STEP, Diagnosis
 from cumulo.plan.diagnose.failures_text import failure_verdict
 from cumulo.plan.diagnose.flight_text import parse_hang
@@ -80,7 +80,10 @@ def _of_several(runs: list[TestRun], text: str) -> Diagnosis:
     worst = _worst(found)
     if worst.cause not in _MILD and worst.confidence == "high":
         return worst
-    compared = [ComparedRun(run.title, _run_case(run, text)) for run in runs]
+    compared, settings = [], frozenset[str]()
+    for run in runs:
+        settings = settings_given(run.text, settings)
+        compared.append(ComparedRun(run.title, _run_case(run, text), settings))
     return compare_runs(compared, text) or _contrary(worst, text)
 
 

@@ -9,7 +9,8 @@ from cumulo.plan.diagnose.named.fault import SLOW, Fault
 # Host (where it is said), rank or process, cores.
 _LINES = (
     re.compile(
-        r"^(?:\[([\w.-]+):\d+\] )?(?:\[[\w.-]+\]\s*)?(?:MCW )?[Rr]ank (\d+) (?:is )?bound to (\S[^\n:]*)",
+        r"^(?:\[([\w.-]+):\d+\] )?(?:\[[\w.-]+\]\s*)?(?:MCW )?[Rr]ank (\d+) (?:is )?bound to "
+        r"(\S[^\n]*?)(?::\s|\s*$)",
         re.M,
     ),
     re.compile(
@@ -27,8 +28,9 @@ def binding_faults(text: str) -> list[Fault]:
         sharers: dict[tuple[str, str], set[str]] = defaultdict(set)
         for host, rank, cores in pattern.findall(text):
             sharers[host, cores.strip()].add(rank)
-        (_, cores), ranks = max(sharers.items(), key=lambda one: len(one[1]), default=(("", ""), set()))
-        if len(ranks) > 1 and _cores(cores) <= _FEW:
+        (host, cores), ranks = max(sharers.items(), key=lambda one: len(one[1]), default=(("", ""), set()))
+        least = 2 if host else 3  # of several hosts each may have a process on its first core
+        if len(ranks) >= least and _cores(cores) <= _FEW:
             return [_shared(len(ranks), cores)]
     return []
 

@@ -12,7 +12,10 @@ _LOST = re.compile(r"100(?:\.0)?% packet loss|[Mm]essage too long|[Ff]rag(?:ment
 _CAME = re.compile(r"\b\d+ bytes from\b|\b0(?:\.0)?% packet loss|rtt min/avg/max|round-trip min/avg/max")
 _JUMBO = 2000  # bytes: more than Ethernet's usual frame
 
-_VERSION = re.compile(r"\b[NR]CCL version\s*:?\s*(\d+\.\d+\.\d+)")
+# As a process prints it, not as people speak of it.
+_VERSION = re.compile(
+    r"^\s*(?:\S+:\d+:\d+ \[\d+\] )?(?:NCCL INFO )?[NR]CCL version\s*:?\s*(\d+\.\d+\.\d+)(?:\+\S+)?\s*$", re.M
+)
 _TRUNCATED = re.compile(r"[^\n]*Message truncated\s*:\s*received \d+ bytes instead of \d+[^\n]*")
 
 _GID_ROW = re.compile(
@@ -33,7 +36,11 @@ def _lost_pings(text: str) -> Fault | None:
     lost = [size for size, answer in pings if _LOST.search(answer)]
     came = [size for size, answer in pings if size not in lost and _CAME.search(answer)]
     large = [one for one in lost if one > _JUMBO]
-    if not large or any(one >= min(large) for one in came) or (not came and not re.search(r"\bmtu \d", text)):
+    if (
+        not large
+        or any(one >= min(large) for one in came)
+        or (not came and not re.search(r"\bmtu[ =]\d", text))
+    ):
         return None
     small = f", and {max(came)} arrive" if came else ""
     return Fault(

@@ -29,8 +29,8 @@ def settings_of(text: str) -> dict[str, str]:
     for line in text.splitlines():
         if "NCCL INFO" not in line and _NOT_SET.search(line):
             continue
-        given.update((name, value.rstrip(".")) for name, value in _GIVEN.findall(line))
-    return given | {name: value.rstrip(".") for name, value in _LOGGED.findall(text)}
+        given.update((name, value.rstrip(".:")) for name, value in _GIVEN.findall(line))
+    return given | {name: value.rstrip(".:") for name, value in _LOGGED.findall(text)}
 
 
 def setting_faults(text: str) -> list[Fault]:
