@@ -152,3 +152,12 @@ def test_cards_that_are_slow_by_turns_collide_and_one_that_is_always_slow_is_nam
     assert diagnose(_cards([[392.0, 196.0, 131.0], [196.0, 392.0, 392.0]])).cause == "collisions"
     found = diagnose(_cards([[392.0, 196.0, 392.0], [392.0, 196.5, 392.0]]))
     assert found.cause == "slow-link" and "mlx5_1" in found.sentence
+
+
+def test_fast_cards_are_not_healthy_next_to_uplinks_that_collide() -> None:
+    cards = "\n".join(f"n1->n2 mlx5_{card}  391.50 Gb/s" for card in range(4))
+    assert diagnose(cards).cause == "healthy"
+    uplinks = "\n".join(
+        f"  Eth1/{33 + at}  {rate} Gb/s out" for at, rate in enumerate((398.2, 12.4, 397.6, 0.3))
+    )
+    assert diagnose(f"{cards}\n{uplinks}").cause == "collisions"

@@ -32,7 +32,7 @@ _RATES = (
     (re.compile(r"\b[Rr]ate\s*:\s*(\d+)"), 1.0),
     (re.compile(r"\b(?:rate|speed)\s*:\s*(\d+)\s*Gb"), 1.0),
     (re.compile(r"Speed:\s*(\d+)\s*Mb/s"), 1e-3),
-    (re.compile(r"\b(\d{2,3})\s?-?G(?:b|bps|b/s|bE|E|bit|bit/s|bits/s)?\b(?!i?B)"), 1.0),
+    (re.compile(r"(?<![\d.])\b(\d{2,3})\s?-?G(?:b|bps|b/s|bE|E|bit|bit/s|bits/s)?\b(?!i?B)"), 1.0),
 )
 _LANES = re.compile(
     r"active_width:\s*(\d+)X.*?active_speed:\s*([\d.]+) Gbps|"

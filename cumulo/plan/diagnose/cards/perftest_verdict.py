@@ -18,6 +18,7 @@ from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.peer_figures import peer_gbits
 
 _SLOWER = 0.8  # of the other test of the same card
+_MOST = 1.05  # of a port's rate
 _LEAST = 0.85  # of a port's rate, that a healthy link reaches
 _USUAL_LATENCY_US = 6.0
 # Gbit/s that arrive of a slot's rate.
@@ -38,6 +39,8 @@ def perftests_verdict(tests: list[Perftest], text: str) -> Diagnosis:
         )
     reached = [test.gbps for test in tests if test.gbps is not None and test.size_bytes >= 4096]
     rate = port_gbps(text)
+    if rate is not None and reached and max(reached) > _MOST * rate:
+        rate = None  # it is another port's
     if rate is None and len(reached) > 1:
         rate = next((one for one in LINE_RATES_GBPS if 0.88 * one <= max(reached) <= 1.02 * one), None)
     if (differ := _variants(tests) or _repeats(tests)) is not None:

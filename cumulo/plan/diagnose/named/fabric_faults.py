@@ -97,6 +97,7 @@ def _collisions(text: str) -> Fault | None:
             "run `cumulo network lint FABRIC` for the layout's collisions",
         ),
         SLOW_NETWORK,
+        against=True,
     )
 
 
