@@ -161,3 +161,33 @@ def test_fast_cards_are_not_healthy_next_to_uplinks_that_collide() -> None:
         f"  Eth1/{33 + at}  {rate} Gb/s out" for at, rate in enumerate((398.2, 12.4, 397.6, 0.3))
     )
     assert diagnose(f"{cards}\n{uplinks}").cause == "collisions"
+
+
+def _matrix(
+    rates: list[float], title: str = "Unidirectional P2P=Enabled Bandwidth (P2P Writes) Matrix (GB/s)"
+) -> str:
+    """Of GPUs of which each pair reaches what the slower of the two can."""
+    rows = [
+        f"  {at} "
+        + " ".join("2550.1" if one == at else str(min(rates[at], rates[one])) for one in range(len(rates)))
+        for at in range(len(rates))
+    ]
+    return "\n".join([title, "   D\\D " + " ".join(f"  {at}" for at in range(len(rates))), *rows, ""])
+
+
+def test_a_matrix_of_pairs_names_the_slow_gpu_and_calls_nothing_healthy() -> None:
+    found = diagnose(_matrix([376.2, 377.1, 376.9, 120.3]))
+    assert found.cause == "slow-link" and "GPU 3" in found.sentence
+    assert diagnose("4x H100 SXM\n" + _matrix([24.1, 24.2, 24.1, 24.3])).cause == "pcie-not-nvlink"
+    assert diagnose(_matrix([376.2, 377.1, 376.9, 376.3])).cause == "unknown"
+
+
+def test_cells_with_units_are_a_table_and_a_rank_that_alone_is_silent_is_late() -> None:
+    row = "all_reduce  4.00 GiB  {} ms  {} GB/s  {} GB/s\n"
+    assert diagnose("8x H100\n" + row.format(15.8, 271.8, 475.7)).cause == "healthy"
+    assert diagnose("8x H100\n" + row.format(158, 27.18, 47.57)).cause == "pcie-not-nvlink"
+    timeout = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE"
+    silent = diagnose("\n".join(f"[Rank {rank}] {timeout}" for rank in range(8) if rank != 5))
+    assert silent.cause == "late-rank" and "Rank 5" in silent.sentence
+    group = diagnose("\n".join(f"[Rank {rank}] {timeout}" for rank in range(0, 8, 2)))
+    assert group.cause == "late-rank" and "does not say" in group.sentence

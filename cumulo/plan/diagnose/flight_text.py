@@ -36,6 +36,7 @@ _NUMBER = re.compile(r"(?:sequence number|collective(?:_seq_id)?)\s*[:#=]?\s*(\d
 _ERROR = re.compile(r"Error type: (\w*MISMATCH\w*)|\b(\w+_MISMATCH)\b")
 _NAME = re.compile(r"\bnccl:(\w+)|\bcollective:\s*(?!nccl:)(\w+)")
 
+_SILENT = 0.2  # of the ranks that wait; of a smaller group more would be missing
 _WAITED = 0.4  # of the other ranks' time in a collective
 
 
@@ -91,6 +92,9 @@ def _from_watchdog(text: str) -> Hang | None:
     waiting = {int(rank) for rank, number, _ in found if int(number) == sequence}
     behind = {int(rank) for rank, number, _ in found if int(number) < sequence}
     behind |= {int(rank) for rank, queued, _ in _LAST.findall(text) if int(queued) < sequence}
+    silent = set(range(max(waiting))) - waiting - behind
+    if not behind and len(waiting) >= 3 and len(silent) <= _SILENT * len(waiting):
+        behind = silent  # all others report that they wait
     operation = next(name for _, number, name in found if int(number) == sequence)
     kinds = {name for _, number, name in found if int(number) == sequence}
     differ = f"ranks call different collectives: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""

@@ -42,6 +42,13 @@ _KEYED_TIME = re.compile(
     rf"\b(?:t|time|lat|latency|avg|duration|elapsed)(?:_(us|ms|s|ns))?\"?{_VALUE}([nuµm]?s(?:ec)?)?\b", re.I
 )
 _RATE = rf"(?:_bw|bw|_?bandwidth)(?:_gbps)?\"?{_VALUE}(G(?:i?B|bit|b)(?:/s|ps))?"
+_GB = r"(\d+(?:\.\d+)?)\s*(G(?:i?B|bit|b)(?:/s|ps))"
+# "all_reduce  1.00 GiB  3.95 ms  271.8 GB/s  475.7 GB/s"
+_WITH_UNITS = re.compile(
+    rf"^(.*?)(?<![\w.])(\d+(?:\.\d+)?)\s*([KMG])i?B\b(?!/s|ps).{{0,20}}?(?<![\w.])(\d+(?:\.\d+)?)\s*"
+    rf"([nuµm]?s(?:ec)?)\b.{{0,12}}?{_GB}.{{0,12}}?{_GB}",
+    re.I,
+)
 _KEYED_ALG = re.compile(rf"\balg(?:o|orithm)?[_ ]?{_RATE}", re.I)
 _KEYED_BUS = re.compile(rf"\bbus[_ ]?{_RATE}", re.I)
 
@@ -108,7 +115,7 @@ def table_row(line: str) -> TestRow | None:
                 other = _half(size, rest[1:])
                 wrong = max(_wrong(rest[:1]), _wrong(rest[4:5]) if other else 0)
                 return TestRow(size, *half, wrong, other[2] if other else None, kind, label)
-    return _keyed_row(line)
+    return _keyed_row(line) or _row_with_units(line)
 
 
 def _kind(columns: list[str]) -> str:
@@ -169,9 +176,25 @@ def _number(word: str) -> float | None:
 
 
 def _rate(match: re.Match[str]) -> float:
-    unit = match[2] or "GB/s"
-    scale = 2**30 / 1e9 if "iB" in unit else 0.125 if unit[1] == "b" else 1.0
-    return float(match[1]) * scale
+    return _gbytes(match[1], match[2] or "GB/s")
+
+
+def _gbytes(number: str, unit: str) -> float:
+    return float(number) * (2**30 / 1e9 if "iB" in unit else 0.125 if unit[1] == "b" else 1.0)
+
+
+def _row_with_units(line: str) -> TestRow | None:
+    """Cells with their units, in the order of nccl-tests. MB may be 10⁶ or 2²⁰: the time tells."""
+    if (row := _WITH_UNITS.match(line)) is None:
+        return None
+    time_us = float(row[4]) * _TIMES_US[row[5].lower()]
+    algbw, busbw = _gbytes(row[6], row[7]), _gbytes(row[8], row[9])
+    power = "KMG".index(row[3].upper()) + 1
+    for size in (float(row[2]) * 1024**power, float(row[2]) * 1000**power):
+        exact = size / time_us / 1e3 if time_us else 0.0
+        if abs(algbw - exact) <= 0.03 * exact and _LEAST_FACTOR * algbw <= busbw <= 2 * algbw:
+            return TestRow(round(size), time_us, algbw, busbw, label=row[1].strip(" #|-:"))
+    return None
 
 
 def _keyed_row(line: str) -> TestRow | None:

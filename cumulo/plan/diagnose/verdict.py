@@ -8,6 +8,7 @@ reaches what such machines reach.
 
 from dataclasses import replace
 
+from cumulo.plan.diagnose.cards.pair_matrix import pair_verdict
 from cumulo.plan.diagnose.cards.perftest_text import parse_osu, parse_perftests, without_rows
 from cumulo.plan.diagnose.cards.perftest_verdict import osu_verdict, perftests_verdict
 from cumulo.plan.diagnose.compare_runs import ComparedRun, compare_runs, settings_given
@@ -54,7 +55,7 @@ def _symptom(text: str) -> Diagnosis:
     if len(runs) > 1:
         return _of_several(runs, text)
     if not runs and log is None:
-        return _nothing(text)
+        return pair_verdict(text) or _nothing(text)
     found = _nccl_verdict(NcclCase(text, runs[0].test if runs else None, log))
     return _unjudged(found, text) if runs else _contrary(found, text)
 
