@@ -178,6 +178,7 @@ def _matrix(
 def test_a_matrix_of_pairs_names_the_slow_gpu_and_calls_nothing_healthy() -> None:
     found = diagnose(_matrix([376.2, 377.1, 376.9, 120.3]))
     assert found.cause == "slow-link" and "GPU 3" in found.sentence
+    assert "GPU 2" in diagnose(_matrix([276.1, 276.2, 90.1])).sentence
     assert diagnose("4x H100 SXM\n" + _matrix([24.1, 24.2, 24.1, 24.3])).cause == "pcie-not-nvlink"
     assert diagnose(_matrix([376.2, 377.1, 376.9, 376.3])).cause == "unknown"
 

@@ -13,7 +13,7 @@ _TITLE = re.compile(
     r"^[^\n]*(?:P2P=(Enabled|Disabled)[^\n]*Bandwidth|memcpy[^\n]*)[^\n]*\((?:GB/s|row\))[^\n]*", re.M | re.I
 )
 _HEAD = re.compile(r"^\s*(?:D\\D)?((?:\s+\d+)+)\s*$")
-_SLOWER = 0.75  # of the median
+_SLOWER = 0.75  # of what most GPUs reach with their best neighbour
 
 
 def pair_verdict(text: str) -> Diagnosis | None:
@@ -45,7 +45,7 @@ def _verdict(rates: dict[tuple[int, int], float], text: str) -> Diagnosis:
     usual = median(rates.values())
     gpus = sorted({gpu for pair in rates for gpu in pair})
     best = {gpu: max(rate for pair, rate in rates.items() if gpu in pair) for gpu in gpus}
-    slow = [gpu for gpu in gpus if best[gpu] < _SLOWER * usual]
+    slow = [gpu for gpu in gpus if best[gpu] < _SLOWER * median(best.values())]
     evidence = (
         f"pairs reach {min(rates.values()):g} to {max(rates.values()):g} GB/s, half of them {usual:g}",
     )
