@@ -33,6 +33,7 @@ class Asked:
 
     def __init__(self, text: str) -> None:
         self.inbox, self.complete, self.told_at_once = Inbox(), False, 0
+        self.full = threading.Event()  # the connection had no room for a token
         self._engine = asyncio.create_task(self._make(text))
 
     async def _make(self, text: str) -> None:
@@ -50,6 +51,8 @@ class Asked:
         def counting(position: int, delta: Delta) -> bool:
             told = bool(tell(position, delta))
             self.told_at_once += told
+            if not told:
+                self.full.set()
             return told
 
         self.inbox.at_once = None if tell is None else counting
@@ -79,6 +82,7 @@ class Server:
         self.asked: list[Asked] = []
         self.left = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)  # its connections' too
         self.port = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()))
         self._thread.start()
@@ -134,12 +138,15 @@ def test_a_client_that_knows_no_chunks_gets_none(server: Server) -> None:
 
 
 def test_a_slow_reader_gets_every_token_once(server: Server) -> None:
-    with httpx.stream("GET", f"http://127.0.0.1:{server.port}/long", timeout=60) as answer:
-        pieces = answer.iter_bytes(1000)
-        received = next(pieces)
-        received += b"".join(pieces)
-    assert received.decode() == expected(LONG)
-    assert server.asked[-1].told_at_once < TOKENS, "the connection always had room"
+    with socket.socket() as connection:
+        connection.settimeout(60)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(b"GET /long HTTP/1.0\r\n\r\n")
+        received = connection.recv(100)  # it has been asked
+        assert server.asked[-1].full.wait(60), "the connection always had room"
+        received += b"".join(iter(lambda: connection.recv(65536), b""))
+    assert received.partition(b"\r\n\r\n")[2].decode() == expected(LONG)
 
 
 def test_a_token_that_cannot_be_worded_ends_its_own_stream_only(server: Server) -> None:
