@@ -49,7 +49,7 @@ _FORMS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("form", _FORMS.values(), ids=list(_FORMS))
 def test_the_form_of_a_text_changes_no_verdict(form: Callable[[str], str]) -> None:
-    for split, offset in (("blind_4", 0), ("blind_5", 4)):
+    for split, offset in (("blind_4", 0), ("blind_5", 4), ("blind_6", 0)):
         for name, label in list(LABELS[split].items())[offset::9]:
             assert diagnose(form((OUTPUTS / split / f"{name}.txt").read_text())).cause == label, name
 
@@ -192,3 +192,57 @@ def test_cells_with_units_are_a_table_and_a_rank_that_alone_is_silent_is_late() 
     assert silent.cause == "late-rank" and "Rank 5" in silent.sentence
     group = diagnose("\n".join(f"[Rank {rank}] {timeout}" for rank in range(0, 8, 2)))
     assert group.cause == "late-rank" and "does not say" in group.sentence
+
+
+def _ranks(heads: str, row: str, *others: str) -> str:
+    """A table of eight ranks as people's scripts print it; `others`: the rows of the last ranks."""
+    rows = [row.format(rank=rank) for rank in range(8 - len(others))]
+    return "\n".join(
+        [heads, *rows, *(one.format(rank=8 - len(others) + at) for at, one in enumerate(others))]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (_ranks("rank seq op state age_s", "{rank} 42 nccl:all_reduce started 612.1"), "unknown"),
+        (_ranks("rank seq op state age_ms", "{rank} 42 nccl:all_reduce started 6.1"), "healthy"),
+        (_ranks("rank seq op state age", "{rank} 42 nccl:all_reduce started 6.1"), "unknown"),
+        (_ranks("rank,state,op,seq_id", "{rank},completed,all_reduce,42"), "healthy"),
+        (_ranks("rank,state,op,seq_id", "{rank},completed,all_reduce,42", "{rank} has no dump"), "unknown"),
+        (_ranks("rank,state,op,seq", "{rank},started,reduce,42", "{rank},completed,reduce,41"), "late-rank"),
+        (_ranks("age_ms op seq rank", "4 all_reduce 42 {rank}", "4 all_reduce 41 {rank}"), "unknown"),
+        (_ranks("age_s op seq rank", "90 all_reduce 42 {rank}", "90 all_reduce 41 {rank}"), "late-rank"),
+        (_ranks("rank seq op numel", "{rank} 42 all_reduce 8", "{rank} 42 all_reduce 9"), "mismatched-calls"),
+        (_ranks("rank seq op", "{rank} 42 all_reduce", "{rank} 42 broadcast"), "mismatched-calls"),
+        (_ranks("|last completed|rank|last enqueued|", "|99|{rank}|104|", "|99|{rank}|99|"), "late-rank"),
+        (_ranks("rank enqueued started completed age_s", "{rank} 12 10 9 90", "{rank} 12 9 9 90"), "late-rank"),
+        (_ranks("rank enqueued started completed age_ms", "{rank} 12 10 9 3", "{rank} 13 9 9 3"), "healthy"),
+    ],
+)  # fmt: skip
+def test_tables_of_ranks_are_read_by_their_headings(text: str, cause: str) -> None:
+    assert diagnose(text).cause == cause
+
+
+def _stranger(name: str) -> str:
+    return (OUTPUTS / "blind_6" / f"blind_6_{name}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "cause"),
+    [
+        ("04", "found 32 nics", "found 31 nics", "rail-down"),
+        ("04", "protocol RDMA", "protocol SENDRECV", "unknown"),
+        ("04", "Libfabric/3/GDRDMA", "Libfabric/3", "unknown"),
+        ("04", "NVLS multicast", "some", "unknown"),
+        ("26", "a2-highgpu-8g", "a3-highgpu-8g", "wrong-nic"),
+        ("28", "rank 0 nranks 1 ", "rank 0 nranks 8 ", "unknown"),
+        ("33", "nodes=3", "nodes=4", "no-connection"),
+    ],
+)
+def test_what_was_healthy_or_named_changes_with_the_line_that_said_so(
+    name: str, old: str, new: str, cause: str
+) -> None:
+    text = _stranger(name).replace("WORLD_SIZE=24\n", "\n")  # the launcher's line says it, too
+    changed = text.replace(old, new)
+    assert changed != text and diagnose(text).cause != cause and diagnose(changed).cause == cause

@@ -51,6 +51,8 @@ _TCP_INSTANCES = (
     (r"(?:Standard_)?NC40ads_H100", 40.0),
     (r"(?:Standard_)?NC80adis_H100", 80.0),
 )
+# Network cards (EFA) of whole machines.
+_EFA_CARDS = ((r"p5en\.48xl", 16), (r"p5e?\.48xl", 32), (r"p6-b[23]00\.48xl", 8), (r"p4de?[.-]24xl", 4))
 _RDMA = re.compile(
     r"\bmlx[45]_|infiniband|\bIB(?:_HCA)?\b(?!\s*:\s*No device)|ConnectX|\bCX-?[4-8]\b|\befa\b|\b[NHEFX]DR\d*\b|"
     r"\bRoCE|"
@@ -64,6 +66,16 @@ _ETHERNET = re.compile(
     r"(?!\w)",
     re.I,
 )
+
+
+def efa_cards_of(text: str) -> int | None:
+    return next((cards for pattern, cards in _EFA_CARDS if re.search(rf"\b{pattern}", text, re.I)), None)
+
+
+def tcp_machine_gbps(text: str) -> float | None:
+    """Of a cloud's machine that has no RDMA, where the text speaks of no other kind: Gbit/s of all of it."""
+    found = [gbps for pattern, gbps in _TCP_INSTANCES if re.search(rf"\b{pattern}", text, re.IGNORECASE)]
+    return found[0] if len(set(found)) == 1 and not _RDMA.search(text) else None
 
 
 def tcp_gbps_of(text: str) -> float | None:

@@ -100,6 +100,13 @@ _FAILURES = (
         "medium",
     ),
     _Failure(
+        r"\b\d+/\d+ clients joined",
+        "no-connection",
+        "Not all processes came to the rendezvous: a node did not start, or it cannot reach the others.",
+        ("check that every node runs, with the same MASTER_ADDR and MASTER_PORT", _INTERFACE_STEP),
+        "medium",
+    ),
+    _Failure(
         r"(?:client socket|socketPollConnect|socketStartConnect|TCPStore|rendezvous|RendezvousTimeout)[^\n]{0,120}"
         r"[Tt]imed? ?out|[Tt]imed out[^\n]{0,60}(?:connect|store|rendezvous)|RendezvousTimeoutError",
         "no-connection",
@@ -177,8 +184,36 @@ def failure_verdict(text: str, measured: bool) -> Diagnosis | None:
         found = re.search(one.pattern, text)
         if found is None or (measured and one.cause in _OF_NO_RUN):
             continue
+        if one.cause == "no-connection" and (too_few := _too_few_started(text)):
+            return too_few
         line = text[text.rfind("\n", 0, found.start()) + 1 :].split("\n", 1)[0].strip()
         return Diagnosis(
             one.cause, one.sentence, (f"the text says: {line[:160]}",), one.steps, one.confidence
         )
     return None
+
+
+_JOINED = re.compile(r"\b(\d+)/(\d+) clients joined")
+_STARTED = re.compile(r"\bWORLD_SIZE[=:]\s*(\d+)|(?:^|\s)(?:--ntasks|-np|-n)[ =](\d+)\b")
+_NODES = re.compile(r"--nnodes[ =](\d+)\b(?!:)|(?:--nodes|-N)[ =](\d+)\b")
+_EACH = re.compile(r"--nproc[_-]per[_-]node[ =](\d+)|--ntasks-per-node[ =](\d+)")
+
+
+def _too_few_started(text: str) -> Diagnosis | None:
+    """The program waits for more processes than were started."""
+    if (joined := _JOINED.search(text)) is None:
+        return None
+    came, asked = int(joined[1]), int(joined[2])
+    started = {int(one or other) for one, other in _STARTED.findall(text)}
+    nodes, each = _NODES.search(text), _EACH.search(text)
+    if nodes and each:
+        started.add(int(nodes[1] or nodes[2]) * int(each[1] or each[2]))
+    if came not in started or asked in started:
+        return None
+    return Diagnosis(
+        "wrong-ranks",
+        f"{came} processes were started, and the program waits for {asked}.",
+        (f"the text says: {joined[0]}",),
+        (f"take the world size from the launcher (WORLD_SIZE), or start {asked} processes",),
+        "high",
+    )

@@ -17,16 +17,14 @@ _COUNTS = re.compile(
     r"OpType=(\w+), NumelIn=(\d+), NumelOut=(\d+)"
 )
 # Collectives whose ranks all give as many elements.
-_EQUAL = ("ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "ALLTOALL_BASE", "REDUCE")
-# A line of torchfrtrace's table: rank, group, last enqueued, started and completed.
-_TABLE = re.compile(r"\brank\b[^\n]*\benqueued\b[^\n]*\bcompleted\b", re.I)
-_PROGRESS = re.compile(
-    r"^[\s|]*(?:rank\s*)?(\d+)\s*[|\s]\s*([^|\n]*?[^\s|])\s*[|\s]\s*(\d+)\s*[|\s](?:\s*(\d+)\s*[|\s])?\s*(\d+)[\s|]*$",
-    re.M,
+EQUAL_COUNTS = (
+    "ALLREDUCE",
+    "BROADCAST",
+    "_ALLGATHER_BASE",
+    "_REDUCE_SCATTER_BASE",
+    "ALLTOALL_BASE",
+    "REDUCE",
 )
-_AGE = re.compile(r"\bage\b\s*[:=]?\s*(\d+(?:\.\d+)?)\s*(us|µs|ms|s|sec|min)\b", re.I)
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0}
-_IN_FLIGHT = 1.0  # seconds: a collective takes less
 _LAST = re.compile(
     r"Rank (\d+)\].*?last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)"
 )
@@ -55,7 +53,7 @@ class Hang:
 
 
 def parse_hang(text: str) -> Hang | None:
-    readers = (_from_dumps, _mismatch, _from_report, _from_watchdog, _from_table)
+    readers = (_from_dumps, _mismatch, _from_report, _from_watchdog)
     return next((found for read in readers if (found := read(text)) is not None), None)
 
 
@@ -106,7 +104,7 @@ def _other_count(text: str, sequence: int) -> str:
     """Which rank of a group gives another number of elements than the others."""
     counts: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for group, rank, number, operation, given, _ in _COUNTS.findall(text):
-        if int(number) == sequence and operation in _EQUAL:
+        if int(number) == sequence and operation in EQUAL_COUNTS:
             counts[group.strip(), operation][int(rank)] = int(given)
     for ranks in counts.values():
         usual = Counter(ranks.values()).most_common(1)[0][0]
@@ -114,34 +112,6 @@ def _other_count(text: str, sequence: int) -> str:
             who = ", ".join(f"rank {rank} gives {count}" for rank, count in sorted(other.items())[:4])
             return f"ranks give different sizes: {who} elements, the others {usual}"
     return ""
-
-
-def _from_table(text: str) -> Hang | None:
-    """How far each rank of a group came."""
-    if (head := _TABLE.search(text)) is None:
-        return None
-    groups: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
-    for rank, group, queued, _, ended in _PROGRESS.findall(text[head.end() :]):
-        groups[group][int(rank)] = (int(queued), int(ended))
-    name = _NAME.search(text)
-    called = (name[1] or name[2]) if name else "a collective"
-    for ranks in groups.values():
-        sequence = max(queued for queued, _ in ranks.values())
-        behind = tuple(sorted(rank for rank, (queued, _) in ranks.items() if queued < sequence))
-        if behind:
-            return Hang(called, sequence, tuple(sorted(set(ranks) - set(behind))), behind, "", "", len(ranks))
-    if not groups:
-        return None
-    ranks = max(groups.values(), key=len)
-    open_ = any(ended < queued for one in groups.values() for queued, ended in one.values())
-    whole = sorted(ranks) == list(range(len(ranks))) and not re.search(r"\bErrors?\s*:\s*[1-9]", text)
-    ages = [float(age) * _SECONDS[unit.lower()] for age, unit in _AGE.findall(text)]
-    if whole and (not open_ or (ages and max(ages) < _IN_FLIGHT)):
-        stated = re.findall(r"\bloaded (\d+) files|\bworld[ _]?size\s*[:=]?\s*(\d+)", text)
-        world = max((int(one or other) for one, other in stated), default=0)
-        return Hang("none", 0, tuple(sorted(ranks)), (), "", "", len(ranks), world=world, joined=open_)
-    sequence = max(queued for queued, _ in ranks.values())
-    return Hang(called, sequence, tuple(sorted(ranks)), (), "", "", len(ranks), joined=open_)
 
 
 def _from_dumps(text: str) -> Hang | None:

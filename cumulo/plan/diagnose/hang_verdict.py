@@ -16,6 +16,12 @@ def hang_verdict(hang: Hang) -> Diagnosis:
             "mismatched-calls", f"{hang.differ[0].upper()}{hang.differ[1:]}.", tuple(evidence),
             ("make all ranks take the same branch before this collective",), "high",
         )  # fmt: skip
+    if hang.joined and hang.missing:
+        return Diagnosis(
+            "unknown", f"Rank {who} has not come to {hang.collective} number {hang.sequence} yet, and the "
+            "others wait less than a second for it: that is usual while a job runs.", tuple(evidence),
+            ("take the dumps again after a few seconds: if the number is the same, it hangs",), "low",
+        )  # fmt: skip
     if hang.joined:
         return Diagnosis(
             "unknown", f"All {hang.ranks} ranks came to {hang.collective} number {hang.sequence}, and it has not "

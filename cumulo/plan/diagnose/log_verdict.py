@@ -2,7 +2,7 @@
 
 import re
 
-from cumulo.plan.diagnose.cloud_machines import tcp_gbps_of
+from cumulo.plan.diagnose.cloud_machines import efa_cards_of, tcp_gbps_of
 from cumulo.plan.diagnose.diagnosis import (
     GDR_STEP,
     LOG_STEP,
@@ -30,6 +30,7 @@ def log_verdict(case: NcclCase) -> Diagnosis | None:
     far = case.nodes > 1 or (bool(log.far) and not _one_host(case, log))
     found = (
         _events(case, log)
+        or _alone(case, log)
         or (_through_cards(case, log) if not far else None)
         or _domain(case, log)
         or (_network(case, log) if far else None)
@@ -51,6 +52,20 @@ def _events(case: NcclCase, log: NcclLog) -> Diagnosis | None:
         return None
     case.evidence.append(f"NCCL reports: {', '.join(bad)}")
     return case.answer("rail-down", "A port went down during the run.", (PORTS_STEP, PAIRS_STEP), "high")
+
+
+def _alone(case: NcclCase, log: NcclLog) -> Diagnosis | None:
+    if log.alone < 2:
+        return None
+    case.evidence.append(
+        f"{log.alone} processes have a communicator of their own each, with one rank (nranks 1)"
+    )
+    return case.answer(
+        "wrong-ranks",
+        f"{log.alone} processes run alone: they did not find each other, and share nothing.",
+        ("start them with torchrun or mpirun, so that RANK, WORLD_SIZE and MASTER_ADDR are set for each",),
+        "high",
+    )
 
 
 def _one_host(case: NcclCase, log: NcclLog) -> bool:
@@ -82,7 +97,7 @@ def _domain(case: NcclCase, log: NcclLog) -> Diagnosis | None:
 def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
     if log.socket:
         case.evidence.append("NCCL uses the network Socket (TCP)")
-        if (found := _ethernet(case)) is not None:
+        if (found := ethernet(case)) is not None:
             return found
         if log.settings.get("NCCL_IB_DISABLE", "0").strip(".") == "1":
             case.evidence.append("NCCL_IB_DISABLE is 1")
@@ -119,7 +134,7 @@ def _network(case: NcclCase, log: NcclLog) -> Diagnosis | None:
     return None
 
 
-def _ethernet(case: NcclCase) -> Diagnosis | None:
+def ethernet(case: NcclCase) -> Diagnosis | None:
     """Of machines without RDMA: what their Ethernet carries. One card carries all that leaves a node."""
     gbps = tcp_gbps_of(case.text)
     if gbps is None or case.test is None or case.share is None:
@@ -169,6 +184,17 @@ def _plenty(case: NcclCase) -> bool:
 def _missing_cards(case: NcclCase, log: NcclLog) -> Diagnosis | None:
     counts = {host: len(cards) for host, cards in log.cards.items()}
     near = case.per_node
+    usual = efa_cards_of(case.text)
+    if usual and log.found and min(log.found) < usual and min(log.found) != case.per_node:
+        case.evidence.append(
+            f"libfabric found {min(log.found)} network cards, and such a machine has {usual}"
+        )
+        return case.answer(
+            "rail-down",
+            f"{usual - min(log.found)} of the {usual} network cards of a node are missing.",
+            ("run `fi_info -p efa` on each node, and inside the container", PORTS_STEP),
+            "medium",
+        )
     if not counts:
         return None
     most, least = max(counts.values()), min(counts.values())
@@ -222,14 +248,18 @@ def _near(case: NcclCase, log: NcclLog) -> Diagnosis | None:
 
 
 def _log_alone(case: NcclCase, log: NcclLog) -> Diagnosis | None:
-    good = bool(log.near) and all(path.startswith("P2P") for path in log.near)
+    good = all(path.startswith("P2P") for path in log.near) if log.near else log.nvls
     if case.nodes > 1 or log.far:
         plugin = log.network not in ("", "IB", "Socket")  # as libfabric's, which lists its cards otherwise
-        good = good and log.gdr_on and (bool(log.cards) or plugin)
+        whole = bool(log.near or log.far) and all("GDRDMA" in path for path in log.far)
+        good = good and log.gdr_on and not log.gdr_off and whole and (bool(log.cards) or plugin)
+        slow = re.search(r"transport protocol SENDRECV", case.text) and re.search(r"\bp[56]", case.text)
+        good = good and not slow
     if not good:
         return None
     case.evidence.append(
-        "P2P between the GPUs of a node" + (", GPUDirect RDMA between nodes" if log.far else "")
+        ("P2P between the GPUs of a node" if log.near else "NVLink SHARP in a node")
+        + (", GPUDirect RDMA between nodes" if log.far else "")
     )
     return case.answer(
         "healthy",

@@ -76,9 +76,9 @@ class NcclCase:
         said = self.test.claimed.nodes if self.test else 0
         if self.ranks and said > 1 and self.ranks % said == 0:
             return said
-        if self.ranks and node is not None:
-            return max(1, self.ranks // node.scale_up_gpus)
-        return max(1, (self.ranks or 1) // 8)
+        logged = min(self.log.hosts, self.ranks or self.log.hosts) if self.log else 1
+        each = node.scale_up_gpus if node is not None else 8
+        return max(1, logged, (self.ranks or 1) // each)
 
     def _operation(self) -> str:
         if self.test is None:

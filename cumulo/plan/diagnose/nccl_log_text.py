@@ -9,8 +9,12 @@ _CARD = re.compile(r"\[\d+\]\s*([\w.\-]+):\d+/(\w+)")
 _HOST = re.compile(r"^(?:\[[^\]]*\]\s*(?:<\w+>:?)?\s*)?([\w.\-]+):\d+:\d+\s+\[")
 _INFO = re.compile(r"NCCL (?:INFO|WARN)")
 _RANKS = re.compile(r"\bnranks\s+(\d+)", re.IGNORECASE)
+_ALONE = re.compile(r"^(.*?:\d+):\d+ \[.*\bnranks\s+1\b.*\bcommId\s+(\w+)", re.IGNORECASE | re.MULTILINE)
+_FOUND = re.compile(r"provider is (\w+).*\(found (\d+) nics?\)", re.IGNORECASE)
 _NODES = re.compile(r"\bnNodes\s+(\d+)")
-_VIA = re.compile(r"->\s*\d+\[[\w]+\]\s*(?:\[(send|receive)\]\s*)?via\s+(direct shared memory|\S+)")
+_VIA = re.compile(
+    r"->\s*\d+\[[\w]+\]\s*(?:\[(send|receive)\]\s*)?via\s+(direct shared memory|NET/\w+(?: \w+)*/\S+|\S+)"
+)
 _OVER_TCP = re.compile(
     r"NET/OFI.*[Pp]rovider is tcp|Using network (?:Socket|TCP)\b|NET/IB\s*:\s*No device found"
 )
@@ -44,6 +48,9 @@ class NcclLog:
     card_path: str  # PIX, PXB, PHB, SYS: the type NCCL found between GPUs and cards
     warnings: tuple[str, ...]
     hosts: int = 0  # that wrote it
+    alone: int = 0  # processes, if each has a communicator of its own with one rank
+    nvls: bool = False  # NCCL says that there is NVLink SHARP
+    found: tuple[int, ...] = ()  # network cards that libfabric found, each time that it says so
 
 
 def condensed(text: str) -> str:
@@ -108,7 +115,17 @@ def parse_nccl_log(text: str) -> NcclLog | None:
             dict.fromkeys(line.split("NCCL WARN", 1)[1].strip() for line in lines if "NCCL WARN" in line)
         ),
         hosts=len({match[1] for line in lines if (match := _HOST.match(line))}),
+        alone=_alone(body),
+        nvls="NVLS multicast support is available" in body,
+        found=tuple(int(count) for _, count in _FOUND.findall(body)),
     )
+
+
+def _alone(body: str) -> int:
+    if {int(one) for one in _RANKS.findall(body)} != {1}:
+        return 0
+    found = set(_ALONE.findall(body))
+    return min(len({process for process, _ in found}), len({group for _, group in found}))
 
 
 def _transport(via: str) -> str:

@@ -4,6 +4,7 @@ import re
 from itertools import pairwise
 
 from cumulo.base.quantities import quantity
+from cumulo.plan.diagnose.cloud_machines import tcp_machine_gbps
 from cumulo.plan.diagnose.counters_text import congestion_counters
 from cumulo.plan.diagnose.diagnosis import (
     ECN_STEP,
@@ -16,6 +17,7 @@ from cumulo.plan.diagnose.diagnosis import (
     Diagnosis,
 )
 from cumulo.plan.diagnose.expected import nearest_published
+from cumulo.plan.diagnose.log_verdict import ethernet
 from cumulo.plan.diagnose.nccl_case import HEALTHY_NEAR, MOST_PCIE, TOO_GOOD, NcclCase
 from cumulo.plan.diagnose.states_verdict import states_verdict
 from cumulo.plan.diagnose.table_rows import TestRow
@@ -139,6 +141,8 @@ def _far_numbers(case: NcclCase, busbw: float) -> Diagnosis:
     card = case.expected.card_gbps / 8
     if case.enough:
         return _healthy(case)
+    if case.peer is None and tcp_machine_gbps(case.text) and (found := ethernet(case)):
+        return found
     if share < 0.16 or (case.per_node > 1 and busbw < 1.05 * card / 2):
         return case.answer(
             "wrong-nic",

@@ -14,6 +14,7 @@ from cumulo.plan.diagnose.cards.perftest_verdict import osu_verdict, perftests_v
 from cumulo.plan.diagnose.compare_runs import ComparedRun, compare_runs, settings_given
 from cumulo.plan.diagnose.diagnosis import CAUSES, LOG_STEP, PAIRS_STEP, PORTS_STEP, TEST_STEP, Diagnosis
 from cumulo.plan.diagnose.failures_text import failure_verdict
+from cumulo.plan.diagnose.flight_table import parse_progress
 from cumulo.plan.diagnose.flight_text import parse_hang
 from cumulo.plan.diagnose.hang_verdict import hang_verdict
 from cumulo.plan.diagnose.link_states import link_states
@@ -41,7 +42,7 @@ def diagnose(text: str) -> Diagnosis:
 
 
 def _symptom(text: str) -> Diagnosis:
-    if (hang := parse_hang(text)) is not None:
+    if (hang := parse_hang(text) or parse_progress(text)) is not None:
         return hang_verdict(hang)
     text = with_sizes(unwrapped(text))
     runs, log = list(nccl_test_runs(without_rows(text))), parse_nccl_log(text)
