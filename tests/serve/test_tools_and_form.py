@@ -18,7 +18,10 @@ pytestmark = needs_built_in_model
 
 PERSON: dict[str, Any] = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -32,7 +35,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", 
 FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 ASK: dict[str, Any] = {
     "model": MODEL, "messages": [{"role": "user", "content": "Who is Ann?"}], "tools": [TOOL],
-    "response_format": FORM, "max_tokens": 120, "temperature": 1.0,
+    "response_format": FORM, "max_tokens": 120, "temperature": 1.0, "seed": 1,
 }  # fmt: skip
 
 
