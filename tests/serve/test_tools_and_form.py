@@ -81,7 +81,7 @@ def test_calls_that_look_like_any_json_are_refused_beside_a_form(tokenizer: Toke
 def test_every_finished_answer_is_a_call_or_has_the_form(client: openai.OpenAI) -> None:
     kinds = set()
     for seed in range(6):
-        choice = client.chat.completions.create(**ASK, seed=seed).choices[0]
+        choice = client.chat.completions.create(**(ASK | {"seed": seed})).choices[0]
         kinds.add(choice.finish_reason)
         if choice.finish_reason == "tool_calls":
             for call in choice.message.tool_calls or []:
