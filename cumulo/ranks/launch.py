@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -104,8 +105,11 @@ def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
 
 def _run_agent(command: Sequence[str], processes: int) -> None:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # It names events that nobody records by reading the source of the whole stack, for seconds at every start.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     with tempfile.TemporaryDirectory(prefix="cumulo-ranks-") as folder:
         # One agent per start: its store is new, so that nobody meets the keys of ranks that are dead.
         config = LaunchConfig(
