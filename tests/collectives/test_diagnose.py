@@ -2,6 +2,7 @@
 held_out/ were written before the rules; two rules were changed after one of them was called healthy wrongly."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,37 @@ def test_dumps_in_step_are_healthy_only_if_all_are_there_and_none_is_waited_for(
     assert diagnose("\n".join(all_ranks[:3])).cause == "unknown"
     waited = diagnose("\n".join([*all_ranks[:3], _dump(3, 0.1)]))
     assert waited.cause == "late-rank" and "rank 3" in waited.sentence
+
+
+@pytest.mark.parametrize(
+    "write", [json.dumps, repr, lambda one: "seq={collective_seq_id} {profiling_name} {state}".format(**one)]
+)
+def test_dumps_are_read_entry_by_entry(write: Callable[[dict[str, object]], str]) -> None:
+    def entry(number: int, state: str) -> str:
+        return write({"collective_seq_id": number, "profiling_name": "nccl:all_reduce", "state": state})
+
+    ranks = {
+        0: [(7, "completed"), (8, "scheduled")],
+        1: [(7, "completed")],
+        2: [(7, "completed"), (8, "started")],
+    }
+    lines = [
+        line for rank, calls in ranks.items() for line in (f"rank {rank}", *(entry(*call) for call in calls))
+    ]
+    found = diagnose("\n".join(lines))
+    assert found.cause == "late-rank" and "Rank 1 did not come to all_reduce number 8" in found.sentence
+
+
+@pytest.mark.parametrize("text", ["{'" * 4_000, "{'a': " * 3_000 + "}" * 3_000, "{'a': b'}" * 2_000])
+def test_braces_that_are_no_dump_cost_little_and_say_nothing(text: str) -> None:
+    assert diagnose(text).cause == "unknown"
+
+
+def test_a_matrix_of_links_is_for_another_command() -> None:
+    assert (
+        "cumulo topology"
+        in diagnose("        GPU0    GPU1\nGPU0     X      SYS\nGPU1    SYS      X").next_steps[0]
+    )
 
 
 def test_two_tests_of_one_card_differ_in_the_reason() -> None:

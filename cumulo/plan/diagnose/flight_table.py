@@ -32,6 +32,9 @@ _AGE = re.compile(r"\bage\b\s*[:=]?\s*(\d+(?:\.\d+)?)\s*(us|µs|ms|s|sec|min)\b"
 _CELL = re.compile(r"^(\d+(?:\.\d+)?)\s*(us|µs|ms|s|sec|min)?$", re.I)
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0}
 _NAME = re.compile(r"\bnccl:(\w+)|\bcollective:\s*(?!nccl:)(\w+)")
+_RANK = re.compile(r"(?<![a-z])rank[ _:=#\[]*(\d+)", re.I)
+_SEQ = re.compile(r"\b(?:collective_)?seq(?:_?(?:id|num|no))?\s*[:=#]?\s*(\d+)", re.I)
+_STATE = re.compile(r"\b(?:completed|started|scheduled)\b")
 _EQUAL = {name.replace("_", "").lower() for name in EQUAL_COUNTS}
 _IN_FLIGHT = 1.0  # seconds: a collective takes less
 
@@ -136,8 +139,9 @@ def _add(rank: _Rank, row: dict[str, str]) -> None:
 
 
 def _rows(text: str) -> Iterator[dict[str, str]]:
-    """Of all tables with a heading for ranks and one for what they came to."""
+    """Of all tables with a heading for ranks and one for what they came to, or else of lines that say as much."""
     lines = text.splitlines()
+    found_any = False
     for at, line in enumerate(lines):
         if not re.search(r"rank", line, re.I):
             continue
@@ -149,8 +153,28 @@ def _rows(text: str) -> Iterator[dict[str, str]]:
             if kinds.count("rank") != 1 or not (by_number or by_last):
                 continue
             if found := list(_table(lines[at + 1 :], split, heads, kinds)):
+                found_any = True
                 yield from found
                 break
+    if not found_any:
+        yield from _said(lines)
+
+
+def _said(lines: list[str]) -> Iterator[dict[str, str]]:
+    """Entries that name their number and state, under a heading for each rank or with the rank in the line."""
+    rank = ""
+    for line in lines:
+        if heading := _RANK.search(line):
+            rank = heading[1]
+        number, state = _SEQ.search(line), _STATE.search(line)
+        if rank and number and state:
+            name = _NAME.search(line)
+            yield {
+                "rank": rank,
+                "number": number[1],
+                "state": state[0],
+                "name": name[1] or name[2] if name else "",
+            }
 
 
 def _table(lines: list[str], split: str, heads: list[str], kinds: list[str]) -> Iterator[dict[str, str]]:

@@ -1,6 +1,8 @@
 """Flight-recorder dumps and watchdog messages of PyTorch as data: which rank did not come to which collective.
-`diagnose` calls it. Dumps are JSON: one object for each rank, all in one object, or one after another."""
+`diagnose` calls it. Dumps are JSON or what Python prints of them: one object for each rank, all in one object, one
+after another, or entry by entry under a heading for each rank."""
 
+import ast
 import json
 import re
 from collections import Counter, defaultdict
@@ -33,6 +35,10 @@ _MISSING = re.compile(r"[Mm]issing ranks\s*:?\s*[{\[(]?\s*(\d+(?:\s*,\s*\d+)*)")
 _NUMBER = re.compile(r"(?:sequence number|collective(?:_seq_id)?)\s*[:#=]?\s*(\d+)")
 _ERROR = re.compile(r"Error type: (\w*MISMATCH\w*)|\b(\w+_MISMATCH)\b")
 _NAME = re.compile(r"\bnccl:(\w+)|\bcollective:\s*(?!nccl:)(\w+)")
+
+_HEADING = re.compile(r"rank[ _:=#\[]*(\d+)", re.I)
+_TRIES = 3  # texts that look like Python's and are not: none costs more than its length
+_LONGEST = 4_000_000  # characters of one dump as Python prints it
 
 _SILENT = 0.2  # of the ranks that wait; of a smaller group more would be missing
 _WAITED = 0.4  # of the other ranks' time in a collective
@@ -184,16 +190,54 @@ def _straggler(names: dict[int, dict[int, dict[str, Any]]]) -> str:
 
 
 def _dumps(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    decoder, at = json.JSONDecoder(), 0
+    alone: dict[int, list[dict[str, Any]]] = defaultdict(list)  # entries that stand in no dump
+    rank, last = 0, 0
+    for begin, end, found in _objects(text):
+        if headings := _HEADING.findall(text, last, begin):
+            rank = int(headings[-1])
+        last = end
+        if "collective_seq_id" in found:
+            alone[int(found.get("rank", rank))].append(found)
+        else:
+            yield from _in_object(found)
+    for rank, entries in alone.items():
+        yield rank, {"entries": entries}
+
+
+def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Where each object begins and ends, and the object."""
+    decoder, at, tries = json.JSONDecoder(), 0, _TRIES
     while (at := text.find("{", at)) >= 0:
         try:
             found, end = decoder.raw_decode(text, at)
         except ValueError:
-            at += 1
-            continue
-        at = end
+            python = tries > 0 and text.startswith("'", at + 1)
+            end = _literal_end(text, at) if python else 0
+            try:
+                found = ast.literal_eval(text[at:end]) if end else None
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                found = None
+            tries -= python and found is None
         if isinstance(found, dict):
-            yield from _in_object(found)
+            yield at, end, found
+            at = end
+        else:
+            at += 1
+
+
+def _literal_end(text: str, begin: int) -> int:
+    """After the brace that closes the one at `begin`; 0: none does, nearby."""
+    depth, quote = 0, ""
+    for at in range(begin, min(len(text), begin + _LONGEST)):
+        if quote:
+            quote = "" if text[at] == quote and text[at - 1] != "\\" else quote
+        elif text[at] in "'\"":
+            quote = text[at]
+        elif text[at] in "{}":
+            depth += 1 if text[at] == "{" else -1
+            if depth == 0:
+                return at + 1
+    return 0
 
 
 def _in_object(found: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -8,7 +8,8 @@ def hang_verdict(hang: Hang) -> Diagnosis:
     if hang.collective == "none":
         return _in_step(hang)
     who = ", ".join(str(rank) for rank in hang.missing)
-    evidence = [f"{len(hang.waiting) or 'the other'} ranks wait in {hang.collective} number {hang.sequence}"]
+    waiting = "1 rank waits" if len(hang.waiting) == 1 else f"{len(hang.waiting) or 'the other'} ranks wait"
+    evidence = [f"{waiting} in {hang.collective} number {hang.sequence}"]
     if hang.where:
         evidence.append(f"called at {hang.where}")
     if hang.differ:

@@ -6,6 +6,7 @@ neither is enough the answer is "I cannot tell" with the command that would tell
 reaches what such machines reach.
 """
 
+import re
 from dataclasses import replace
 
 from cumulo.plan.diagnose.cards.pair_matrix import pair_verdict
@@ -143,16 +144,23 @@ def _worst(found: list[Diagnosis]) -> Diagnosis:
     )
 
 
+_MATRIX = re.compile(r"^\s*GPU0\s+GPU1\s", re.MULTILINE)
+
+
 def _nothing(text: str) -> Diagnosis:
     states = link_states(text)
     if states.down:
         return Diagnosis(
             "rail-down", "A port is down.", (f"the text says: {states.down[:120]}",), (TEST_STEP,), "medium"
         )
+    # The matrix of `nvidia-smi topo -m` is a map of the machine, not a measurement; another command reads it.
+    read = (
+        ("run `cumulo topology FILE` on this file: it reads such a matrix",) if _MATRIX.search(text) else ()
+    )
     return Diagnosis(
         "unknown",
         "The text contains no table of nccl-tests, no NCCL log, no perftest output and no flight recorder.",
         (),
-        (TEST_STEP, LOG_STEP),
+        (*read, TEST_STEP, LOG_STEP),
         "low",
     )
