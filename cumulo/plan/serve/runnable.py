@@ -10,8 +10,8 @@ def obstacle(replica: Replica, split: bool = False) -> str:
     device, spec = replica.device, replica.spec
     if replica.engine != CUMULO:
         return f"{replica.engine} is not Cumulo's engine"
-    if split and replica.ranks > 1:
-        return "prefill and decode apart need engines of one rank"
+    if split and replica.pp > 1:
+        return "prefill and decode apart need engines without a pipeline"
     if replica.acceptance and replica.ranks > 1:
         return "speculation runs on one rank"
     if device.generation == "cpu":
