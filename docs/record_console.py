@@ -1,28 +1,30 @@
-"""Makes the pictures of docs/console.md and README in a real browser. Run it on an otherwise idle machine, in the
-root of the checkout, and with the same HOME as the servers, since jobs are kept there:
+"""Makes the pictures of docs/console.md and README in a real browser, with servers and a home of its own.
+Run it on an otherwise idle machine, in the root of the checkout:
 
-export HOME=$(mktemp -d)
-.venv/bin/cumulo serve --port 8123 &                 # chat, story, tools, live, phone and jobs
-.venv/bin/cumulo serve --port 8124 --replicas 3 &    # fleet
-.venv/bin/python docs/record_console.py http://127.0.0.1:8123 http://127.0.0.1:8124
+.venv/bin/python docs/record_console.py
 
-Names of pictures after the two addresses make only those: `... http://127.0.0.1:8124 tools jobs`.
+Names make only those pictures: `... docs/record_console.py tools jobs`.
 """
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
+CUMULO = str(Path(sys.executable).with_name("cumulo"))
 MODEL = "SmolLM2-135M-Instruct"
 DESKTOP = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light", "reduced_motion": "reduce"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "reduced_motion": "reduce"}
@@ -39,13 +41,20 @@ def complete(url: str, prompt: str, max_tokens: int) -> None:
     urlopen(Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})).read()
 
 
-def wait_until_ready(url: str) -> None:
-    while True:
+@contextmanager
+def serving(*options: str) -> Iterator[str]:
+    """The address of a server that is ready."""
+    with tempfile.NamedTemporaryFile("w") as log:
+        server = subprocess.Popen([CUMULO, "serve", "--port", "0", *options], stdout=log, stderr=log)
         try:
-            urlopen(f"{url}/ready").read()
-            return
-        except HTTPError:  # it loads the model
-            time.sleep(0.5)
+            while (found := re.search(r"is ready at (http://[^/]+)/", Path(log.name).read_text())) is None:
+                if server.poll() is not None:
+                    sys.exit(Path(log.name).read_text())
+                time.sleep(0.2)
+            yield found[1]
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def ask(page: Any, text: str) -> None:
@@ -90,12 +99,12 @@ def chat_and_live(browser: Any, url: str) -> None:
     page.get_by_label("Story", exact=True).click()
     page.locator(".story-panel ol.events").wait_for()
     take(page, "story")
-    with ThreadPoolExecutor() as clients:
-        for number in range(8):  # a load to look at
-            clients.submit(complete, url, f"Chapter {number}. Once upon a time", 160)
-        page.goto(f"{url}/live")
-        page.get_by_text("Memory ledger").wait_for()
-        page.wait_for_timeout(8000)  # the charts are drawn once a second
+    page.goto(f"{url}/live")
+    page.get_by_text("Memory ledger").wait_for()
+    with ThreadPoolExecutor(12) as clients:  # a load to look at
+        for number in range(24):
+            clients.submit(complete, url, f"Chapter {number}. Once upon a time", 120 + 20 * (number % 5))
+            page.wait_for_timeout(1000)  # the charts are drawn once a second
         take(page, "live", full_page=True)
 
 
@@ -119,14 +128,18 @@ def phone(browser: Any, url: str) -> None:
 
 def jobs(browser: Any, url: str) -> None:
     """One job that is done, one that runs, and one that waits for it."""
-    launch = [str(Path(sys.executable).with_name("cumulo")), "launch", "examples/job-train.yaml"]
+    launch = [CUMULO, "launch", "examples/job-train.yaml"]
     subprocess.run([*launch, "--wait"], check=True)
     page = new_page(browser, DESKTOP)
     page.goto(f"{url}/jobs")
-    for name in ("second", "third"):
-        subprocess.run([*launch, "--key", f"{name} {time.time()}"], check=True)
+    names = [
+        subprocess.run([*launch, "--key", key], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        for key in ("second", "third")
+    ]
     page.wait_for_function(_TRAINS)
     take(page, "jobs", full_page=True)
+    for name in reversed(names):  # the waiting one first
+        subprocess.run([CUMULO, "cancel", name], check=True)
 
 
 def fleet(browser: Any, url: str) -> None:
@@ -140,24 +153,27 @@ def fleet(browser: Any, url: str) -> None:
     take(page, "fleet")
 
 
-def main(one_engine: str, several: str, *wanted: str) -> None:
+RECORDERS = {chat_and_live: (), tools: (), phone: (), jobs: (), fleet: ("--replicas", "3")}
+
+
+def main(*wanted: str) -> None:
+    chosen = [record for record in RECORDERS if not wanted or record.__name__ in wanted]
     with sync_playwright() as player:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
         browser = player.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        for url in (one_engine, several):
-            wait_until_ready(url)
-        for record, url in (
-            (chat_and_live, one_engine),
-            (tools, one_engine),
-            (phone, one_engine),
-            (jobs, one_engine),
-            (fleet, several),
-        ):
-            if not wanted or record.__name__ in wanted:
-                print(record.__name__, flush=True)
-                record(browser, url)
+        for options in dict.fromkeys(RECORDERS[record] for record in chosen):
+            with serving(*options) as url:
+                for record in chosen:
+                    if RECORDERS[record] == options:
+                        print(record.__name__, flush=True)
+                        record(browser, url)
+                        for context in browser.contexts:
+                            context.close()
         browser.close()
 
 
 if __name__ == "__main__":
-    main(*(word.rstrip("/") for word in sys.argv[1:]))
+    with tempfile.TemporaryDirectory() as home:  # jobs are kept there
+        os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+        os.environ["HOME"] = home
+        main(*sys.argv[1:])

@@ -22,8 +22,9 @@ _ENDS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerActions:
-    """What the buttons below an answer do."""
+    """What the buttons below an answer do, and the served model: answers of others name theirs."""
 
+    model_name: str
     story: Callable[[str], Any]  # given the request's id
     regenerate: Callable[[], Any]
     send_results: Callable[[Results], Any]
@@ -53,7 +54,7 @@ class AnswerView:
             if answer.problem:
                 ui.label(answer.problem).classes("problem")
             with ui.element("div").classes("foot"):
-                ui.label(summary(answer)).tooltip(_EXPLAINED)
+                ui.label(summary(answer, self._actions.model_name)).tooltip(_EXPLAINED)
                 self._buttons(answer, is_last)
 
     def _buttons(self, answer: ChatAnswer, is_last: bool) -> None:
@@ -70,8 +71,9 @@ class AnswerView:
 _EXPLAINED = "Output tokens, time to first token (TTFT), and decode speed after the first token."
 
 
-def summary(answer: ChatAnswer) -> str:
-    parts = [f"{answer.output_tokens:,} token{'' if answer.output_tokens == 1 else 's'}"]
+def summary(answer: ChatAnswer, served: str) -> str:
+    parts = [answer.model] if answer.model and answer.model != served else []
+    parts += [f"{answer.output_tokens:,} token{'' if answer.output_tokens == 1 else 's'}"]
     timed = (
         answer.ttft_s is not None and not answer.calls
     )  # a call is sent as a whole: its times tell nothing

@@ -63,7 +63,7 @@ class Chat:
             self._thread = ThreadView(
                 shell.service.model_name,
                 TurnActions(self.resend, self.delete_turn),
-                AnswerActions(self._open_story, self.regenerate, self.send_results),
+                AnswerActions(shell.service.model_name, self._open_story, self.regenerate, self.send_results),
             )
             self._ask = AskBox(self.send, self.stop)
         with ui.element("aside").classes("knobs").props('aria-label="Settings"') as panel:

@@ -45,11 +45,15 @@ def model_options(models: list[dict[str, Any]]) -> dict[str, str]:
 class Knobs:
     def __init__(self, keep: Callable[[str, Any], None], close: Callable[[], Any]) -> None:
         """`keep` stores presets and settings in the browser."""
-        self._keep = keep
+        self._keep, self._restoring = keep, False
         with ui.element("div").classes("panel-head"):
             ui.html("<h2>Settings</h2>", sanitize=False)
             small_button("Close settings", "close", close).classes("only-phone")
-        self._model = ui.select([], label="Model").props("outlined dense options-dense")
+        self._model = ui.select([], label="Model", on_change=self._chosen)
+        self._model.props("outlined dense options-dense").set_enabled(False)
+        self._wanted_model: str | None = (
+            None  # the one that was chosen, also while the server does not list it
+        )
         self._presets = Presets(lambda own: keep("presets", own), self._changed)
         self._numbers: dict[str, ui.number] = {}
         with ui.element("div").classes("numbers"):
@@ -63,12 +67,13 @@ class Knobs:
         self._odds.tooltip("Underlines unlikely tokens; rest the pointer on one to see the alternatives.")
         self._tools = ToolsBox()
         ui.label("Grey values apply where a field is empty.").classes("soft small")
-        self._restoring = False
 
     def show_models(self, models: list[dict[str, Any]]) -> None:
         options = model_options(models)
-        kept = self._model.value if self._model.value in options else next(iter(options), None)
+        kept = self._wanted_model if self._wanted_model in options else next(iter(options), None)
+        self._restoring = True
         self._model.set_options(options, value=kept)
+        self._restoring = False
         self._model.set_enabled(len(options) > 1)
 
     def show_effective(self, recommended: Mapping[str, Any]) -> None:
@@ -79,7 +84,8 @@ class Knobs:
         """What the browser kept; what it cannot have kept is ignored."""
         settings = settings if isinstance(settings, dict) else {}
         self._restoring = True
-        system = settings.get("system")
+        model, system = settings.get("model"), settings.get("system")
+        self._wanted_model = self._wanted_model or (model if isinstance(model, str) else None)
         self._presets.restore(read_own(presets), system if isinstance(system, str) else "")
         for name, field in self._numbers.items():
             value = settings.get(name)
@@ -89,11 +95,17 @@ class Knobs:
         self._odds.set_value(settings.get("odds") is True or self._odds.value)
         self._restoring = False
 
+    def _chosen(self) -> None:
+        if not self._restoring:
+            self._wanted_model = self._model.value
+            self._changed()
+
     def _changed(self) -> None:
         if self._restoring:
             return
         settings: dict[str, Any] = {name: field.value for name, field in self._numbers.items()}
-        settings |= {"system": self._presets.prompt, "json": self._json.value, "odds": self._odds.value}
+        settings |= {"model": self._wanted_model, "system": self._presets.prompt}
+        settings |= {"json": self._json.value, "odds": self._odds.value}
         self._keep("settings", settings)
 
     def request(self, model: str, messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -63,11 +63,11 @@ class Shell:
             )
             ui.button(icon="contrast", on_click=lambda: _next_theme(dark)).props(
                 'flat round dense aria-label="Dark, light or as the system"'
-            ).classes("quiet")
+            ).classes("quiet").tooltip("Dark, light, or as the system")
             if self.sessions.needed:
                 ui.button(icon="logout", on_click=lambda: ui.run_javascript(_LOG_OUT)).props(
                     'flat round dense aria-label="Log out"'
-                ).classes("quiet")
+                ).classes("quiet").tooltip("Log out")
         with ui.element("main").classes(f"content {here.strip('/') or 'chat'}"):
             yield visitor
 

@@ -18,4 +18,5 @@ def tile(term: str, value: float | str | None, unit: str, explained: str) -> str
 
 
 def rounded(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    decimals = 0 if abs(value) >= 100 or value == 0 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{decimals}f}"

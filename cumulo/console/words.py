@@ -12,7 +12,7 @@ def milliseconds(seconds: float | None) -> str:
         return "–"
     if seconds >= 10:
         return f"{seconds:,.1f} s"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.{2 if seconds < 1e-3 else 3}g} ms"
 
 
 def rate(per_second: float) -> str:

@@ -14,10 +14,20 @@ def test_a_conversation_samples_as_the_models_authors_recommend(
 ) -> None:
     model = save_tiny_model(tmp_path)
     (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 7}')
-    lines = iter(["/set", "/set top_k 3", "/set seed 7", "/set", "/set seed random", None])
+    typed = [
+        "/set",
+        "/set top_k 3",
+        "/set seed 7",
+        "/set",
+        "/set seed random",
+        "/set top_p",
+        "/set min_p none",
+    ]
+    lines = iter([*typed, None])
     monkeypatch.setattr(conversation.Prompt, "read", lambda prompt: next(lines))
     conversation.talk(str(model), EngineConfig(kv_memory_gib=0.01), {"top_p": 0.5, "max_tokens": 4}, None)
     told = capsys.readouterr().err.replace("\n", " ")
     assert "temperature 0.6 · top_k 7 · top_p 0.5" in told and "temperature 0.6 · top_k 3 · top_p 0.5" in told
     assert "repetition_penalty 1 · max_tokens 4 · seed random" in told, "numbers as people write them"
     assert "seed is now 7" in told and "max_tokens 4 · seed 7" in told and "seed is now random" in told
+    assert "top_p is 0.5" in told and "/set min_p takes a number, got 'none'" in told

@@ -9,10 +9,21 @@ from cumulo.console.knobs import model_options
 from cumulo.console.system.adapters_card import adapters_html
 from cumulo.models.files.load import inspect_model
 from cumulo.serve.adapters.shelf import ServedAdapter
-from tests.console.browsing import DESKTOP, in_a_browser, looking_at
+from tests.console.browsing import (
+    DESKTOP,
+    answered,
+    in_a_browser,
+    looking_at,
+    ready,
+    say,
+    settings,
+    text_of,
+)
 from tests.models.adapter_files import write_adapter
 from tests.serve.running_server import running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
+
+_CHOSEN = """Object.values(localStorage).some((kept) => kept.includes('"model":"poet"'))"""
 
 
 def test_adapters_are_shown_with_what_they_do_and_buttons_only_for_operators() -> None:
@@ -50,8 +61,16 @@ class TestInABrowser:
                 page.get_by_label("Drop poet").wait_for()
             assert [one["id"] for one in server.get("/v1/models").json()["data"]] == [NAME, "poet"]
             with looking_at(browser, server, "/", DESKTOP) as page:
+                settings(page, max_tokens="3")
                 page.get_by_label("Model").click()
                 page.get_by_text("poet (adapter)").click()
+                page.wait_for_function(_CHOSEN)
+                page.reload()
+                ready(page)
+                page.locator(".knobs").get_by_text("poet (adapter)").wait_for()
+                say(page, "Sing!")
+                answered(page)
+                assert text_of(page, ".said.assistant .foot").startswith("poet · 3 tokens")
             with looking_at(browser, server, "/system", DESKTOP) as page:
                 page.get_by_label("Drop poet").click()
                 page.get_by_text("No adapter is loaded").wait_for()

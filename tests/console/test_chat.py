@@ -263,6 +263,13 @@ def test_conversations_are_searched_renamed_exported_and_deleted(browser: Any, s
         assert [chat["name"] for chat in stored_chats(page)] == ["Greeting"]
 
 
+_DROP = """({name, text}) => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([text], name));
+  document.dispatchEvent(new DragEvent('drop', {dataTransfer, cancelable: true}));
+}"""
+
+
 @pytest.mark.long
 def test_a_text_file_and_a_preset_reach_the_model(
     browser: Any, server: RunningServer, tmp_path: Path
@@ -278,6 +285,7 @@ def test_a_text_file_and_a_preset_reach_the_model(
         prompt = page.get_by_label("System prompt")
         wait_for(lambda: "two sentences" in prompt.input_value(), "the preset")
         prompt.fill("Answer like a pirate.")
+        page.locator(".preset-row").get_by_text("Short answers").wait_for(state="detached")
         page.get_by_label("Save as preset").click()
         page.get_by_label("Name of the preset").fill("Pirate")
         page.get_by_role("button", name="Save", exact=True).click()
@@ -287,6 +295,10 @@ def test_a_text_file_and_a_preset_reach_the_model(
         for name, reason in (("picture.bin", "not a text file"), ("large.txt", "larger than 200 kB")):
             chooser.set_input_files(str(tmp_path / name))
             page.get_by_role("alert").get_by_text(reason).wait_for()
+        page.evaluate(_DROP, {"name": "notes.txt", "text": notes.read_text()})
+        page.locator(".chips .file-chip").get_by_text("notes.txt (15 characters)").wait_for()
+        page.get_by_label("Remove notes.txt").click()
+        page.locator(".chips .file-chip").wait_for(state="detached")
         chooser.set_input_files(str(notes))
         page.locator(".chips .file-chip").get_by_text("notes.txt (15 characters)").wait_for()
         say(page, "What is in the file?")
@@ -321,6 +333,11 @@ def test_keys_of_the_keyboard(browser: Any, server: RunningServer) -> None:
         page.get_by_text("Keyboard shortcuts", exact=True).wait_for()
         page.keyboard.press("Escape")
         page.locator(".q-dialog").wait_for(state="detached")  # until then, keys are the dialog's
+        page.get_by_label("Message", exact=True).focus()
+        page.keyboard.press("Control+/")
+        page.get_by_text("Keyboard shortcuts", exact=True).wait_for()
+        page.keyboard.press("Escape")
+        page.locator(".q-dialog").wait_for(state="detached")
         focused = "(label) => document.activeElement?.getAttribute('aria-label') == label"
         page.keyboard.press("Control+k")
         page.wait_for_function(focused, arg="Search conversations")

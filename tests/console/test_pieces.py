@@ -194,6 +194,7 @@ def test_a_revoked_key_ends_its_session(tmp_path: Path) -> None:
     assert visitor.may_see("mine") and not visitor.may_see("other")
     assert not visitor.may_see(None), "calls without a valid key are the operator's to see"
     assert Visitor("operator", "ck-1", may_see_names=True).may_see(None) and Visitor("anyone").may_see(None)
+    assert Visitor("operator", "ck-1", may_operate=True).may_see("other")
     keys._entries.clear()  # what reading a file without the key leaves
     assert sessions.visitor({COOKIE: token}) is None and not sessions.still_valid(visitor)
 

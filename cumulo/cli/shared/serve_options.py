@@ -65,7 +65,7 @@ class ServeCommandOptions:
         "With --new-api-key: keys of the same group share the prefix cache.", None, metavar="NAME", panel=KEYS
     )
     operator: bool = option(
-        "With --new-api-key: the key can drain, restart, add and remove replicas.",
+        "With --new-api-key: the key can operate replicas, and sees the requests of all keys in the console.",
         False,
         "--operator",
         panel=KEYS,

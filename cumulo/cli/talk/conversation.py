@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HELP = """\
 /clear             delete the conversation (the system message stays)
 /system [TEXT]     set the system message and start a new conversation; without TEXT: show it
-/set [NAME VALUE]  change a sampling option, for example /set temperature 0.7; without NAME: show all
+/set [NAME VALUE]  change a sampling option, for example /set temperature 0.7; without them: show all
 /stats             show tokens and speed so far, and the memory ledger
 /why               show the story of the last answer: queueing, cache hits, chunks, timing
 /help              show this list
@@ -208,14 +208,11 @@ class Session:
             options = f"; the options are {', '.join(_SETTABLE)}"
             note(f"there is no option {name}{did_you_mean(name, _SETTABLE, otherwise=options)}")
             return
+        if not value:
+            note(f"{name} is {self._value(name)}")
+            return
         try:
-            number = (
-                None
-                if value in ("", "none", _WITHOUT.get(name))
-                else float(value)
-                if "." in value
-                else int(value)
-            )
+            number = None if name in _WITHOUT and value in ("none", _WITHOUT[name]) else _number(value)
             changed: dict[str, Any] = {name: number}
             self.params = replace(self.params, **changed)
         except ValueError:
@@ -244,6 +241,10 @@ class Session:
             return
         story = self.turns[-1].story
         out.print(story.describe() if story else "there is no story of the last answer", markup=False)
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.removeprefix("-").isdecimal() else float(text)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ Odds = list[Any]  # the text of a token (or of the few that spell one character)
 class ChatAnswer:
     text: str = ""
     request_id: str = ""
+    model: str = ""  # or adapter that was asked
     output_tokens: int = 0
     finish_reason: str | None = None
     problem: str | None = None  # why it ended early, in words for the person who asked
@@ -31,7 +32,7 @@ class ChatAnswer:
 
     def add_event(self, event: dict[str, Any]) -> None:
         """One event of /v1/chat/completions."""
-        self.request_id = event.get("id", self.request_id)
+        self.request_id, self.model = event.get("id", self.request_id), event.get("model", self.model)
         now_s = time.monotonic() - self._began_s
         for choice in event["choices"]:
             delta = choice["delta"]
@@ -84,6 +85,7 @@ class ChatAnswer:
         """As a conversation keeps it. Calls that were cut cannot be said again, so they are left out."""
         about = {
             "request_id": self.request_id,
+            "model": self.model,
             "output_tokens": self.output_tokens,
             "finish_reason": self.finish_reason,
             "problem": self.problem,
@@ -102,7 +104,7 @@ class ChatAnswer:
     def from_entry(cls, entry: dict[str, Any]) -> "ChatAnswer":
         about = entry.get("about", {})
         answer = cls(text=str(entry.get("content") or ""), odds=list(entry.get("odds", ())))
-        answer.request_id = str(about.get("request_id") or "")
+        answer.request_id, answer.model = str(about.get("request_id") or ""), str(about.get("model") or "")
         answer.output_tokens = int(about.get("output_tokens") or 0)
         answer.finish_reason, answer.problem = about.get("finish_reason"), about.get("problem")
         answer.ttft_s, answer.decode_s = about.get("ttft_s"), about.get("decode_s")

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nicegui import ui
@@ -14,21 +15,16 @@ from cumulo.console.shell import show
 # Enter sends, Shift+Enter begins a line, and Enter that ends the composing of a character does neither.
 _ENTER = "(e) => { if (!e.shiftKey && !e.isComposing) { e.preventDefault(); emit(e.target.value); } }"
 _CLICK = "() => emit(document.querySelector('.ask textarea').value)"
-# A file is read by the browser: text only, and not more than a message may carry.
-_READ_FILES = """
-for (const file of this.files) {
-  if (file.size > LIMIT) emitEvent('file', {name: file.name, problem: 'is larger than LARGEST kB'});
-  else file.text().then((text) => emitEvent('file', text.includes('\\u0000') || text.includes('\\ufffd')
-    ? {name: file.name, problem: 'is not a text file'} : {name: file.name, text}));
-}
-this.value = '';
-""".replace("LIMIT", str(LARGEST_FILE_BYTES)).replace("LARGEST", str(LARGEST_FILE_BYTES // 1000))
+_SCRIPT = (Path(__file__).parent / "web" / "attach_files.js").read_text("utf-8")
+_SCRIPT = _SCRIPT.replace('"LARGEST_BYTES"', str(LARGEST_FILE_BYTES))
+_CHOSEN = "cumuloAttach([...this.files]); this.value = '';"
 
 
 class AskBox:
     def __init__(self, send: Callable[[str], Awaitable[None]], stop: Callable[[], None]) -> None:
         self._on_send = send
         self.files: list[dict[str, str]] = []
+        ui.add_body_html(f"<script>{_SCRIPT}</script>")
         with ui.element("div").classes("ask"):
             self._problem = ui.label("").classes("problem ask-problem").props("role=alert")
             self._status = ui.label("").classes("ask-status").props("role=status")
@@ -37,8 +33,10 @@ class AskBox:
                 attach = small_button("Attach a text file", "attach_file", None)
                 attach.on("click", js_handler="() => document.getElementById('ask-file').click()")
                 with attach:
-                    ui.tooltip(f"Attach a text file, up to {LARGEST_FILE_BYTES // 1000} kB.")
-                show(f'<input type="file" id="ask-file" multiple hidden onchange="{_READ_FILES}">')
+                    ui.tooltip(
+                        f"Attach text files of up to {LARGEST_FILE_BYTES // 1000} kB, or drop them here."
+                    )
+                show(f'<input type="file" id="ask-file" multiple hidden onchange="{_CHOSEN}">')
                 self._input = (
                     ui.textarea(placeholder="Ask something")
                     .props('autogrow borderless dense rows=1 autofocus aria-label="Message"')

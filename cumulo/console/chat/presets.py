@@ -35,15 +35,16 @@ class Presets:
     """The system prompt's field and the choice above it. `keep` stores the own ones, `changed` the field."""
 
     def __init__(self, keep: Callable[[dict[str, str]], None], changed: Callable[[], None]) -> None:
-        self._keep = keep
+        self._keep, self._changed = keep, changed
         self._own: dict[str, str] = {}
+        self._edited: str | None = None  # the own preset whose text was changed since it was chosen
         with ui.element("div").classes("preset-row"):
             self._choice = ui.select(list(BUILT_IN), label="Preset", clearable=True, on_change=self._chosen)
             self._choice.props("outlined dense options-dense")
             small_button("Save as preset", "bookmark_add", self._save)
             self._delete = small_button("Delete preset", "delete_outline", self._remove)
         self._delete.set_visibility(False)
-        self._prompt = ui.textarea("System prompt", on_change=changed).props("outlined dense autogrow")
+        self._prompt = ui.textarea("System prompt", on_change=self._typed).props("outlined dense autogrow")
 
     @property
     def prompt(self) -> str:
@@ -59,14 +60,25 @@ class Presets:
         name = self._choice.value
         self._delete.set_visibility(name in self._own)
         if name is not None:
-            self._prompt.set_value(self._own.get(name, BUILT_IN.get(name, "")))
+            self._edited = None
+            self._prompt.set_value((BUILT_IN | self._own).get(name, self.prompt))
+        elif self.prompt in (BUILT_IN | self._own).values():  # the choice was cleared, and with it its text
+            self._prompt.set_value("")
+
+    def _typed(self) -> None:
+        """A text that is no longer the preset's is not shown under its name."""
+        name = self._choice.value
+        if name is not None and self._prompt.value != (BUILT_IN | self._own).get(name):
+            self._edited = name if name in self._own else None
+            self._choice.set_value(None)
+        self._changed()
 
     async def _save(self) -> None:
         if not self.prompt:
             ui.notify("Write a system prompt first.", position="top")
             return
         with ui.dialog() as dialog, ui.card().classes("dialog"):
-            field = ui.input("Name of the preset").props(
+            field = ui.input("Name of the preset", value=self._edited or "").props(
                 f"outlined dense autofocus maxlength={_LONGEST_NAME}"
             )
             field.on("keydown.enter", lambda: dialog.submit(field.value))

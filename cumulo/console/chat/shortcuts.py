@@ -18,7 +18,7 @@ KEYS = (
     ("Enter", "Send the message; Shift+Enter begins a new line"),
     ("Esc", "Close the story, stop the answer, or leave a field"),
     ("r", "Regenerate the last answer"),
-    ("?", "Show these shortcuts"),
+    ("? or Ctrl+/", "Show these shortcuts"),
 )
 
 
@@ -33,7 +33,7 @@ class Shortcuts:
                 f"<tr><td><kbd>{escape(keys)}</kbd></td><td>{escape(words)}</td></tr>" for keys, words in KEYS
             )
             show(f'<h2>Keyboard shortcuts</h2><table class="plain">{rows}</table>')
-            show("Letters work while no field has the focus.", "soft small")
+            show("Single keys work while no field has the focus; Ctrl is ⌘ on a Mac.", "soft small")
         ui.on("shortcut", self._pressed)
 
     def help(self) -> None:

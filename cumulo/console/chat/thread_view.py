@@ -43,11 +43,10 @@ class ThreadView:
         entries = conversation.entries
         with self._root:
             if not entries:
+                words = empty(f"Talk to {self._model_name}", "Conversations are kept in this browser only.")
                 show(
-                    empty(
-                        f"Talk to {self._model_name}",
-                        "Conversations are kept in this browser only. Press Esc and then ? for keyboard shortcuts.",
-                    )
+                    f'{words}<p class="keys-hint"><kbd>Ctrl+/</kbd> shows the keyboard shortcuts.</p>',
+                    "welcome",
                 )
             for index, entry in enumerate(entries):
                 if entry["role"] == "user":

@@ -93,7 +93,7 @@ class _FleetPage:
         rows = []
         for request_id, dispatch in reversed(self._fleet.decisions):
             record = self._shell.service.stories.get(request_id)
-            if record is None or not (self._visitor.may_operate or self._visitor.may_see(record.caller)):
+            if record is None or not self._visitor.may_see(record.caller):
                 continue
             measured_s = record.story.ttft_s if record.story is not None else None
             rows.append(

@@ -5,6 +5,7 @@ document.addEventListener("keydown", (event) => {
   const held = event.ctrlKey || event.metaKey;
   let name = null;
   if (held && !event.shiftKey && !event.altKey && event.key.toLowerCase() === "k") name = "search";
+  else if (held && event.key === "/") name = "help";
   else if (event.key === "Escape") name = "stop";
   else if (!typing && !held && !event.altKey) {
     name = { n: "new", s: "search", "/": "focus", i: "focus", r: "regenerate", "?": "help" }[event.key] ?? null;
