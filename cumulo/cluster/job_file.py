@@ -8,8 +8,6 @@ The same file runs on this machine, Ray, Slurm and Kubernetes. Every setting is 
 """
 
 import dataclasses
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,15 +17,12 @@ import yaml
 from cumulo.base.strict import build
 from cumulo.base.yaml_text import load_yaml, yaml_problem
 from cumulo.cluster.decide.jobs import JobRequest
+from cumulo.cluster.job_amounts import memory_mib, seconds
+from cumulo.cluster.job_check import JobFileError, in_file, problems, unknown_names
 from cumulo.cluster.kubernetes_settings import KubernetesSettings
 from cumulo.errors import ConfigError
 
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")  # a name that Slurm, Ray and Kubernetes all take
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?")
-_TENANT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # as the value of a label
-_SLURM_WORD = re.compile(r"[A-Za-z0-9_.,+-]+")
-_RAY_ADDRESS = re.compile(r"(ray://)?([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5})")
-_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_ROOT = "the job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +145,8 @@ class JobFile:
     kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
 
     def __post_init__(self) -> None:
-        if problems := list(_problems(self)):
-            raise ConfigError("; ".join(problems))
+        if found := list(problems(self)):
+            raise JobFileError(found)
 
     @property
     def ranks(self) -> int:
@@ -189,15 +184,27 @@ class JobFile:
 
 def read_job(path: Path) -> JobFile:
     try:
-        content = load_yaml(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        content = load_yaml(text)
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
-    return resolved(job_from(content, str(path)), path.resolve().parent)
+    try:
+        job = build(JobFile, content, _ROOT)
+        check_names(job)
+        return resolved(job, path.resolve().parent)
+    except ConfigError as error:
+        raise in_file(error, str(path), text, _ROOT) from None
 
 
-def job_from(content: Any, where: str = "the job") -> JobFile:
+def check_names(job: JobFile) -> None:
+    """Refuses devices and options that nobody knows. A job that is stored already is read without it."""
+    if found := list(unknown_names(job)):
+        raise JobFileError(found)
+
+
+def job_from(content: Any, where: str = _ROOT) -> JobFile:
     try:
         return build(JobFile, content, where)
     except ConfigError as error:
@@ -208,25 +215,27 @@ def job_from(content: Any, where: str = "the job") -> JobFile:
 def resolved(job: JobFile, folder: Path) -> JobFile:
     """Paths relative to the job file become absolute, so that the job runs anywhere; missing ones are named."""
 
-    def found(name: str | None, must: bool) -> str | None:
+    def found(setting: str, name: str | None, must: bool = True) -> str | None:
         if name is None or (not must and not (folder / name).exists()):
             return name
         if not (path := folder / name).exists():
-            raise ConfigError(f"{job.name}: there is no {path}, which the job file names")
+            raise JobFileError([(setting, f"{job.name}: there is no {path}, which {setting} names")])
         if must and not path.is_file():
-            raise ConfigError(f"{job.name}: {path} is a folder, and the job file needs a file there")
+            text = f"{job.name}: {path} is a folder, and the job file needs a file there"
+            raise JobFileError([(setting, text)])
         return str(path.resolve())
 
     train, serve = job.train, job.serve
     if train is not None:
         train = dataclasses.replace(
             train,
-            config=found(train.config, True),
-            plan=found(train.plan, True),
+            config=found("train.config", train.config),
+            plan=found("train.plan", train.plan),
             folder=None if train.folder is None else str((folder / train.folder).resolve()),
         )
     if serve is not None:
-        serve = dataclasses.replace(serve, plan=found(serve.plan, True), model=found(serve.model, False))
+        plan, model = found("serve.plan", serve.plan), found("serve.model", serve.model, must=False)
+        serve = dataclasses.replace(serve, plan=plan, model=model)
     return dataclasses.replace(job, train=train, serve=serve)
 
 
@@ -251,93 +260,3 @@ def plain_job(job: JobFile) -> dict[str, Any]:
         if getattr(job, work) is not None:
             table.setdefault(work, {})
     return table
-
-
-def seconds(text: str, what: str) -> float:
-    """`seconds("30min", "deadline")` is 1800.0."""
-    if (match := _DURATION.fullmatch(str(text).strip())) is None:
-        raise ConfigError(f"{what} must be a time such as 90s, 30min, 2h or 1d, got {text!r}")
-    return float(match[1]) * _SECONDS[match[2] or "s"]
-
-
-def memory_mib(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB)", text.strip())
-    if match is None:
-        raise ConfigError(f"devices.memory must be a size such as 512MiB or 8GiB, got {text!r}")
-    return int(float(match[1]) * {"MiB": 1, "GiB": 1 << 10, "TiB": 1 << 20}[match[2]])
-
-
-def _problems(job: JobFile) -> Iterator[str]:
-    if not _NAME.fullmatch(job.name):
-        yield (
-            f"name must be lower-case letters, digits and hyphens, at most 42, such as tiny-lm; got {job.name!r}"
-        )
-    if (job.train is None) == (job.serve is None):
-        given = "both" if job.train is not None else "neither"
-        yield f"a job has either `train:` or `serve:`, and this one has {given}"
-    if job.train is not None and (job.train.config is None) == (job.train.plan is None):
-        yield "train needs `config:`, a training configuration, or `plan:`, what `cumulo plan train --out` wrote"
-    if job.serve is not None:
-        yield from _serve_problems(job.serve)
-    if not job.devices:
-        yield "devices must name at least one group, such as {count: 8, kind: h200}"
-    for group in job.devices:
-        yield from _device_problems(group)
-    if job.elastic is not None and not 1 <= job.elastic.min <= job.ranks <= job.elastic.max:
-        yield f"elastic must contain devices.count {job.ranks}: got {job.elastic.min} to {job.elastic.max}"
-    if job.elastic is not None and len(job.devices) > 1:
-        yield "elastic is for jobs with one kind of devices"
-    if job.restart.most < 0:
-        yield f"restart.most must be 0 or more, got {job.restart.most}"
-    for name in ("deadline", "time_limit", "save_before"):
-        if (text := getattr(job, name)) is not None:
-            try:
-                seconds(text, name)
-            except ConfigError as error:
-                yield str(error)
-                return
-    if job.time_limit is not None:
-        limit_s, before_s = seconds(job.time_limit, "time_limit"), seconds(job.save_before, "save_before")
-        if limit_s <= before_s:
-            yield f"time_limit {job.time_limit} must be longer than save_before, {job.save_before}"
-    if not _TENANT.fullmatch(job.tenant):
-        yield f"tenant must be letters, digits, '-', '_' and '.', at most 63, got {job.tenant!r}"
-    yield from _target_problems(job)
-
-
-def _target_problems(job: JobFile) -> Iterator[str]:
-    for name in ("partition", "account", "qos"):
-        word = getattr(job.slurm, name)
-        if word is not None and not _SLURM_WORD.fullmatch(word):
-            yield f"slurm.{name} must be letters, digits, '-', '_', '.', '+' and ',', got {word!r}"
-    address = job.ray.address
-    if address not in (None, "auto", "local") and not _RAY_ADDRESS.fullmatch(str(address)):
-        yield f"ray.address must be HOST:PORT, such as 10.0.0.7:6379, got {address!r}"
-    for work in (job.train, job.serve):
-        for option in work.options if work is not None else ():
-            if option.startswith("--") and " " in option and "=" not in option:
-                first, _, rest = option.partition(" ")
-                yield f"options is a list of words: write [{first}, {rest!r}] instead of {option!r}"
-
-
-def _serve_problems(serve: ServeWork) -> Iterator[str]:
-    low = serve.replicas if serve.min_replicas is None else serve.min_replicas
-    high = serve.replicas if serve.max_replicas is None else serve.max_replicas
-    if not 0 <= low <= serve.replicas <= high or high < 1:
-        yield f"serve.replicas {serve.replicas} must be between min_replicas {low} and max_replicas {high}"
-    if not 0 <= serve.port < 65536:
-        yield f"serve.port must be 0 to 65535, got {serve.port}"
-    if serve.model is not None and serve.plan is not None:
-        yield "serve needs `model:` or `plan:`, not both"
-
-
-def _device_problems(group: DeviceGroup) -> Iterator[str]:
-    if group.count < 1:
-        yield f"devices.count must be 1 or more, got {group.count}"
-    if group.per_node is not None and (group.per_node < 1 or group.count % group.per_node):
-        yield f"devices.count {group.count} is not a multiple of per_node {group.per_node}"
-    if group.memory is not None:
-        try:
-            memory_mib(group.memory)
-        except ConfigError as error:
-            yield str(error)

@@ -4,14 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from cumulo.cli.app import app
 from cumulo.cluster.drivers.command import check_work, work_command
 from cumulo.cluster.drivers.driver import TargetLost
 from cumulo.cluster.drivers.slurm import refusal
 from cumulo.cluster.drivers.slurm_script import batch_script
-from cumulo.cluster.job_file import job_from, plain_job, read_job, resolved
+from cumulo.cluster.job_check import TRAIN_OPTIONS
+from cumulo.cluster.job_file import check_names, job_from, plain_job, read_job, resolved
 from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_store import JobStore
+from cumulo.cluster.launching import launch
 from cumulo.errors import ConfigError
 from tests.cli.conftest import ROOT
 
@@ -56,6 +61,86 @@ def test_an_example_is_read_checked_and_read_back_the_same(path: Path) -> None:
 def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         job_from({**TRAIN, **changes}, "job.yaml")
+
+
+WRITTEN = """name: tiny
+train:
+  config: train-tiny.yaml
+  options:
+  - --set
+  - steps=4
+devices:
+- count: 4
+  kind: cpu
+"""
+SERVED = """name: web
+serve:
+  replicas: 3
+devices: {count: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        (WRITTEN.replace("kind: cpu", "kind: h2000"), 9, "'h2000' is no known device; did you mean h200?"),
+        (WRITTEN.replace("kind: cpu", "kind: A100_80GB"), 9, "did you mean a100-80gb?"),
+        (WRITTEN.replace("kind: cpu", "kind: toaster"), 9, "known are cpu, gpu, a100-40gb"),
+        (SERVED, 3, "serve.replicas 3 cannot share devices.count 4 equally: use 2 or 4 replicas, or 3 or 6"),
+        (SERVED.replace("3", "9"), 3, "use 4 replicas, or 9 devices"),
+        (SERVED.replace("{count: 4}", "{count: 8, per_node: 2}"), 3, "use 2 or 4 replicas, or 6 or 12 devices"),
+        (WRITTEN.replace("--set", "--stepz"), 5, "has no option --stepz; did you mean --steps?"),
+        (WRITTEN.replace("--set", "--steps=3"), 6, "'steps=4' belongs to no option"),
+        (WRITTEN.replace("  - steps=4\n", ""), 5, "--set needs a value after it"),
+        (WRITTEN.replace("count: 4", "count: four"), 8, "devices[0].count must be a whole number, got 'four'"),
+        (WRITTEN.replace("kind: cpu", "knid: cpu"), 9, "devices[0] has no setting 'knid'; did you mean 'kind'?"),
+        (WRITTEN + "deadline: soon\n", 10, "deadline must be a time"),
+        (WRITTEN.replace("train-tiny", "none"), 3, "none.yaml, which train.config names"),
+    ],
+)  # fmt: skip
+def test_a_broken_setting_is_named_with_its_line(tmp_path: Path, text: str, line: int, message: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    (tmp_path / "train-tiny.yaml").write_text("")
+    with pytest.raises(ConfigError) as error:
+        read_job(path)
+    assert str(error.value).startswith(f"{path}:{line}: ") and message in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "h200", "h100", "h100-sxm", "a100", "mi300x", "v100", "l4"])
+def test_devices_that_clusters_have_are_taken(kind: str) -> None:
+    check_names(job_from({**TRAIN, "devices": {"count": 2, "kind": kind}}))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "devices"),
+    [
+        (2, {"count": 8}),
+        (3, {"count": 1, "per_node": 1}),  # each replica gets one
+        (0, {"count": 2}),
+        (2, {"count": 8, "per_node": 2}),
+    ],
+)
+def test_replicas_with_equally_many_devices_are_taken(replicas: int, devices: dict[str, int]) -> None:
+    serve = {"replicas": replicas, "min_replicas": 0, "max_replicas": 4}
+    check_names(job_from({"name": "web", "serve": serve, "devices": devices}))
+
+
+def test_the_options_of_a_job_are_those_of_the_command() -> None:
+    """A job file is checked without the command line, so that the two lists must stay equal."""
+    command: Any = typer.main.get_command(app)
+    train = command.commands["train"]
+    found = {
+        name: not one.is_flag for one in train.params if one.param_type_name == "option" for name in one.opts
+    }
+    assert {**found, "--help": False} == dict(TRAIN_OPTIONS)
+
+
+def test_a_job_that_is_made_in_a_program_is_checked_before_it_is_launched(tmp_path: Path) -> None:
+    job = job_from({**TRAIN, "devices": {"count": 2, "kind": "h2000"}})
+    with pytest.raises(ConfigError, match="did you mean h200"):
+        launch(job, "local", JobStore(tmp_path))
+    assert not JobStore(tmp_path).jobs()
 
 
 def test_files_that_are_missing_or_no_yaml_are_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from cumulo.cluster.job_file import JobFile
+from cumulo.cluster.job_file import JobFile, check_names
 from cumulo.cluster.job_record import JobRecord
 from cumulo.errors import ConfigError
 from cumulo.train.decide.config import load_config
@@ -62,6 +62,7 @@ def planned_ranks(job: JobFile) -> int:
 
 def check_work(job: JobFile) -> None:
     """Refuse what the devices cannot run before anything is submitted."""
+    check_names(job)
     train = job.train
     if train is None or _is_head(train.source):
         return

@@ -5,7 +5,8 @@ manifests.
 from collections.abc import Sequence
 from typing import Any
 
-from cumulo.cluster.job_file import JobFile, seconds
+from cumulo.cluster.job_amounts import seconds
+from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.kubernetes_settings import KubernetesSettings
 
 PORT, RANK_PORT, TRANSFER_PORT, MASTER_PORT = 8000, 9100, 9200, 29500
