@@ -17,9 +17,10 @@ from cumulo.gateway.pages import GatewayPages
 from cumulo.gateway.passed_request import STORED, PassedRequest
 from cumulo.gateway.replicas import NoReplica, PromptHint, Replicas, UnknownModel
 from cumulo.gateway.stories import GatewayStories, PassedRecord
+from cumulo.gateway.watch import LOOP_STATUS
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.errors import ApiError, ClientGone, shaped
-from cumulo.serve.fleet.wire import FleetAsk
+from cumulo.serve.fleet.wire import VIA_HEADER, FleetAsk
 
 log = logging.getLogger("cumulo.gateway.access")
 
@@ -45,6 +46,13 @@ class GatewayApp:
         received_s, path = time.perf_counter(), scope["path"]
         exchange = _Sending(send, self.draining)
         try:
+            if (VIA_HEADER, self.options.id.encode()) in scope["headers"]:
+                raise ApiError(
+                    LOOP_STATUS,
+                    "the request came back to the gateway that sent it: a gateway behind it has it as a replica; "
+                    "remove it there (DELETE /v1/fleet/replicas/HOST:PORT)",
+                    code="loop",
+                )
             if await self._operation.answered(scope, receive, exchange):
                 return
             if not path.startswith(_PASSED):

@@ -1,6 +1,7 @@
 """GatewayOptions: every option of the gateway, documented where it is defined. Made by `cumulo gateway`."""
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class GatewayOptions:
     allow_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     stories: int = 1000  # requests whose routing is kept for /v1/requests/{id}/explain
+    id: str = field(default_factory=lambda: secrets.token_hex(8))  # by which a gateway knows its own requests
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -86,8 +88,9 @@ class GatewayOptions:
             if not getattr(self, name) > 0:  # with 0 every replica would be taken for dead
                 raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         for name in ("retries", "breaker_failures", "max_connections", "max_body_bytes", "stories"):
-            if getattr(self, name) < (name != "retries"):
-                raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            least = 0 if name == "retries" else 1
+            if getattr(self, name) < least:
+                raise CumuloError(f"{name} must be {least} or more, got {getattr(self, name)}")
         urls = [member.url for member in self.members]
         for url in urls:
             if urls.count(url) > 1:

@@ -27,6 +27,7 @@ from cumulo.serve.fleet.wire import (
     KEY_HEADER,
     PROMPT_HEADER,
     RESUME_PATH,
+    VIA_HEADER,
     FleetAsk,
     read_told,
     unpacked_hashes,
@@ -58,7 +59,7 @@ class PassedRequest:
         self._fleet, self._scope, self._receive, self._send = fleet, scope, receive, send
         self._body, self._asked, self._prompt, self._ask = body, asked, prompt, ask
         self.record, self._home = record, home
-        self._headers = passed_on(scope["headers"])
+        self._headers = [*passed_on(scope["headers"]), (VIA_HEADER, fleet.options.id.encode())]
         self._stream = SealedStream()
         self._like = ""  # the fingerprint of the model that has begun the answer
         self._begun = False  # has the client got a byte?

@@ -89,8 +89,11 @@ class Replicas:
             raise CumuloError(
                 f"{member.url} is in the fleet already; remove it first to change its pool or weight"
             )
-        await self._add(member).settled.wait()
+        watch = self._add(member)
         replica = self.replicas[member.url]
+        await watch.settled.wait()
+        if self.replicas.get(member.url) is not replica:
+            raise CumuloError(f"{member.url} was removed while it was asked what it is")
         problem = _named(replica) if replica.trouble else ""
         known = [
             (one.name, one.told)
@@ -114,9 +117,10 @@ class Replicas:
     async def remove(self, name: str) -> None:
         """What runs there is continued elsewhere."""
         replica = self.replicas.pop(name)
-        _, task = self._watches.pop(name)
+        watch, task = self._watches.pop(name)
         task.cancel()
         await asyncio.wait([task])
+        watch.settled.set()
         replica.lose("was removed from the fleet")
         self._forget(replica)
         self._wake()

@@ -11,6 +11,7 @@ from cumulo.load.connection import ServerAddress
 from cumulo.load.http_response import BadResponse, Response
 
 _MOST_IDLE = 256
+_MOST_BYTES = 16 << 20  # of what a replica says of itself
 _PAUSE_BYTES = 1 << 18  # of an answer that its client has not read yet: no more is read of it
 
 
@@ -62,13 +63,16 @@ class UpstreamExchange:
         self._held_bytes = 0
         return pieces
 
-    async def whole(self, timeout_s: float | None = None) -> bytes:
-        """The body, when all of it has come; raises UpstreamError. Ends the exchange."""
-        found = list[bytes]()
+    async def whole(self, timeout_s: float) -> bytes:
+        """The body, when all of it has come, in so much time; raises UpstreamError. Ends the exchange."""
+        found, size = list[bytes](), 0
         try:
             async with asyncio.timeout(timeout_s):
                 while pieces := await self.next_pieces():
                     found += pieces
+                    size += sum(map(len, pieces))
+                    if size > _MOST_BYTES:
+                        raise UpstreamError(f"its answer is longer than {_MOST_BYTES:,} bytes")
         except TimeoutError:
             raise UpstreamError(f"it did not answer within {timeout_s:g} s") from None
         finally:
@@ -199,8 +203,9 @@ class Upstream:
         except TimeoutError:
             reason = f"no connection within {self._connect_timeout_s:g} s"
             raise UpstreamError(reason, sent=False) from None
-        except OSError as error:
-            raise UpstreamError(f"no connection: {error.strerror or error}", sent=False) from None
+        except (OSError, UnicodeError) as error:  # the latter: of what cannot be a host's name
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise UpstreamError(f"no connection: {reason}", sent=False) from None
         return connection
 
     def give_back(self, connection: UpstreamConnection) -> None:

@@ -16,9 +16,13 @@ from cumulo.gateway.decide.membership import Told, refusal
 from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.replica import UpstreamReplica
 from cumulo.gateway.upstream import UpstreamError, UpstreamExchange
-from cumulo.serve.fleet.wire import KEY_HEADER, STATE_PATH, FleetNews, read_news
+from cumulo.serve.fleet.wire import KEY_HEADER, STATE_PATH, VIA_HEADER, FleetNews, read_news
 
 log = logging.getLogger(__name__)
+LOOP_STATUS = 508
+_LEADS_BACK = "is this gateway itself, or leads back to it: name the servers behind it instead"
+_STATE_TYPE = "application/x-ndjson"
+_MOST_LINE_BYTES = 64 << 20
 _TICK_S = 0.25
 _PROBE_EVERY_S = 2.0
 _LONGEST_PAUSE_S = 5.0
@@ -61,6 +65,9 @@ class Watch:
                 trouble = f"is not ready: {error}"
             except UpstreamError as error:
                 trouble = f"does not answer: {error}"
+            except Exception as error:  # of whatever a server may say: it is watched on
+                log.exception("%s cannot be followed", replica.name)
+                trouble = f"cannot be followed: {type(error).__name__}: {error}"
             pause_s = 0.2 if not replica.trouble else min(_LONGEST_PAUSE_S, 2 * pause_s)
             if not replica.trouble or replica.trouble != trouble:
                 log.warning("%s takes no requests: %s", replica.name, trouble)
@@ -78,22 +85,26 @@ class Watch:
         exchange = await self._ask(STATE_PATH, headers)
         try:
             status = exchange.response.status
-            if status == 200:
+            kind = exchange.response.headers.get("content-type", _STATE_TYPE)
+            if status == 200 and kind.startswith(_STATE_TYPE):
                 await self._follow_state(exchange)
+            elif status == LOOP_STATUS:
+                raise Refused(_LEADS_BACK)
             elif status == 401:
-                raise Refused(await _reason(exchange))
-            elif status == 404:
+                raise Refused(await self._reason(exchange))
+            elif status in (200, 404):  # some servers have an answer for every path
+                exchange.close()
                 await self._probe_for_ever()
             elif status == 503:
-                raise NotReady(await _reason(exchange))
+                raise NotReady(await self._reason(exchange))
             else:
-                raise UpstreamError(f"{STATE_PATH} gives status {status}: {await _reason(exchange)}")
+                raise UpstreamError(f"{STATE_PATH} gives status {status}: {await self._reason(exchange)}")
         finally:
             exchange.close()
 
     async def _ask(self, path: str, headers: list[tuple[bytes, bytes]]) -> UpstreamExchange:
-        upstream = self._replica.upstream
-        exchange = await upstream.begin(upstream.request("GET", path, headers))
+        upstream, via = self._replica.upstream, (VIA_HEADER, self._options.id.encode())
+        exchange = await upstream.begin(upstream.request("GET", path, [*headers, via]))
         try:
             async with asyncio.timeout(self._options.hang_timeout_s):
                 await exchange.head()
@@ -115,6 +126,8 @@ class Watch:
         rest = b""
         while pieces := await exchange.next_pieces():
             *lines, rest = (rest + b"".join(pieces)).split(b"\n")
+            if len(rest) > _MOST_LINE_BYTES:
+                raise Refused("its state has a line without end: it is no Cumulo server")
             for line in lines:
                 try:
                     self._take(read_news(line))
@@ -162,10 +175,12 @@ class Watch:
     async def _probe_for_ever(self) -> None:
         while True:
             exchange = await self._ask("/v1/models", [])
-            models = await _json(exchange)
+            models = await self._json(exchange)
             if exchange.response.status == 401:
                 names: list[str] = []  # it wants a client's key: nobody else can ask
             elif exchange.response.status != 200:
+                if exchange.response.status == LOOP_STATUS:
+                    raise Refused(_LEADS_BACK)
                 raise UpstreamError(f"GET /v1/models gives status {exchange.response.status}")
             else:
                 try:
@@ -200,16 +215,14 @@ class Watch:
             self.settled.set()
         self._on_change(replica)
 
+    async def _json(self, exchange: UpstreamExchange) -> dict[str, object] | None:
+        try:
+            content = json.loads(await exchange.whole(self._options.hang_timeout_s))
+        except (ValueError, RecursionError):
+            return None
+        return content if isinstance(content, dict) else None
 
-async def _json(exchange: UpstreamExchange) -> dict[str, object] | None:
-    try:
-        content = json.loads(await exchange.whole())
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
-
-
-async def _reason(exchange: UpstreamExchange) -> str:
-    content = await _json(exchange)
-    error = content.get("error") if content is not None else None
-    return str(error.get("message")) if isinstance(error, dict) else f"status {exchange.response.status}"
+    async def _reason(self, exchange: UpstreamExchange) -> str:
+        content = await self._json(exchange)
+        error = content.get("error") if content is not None else None
+        return str(error.get("message")) if isinstance(error, dict) else f"status {exchange.response.status}"

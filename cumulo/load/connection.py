@@ -102,7 +102,10 @@ class ServerAddress:
     """Where a server is, read from its URL."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+        except ValueError as error:
+            raise CumuloError(f"{url!r} is not a server's address: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise CumuloError(f"{url!r} is not a server's address; it should look like http://127.0.0.1:8000")
         try:

@@ -149,6 +149,27 @@ def test_pools_replicas_and_a_failing_one(servers: tuple[RunningServer, RunningS
         assert gateway.get("/v1/responses/resp_none").status_code == 404
 
 
+def test_a_gateway_is_no_replica_of_itself_nor_of_one_behind_it(folder: Path, key: str) -> None:
+    """Requests would go round for ever."""
+    with other_server() as (url, _):
+        first = RunningGateway(url, "--fleet-key-file", key)
+        second = RunningGateway(first.url, "--fleet-key-file", key)
+        try:
+            itself = first.operate("POST", "", url=first.url)
+            assert itself.status_code == 400 and "is this gateway itself" in itself.text
+            assert first.operate("DELETE", f"/{address_of(url)}").status_code == 200
+            assert first.operate("POST", "", url=second.url).status_code == 201  # a gateway is a server, too
+            found = second.post("/v1/chat/completions", ASK)
+            assert found.status_code == 508 and found.json()["error"]["code"] == "loop"
+        finally:
+            second.end()
+            first.end()
+
+
+def address_of(url: str) -> str:
+    return url.removeprefix("http://")
+
+
 def test_another_servers_broken_stream_ends_with_a_clear_error() -> None:
     with other_server(breaks=True) as (url, _):
         gateway = RunningGateway(url)

@@ -18,6 +18,7 @@ import msgspec
 
 KEY_HEADER = b"x-cumulo-fleet-key"
 ASK_HEADER = b"x-cumulo-fleet"
+VIA_HEADER = b"x-cumulo-via"  # a gateway that a request has come through; one for each
 PROMPT_HEADER = b"x-cumulo-prompt"  # of an answer: a PromptTold
 STATE_PATH = "/internal/fleet/state"
 RESUME_PATH = "/internal/fleet/resume"
