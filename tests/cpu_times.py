@@ -6,6 +6,7 @@ test nor any of its processes could compute, and `workers` when each of them beg
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -24,23 +25,38 @@ import pytest
 _BEGAN = "CUMULO_TESTS_BEGAN"  # in the environment, which the workers have from the controller
 
 
-def spent() -> float:
-    """CPU seconds of this process, of its children that ended, and of their descendants that still run."""
+def spent(but: int = 0) -> float:
+    """CPU seconds of this process, of its children that ended, and of their descendants that still run; without
+    those of the child `but`."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + _running(os.getpid())
+    ticks = _running(str(os.getpid()).encode(), str(but).encode())
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _running(parent: int) -> float:
-    """CPU seconds of the descendants of `parent` that run, with their children that ended."""
-    seconds = 0.0
-    for children in Path(f"/proc/{parent}/task").glob("*/children"):
-        try:
-            for child in children.read_text().split():
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
-                seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + _running(int(child))
-        except OSError:  # it ended meanwhile
-            continue
-    return seconds
+def _running(parent: bytes, but: bytes) -> int:
+    """Ticks of the descendants of `parent` that run, with their children that ended. Plain system calls: this is
+    done after every test."""
+    ticks = 0
+    with contextlib.suppress(OSError):  # it ended meanwhile
+        for task in os.listdir(b"/proc/%b/task" % parent):  # noqa: PTH208
+            for child in _read(b"/proc/%b/task/%b/children" % (parent, task)).split():
+                if child != but and (stat := _read(b"/proc/%b/stat" % child)):
+                    ticks += sum(map(int, stat.rpartition(b") ")[2].split()[11:15])) + _running(child, but)
+    return ticks
+
+
+def _read(path: bytes) -> bytes:
+    """What there is to read; nothing, where the process has ended."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        return os.read(file, 65536)
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
 
 
 class CpuTimes:
@@ -54,6 +70,8 @@ class CpuTimes:
         _epoch()
         self.workers: dict[str, list[float]] = {}
         self.watch: mmap.mmap | None = None
+        self.watcher = 0
+        self.before: float | None = None
 
     def _waited_s(self) -> float:
         """How long this process and all below it have waited since the first call (`waits.py`)."""
@@ -62,16 +80,19 @@ class CpuTimes:
                 file.truncate(8)
                 self.watch = mmap.mmap(file.fileno(), 8)
                 program = [sys.executable, "-IS", str(Path(__file__).with_name("waits.py"))]
-                subprocess.Popen([*program, str(file.fileno()), str(os.getpid())], pass_fds=[file.fileno()])
+                command = [*program, str(file.fileno()), str(os.getpid())]
+                self.watcher = subprocess.Popen(command, pass_fds=[file.fileno()]).pid
         return float(struct.unpack("d", self.watch[:8])[0])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        waited_s, before = self._waited_s(), spent()
+        waited_s = self._waited_s()
+        before = spent(self.watcher) if self.before is None else self.before
         name = os.environ.get("PYTEST_XDIST_WORKER", "alone")
         times = self.workers.setdefault(name, [round(time.time() - _epoch(), 1)] * 2)
         result = yield
-        cost = spent() - before
+        self.before = spent(self.watcher)
+        cost = self.before - before
         times[1] = round(time.time() - _epoch(), 1)
         self.files[item.location[0]] += cost
         self.tests[item.nodeid] = round(cost, 2)

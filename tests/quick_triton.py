@@ -13,6 +13,7 @@ from typing import Any
 
 import triton.language as tl
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any]] = {}
@@ -20,6 +21,7 @@ _shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any]] = {}
 
 def _interpreted(member: Callable[..., Any]) -> Callable[..., Any]:
     semantic = interpreter.interpreter_semantic
+    member = getattr(member, "__wrapped__", member)  # which only asks whether there is a _semantic
 
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         return member(*args, **kwargs, _semantic=semantic)
@@ -40,6 +42,26 @@ def _builtins(package: Any) -> list[tuple[str, Callable[..., Any]]]:
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     for name, member in _builtins(package):
         scope.set_attr(package, name, member)
+
+
+class _Lasting:
+    """Instead of the scope that takes every replacement back after a launch."""
+
+    def restore(self) -> None: ...
+
+
+def _patch_once(replace: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The language stays replaced: nothing is compiled in a process that interprets."""
+    done: set[Any] = set()
+    lasting = _Lasting()
+
+    def patch(function: Any) -> Any:
+        if function not in done:
+            replace(function)
+            done.add(function)
+        return lasting
+
+    return patch
 
 
 def _remember_dtypes() -> None:
@@ -71,10 +93,22 @@ def _shape(sizes: tuple[int, ...]) -> tuple[Any, int, Any, Any]:
 def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
     assert isinstance(shape, list | core.tuple)
     self.element_ty = element_ty
-    sizes = tuple(core._unwrap_shape(shape))
+    values = shape if isinstance(shape, list) else shape.values
+    sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in values])
     if not sizes:
         raise TypeError("0d block_type is forbidden")
     self.shape, self.numel, _, _ = _shape(sizes)
+    self.others = {}
+
+
+def _with_element_ty(self: Any, element: Any) -> Any:
+    """The same blocks of other elements, made once."""
+    found = self.others.get(id(element))
+    if found is None:
+        found = self.others[id(element)] = tl.block_type(
+            element, self.shape
+        )  # which keeps the element, and its id
+    return found
 
 
 def _tensor(self: Any, handle: Any, type: Any) -> None:
@@ -83,20 +117,113 @@ def _tensor(self: Any, handle: Any, type: Any) -> None:
     self.dtype = type.scalar
 
 
+def _handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if not isinstance(dtype, tl.pointer_type) and data.itemsize * 8 > max(8, dtype.primitive_bitwidth):
+        raise ValueError(f"{data.itemsize * 8} bits of data for {dtype}")
+
+
+def _quick_unwrap(slow: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    plain = (int, tl.tensor, tl.dtype, tl.block_type, tl.pointer_type)
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in plain else slow(value)
+
+    return unwrap
+
+
+def _quick_equal(slow: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self is other or slow(self, other)
+
+
+def _quick_broadcast(slow: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if not (left.is_block() and right.is_block()):
+            return slow(self, lhs, rhs)
+        if left.shape is right.shape:  # shapes are remembered: those that are equal are the same
+            return lhs, rhs
+        ours, theirs = left.shape.values, right.shape.values
+        if len(ours) != len(theirs):
+            return slow(self, lhs, rhs)
+        both = [b if a == 1 else a for a, b in zip(ours, theirs, strict=True)]
+        if any(b not in (1, size) for b, size in zip(theirs, both, strict=True)):
+            return slow(self, lhs, rhs)  # which says what is wrong
+        if ours != both:
+            handle = self.builder.create_broadcast(lhs.handle, both)
+            lhs = self.make_tensor(handle, tl.block_type(left.element_ty, both))
+        if theirs != both:
+            handle = self.builder.create_broadcast(rhs.handle, both)
+            rhs = self.make_tensor(handle, tl.block_type(right.element_ty, both))
+        return lhs, rhs
+
+    return broadcast
+
+
+def _quick_common_type(slow: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[Any, Any] = {}
+
+    def common(self: Any, left: Any, of_left: bool, right: Any, of_right: bool, divides: bool) -> Any:
+        key = (left.name, of_left, right.name, of_right, divides)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = slow(self, left, of_left, right, of_right, divides)
+        return found
+
+    return common
+
+
+def _quick_operands(slow: Callable[..., Any]) -> Callable[..., Any]:
+    def operands(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        both = type(lhs) is tl.tensor and type(rhs) is tl.tensor
+        if not both or lhs.dtype.is_ptr() or rhs.dtype.is_ptr():
+            return slow(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if arithmetic_check:
+            common = self.computation_type_impl(lhs.dtype, False, rhs.dtype, False, div_or_mod)
+            lhs, rhs = self.cast(lhs, common), self.cast(rhs, common)
+        return self.broadcast_impl_value(lhs, rhs)
+
+    return operands
+
+
 def _install() -> None:
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._patch_builtin = _patch_builtin
+    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
     _remember_dtypes()
     name = functools.cached_property(lambda self: f"<{self.shape}, {self.element_ty}>")
     name.__set_name__(tl.block_type, "name")
     tl.block_type.name = name
     tl.block_type.__init__ = _block_type
+    tl.block_type.with_element_ty = _with_element_ty
     tl.tensor.__init__ = _tensor
+    tl.dtype.__eq__ = _quick_equal(tl.dtype.__eq__)
+    tl.block_type.__eq__ = _quick_equal(tl.block_type.__eq__)
+    core._unwrap_if_constexpr = _quick_unwrap(core._unwrap_if_constexpr)
+    interpreter.TensorHandle.__init__ = _handle
+    for name, quick in _QUICK.items():
+        setattr(TritonSemantic, name, quick(getattr(TritonSemantic, name)))
 
 
+_QUICK = {
+    "broadcast_impl_value": _quick_broadcast,
+    "computation_type_impl": _quick_common_type,
+    "binary_op_type_checking_impl": _quick_operands,
+}
 _PARTS = (
-    (interpreter, ("_get_np_dtype", "_patch_builtin", "InterpreterOptions", "interpreter_builder")),
-    (core, ("is_builtin", "_unwrap_shape", "validate_block_shape", "constexpr", "tuple")),
+    (
+        interpreter,
+        ("_get_np_dtype", "_patch_builtin", "_patch_lang", "InterpreterOptions", "interpreter_builder"),
+    ),
+    (interpreter, ("TensorHandle",)),
+    (TritonSemantic, tuple(_QUICK)),
+    (core, ("is_builtin", "_unwrap_if_constexpr", "validate_block_shape", "constexpr", "tuple")),
 )
 if all(hasattr(module, name) for module, names in _PARTS for name in names):
     _install()

@@ -10,7 +10,6 @@ import os
 import struct
 import sys
 import time
-from pathlib import Path
 
 PAUSE_S = 0.05
 
@@ -18,20 +17,27 @@ PAUSE_S = 0.05
 def computes(pid: int, but: int) -> bool:
     """Whether a thread of the process or of its descendants runs, waits for a core, or for a disk."""
     try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        tasks = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
     except OSError:  # it ended meanwhile
         return False
     for task in tasks:
         try:
-            stat = (task / "stat").read_bytes()
-            if stat.rpartition(b") ")[2][:1] in b"RD":
+            if _read(f"/proc/{pid}/task/{task}/stat").rpartition(b") ")[2][:1] in b"RD":
                 return True
-            children = (task / "children").read_bytes().split()
+            children = _read(f"/proc/{pid}/task/{task}/children").split()
         except OSError:
             continue
         if any(child != but and computes(child, but) for child in map(int, children)):
             return True
     return False
+
+
+def _read(path: str) -> bytes:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 65536)
+    finally:
+        os.close(file)
 
 
 def main(file: int, worker: int) -> None:
