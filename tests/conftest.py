@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import random
 import ssl
 import sys
 from pathlib import Path
@@ -48,6 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
     thorough.chosen = config.getoption("--thorough")
     if thorough.chosen and not config.getoption("--hypothesis-profile"):
         settings.load_profile("thorough")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws without a seed of its own is the same every time, whatever ran before it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

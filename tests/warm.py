@@ -9,7 +9,8 @@ The process is the caller's own child, with its own arguments, environment and s
 of a server is forked, too, the first time; a server that restarts its engine starts it as users' servers do, unless
 SPARE_ENGINES in its environment says how many more are forked, which replace a lost one at once; SPARE_RANKS says
 the same of the ranks of `cumulo train`. LOADED_LIBRARY is the path of a library that whoever asks for it by its
-name finds there. Tests of the start itself, or of memory, start a process of their own.
+name finds there. Requests without a seed get the same ones in every run. Tests of the start itself, or of memory,
+start a process of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -40,6 +43,7 @@ ROOT = Path(__file__).parents[1]
 ENGINE = "cumulo.serve.engine_link.engine_process"
 ENGINE_START = "cumulo.serve.engine_link.early_start"
 RANKS_START = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+DRAWING = ("cumulo.serve.engine_link.engine_supervisor", "cumulo.gateway.app")  # modules that draw seeds
 PRELOAD = (
     "cumulo.cli.app",
     "cumulo.cli.shared.help_words",
@@ -278,11 +282,22 @@ def _become(order: dict[str, Any]) -> None:
 
     if width := os.environ.get("COLUMNS"):  # read when the consoles were made
         terminal.out._width = terminal.err._width = int(width)
+    _draw_the_same_seeds()
     if order["arguments"][:1] == ["serve"]:
         _prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 0)))
     if order["arguments"][:1] == ["train"]:
         _prepare_ranks(int(os.environ.get("SPARE_RANKS", 0)))
     main()
+
+
+def _draw_the_same_seeds() -> None:
+    """Requests without a seed are drawn the same in every run of a test; an engine that is started again draws
+    others than the one before."""
+    draw = random.Random(0)
+    for name in DRAWING:
+        module: Any = sys.modules.get(name)
+        if module is not None:
+            module.secrets = SimpleNamespace(randbits=draw.getrandbits, token_hex=secrets.token_hex)
 
 
 def _prepare_engines(count: int) -> None:

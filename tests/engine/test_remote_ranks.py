@@ -21,13 +21,9 @@ from cumulo.ranks.remote import RankDoor, join_door
 from tests import warm
 from tests.engine.ranked_models import save_model
 from tests.engine.test_ranks import compare, started
+from tests.ports import reserved_port
 
 KEY = "a key that is long enough for all of them".replace(" ", "-")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TextIO]]:
     """An address, and what a process says that wants to be a rank of whatever engine waits there."""
-    address, key = f"127.0.0.1:{free_port()}", tmp_path_factory.mktemp("key") / "fleet.key"
+    address, key = f"127.0.0.1:{reserved_port()}", tmp_path_factory.mktemp("key") / "fleet.key"
     key.write_text(KEY)
     words = ["serve", "--rank-of", address, "--fleet-key-file", str(key), "--threads", "1"]
     reading, writing = os.pipe()
@@ -81,7 +77,7 @@ def test_ranks_over_tcp_say_what_one_says_and_join_the_next_engine(
 
 
 def test_a_rank_with_another_key_is_refused_and_says_so() -> None:
-    door = RankDoor(f"127.0.0.1:{free_port()}", KEY)
+    door = RankDoor(f"127.0.0.1:{reserved_port()}", KEY)
     try:
         with ThreadPoolExecutor(1) as pool:
             admitted = pool.submit(door.admit, 1, "told")

@@ -106,8 +106,8 @@ class RunningServer:
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
-    def engine_pid(self) -> int:
-        """The child whose command line is the engine's, and that is not waiting for its job."""
+    def engine_pid(self, *, spare: bool = False) -> int:
+        """The child whose command line is the engine's, and that is not waiting for its job; or one that is."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):
@@ -117,9 +117,9 @@ class RunningServer:
                         or b"engine_process" not in (entry / "cmdline").read_bytes()
                     ):
                         continue
-                    if (entry / "comm").read_text().strip() != warm.SPARE:
+                    if ((entry / "comm").read_text().strip() == warm.SPARE) == spare:
                         return int(entry.name)
-        raise AssertionError("the server has no engine process")
+        raise AssertionError(f"the server has no {'spare ' * spare}engine process")
 
     def sample(self, metric: str, **labels: str) -> float:
         """One number of /metrics: the sum over what matches the labels."""

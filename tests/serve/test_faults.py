@@ -92,11 +92,14 @@ def test_a_killed_engine_is_replaced_and_everyone_is_answered(hurt: RunningServe
         # Two that have told their clients nothing yet: they are asked again of the new engine.
         whole = [threads.submit(client.chat.completions.create, **TALE) for _ in range(2)]
         wait_for(lambda: server.sample("cumulo:num_requests_running") == 5, "five running", server)
+        next_engine = server.engine_pid(spare=True)
+        os.kill(next_engine, signal.SIGSTOP)  # until everybody has seen that there is none
         os.kill(server.engine_pid(), signal.SIGKILL)
         wait_for(lambda: server.status("/health") == 503, "a bad /health", server)
         assert httpx.get(f"{server.url}/health").json()["engine"] == "restarting"
         with pytest.raises(openai.InternalServerError, match="being restarted"):
             client.chat.completions.create(**SHORT)
+        os.kill(next_engine, signal.SIGCONT)
         assert text_of(first, *stream) == story
         for path, lines in others.items():
             assert f"event: {OTHER_STREAMS[path][1]}" in list(lines)

@@ -1,7 +1,6 @@
 """OpenTelemetry traces: sent by a real server to a collector that parses OTLP."""
 
 import importlib.util
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from cumulo.errors import CumuloError
 from cumulo.serve.observe.phases import phases
 from cumulo.serve.observe.stories import Record
 from cumulo.serve.options import ServeOptions
+from tests.ports import reserved_port
 from tests.serve.running_server import (
     MODEL,
     RunningServer,
@@ -128,20 +128,18 @@ def test_a_preempted_request_shows_when_it_was_away() -> None:
 
 # -- a real server, whose collector comes later -------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def reserved_port() -> int:
-    """Of a collector that does not run yet: nobody listens there."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def collectors_port() -> int:
+    """Of a collector that does not run yet."""
+    return reserved_port()
 
 
 @pytest.fixture(scope="module")
-def traced(reserved_port: int) -> Iterator[RunningServer]:
+def traced(collectors_port: int) -> Iterator[RunningServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds until a batch leaves
         patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "5")  # seconds until the collector counts as away
         with running_server(
-            quick_model(), "--no-console", "--otlp-endpoint", f"http://127.0.0.1:{reserved_port}"
+            quick_model(), "--no-console", "--otlp-endpoint", f"http://127.0.0.1:{collectors_port}"
         ) as running:
             yield running
 
@@ -150,7 +148,7 @@ def traced(reserved_port: int) -> Iterator[RunningServer]:
 @needs_built_in_model
 @pytest.mark.slow
 def test_traces_tell_the_story_and_a_missing_collector_costs_no_answer(
-    traced: RunningServer, reserved_port: int
+    traced: RunningServer, collectors_port: int
 ) -> None:
     """One server for all of it: they are slow to start."""
     from tests.serve.otlp_receiver import OtlpReceiver, attributes
@@ -161,7 +159,7 @@ def test_traces_tell_the_story_and_a_missing_collector_costs_no_answer(
     assert traced.log.count("traces cannot be sent") == 1
     assert "Connection refused" in traced.log
 
-    collector = OtlpReceiver(reserved_port)
+    collector = OtlpReceiver(collectors_port)
     endless = {"max_tokens": 4000, "stream": True, "ignore_eos": True}
     called = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
     chat = traced.post("/v1/chat/completions", CHAT, headers=called).json()

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cumulo.serve.monitoring.__main__ import write
 from cumulo.serve.monitoring.panels import expressions
+from tests.ports import reserved_port
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, wait_for
 
 needs_prometheus = pytest.mark.skipif(
@@ -40,9 +40,7 @@ class RunningPrometheus:
     def __init__(self, target: str, folder: Path) -> None:
         write(folder, [target], interval_s=1)
         self._log = (folder / "log").open("wb")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{reserved_port()}"
         self.url = f"http://{address}"
         self.process = subprocess.Popen(
             [
@@ -82,13 +80,9 @@ class RunningPrometheus:
 @pytest.fixture(scope="module")
 def prometheus(quick_server: RunningServer) -> Iterator[RunningPrometheus]:
     with tempfile.TemporaryDirectory() as folder:
-        for attempt in range(3):  # another program may have taken the free port meanwhile
-            running = RunningPrometheus(quick_server.url.removeprefix("http://"), Path(folder) / str(attempt))
-            wait_for(running.has_scraped_or_ended, "a first scrape", quick_server)
-            if running.process.poll() is None:
-                break
-            running.end()
+        running = RunningPrometheus(quick_server.url.removeprefix("http://"), Path(folder) / "prometheus")
         try:
+            wait_for(running.has_scraped_or_ended, "a first scrape", quick_server)
             yield running
         finally:
             running.end()

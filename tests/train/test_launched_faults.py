@@ -17,6 +17,7 @@ from cumulo.layout.layout import Layout
 from cumulo.train.decide.config import CheckpointConfig, config_text
 from cumulo.train.run.log import read_log
 from tests import thorough, warm
+from tests.ports import reserved_port
 from tests.serve.running_server import wait_for
 from tests.train.kill import ranks_of, torment
 from tests.train.ranked import tiny, train, write_texts
@@ -132,9 +133,7 @@ def test_when_a_node_is_lost_the_run_goes_on_without_it_from_its_copy_in_a_peers
     _, expected, _ = train(tiny(tmp_path / "alone", source, Layout(), **changes))
     config = tiny(tmp_path / "run", source, Layout(dp=2, zero=1), **changes)
     (tmp_path / "config.yaml").write_text(config_text(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     log, deadline = tmp_path / "run/log.csv", time.monotonic() + 300
     first = _node("first", tmp_path, port)
     _wait_until_it_listens(port)  # it hosts the rendezvous

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.ports import reserved_port
 from tests.serve.running_server import ROOT, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
@@ -111,8 +111,7 @@ def test_a_reader_that_comes_late_is_told_how_much_is_missing() -> None:
 def test_the_server_serves_whatever_happens_to_its_log(kind: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         model = save_tiny_model(tmp_path)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = reserved_port()
         command = [
             sys.executable,
             "-m",
