@@ -53,19 +53,20 @@ def explain(
         if str(json_file) == "-":
             print(text, end="")
             return
-        json_file.write_text(text, "utf-8")
+        _write(json_file, text)
     for request in story["data"]:
         out.print(f"[bold]{request['id']}[/bold]", highlight=False)
         out.print(request["summary"], markup=False, soft_wrap=True)
         for event in request["events"]:
             out.print(f"{event['at_ms']:10.1f} ms  {event['words']}", markup=False, soft_wrap=True)
     if trace is not None:
-        trace.write_text(json.dumps(_get(server, request_id, api_key, "trace")), "utf-8")
+        _write(trace, json.dumps(_get(server, request_id, api_key, "trace")))
         note(f"trace written to {trace}; open it in https://ui.perfetto.dev")
 
 
 def _get(server: str, request_id: str, api_key: str | None, form: str = "json") -> dict[str, Any]:
     # Here, because every command's help would wait for them: they take as long as all of this package's own.
+    import http.client
     import urllib.error
     import urllib.parse
     import urllib.request
@@ -73,10 +74,11 @@ def _get(server: str, request_id: str, api_key: str | None, form: str = "json") 
     from cumulo.errors import CumuloError
 
     name = urllib.parse.quote(request_id, safe="")
-    url = f"{server.rstrip('/')}/v1/requests/{name}/explain?format={form}"
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    address = server if "://" in server else f"http://{server}"
+    url = f"{address.rstrip('/')}/v1/requests/{name}/explain?format={form}"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
             content: dict[str, Any] = json.load(answer)
             return content
     except urllib.error.HTTPError as error:
@@ -88,8 +90,17 @@ def _get(server: str, request_id: str, api_key: str | None, form: str = "json") 
             " (with this command: --api-key KEY, or the variable OPENAI_API_KEY)" if error.code == 401 else ""
         )
         raise CumuloError(f"{server} answered: {message}{hint}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.InvalidURL) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise CumuloError(
             f"no Cumulo server answers at {server} ({reason}); give its address with --server"
         ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    from cumulo.errors import CumuloError
+
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error

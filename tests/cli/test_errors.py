@@ -103,6 +103,13 @@ def test_a_server_that_is_not_there_is_said_in_words(cumulo: Run) -> None:
     assert "refused" in ran.err and "<" not in ran.err
 
 
+@pytest.mark.parametrize("address", ["nonsense.invalid", "http://[", "http://127.0.0.1:port"])
+def test_what_is_no_address_of_a_server_is_said_in_words(cumulo: Run, address: str) -> None:
+    ran = cumulo("explain", "last", "--server", address)
+    assert ran.code == 2
+    assert f"no Cumulo server answers at {address}" in ran.err and "Traceback" not in ran.err
+
+
 def test_an_unknown_rival_is_refused(cumulo: Run) -> None:
     ran = cumulo("bench", "engine", "--against", "transformers,abacus")
     assert ran.code == 2

@@ -199,7 +199,8 @@ def load_config(path: Path, changes: Mapping[str, str] | None = None) -> TrainCo
     try:
         data = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     return config_from(data or {}, str(path), changes)
@@ -346,7 +347,10 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         if not 0 <= value < 1:
             yield f"optimizer.{name} must be from 0 to below 1, got {value}"
     if not 0 <= schedule.warmup_steps < max(config.steps, 1):
-        yield f"schedule.warmup_steps {schedule.warmup_steps} must be fewer than steps {config.steps}"
+        yield (
+            f"schedule.warmup_steps {schedule.warmup_steps} must be fewer than steps {config.steps}; "
+            "for a short run: --set schedule.warmup_steps=0"
+        )
     for name, value in (("decay_share", schedule.decay_share), ("final_share", schedule.final_share)):
         if not 0 <= value <= 1:
             yield f"schedule.{name} must be from 0 to 1, got {value}"
