@@ -12,11 +12,17 @@ from cumulo.spec.model import ModelSpec
 
 
 def layout_problems(
-    spec: ModelSpec, layout: Layout, sequence_length: int, batch: int, micro_batch: int, ends: int = 0
+    spec: ModelSpec,
+    layout: Layout,
+    sequence_length: int,
+    batch: int,
+    micro_batch: int,
+    ends: int = 0,
+    repeats_heads: bool = False,
 ) -> Iterator[str]:
     """Why this model cannot be trained so, with `batch` sequences in a step and `micro_batch` at once. `ends`: of
-    embedding and head, how many may be a chunk by themselves."""
-    yield from tensor_problems(spec, layout.tp)
+    embedding and head, how many may be a chunk by themselves. `repeats_heads`: as in `tensor_problems`."""
+    yield from tensor_problems(spec, layout.tp, repeats_heads)
     yield from _expert_problems(spec, layout.ep)
     yield from _sequence_problems(spec, layout, sequence_length, micro_batch)
     split = batch_problem(layout, batch, micro_batch)
@@ -49,8 +55,11 @@ def tensor_sliced(spec: ModelSpec) -> dict[str, int]:
     return sliced
 
 
-def tensor_problems(spec: ModelSpec, tp: int) -> Iterator[str]:
+def tensor_problems(spec: ModelSpec, tp: int, repeats_heads: bool = False) -> Iterator[str]:
+    """`repeats_heads`: where there are more ranks than key/value heads, several ranks may hold the same head."""
     for what, count in tensor_sliced(spec).items():
+        if repeats_heads and what == "key/value heads" and tp % count == 0:
+            continue
         if count % tp:
             yield uneven("tp", tp, what, count)
 

@@ -7,7 +7,7 @@ the cost model and the search all take one.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, get_args
 
@@ -84,6 +84,13 @@ class TrainJob:
         """Of one micro-batch on one rank: its sequences, over the context-parallel ranks."""
         return self.micro_batch * self.sequence_length // self.layout.cp
 
+    @property
+    def split_model(self) -> ModelSpec:
+        """The model as its tensor-parallel ranks hold it: where these are more than its key/value heads, several
+        ranks hold the same head, each for its own query heads."""
+        model, tp = self.model, self.layout.tp
+        return model if model.kv_heads >= tp or model.mla is not None else _with_repeated_heads(model, tp)
+
     # -- the model over stages --------------------------------------------------------------------------
     @property
     def chunks_per_stage(self) -> int:
@@ -140,6 +147,11 @@ class TrainJob:
 
 
 @cache
+def _with_repeated_heads(model: ModelSpec, tp: int) -> ModelSpec:
+    return replace(model, kv_heads=tp)
+
+
+@cache
 def _chunk_kinds(model: ModelSpec, chunks: int) -> tuple[tuple[int, int], ...]:
     kinds, layer = [], 0
     for layers in split_layers(model.layers, chunks):
@@ -158,7 +170,13 @@ def _problems(job: TrainJob) -> Iterator[str]:
         yield f"recompute is none, full, selective, or some of {'+'.join(OPERATIONS)}, got {job.recompute!r}"
     # Stages may be cut as if embedding and head were layers, so that the first and the last chunk have none.
     yield from layout_problems(
-        job.model, job.layout, job.sequence_length, job.global_batch, job.micro_batch, ends=2
+        job.model,
+        job.layout,
+        job.sequence_length,
+        job.global_batch,
+        job.micro_batch,
+        ends=2,
+        repeats_heads=True,
     )
     if job.whole_experts and (job.model.moe is None or job.model.moe.experts % job.expert_ranks):
         yield f"whole experts over {job.expert_ranks} ranks (ep × tp) do not divide this model's experts"

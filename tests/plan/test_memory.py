@@ -408,7 +408,7 @@ def test_each_zero_stage_needs_less(changes: dict[str, int]) -> None:
     ("fields", "reason"),
     [
         ({"tp": 3}, "tp 3 cannot share 32 attention heads evenly; tp 2 can"),
-        ({"tp": 16}, "tp 16 cannot share 8 key/value heads evenly; tp 8 can"),
+        ({"tp": 64}, "tp 64 cannot share 32 attention heads evenly; tp 32 can"),
         ({"ep": 2, "dp": 2}, "this model has none; use ep 1"),
         ({"pp": 64}, "use pp 34 or fewer"),
         ({"dp": 5}, "cut into micro-batches of 1 over dp 5; a batch of 15 or 20 can"),

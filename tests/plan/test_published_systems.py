@@ -1,16 +1,25 @@
 """Published systems of which no row was fitted, described as their papers describe them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from cumulo.cli.app import app
+from cumulo.errors import ConfigError
+from cumulo.layout.check import tensor_problems
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
+from cumulo.plan.memory.peak import peak_memory
+from cumulo.plan.search.fixed import fixed_job
+from cumulo.plan.search.plan_file import obstacle_of
+from cumulo.plan.search.search import timed
+from cumulo.plan.search.space import Choices, TrainGoal, shapes
 from cumulo.plan.time.flops import model_flops
 from cumulo.plan.time.step import estimate
 from cumulo.spec import catalog
+from cumulo.spec.catalog import cluster
 from cumulo.spec.model import ModelSpec
 
 
@@ -177,3 +186,31 @@ def test_a_plan_on_processors_does_not_speak_of_gpus() -> None:
     found = CliRunner().invoke(app, list(words))
     assert "memory per CPU" in found.stdout
     assert "per GPU" not in found.stdout
+
+
+STARCODER = ModelSpec(
+    "gpt", 49152, 6144, 40, 48, 1, 128, 24576, 8192, tied_embeddings=True, gated_ffn=False, learned_positions=True
+)  # fmt: skip
+
+
+def test_multi_query_attention_is_planned_with_its_head_on_every_tensor_parallel_rank() -> None:
+    goal = TrainGoal(STARCODER, cluster(512, "a100-80gb"), 512, 8192)
+    split = fixed_job("tp=4,pp=4,zero=1", goal)
+    one_head_each = fixed_job("tp=4,pp=4,zero=1", replace(goal, model=replace(STARCODER, kv_heads=4)))
+    assert (
+        split.split_model == one_head_each.model
+    )  # a rank holds and computes as much as with a head of its own
+    assert timed(split, goal).estimate.step_s == timed(one_head_each, goal).estimate.step_s
+    assert peak_memory(split).total == peak_memory(one_head_each).total
+    ring = fixed_job("tp=4,cp=2,zero=1", goal)
+    sent = dict(timed(ring, goal).estimate.link_bytes)
+    assert sent["cp"] == dict(timed(replace(ring, model=split.split_model), goal).estimate.link_bytes)["cp"]
+    assert obstacle_of(timed(split, goal)) is not None
+    assert {shape.tp for shape in shapes(goal, Choices())} == {1, 2, 4, 8}
+
+
+def test_heads_that_ranks_cannot_share_are_refused_and_the_trainer_repeats_none() -> None:
+    goal = TrainGoal(replace(STARCODER, kv_heads=3), cluster(512, "a100-80gb"), 512, 8192)
+    with pytest.raises(ConfigError, match="tp 4 cannot share 3 key/value heads"):
+        fixed_job("tp=4,pp=4", goal)
+    assert list(tensor_problems(STARCODER, 4)) and not list(tensor_problems(STARCODER, 4, repeats_heads=True))

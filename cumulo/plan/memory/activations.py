@@ -20,16 +20,18 @@ def layer_bytes_per_token(job: TrainJob, layer_has_experts: bool, recompute: Rec
     """Kept for backward by one layer of a rank, for each of its tokens (`TrainJob.tokens_per_rank`)."""
     tp, between = job.layout.tp, job.layout.tp if job.layout.sequence_parallel else 1
     if recompute == "full":  # the first operation's input
-        return job.activation_bytes_each * _input_numbers(job.model, layer_has_experts) / between
+        return job.activation_bytes_each * _input_numbers(job.split_model, layer_has_experts) / between
     each = 1 if job.narrow_activations else job.activation_bytes_each
     eight_bits = job.dtype == "float8"
-    kept = _kept_bytes(job.model, layer_has_experts, each, eight_bits, _keys(job), job.dropout, recompute)
+    kept = _kept_bytes(
+        job.split_model, layer_has_experts, each, eight_bits, _keys(job), job.dropout, recompute
+    )
     return sum(size / Share(tp, between).ranks(cut) for cut, size in kept)
 
 
 def working_bytes_per_token(job: TrainJob, layer_has_experts: bool) -> float:
     """What backward of one layer needs beside what is kept; a recomputed layer's own activations are not in it."""
-    numbers = _working_numbers(job.model, layer_has_experts, _keys(job))
+    numbers = _working_numbers(job.split_model, layer_has_experts, _keys(job))
     return job.activation_bytes_each * numbers / job.layout.tp
 
 

@@ -226,7 +226,7 @@ def _gathered_bytes(job: TrainJob, has_experts: bool) -> int:
     """ZeRO-3: the layer that computes and the next, whole. ZeRO-2: gradients of a layer before they leave."""
     if job.layout.zero < 2:
         return 0
-    elements = layer_elements(job.model, has_experts, job.layout.tp, job.layout.ep).total
+    elements = layer_elements(job.split_model, has_experts, job.layout.tp, job.layout.ep).total
     gathered = 2 * elements * job.weight_bytes_each if job.layout.zero == 3 else 0
     return gathered + elements * DTYPE_BYTES[job.gradient_dtype]
 

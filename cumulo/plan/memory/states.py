@@ -76,7 +76,7 @@ def chunk_elements(job: TrainJob, chunk: int) -> Elements:
     found = Elements()
     for has_experts, layers in enumerate(job.chunk_kinds[chunk]):
         if layers:
-            each = layer_elements(job.model, bool(has_experts), job.layout.tp, job.layout.ep)
+            each = layer_elements(job.split_model, bool(has_experts), job.layout.tp, job.layout.ep)
             found = found.plus(each, layers)
     return found
 
@@ -85,7 +85,7 @@ def ahead_elements(job: TrainJob) -> Elements:
     """Of what predicts one further token, beside embedding and head: a layer like the last, the product that joins
     its input with the next token's embedding, a norm of each of the two and one before the head (DeepSeek-AI 2024,
     equations 21 to 23)."""
-    model, layout = job.model, job.layout
+    model, layout = job.split_model, job.layout
     layer = layer_elements(model, model.is_moe_layer(model.layers - 1), layout.tp, layout.ep)
     norms = 3 * model.hidden * (2 if model.norm_bias else 1)
     wide = norms if model.hidden < LEAST_FOR_8_BITS else 0

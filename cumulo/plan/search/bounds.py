@@ -21,7 +21,7 @@ from cumulo.plan.memory.peak import (
 from cumulo.plan.search.space import JobShape, TrainGoal, Variant, job_of
 from cumulo.plan.time.chunks import Pieces, chunk_costs, chunks_of, is_paired, pieces_of
 from cumulo.plan.time.compute_profile import Profile
-from cumulo.plan.time.data_parallel import around
+from cumulo.plan.time.data_parallel import Surroundings, around, surroundings
 from cumulo.plan.time.pipeline import bound_s
 from cumulo.spec.model import ModelSpec
 
@@ -36,6 +36,8 @@ class Bounds:
         self._most_s = cache(self._count_most_s)
         self._weights_s = cache(self._count_weights_s)
         self._costs: dict[tuple[object, ...], tuple[ChunkCost, ...]] = {}
+        self._pipelines: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._surroundings: dict[tuple[object, ...], Surroundings] = {}
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._states: dict[tuple[object, ...], int] = {}
         self._held: dict[tuple[object, ...], StageLayers] = {}
@@ -67,27 +69,39 @@ class Bounds:
 
     def schedule_s(self, shape: JobShape, job: TrainJob) -> float:
         """With the costs of the job's own chunks, which other jobs with as many of them share."""
-        costs = self._chunk_costs(shape, job)
-        if shape.pp == 1:
-            pipeline_s = job.micro_batches * (costs[0].forward_s + costs[0].backward_s)
-        else:
-            schedule = job.layout.schedule
-            pipeline_s = bound_s(schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs)
-        return pipeline_s + self.profile.step_s
+        return self._pipeline(shape, job)[0]
+
+    def _pipeline(self, shape: JobShape, job: TrainJob) -> tuple[float, float]:
+        """The bound of the schedule, and a micro-batch's time on the average stage: alike for all ZeRO stages."""
+        layout = job.layout
+        key = (shape, layout.schedule, layout.chunks_per_stage, job.recompute)
+        found = self._pipelines.get(key)
+        if found is None:
+            costs = self._chunk_costs(shape, job)
+            both_s = sum([cost.forward_s + cost.backward_s for cost in costs])
+            pipeline_s = job.micro_batches * both_s
+            if shape.pp > 1:
+                pipeline_s = bound_s(
+                    layout.schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs
+                )
+            found = self._pipelines[key] = (pipeline_s + self.profile.step_s, both_s / shape.pp)
+        return found
 
     def beside_s(self, shape: JobShape, job: TrainJob, recompute: Recompute) -> float:
         """What is around the layers at least, when gradients and weights travel behind as much as `recompute`."""
-        return self._around_s(job, self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp)
+        return self._around_s(shape, job, self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp)
 
     def plan_s(self, shape: JobShape, job: TrainJob) -> float:
         """The cost model's own lower bound of a job (`plan.time.step.lower_bound_s`), from shared costs."""
-        costs = self._chunk_costs(shape, job)
-        micro_batch_s = sum(cost.forward_s + cost.backward_s for cost in costs) / shape.pp
-        return self.schedule_s(shape, job) + self._around_s(job, micro_batch_s)
+        schedule_s, micro_batch_s = self._pipeline(shape, job)
+        return schedule_s + self._around_s(shape, job, micro_batch_s)
 
-    def _around_s(self, job: TrainJob, micro_batch_s: float) -> float:
-        beside = around(job, self.goal.cluster, self.profile, micro_batch_s)
-        return beside.data_s + beside.optimizer_s + beside.weights_s
+    def _around_s(self, shape: JobShape, job: TrainJob, micro_batch_s: float) -> float:
+        key = (shape, job.layout.zero)
+        beside = self._surroundings.get(key)
+        if beside is None:
+            beside = self._surroundings[key] = surroundings(job, self.goal.cluster, self.profile)
+        return beside.data_s(job, self.profile, micro_batch_s) + beside.optimizer_s + beside.weights_s
 
     def _chunk_costs(self, shape: JobShape, job: TrainJob) -> tuple[ChunkCost, ...]:
         key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute, is_paired(job))
@@ -97,15 +111,32 @@ class Bounds:
 
     def memory_bytes(self, shape: JobShape, variant: Variant) -> float:
         """What a stage near the front holds at least: its states, and the micro-batches kept there."""
+        return self._stage_bytes(shape, variant, min(self._stage, shape.pp - 1))
+
+    def closer_memory_bytes(self, shape: JobShape, variant: Variant) -> float:
+        """What stages at both ends hold at least (`plan.memory.peak.least_memory_bytes`)."""
+        last = shape.pp - 1
+        return max(self._stage_bytes(shape, variant, stage) for stage in {0, min(1, last), last})
+
+    def _stage_bytes(self, shape: JobShape, variant: Variant, stage: int) -> float:
         schedule, chunks, zero, recompute = variant
-        stage = min(self._stage, shape.pp - 1)
         # Shapes that differ in how dp × cp is split have the same states, but for a group's buffers.
-        mesh = (shape.tp, shape.pp, shape.dp * shape.cp, shape.cp > 1, shape.ep, schedule, chunks, zero)
+        mesh = (
+            shape.tp,
+            shape.pp,
+            shape.dp * shape.cp,
+            shape.cp > 1,
+            shape.ep,
+            schedule,
+            chunks,
+            zero,
+            stage,
+        )
         states = self._states.get(mesh)
         if states is None:
             states = self._states[mesh] = least_state_bytes(job_of(shape, variant, self.goal), stage)
         micro_batches = shape.micro_batches(self.goal.global_batch)
-        pipeline = (shape.pp, schedule, chunks, micro_batches)
+        pipeline = (shape.pp, schedule, chunks, micro_batches, stage)
         held = self._held.get(pipeline)
         if held is None:
             held = self._held[pipeline] = stage_layers(job_of(shape, variant, self.goal), stage)

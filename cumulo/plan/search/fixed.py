@@ -45,7 +45,11 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
             hint = did_you_mean(name, names, quoted=True, otherwise=f"; it knows: {', '.join(names)}")
             raise ConfigError(f"--fixed does not accept {name!r}{hint}")
     tp = layout.get("tp")
-    if isinstance(tp, int) and tp > 0 and (problems := list(tensor_problems(goal.model, tp))):
+    if (
+        isinstance(tp, int)
+        and tp > 0
+        and (problems := list(tensor_problems(goal.model, tp, repeats_heads=True)))
+    ):
         raise ConfigError("; ".join(problems))
     goal = _expert_ranks(layout, goal)
     if "dp" not in layout:

@@ -71,6 +71,8 @@ def obstacle_of(plan: Plan) -> str | None:
     job = plan.job
     if job.model.family not in _FAMILIES:
         return f"it makes new models of the families {', '.join(_FAMILIES)}, not {job.model.family}"
+    if job.split_model is not job.model:
+        return f"it does not repeat {job.model.kv_heads} key/value heads over tp {job.layout.tp}"
     if job.dtype not in ("float32", "bfloat16"):
         return f"it computes in float32 or bfloat16, not {job.dtype}"
     if job.recompute == "selective" or job.recompute_layers is not None:

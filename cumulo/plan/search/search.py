@@ -18,7 +18,7 @@ from functools import lru_cache
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.plan.estimate import TrainEstimate
 from cumulo.plan.job import TrainJob
-from cumulo.plan.memory.peak import fits_into, least_memory_bytes, peak_memory
+from cumulo.plan.memory.peak import fits_into, peak_memory
 from cumulo.plan.search.bounds import Bounds
 from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.space import (
@@ -165,7 +165,7 @@ class _Search:
             return
         least_s, limit = 0.0, self.goal.memory_limit_bytes
         if not self._hopeless(self.bounds.plan_s(shape, job), shape):
-            if least_memory_bytes(job) > limit or not fits_into(job, limit):
+            if self.bounds.closer_memory_bytes(shape, variant) > limit or not fits_into(job, limit):
                 self.too_large += 1
             else:
                 least_s = self._time(shape, job)

@@ -253,7 +253,10 @@ def job_of(shape: JobShape, variant: Variant, goal: TrainGoal) -> TrainJob:
 
 def tensor_sizes(model: ModelSpec, cluster: Cluster) -> list[int]:
     """Divisors of everything that is sliced, inside a scale-up domain: farther away tensor parallelism starves."""
-    sliced = math.gcd(*tensor_sliced(model).values())
+    parts = tensor_sliced(model)
+    if model.kv_heads == 1:  # multi-query attention: ranks repeat the one key/value head
+        parts.pop("key/value heads", None)
+    sliced = math.gcd(*parts.values())
     return [size for size in _divisors(cluster.gpus, cluster.scale_up_gpus) if sliced % size == 0]
 
 

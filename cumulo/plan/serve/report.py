@@ -119,7 +119,7 @@ class ServeReport:
         if self.preemptions or self.kv_used > 0.98:
             words.append("the KV cache is full")
         share = self.time_by_part[max(self.time_by_part, key=lambda name: self.time_by_part[name])]
-        first = " and ".join(words) or "no bound is passed up to there"
+        first = " and ".join(words) or "no higher rate was simulated, and every bound is still kept"
         return f"{first}; steps are bound by {self.bound_by} ({share:.0%} of their time)"
 
     def as_dict(self) -> dict[str, Any]:

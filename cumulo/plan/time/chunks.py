@@ -218,9 +218,9 @@ def _layer(
         flash=job.flash_attention,
         host_waits=moe and _host_waits(job),
     )
-    plain = layer(job.model, moe, work, profile, cluster.device)
+    plain = layer(job.split_model, moe, work, profile, cluster.device)
     if job.lora_rank is not None:
-        plain = with_adapters(plain, job.model, moe, work, profile, cluster.device)
+        plain = with_adapters(plain, job.split_model, moe, work, profile, cluster.device)
     waits = _waits(job, cluster, profile, moe)
     forward = add(plain.forward, waits)
     # The ring of context parallelism brings keys and values again and takes their gradients along.
@@ -239,7 +239,7 @@ def _layer(
             launch=share * plain.forward.launch,
         )
     elif job.recomputed_operations:
-        between = between_s(job.model, moe, work, profile, cluster.device)
+        between = between_s(job.split_model, moe, work, profile, cluster.device)
         once = replace(plain, forward=plain.forward._replace(elementwise=between))
         again = operations_again(job, moe, once, waits)
     else:
@@ -249,6 +249,7 @@ def _layer(
 
 def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seconds:
     """What a rank waits for others in one layer's forward."""
+    key_value = job.tokens_per_rank * 2 * job.split_model.kv_heads * job.model.head_dim
     return waits_of(
         job.layout.tp,
         job.layout.cp,
@@ -257,7 +258,7 @@ def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seco
         job.layout.sequence_parallel,
         job.overlap_tensor,
         float(job.tokens_per_rank * job.model.hidden * job.activation_bytes_each),
-        float(job.tokens_per_rank * 2 * job.model.kv_heads * job.model.head_dim * job.activation_bytes_each),
+        float(key_value * job.activation_bytes_each),
         job.model.moe,
         job.expert_exchange == "once",
         job.overlap_expert,

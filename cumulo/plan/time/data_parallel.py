@@ -30,8 +30,29 @@ class AroundTime:
     sent_bytes: float  # by one rank to its data-parallel peers
 
 
+class Surroundings(NamedTuple):
+    """What `around` counts, before computation hides some of it: alike under all schedules and recomputations."""
+
+    travel_s: float  # of the collectives, of one micro-batch with ZeRO-3, else of a step
+    optimizer_s: float
+    weights_s: float
+    sent_bytes: float
+
+    def data_s(self, job: TrainJob, profile: Profile, micro_batch_s: float) -> float:
+        """Gradients travel behind the last micro-batch's backward, weights behind the next step's first forward;
+        with ZeRO-3, behind every micro-batch."""
+        exposed_s = _exposed(job, profile, self.travel_s, micro_batch_s)
+        return job.micro_batches * exposed_s if job.layout.zero == 3 else exposed_s
+
+
 def around(job: TrainJob, cluster: Cluster, profile: Profile, micro_batch_s: float) -> AroundTime:
     """`micro_batch_s`: forward and backward of one micro-batch on a stage, behind which data can travel."""
+    found = surroundings(job, cluster, profile)
+    data_s = found.data_s(job, profile, micro_batch_s)
+    return AroundTime(data_s, found.optimizer_s, found.weights_s, found.sent_bytes)
+
+
+def surroundings(job: TrainJob, cluster: Cluster, profile: Profile) -> Surroundings:
     byte_s = rates(profile, cluster.device).byte_s
     whole = elements = heaviest_stage(job)
     if job.lora_rank is not None:  # frozen weights are neither accumulated nor updated
@@ -45,22 +66,17 @@ def around(job: TrainJob, cluster: Cluster, profile: Profile, micro_batch_s: flo
     if layout.zero == 3 and job.lora_rank is not None:
         gathered_s, gathered_bytes = _frozen_gathers(job, cluster, whole, profile.bucket_bytes)
         travel_s, sent_bytes = travel_s + gathered_s, sent_bytes + gathered_bytes
-    if layout.zero == 3:
-        data_s = m * _exposed(job, profile, travel_s, micro_batch_s)
-        sent_bytes *= m
-    else:  # gradients travel behind the last micro-batch's backward, weights behind the next step's first forward
-        data_s = _exposed(job, profile, travel_s, micro_batch_s)
-    return AroundTime(
-        data_s=data_s,
+    return Surroundings(
+        travel_s=travel_s,
         optimizer_s=updated * profile.optimizer_bytes * byte_s,
         weights_s=m * elements.total * profile.weight_bytes * byte_s,
-        sent_bytes=sent_bytes,
+        sent_bytes=sent_bytes * (m if layout.zero == 3 else 1),
     )
 
 
 def heaviest_stage(job: TrainJob) -> Elements:
     """Parameters of a rank of the stage that has most: the first, which embeds, or the last, which has the head."""
-    model, layout = job.model, job.layout
+    model, layout = job.split_model, job.layout
     per_stage = -(-model.layers // layout.pp)
     experts = min(per_stage, sum(moe for moe, _ in layer_kinds(model)))
     table = job.padded_vocabulary * model.hidden // layout.tp

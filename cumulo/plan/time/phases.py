@@ -91,11 +91,11 @@ def _blocks(
         job.tokens_per_rank, job.sequence_length, layout.tp, layout.sequence_parallel, layout.ep,
         job.whole_experts, window, job.flash_attention,
     )  # fmt: skip
-    return block_seconds(job.model, moe, work, profile, cluster.device)
+    return block_seconds(job.split_model, moe, work, profile, cluster.device)
 
 
 def _layer_calls(job: TrainJob, cluster: Cluster, moe: bool, block: str, backward: bool) -> Iterator[_Call]:
-    layout, model, network = job.layout, job.model, network_of(cluster)
+    layout, model, network = job.layout, job.split_model, network_of(cluster)
     stream = float(job.tokens_per_rank * model.hidden * job.activation_bytes_each)
     feed_forward = block == "feed-forward"
     if layout.tp > 1 and not (feed_forward and moe and job.whole_experts):

@@ -18,11 +18,11 @@ def operations_again(job: TrainJob, has_experts: bool, plain: Passes, waits: Sec
     operations, forward = job.recomputed_operations, plain.forward
     layout = job.layout
     share = Share(layout.tp, layout.tp if layout.sequence_parallel else 1)
-    numbers = moved_numbers(job.model, has_experts, share)
+    numbers = moved_numbers(job.split_model, has_experts, share)
     moved = sum(numbers.get(name, 0.0) for name in operations) / sum(numbers.values())
     attention = "attention" in operations
     return Seconds(
-        matmul=_product_share(job.model, has_experts) * forward.matmul if attention else 0.0,
+        matmul=_product_share(job.split_model, has_experts) * forward.matmul if attention else 0.0,
         attention=forward.attention if attention else 0.0,
         elementwise=moved * forward.elementwise,
         # A gather and a scatter of the same bytes were waited for, around each of two blocks.

@@ -146,7 +146,7 @@ def _recomputed_share(time: TrainStepTime) -> float:
 
 def _link_bytes(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], ...]:
     """Bytes one rank sends in a step, by axis."""
-    model, layout, m = job.model, job.layout, job.micro_batches
+    model, layout, m = job.split_model, job.layout, job.micro_batches
     stream = job.tokens_per_rank * model.hidden * job.activation_bytes_each
     layers = model.layers / layout.pp
     again = sent_again(job)

@@ -62,7 +62,7 @@ def mesh(job: TrainJob, outermost: Outermost) -> Ints:
 
 def step_calls(job: TrainJob, node_gpus: int, outermost: Outermost = "pp") -> Iterator[StepCall]:
     """What a step communicates, as the cost model counts it."""
-    layout, model, m = job.layout, job.model, job.micro_batches
+    layout, model, m = job.layout, job.split_model, job.micro_batches
     ranks = mesh(job, outermost)
     stream = float(job.tokens_per_rank * model.hidden * job.activation_bytes_each)
     layers = -(-model.layers // layout.pp)
