@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from cumulo.cluster.decide.decisions import JobPlacement
-from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes
+from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
+from cumulo.cluster.decide.fair import _by_dominant_share, by_share
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
 from cumulo.cluster.decide.fragmentation import TaskMix, TaskShape, fragmentation, stranded
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.queue import JobQueue
@@ -148,7 +149,46 @@ def test_sizes_of_elastic_jobs_are_those_of_taking_the_best_step_again_and_again
                 break
             left -= options[best[2]] - options[at[best[1]]]
             at[best[1]] = best[2]
-        assert choose_sizes(costs, options, gpus).tolist() == options[at].tolist()
+        assert choose_sizes([(np.arange(jobs), costs)], options, gpus).tolist() == options[at].tolist()
+
+
+def test_jobs_with_few_sizes_get_the_same_when_only_those_are_looked_at():
+    draw = np.random.default_rng(5)
+    for _ in range(100):
+        jobs = int(draw.integers(1, 60))
+        most = draw.choice([1, 4, 8, 16, 32, 64, 256, 512], jobs)
+        options = possible_sizes(8, most, np.zeros(jobs, dtype=np.int64))
+        costs = np.sort(draw.random((jobs, len(options))), axis=1)[:, ::-1].copy()
+        costs[options > most[:, None]] = np.inf
+        groups = [(rows, costs[rows, :width]) for rows, width in size_groups(options, most)]
+        assert sorted(row for rows, _ in groups for row in rows.tolist()) == list(range(jobs))
+        gpus = int(draw.integers(1, int(most.sum()) + 9))
+        all_together = choose_sizes([(np.arange(jobs), costs)], options, gpus)
+        assert choose_sizes(groups, options, gpus).tolist() == all_together.tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_order_by_gpus_is_that_by_dominant_shares(seed: int) -> None:
+    draw = random.Random(seed)
+    queue, running, nodes = JobQueue(), RunningTable(), [ClusterNode("n0")]
+    for number in range(draw.choice((0, 5, 30))):
+        gpus = draw.randint(1, 8)
+        job = JobRequest(f"r{number}", 1, gpus, tenant=draw.choice("abcdef"))
+        running.put(RunningJob(job, (TaskPlace("n0", tuple(range(gpus))),)))
+    joined = 0
+    for _ in range(30):
+        for _ in range(draw.randint(0, 12)):
+            joined += 1
+            job = JobRequest(
+                f"j{joined}", draw.choice((1, 1, 2, 9)), draw.choice((1, 2, 8)), tenant=draw.choice("abcdef"),
+                arrival_s=draw.choice((joined, joined, 5)),
+            )  # fmt: skip
+            queue.add(job, joined)
+        for _ in range(min(len(queue), draw.randint(0, 8))):
+            queue.remove(queue[draw.randrange(min(len(queue), 30))].job_id)
+        snapshot = Snapshot(0.0, nodes, queue, running, FreeCapacity(nodes))
+        assert not queue.not_whole and not running.not_whole
+        assert list(by_share(snapshot)) == list(_by_dominant_share(snapshot, running))
 
 
 @pytest.mark.parametrize("name", ("backfill", "shortest", "conservative", "fair", "las", "priority"))

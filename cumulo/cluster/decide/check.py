@@ -108,6 +108,7 @@ def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -
         wanted = f"{low}" if low == high else f"{low} to {high}"
         found.append(f"{job.job_id} gets {len(places)} tasks of a gang of {wanted}")
     last, left, room = "", list[int](), 0
+    whole = each == 1 and job.gpu_milli == WHOLE_GPU and not job.cpu_milli and not job.memory_mib
     for place in places:
         gpus = place.gpus
         if place.node != last or not left:  # neighbours are on one node: it is looked up once
@@ -120,6 +121,9 @@ def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -
             if job.devices and node.device not in job.devices:
                 found.append(f"{job.job_id} is placed on {place.node}, whose device is {node.device}")
             last, left, room = place.node, books.of(number), node.gpus
+        if whole and len(gpus) == 1 and 0 <= gpus[0] < room and left[gpus[0] + 2] >= WHOLE_GPU:
+            left[gpus[0] + 2] -= WHOLE_GPU  # as most are
+            continue
         if len(gpus) != each or (
             each and (min(gpus) < 0 or max(gpus) >= room or (each > 1 and len(set(gpus)) != each))
         ):

@@ -2,9 +2,10 @@
 NSDI 2011), within quotas, with borrowing of what others leave unused, and reclaiming when they come back.
 """
 
+import bisect
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -13,21 +14,57 @@ from cumulo.cluster.decide.fit import only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes
-from cumulo.cluster.decide.queue import Shape, shape_key, tenant_queues
+from cumulo.cluster.decide.queue import JobQueue, Shape, TenantQueue, shape_key, tenant_queues
 from cumulo.cluster.decide.queueing import Placer, by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.running import gpus_by_tenant, jobs_on_nodes, table_of
+from cumulo.cluster.decide.running import RunningTable, gpus_by_tenant, jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
+_STRETCH_MILLI = 64 * WHOLE_GPU  # of fair shares that are read at a time, to begin with
+_STRETCH_JOBS = 32  # where fewer jobs are within it, the next is twice as wide
 
 
 def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
     """Jobs one by one from the tenant with the smallest weighted dominant share; what is tried counts as had, so
     that a tenant whose job does not fit does not hold up all others."""
+    running, waiting = table_of(snapshot.running), snapshot.waiting
+    if isinstance(waiting, JobQueue) and not (snapshot.quotas or waiting.not_whole or running.not_whole):
+        return _by_gpus(waiting.by_tenant, running.milli)
+    return _by_dominant_share(snapshot, running)
+
+
+def _by_gpus(queues: Mapping[str, TenantQueue], milli_of: Mapping[str, int]) -> Iterator[JobRequest]:
+    """Where only GPUs count and all tenants alike: the jobs up to a share, sorted together, then those up to a
+    larger one. A policy seldom reads far."""
+    left = sorted((milli_of[name], name, queue, 0) for name, queue in queues.items())
+    share, width = left[0][0] if left else 0, _STRETCH_MILLI
+    while left:
+        share += width
+        rows: list[tuple[int, float, str, int, JobRequest]] = []
+        rest, above = [], len(left)
+        for number, (has, name, queue, at) in enumerate(left):
+            if has >= share:
+                above = number
+                break
+            jobs, before = queue.jobs, queue.milli_before(share - has)
+            until = min(bisect.bisect_left(before, share - has, at), len(jobs))
+            for place in range(at, until):
+                job = jobs[place]
+                rows.append((has + before[place], job.arrival_s, name, place, job))
+            if until < len(jobs):
+                rest.append((has, name, queue, until))
+        rows.sort()
+        for row in rows:
+            yield row[4]
+        left = rest + left[above:]
+        if len(rows) < _STRETCH_JOBS:
+            width *= 2
+
+
+def _by_dominant_share(snapshot: Snapshot, running: RunningTable) -> Iterator[JobRequest]:
     total_gpus, total_cpu = snapshot.free.capacity
-    running = table_of(snapshot.running)
     heap: list[tuple[float, float, str, int, float, float, float, Sequence[JobRequest]]] = []
     for tenant, queue in tenant_queues(snapshot.waiting).items():
         quota = snapshot.quotas.get(tenant)
@@ -127,12 +164,19 @@ def preempting(place: Placer) -> Policy:
     """Priorities: a job may stop those of lower priority, if what it saves is worth what they lose: a
     checkpoint each, counted in GPU seconds, against its waiting until one of them would have ended."""
     fill = queue_policy(by_priority, place, backfill=True, reason="the most urgent that fits")
+    # Priorities and shapes for which nobody is stopped, and the state of the cluster in which that is so: as long
+    # as nothing starts or ends, the same jobs would be found, and time alone makes stopping them worth less.
+    hopeless: set[tuple[int, Shape]] = set()
+    of_state: tuple[RunningTable, int, FreeCapacity, int] | None = None
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        book, preemptible = QuotaBook(snapshot), table_of(snapshot.running).preemptible
+        nonlocal hopeless, of_state
+        running, free = table_of(snapshot.running), snapshot.free
+        if of_state is None or not _same_state(of_state, running, free):
+            hopeless, of_state = set(), (running, running.changes, free, free.gains)
+        book, preemptible = QuotaBook(snapshot), running.preemptible
         lowest = min((priority for priority, jobs in preemptible.items() if jobs), default=None)
         _watch(snapshot, _priority)
-        hopeless: set[tuple[int, Shape]] = set()
         for job in itertools.islice(by_priority(snapshot), _MOST_URGENT):
             if lowest is None or job.priority <= lowest:
                 break  # nor may any behind it
@@ -147,6 +191,13 @@ def preempting(place: Placer) -> Policy:
         return fill(snapshot)
 
     return policy
+
+
+def _same_state(
+    known: tuple[RunningTable, int, FreeCapacity, int], running: RunningTable, free: FreeCapacity
+) -> bool:
+    """Whether nothing started, ended or became ready since."""
+    return known[0] is running and known[1] == running.changes and known[2] is free and known[3] == free.gains
 
 
 def _watch(snapshot: Snapshot, kind: Callable[[RunningJob], Hashable]) -> None:

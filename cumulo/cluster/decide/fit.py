@@ -46,23 +46,27 @@ def slots(job: JobRequest, free: FreeCapacity) -> int:
 def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
     """Places for all tasks, or None. As few nodes as a gang can do with; among equals those with the least
     left."""
+    if job.tasks == 1 and only_gpus(job):
+        node = tightest(free, job.gpus_per_task, free.usable_set(job.devices))
+        return None if node is None else (_first_gpus(job, free, node),)
+    counts = packed_nodes(job, free)
+    return None if counts is None else task_places(job, free, counts)
+
+
+def packed_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]] | None:
+    """The nodes of `pack_gang`, and how many tasks each gets."""
     if only_gpus(job):
-        if job.tasks == 1:
-            node = tightest(free, job.gpus_per_task, free.usable_set(job.devices))
-            return None if node is None else (_first_gpus(job, free, node),)
-        if slots(job, free) < job.tasks:
-            return None
-        return task_places(job, free, _fewest_nodes(job, free))
+        return None if slots(job, free) < job.tasks else _fewest_nodes(job, free)
     fits = tasks_that_fit(job, free)
     if job.tasks == 1:
         able = np.flatnonzero(fits)
         if not len(able):
             return None
         left = free.gpu_milli[able].sum(axis=1) if job.fractional else free.whole[able]
-        return task_places(job, free, [(int(able[int(left.argmin())]), 1)])
+        return [(int(able[int(left.argmin())]), 1)]
     if int(fits.sum()) < job.tasks:
         return None
-    return task_places(job, free, _nodes_for(job, fits, free))
+    return _nodes_for(job, fits, free)
 
 
 def tightest(free: FreeCapacity, gpus: int, among: int) -> int | None:
@@ -131,10 +135,18 @@ def _nodes_for(job: JobRequest, fits: Ints, free: FreeCapacity) -> list[tuple[in
 def task_places(job: JobRequest, free: FreeCapacity, counts: list[tuple[int, int]]) -> tuple[TaskPlace, ...]:
     """The GPUs of each task: the fullest that still has the share, or whole ones from the first."""
     places: list[TaskPlace] = []
+    single = job.gpus_per_task == 1 and not job.fractional
     for node, tasks in counts:
+        if single and tasks == free.whole[node] == free.gpus[node]:
+            places += free.single_places(node)
+            continue
         name, shares = free.nodes[node].name, free.gpu_milli[node].tolist()
         if job.gpus_per_task and not job.fractional:
             able, each = [gpu for gpu, share in enumerate(shares) if share == WHOLE_GPU], job.gpus_per_task
+            if single:
+                every = free.single_places(node)
+                places += [every[gpu] for gpu in able[:tasks]]
+                continue
             places += [
                 TaskPlace(name, tuple(able[first : first + each])) for first in range(0, tasks * each, each)
             ]

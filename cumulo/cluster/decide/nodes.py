@@ -44,6 +44,7 @@ class FreeCapacity:
     __slots__ = (
         "_device_masks",
         "_device_sets",
+        "_single_places",
         "capacity",
         "cpu_milli",
         "free_gpus",
@@ -76,6 +77,7 @@ class FreeCapacity:
         self.version: Ints = np.array([next(_versions) for _ in nodes], dtype=np.int64)
         self._device_masks: dict[tuple[str, ...], NDArray[np.bool_]] = {}
         self._device_sets: dict[tuple[str, ...], int] = {}
+        self._single_places: dict[int, tuple[TaskPlace, ...]] = {}
         # GPUs and thousandths of cores of all nodes, for shares
         self.capacity = (
             max(1.0, float(self.gpus.sum())), max(1.0, float(sum(node.cpu_milli for node in nodes)))
@@ -106,6 +108,15 @@ class FreeCapacity:
         known = self._device_masks.get(devices)
         if known is None:
             known = self._device_masks[devices] = np.array([node.device in devices for node in self.nodes])
+        return known
+
+    def single_places(self, node: int) -> tuple[TaskPlace, ...]:
+        """A place on each GPU of a node, made once: elastic jobs have thousands of tasks of one GPU."""
+        known = self._single_places.get(node)
+        if known is None:
+            one = self.nodes[node]
+            known = tuple(TaskPlace(one.name, (gpu,)) for gpu in range(one.gpus))
+            self._single_places[node] = known
         return known
 
     def usable_set(self, devices: tuple[str, ...]) -> int:

@@ -4,7 +4,7 @@ is kept in columns.
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -60,6 +60,14 @@ class RoomSearch:
     columns: Ints  # what may be stopped, on each node
     may_stop: Callable[[RunningJob, list[RunningJob]], bool]  # a job, besides those that are stopped already
     price: Callable[[RunningJob], tuple[float, ...]]
+    _prices: dict[str, tuple[float, ...]] = field(default_factory=dict)  # as far as somebody asked
+    _stopped: set[str] = field(default_factory=set)
+
+    def _price(self, one: RunningJob) -> tuple[float, ...]:
+        known = self._prices.get(one.job_id)
+        if known is None:
+            known = self._prices[one.job_id] = self.price(one)
+        return known
 
     def find(self) -> tuple[list[RunningJob], FreeCapacity] | None:
         """Jobs to stop, none that is not needed on its node, and the cluster without them; None: no room."""
@@ -71,7 +79,7 @@ class RoomSearch:
             for node in self._candidates(then, missing, chosen):
                 victims = self._victims(node, then, on, chosen)
                 if victims:
-                    prices = [self.price(one) for one in victims]
+                    prices = [self._price(one) for one in victims]
                     total = sum(price[0] for price in prices)
                     priced.append((total, sum(price[-1] for price in prices), node, victims))
             if not priced:
@@ -83,6 +91,7 @@ class RoomSearch:
                 for victim in victims:
                     then.give(victim.request, victim.places)
                     chosen.append(victim)
+                    self._stopped.add(victim.job_id)
                     touched.update(place.node for place in victim.places)
                 if slots(job, then) >= job.tasks:
                     break
@@ -123,12 +132,13 @@ class RoomSearch:
         chosen: list[RunningJob],
     ) -> list[RunningJob]:
         """The cheapest jobs of a node without which it has room for one task more than now."""
-        name, stopped = free.nodes[node].name, {one.job_id for one in chosen}
+        name, stopped = free.nodes[node].name, self._stopped
         there = [
-            one for one in on.get(name, {}).values()
-            if one.request.preemptible and one.job_id not in stopped and self.may_stop(one, chosen)
+            one for job_id, one in on.get(name, {}).items()
+            if one.request.preemptible and job_id not in stopped and self.may_stop(one, chosen)
         ]  # fmt: skip
-        there.sort(key=lambda one: (*self.price(one), one.job_id))
+        if len(there) > 1:
+            there.sort(key=lambda one: (*self._price(one), one.job_id))
         state = _NodeState(self.job, free, node)
         before, taken = state.tasks(), list[RunningJob]()
         for one in there:

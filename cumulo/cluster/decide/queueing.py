@@ -74,8 +74,10 @@ def queue_policy(
         nonlocal last
         if backfill and snapshot.releases is not None:
             snapshot.releases.begin()
-        trial = _Trial(snapshot, place, backfill, reservations, reason)
         newcomers = None if last is None else last.newcomers(snapshot)
+        if last is not None and newcomers == [] and last.stays(snapshot):
+            return []
+        trial = _Trial(snapshot, place, backfill, reservations, reason)
         if last is not None and newcomers is not None:
             trial.decide_on(newcomers, last.reserved)
         else:
@@ -136,10 +138,21 @@ class _Last:
         into_view = view[_MOST_TRIED - len(self.started) : _MOST_TRIED]
         return jobs + [job for job in into_view if job not in jobs]
 
+    def stays(self, snapshot: Snapshot) -> bool:
+        """Nobody needs a look: whether the reservations are known to hold."""
+        releases = snapshot.releases
+        if releases is None or not all(map(only_gpus, self.reserved)):
+            return False
+        if any(releases.earliest(job) is None for job in self.reserved):
+            return False
+        releases.forget()
+        self.arrivals, self.started = len(self.queue.arrivals), []
+        return True
+
 
 def _is_far(job: JobRequest, queue: JobQueue) -> bool:
     """Whether so many jobs of its tenant are before it that it is not tried."""
-    own = queue.tenants[job.tenant]
+    own = queue.by_tenant[job.tenant].jobs
     return len(own) > _MOST_TRIED and own[_MOST_TRIED].arrival_s < job.arrival_s
 
 
@@ -216,19 +229,22 @@ class _Trial:
         unknown = self.shapes.shape
         now_s, hopeless = self.snapshot.now_s, self.full() or self.nobody_fits()
         told = _MOST_REASONS if len(waiting) < _LONG_QUEUE else 0
-        for number, job in enumerate(itertools.islice(jobs, _MOST_TRIED)):
-            if hopeless and number >= told:
+        number = 0
+        for job in itertools.islice(jobs, _MOST_TRIED):
+            number += 1
+            if hopeless and number > told:
                 break
-            shape = shapes[job.job_id] if job.job_id in shapes else unknown(job)
+            name = job.job_id
+            shape = shapes[name] if name in shapes else unknown(job)
             if shape in failed or hopeless:
-                if number < told:
-                    self.decided.append(Waits(job.job_id, self.why(job, shape)))
+                if number <= told:
+                    self.decided.append(Waits(name, self.why(job, shape)))
                 continue
             if shape in harmful and (job.predicted_s is None or now_s + job.predicted_s > harmful[shape]):
                 continue
             refused = self.book.refuses(job)
             if refused is not None:
-                self.decided.append(Waits(job.job_id, refused))
+                self.decided.append(Waits(name, refused))
                 continue
             places = self.place(job, self.free)
             if places is None:
@@ -379,7 +395,7 @@ class _Trial:
             return has_room(job, places, reserved.free_then)
         assert self.releases is not None
         start = reserved.start
-        return self.releases.lost(places, reserved.job, start.at_s) <= start.spare
+        return self.releases.lost(places, reserved.job, start.at_s) <= self.releases.spare(start)
 
 
 def _play_ends(

@@ -14,6 +14,7 @@ from cumulo.cluster.decide.nodes import FreeCapacity
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _Kind = tuple[int, tuple[str, ...]]  # GPUs per task, accepted devices
+_NO_STARTS: dict[int, "Start"] = {}
 
 
 @dataclass(slots=True)
@@ -25,10 +26,6 @@ class Start:
     before: int  # slots that are free before that moment
     by_then: int  # and at that moment
     asked: int = 0
-
-    @property
-    def spare(self) -> int:
-        return self.by_then - self.tasks
 
 
 class Releases:
@@ -43,6 +40,9 @@ class Releases:
         self._shares: dict[tuple[int, int], dict[str, float]] = {}  # ends of the shares of a GPU
         self._slots: dict[_Kind, np.ndarray] = {}  # [nodes, tasks]: when a node has room for so many tasks
         self._starts: dict[_Kind, dict[int, Start]] = {}
+        self._changed: set[int] = (
+            set()
+        )  # nodes whose rows of `_slots` are old: what is tried is often taken back
         self._round = 0
 
     def begin(self) -> "Releases":
@@ -69,13 +69,12 @@ class Releases:
         self._move(job, places, None)
 
     def _move(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
-        changed = set()
         for place in places:
             if not place.gpus:
                 continue
             node = self.free.index[place.node]
             ends = self.gpu_end_s[node]
-            changed.add(node)
+            self._changed.add(node)
             for gpu in place.gpus:
                 if job.gpu_milli == WHOLE_GPU:
                     ends[gpu] = _NOW if end_s is None else end_s
@@ -86,31 +85,29 @@ class Releases:
                 else:
                     shares[job.job_id] = end_s
                 ends[gpu] = max(shares.values(), default=_NOW)
-        for node in changed:
-            self._changed(node)
 
-    def _changed(self, node: int) -> None:
-        for kind, slots in self._slots.items():
-            after = self._slots_of(node, kind)
-            starts = self._starts.get(kind)
-            if starts:
-                before = slots[node].tolist()
+    def _settle(self) -> None:
+        """Brings `_slots` and what is counted of the known starts up to date."""
+        for node in self._changed:
+            ends = sorted(self.gpu_end_s[node]) if self.free.ready[node] else []
+            for kind, slots in self._slots.items():
+                after, before = self._slots_of(node, ends, kind), slots[node].tolist()
                 if after == before:
                     continue
-                for start in starts.values():
-                    start.before += bisect.bisect_left(after, start.at_s) - bisect.bisect_left(
-                        before, start.at_s
-                    )
-                    start.by_then += bisect.bisect(after, start.at_s) - bisect.bisect(before, start.at_s)
-            slots[node] = after
+                slots[node] = after
+                for start in self._starts.get(kind, _NO_STARTS).values():
+                    at_s = start.at_s
+                    start.before += bisect.bisect_left(after, at_s) - bisect.bisect_left(before, at_s)
+                    start.by_then += bisect.bisect(after, at_s) - bisect.bisect(before, at_s)
+        self._changed.clear()
 
-    def _slots_of(self, node: int, kind: _Kind) -> list[float]:
+    def _slots_of(self, node: int, ends: list[float], kind: _Kind) -> list[float]:
+        """`ends`: of its GPUs, in order; none of a node that is not ready."""
         gpus, devices = kind
-        width = self.free.gpu_milli.shape[1] // gpus
-        if not self.free.ready[node] or (devices and self.free.nodes[node].device not in devices):
-            return [_NEVER] * width
-        found = sorted(self.gpu_end_s[node])[gpus - 1 :: gpus]
-        return found + [_NEVER] * (width - len(found))
+        found = ends[gpus - 1 :: gpus]
+        if devices and self.free.nodes[node].device not in devices:
+            found = []
+        return found + [_NEVER] * (self.free.gpu_milli.shape[1] // gpus - len(found))
 
     def _all_slots(self, kind: _Kind) -> np.ndarray:
         """`_slots_of` every node."""
@@ -128,10 +125,11 @@ class Releases:
 
     def set_health(self, node: int) -> None:
         """`free` says whether the node is ready."""
-        self._changed(node)
+        self._changed.add(node)
 
     def earliest(self, job: JobRequest) -> Start | None:
         """Of a job that asks for whole GPUs only; None: it is not known to fit ever."""
+        self._settle()
         kind = (job.gpus_per_task, job.devices)
         if kind[0] > self.free.gpu_milli.shape[1]:
             return None
@@ -174,8 +172,14 @@ class Releases:
             lost += there // each - (there - count) // each
         return lost
 
+    def spare(self, start: Start) -> int:
+        """Slots more than it needs at the moment of that start."""
+        self._settle()
+        return start.by_then - start.tasks
+
     def of_no_use(self, job: JobRequest, at_s: float) -> np.ndarray:
         """Nodes that cannot take a task of this job at that moment anyway."""
+        self._settle()
         return self._slots[job.gpus_per_task, job.devices][:, 0] > at_s
 
     def forget(self) -> None:

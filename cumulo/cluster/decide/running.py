@@ -30,18 +30,22 @@ class RunningTable(dict[str, RunningJob]):
         self.milli: Counter[str] = Counter()  # of each tenant: thousandths of GPUs
         self.cpu_milli: Counter[str] = Counter()
         self.preemptible: Counter[int] = Counter()  # jobs of each priority
+        self.not_whole = 0  # jobs that have anything but whole GPUs
+        self.changes = 0  # how often a job started, ended, or became better known
         self._views: dict[Any, RunningView] = {}
         for job in jobs:
             self.put(job)
 
     def put(self, job: RunningJob) -> None:
         self[job.job_id] = job
+        self.changes += 1
         self._count(job, 1)
         for view in self._views.values():
             view.add(job)
 
     def drop(self, job_id: str) -> RunningJob:
         job = self.pop(job_id)
+        self.changes += 1
         self._count(job, -1)
         for view in self._views.values():
             view.remove(job)
@@ -50,6 +54,7 @@ class RunningTable(dict[str, RunningJob]):
     def swap(self, job: RunningJob) -> None:
         """More is known about a job that runs; it keeps its places."""
         old, self[job.job_id] = self[job.job_id], job
+        self.changes += 1
         for view in self._views.values():
             view.swap(old, job)
 
@@ -67,6 +72,8 @@ class RunningTable(dict[str, RunningJob]):
         self.milli[request.tenant] += tasks * request.milli_per_task
         if request.cpu_milli:
             self.cpu_milli[request.tenant] += tasks * request.cpu_milli
+        if request.cpu_milli or request.fractional:
+            self.not_whole += sign
         if request.preemptible:
             self.preemptible[request.priority] += sign
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cumulo.cluster.decide.fit import pack_gang, task_places, tasks_that_fit
+from cumulo.cluster.decide.fit import pack_gang, packed_nodes, slots, task_places, tasks_that_fit
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, Ints
 from cumulo.cluster.decide.snapshot import Snapshot
@@ -43,11 +43,9 @@ class TopologyPlacer:
     def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
         if job.tasks == 1 or not job.gpus_per_task or job.fractional:
             return pack_gang(job, free)
-        fits = tasks_that_fit(job, free)
-        if int(fits.sum()) < job.tasks:
+        if slots(job, free) < job.tasks:
             return None
-        idle = self.leaves.sums(free.whole)
-        found = [self._priced(job, free, idle, name, counts) for name, counts in self._ways(job, fits, free)]
+        found = list(self._ways(job, tasks_that_fit(job, free), free))
         found.sort(key=lambda one: (round(one.step_s, 9), one.leaves, one.left_over))
         best, worst = found[0], found[-1]
         self.why[job.job_id] = f"{best.name}: a step of {1e3 * best.step_s:.4g} ms" + (
@@ -60,32 +58,45 @@ class TopologyPlacer:
             self.busy.update(crossed)
         return places
 
+    def _ways(self, job: JobRequest, fits: Ints, free: FreeCapacity) -> Iterator[PricedWay]:
+        """Under each leaf that has room; over as few leaves as possible; over the leaves with idle uplinks;
+        packed without looking."""
+        by_leaf, rooms = self.leaves.nodes, self.leaves.sums(fits)
+        idle = self.leaves.sums(free.whole)
+        room = dict(zip(by_leaf, rooms, strict=True))
+        able = sorted((leaf for leaf in room if room[leaf] >= job.tasks), key=lambda leaf: room[leaf])
+        inside: dict[
+            tuple[int, int], float
+        ] = {}  # under one leaf only the nodes and the most tasks on one count
+        for leaf in able[:_MOST_LEAVES_TRIED]:
+            counts = _take(job.tasks, fits, [by_leaf[leaf]])
+            key = len(counts), max(count for _, count in counts)
+            if key not in inside:
+                inside[key] = self._step_s(job, free, counts)
+            left_over = idle[self.leaves.of[counts[0][0]]] - job.tasks * job.gpus_per_task
+            yield PricedWay(f"under {leaf}", counts, inside[key], 1, left_over)
+        if not able:
+            wide = sorted((leaf for leaf in room if room[leaf]), key=lambda leaf: (-room[leaf], leaf))
+            counts = _take(job.tasks, fits, (by_leaf[leaf] for leaf in wide))
+            yield self._priced(job, free, idle, "over the fewest leaves", counts)
+            calm = sorted(wide, key=lambda leaf: (self.busy.get(leaf, 0), -room[leaf], leaf))
+            counts = _take(job.tasks, fits, (by_leaf[leaf] for leaf in calm))
+            yield self._priced(job, free, idle, "over leaves with idle uplinks", counts)
+        packed = packed_nodes(job, free)
+        if packed is not None:
+            yield self._priced(job, free, idle, "packed without looking", packed)
+
     def _priced(
         self, job: JobRequest, free: FreeCapacity, idle: list[int], name: str, counts: _Counts
     ) -> PricedWay:
         """`idle`: free GPUs of each leaf."""
         leaves = {self.leaves.of[node] for node, _ in counts}
         left_over = sum(idle[leaf] for leaf in leaves) - job.tasks * job.gpus_per_task
-        tasks = {free.nodes[node].name: count for node, count in counts}
-        return PricedWay(name, counts, self.fabric.step_of(job, tasks, self.busy), len(leaves), left_over)
+        return PricedWay(name, counts, self._step_s(job, free, counts), len(leaves), left_over)
 
-    def _ways(self, job: JobRequest, fits: Ints, free: FreeCapacity) -> Iterator[tuple[str, _Counts]]:
-        """Under each leaf that has room; over as few leaves as possible; over the leaves with idle uplinks;
-        packed without looking."""
-        by_leaf = self.leaves.nodes
-        room = dict(zip(by_leaf, self.leaves.sums(fits), strict=True))
-        able = sorted((leaf for leaf in room if room[leaf] >= job.tasks), key=lambda leaf: room[leaf])
-        for leaf in able[:_MOST_LEAVES_TRIED]:
-            yield f"under {leaf}", _take(job.tasks, fits, [by_leaf[leaf]])
-        if not able:
-            wide = sorted((leaf for leaf in room if room[leaf]), key=lambda leaf: (-room[leaf], leaf))
-            yield "over the fewest leaves", _take(job.tasks, fits, (by_leaf[leaf] for leaf in wide))
-            idle = sorted(wide, key=lambda leaf: (self.busy.get(leaf, 0), -room[leaf], leaf))
-            yield "over leaves with idle uplinks", _take(job.tasks, fits, (by_leaf[leaf] for leaf in idle))
-        packed = pack_gang(job, free)
-        if packed is not None:
-            counts = Counter(free.index[place.node] for place in packed)
-            yield "packed without looking", list(counts.items())
+    def _step_s(self, job: JobRequest, free: FreeCapacity, counts: _Counts) -> float:
+        tasks = {free.nodes[node].name: count for node, count in counts}
+        return self.fabric.step_of(job, tasks, self.busy)
 
 
 def _take(tasks: int, fits: Ints, leaves: Iterable[list[int]]) -> _Counts:

@@ -11,7 +11,13 @@ import numpy as np
 from cumulo.cluster.decide.check import has_room
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, elastic_rows, resizable
-from cumulo.cluster.decide.elastic_jobs.sizes import Floats, choose_sizes, possible_sizes
+from cumulo.cluster.decide.elastic_jobs.sizes import (
+    Floats,
+    SizedGroup,
+    choose_sizes,
+    possible_sizes,
+    size_groups,
+)
 from cumulo.cluster.decide.fifo import fifo
 from cumulo.cluster.decide.fit import only_gpus, task_places, tasks_that_fit, tightest
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
@@ -48,11 +54,12 @@ def elastic(
             return decided
         gpus = int(free.whole[ready].sum()) + int(jobs.current.sum())
         options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
-        costs = _costs(jobs, snapshot.now_s, restart_s, options, node_gpus, gpus)
+        weights = None
         if short_first:
             seconds = jobs.predicted_s if predicted else jobs.attained_gpu_s
-            costs *= ((3600.0 / np.maximum(seconds, 60.0)) ** short_first)[:, None]
-        wanted = choose_sizes(costs, options, gpus)
+            weights = (3600.0 / np.maximum(seconds, 60.0)) ** short_first
+        groups = _costs(jobs, snapshot.now_s, restart_s, options, node_gpus, gpus, weights)
+        wanted = choose_sizes(groups, options, gpus)
         return decided + _placed(jobs, wanted, node_gpus, free, book)
 
     return policy
@@ -70,21 +77,35 @@ def _rigid(snapshot: Snapshot, free: FreeCapacity, book: QuotaBook) -> list[Deci
 
 
 def _costs(
-    jobs: ActiveJobs, now_s: float, restart_s: float, options: Ints, node_gpus: int, gpus: int
-) -> Floats:
-    """[jobs, sizes], the first size is 0: what a power mean with exponent −1 adds up, 1 / speedup over a fair
-    share. Infinite: this size is not possible."""
+    jobs: ActiveJobs,
+    now_s: float,
+    restart_s: float,
+    options: Ints,
+    node_gpus: int,
+    gpus: int,
+    weights: Floats | None,
+) -> list[SizedGroup]:
+    """[jobs, sizes] of each group, the first size is 0: what a power mean with exponent −1 adds up, 1 / speedup
+    over a fair share. Infinite: this size is not possible."""
     share = max(1, -int(-float(gpus) // max(1, len(jobs))))
     goodput = jobs.tables.goodputs(options, node_gpus)
     fair = np.array([jobs.tables.within(table, share, node_gpus) for table in range(len(jobs.tables))])
+    speedups = goodput / fair[:, None]
     age_s = np.maximum(1.0, now_s - jobs.arrival_s)
     pause_s = np.maximum(jobs.restart_s, restart_s)
     keep = np.maximum(np.maximum(age_s - jobs.restarts * pause_s, 0.0) / (age_s + pause_s), 0.05)
-    stays = options == jobs.current[:, None]
-    speedup = (goodput / fair[:, None])[jobs.table]
-    costs: Floats = 1.0 / (np.where(stays, speedup, speedup * keep[:, None]) + _LITTLE)
-    costs[(options > np.maximum(jobs.most, jobs.current)[:, None])] = np.inf
-    return costs
+    largest = np.maximum(jobs.most, jobs.current)
+    found = []
+    for rows, width in size_groups(options, largest):
+        some = options[:width]
+        speedup = speedups[:, :width][jobs.table[rows]]
+        stays = some == jobs.current[rows][:, None]
+        costs: Floats = 1.0 / (np.where(stays, speedup, speedup * keep[rows][:, None]) + _LITTLE)
+        costs[some > largest[rows][:, None]] = np.inf
+        if weights is not None:
+            costs *= weights[rows][:, None]
+        found.append((rows, costs))
+    return found
 
 
 def _placed(

@@ -2,6 +2,8 @@
 all jobs at once: the steps of a job, each the best from where the last one led, save less and less, so that the
 best steps of all jobs are the first in one sorted list."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,7 @@ from cumulo.cluster.decide.nodes import Ints
 
 Floats = NDArray[np.float64]
 _Steps = tuple[Floats, Ints, Ints, Ints]
+SizedGroup = tuple[Ints, Floats]  # rows of jobs, and what each of their sizes costs
 _WIDTHS = (6, 10, 18, 1 << 30)  # possible sizes of the jobs that are looked at together
 _SAVES = 1e-9  # a step must save more
 _ALL_NODES = (
@@ -27,34 +30,32 @@ def possible_sizes(node_gpus: int, most: Ints, current: Ints, inside: tuple[int,
     return np.array(sorted(size for size in found if size <= max(largest, node_gpus)), dtype=np.int64)
 
 
-def choose_sizes(costs: Floats, options: Ints, gpus: int) -> Ints:
-    """Of each job: its size. `costs` is [jobs, options]; the first option is 0."""
-    at = np.zeros(len(costs), dtype=np.int64)  # the option that each job has
-    gains, jobs, targets, lengths = (
-        np.concatenate(column) for column in zip(*_all_steps(costs, options), strict=True)
-    )
+def size_groups(options: Ints, largest: Ints) -> list[tuple[Ints, int]]:
+    """Jobs with few possible sizes, and then those with more, because most jobs are small: rows, and how many
+    options are looked at. `largest`: of each job."""
+    widths = np.searchsorted(options, largest, side="right")
+    found, narrower = [], 0
+    for width in _WIDTHS:
+        rows = np.flatnonzero((widths > narrower) & (widths <= width))
+        narrower = width
+        if len(rows):
+            found.append((rows, min(width, len(options))))
+    return found
+
+
+def choose_sizes(groups: Sequence[SizedGroup], options: Ints, gpus: int) -> Ints:
+    """Of each job: its size. A group is rows of jobs, and their costs [jobs, options]; the first option is 0."""
+    at = np.zeros(sum(len(rows) for rows, _ in groups), dtype=np.int64)  # the option that each job has
+    found = [step for rows, costs in groups for step in _steps(costs, options[: costs.shape[1]], rows)]
+    gains, jobs, targets, lengths = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.argsort(-gains, kind="stable")
     jobs, targets, lengths = jobs[order], targets[order], lengths[order]
     fitting = int(np.searchsorted(np.cumsum(lengths), gpus, side="right"))
     np.maximum.at(at, jobs[:fitting], targets[:fitting])
     left = gpus - int(lengths[:fitting].sum())
     if fitting < len(lengths) and left > 0:
-        _fill_up(costs, options, at, left)
+        _fill_up(groups, options, at, left)
     return options[at]
-
-
-def _all_steps(costs: Floats, options: Ints) -> list[_Steps]:
-    """Of jobs with few possible sizes, and then of those with more: most jobs are small."""
-    possible = np.isfinite(costs)
-    widths = possible.shape[1] - possible[:, ::-1].argmax(axis=1)  # up to the largest that is possible
-    found: list[_Steps] = []
-    narrower = 0
-    for width in _WIDTHS:
-        rows = np.flatnonzero((widths > narrower) & (widths <= width))
-        narrower = width
-        if len(rows):
-            found += _steps(costs[rows, :width], options[:width], rows)
-    return found
 
 
 def _steps(costs: Floats, options: Ints, jobs: Ints) -> list[_Steps]:
@@ -86,14 +87,22 @@ def _best_step(costs: Floats, options: Ints, at: Ints, left: int | None = None) 
     return gains[rows, best], best
 
 
-def _fill_up(costs: Floats, options: Ints, at: Ints, left: int) -> None:
+def _fill_up(groups: Sequence[SizedGroup], options: Ints, at: Ints, left: int) -> None:
     """The last few GPUs, step by step: the best step that still fits. Changes `at`."""
-    gain, target = _best_step(costs, options, at, left)
+    gain, target = np.empty(len(at)), np.zeros(len(at), dtype=np.int64)
+    again = np.ones(len(at), dtype=np.bool_)
     while left > 0:
+        for rows, costs in groups:
+            some = np.flatnonzero(again[rows])
+            if len(some):
+                those = rows[some]
+                gain[those], target[those] = _best_step(
+                    costs[some], options[: costs.shape[1]], at[those], left
+                )
         row = int(gain.argmax())
         if gain[row] <= _SAVES:
             return
         left -= int(options[target[row]] - options[at[row]])
         at[row] = target[row]
-        again = np.flatnonzero((options[target] - options[at] > left) | (np.arange(len(at)) == row))
-        gain[again], target[again] = _best_step(costs[again], options, at[again], left)
+        again = options[target] - options[at] > left
+        again[row] = True
