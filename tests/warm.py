@@ -59,7 +59,7 @@ PRELOAD = (
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
-_PROGRAM, _CODE = "python", "python -c"
+_PROGRAM, _CODE, _MODULE = "python", "python -c", "python -m"
 _MORE_FDS = 8
 SPARE = "spare engine"  # the name in /proc of a process that waits for its job
 _starting = threading.Lock()
@@ -148,6 +148,12 @@ def run_program(path: Path, cwd: Path = ROOT, timeout_s: float = 900.0) -> subpr
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess([str(path)], code, out.read().decode(), err.read().decode())
+
+
+def start_module(name: str, *arguments: str, stdout: IO[Any], stdin: IO[Any] | None = None) -> Child:
+    """`python -m NAME ARGUMENTS...` with our standard error."""
+    with os.fdopen(os.dup(2), "wb") as stderr:
+        return start([_MODULE, name, *arguments], stdout=stdout, stderr=stderr, stdin=stdin)
 
 
 def start_code(code: str, fds: Sequence[int]) -> int:
@@ -272,6 +278,11 @@ def _become(order: dict[str, Any]) -> None:
         sys.argv = [path]
         sys.path[0] = str(Path(path).parent)
         runpy.run_path(path, run_name="__main__")
+        return
+    if order["arguments"][0] == _MODULE:
+        sys.argv = order["arguments"][1:]
+        sys.modules.pop(sys.argv[0], None)  # which a test may have imported
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     if order["arguments"][0] == _CODE:
         exec(order["arguments"][1], {"__name__": "__main__"})

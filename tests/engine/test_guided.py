@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -17,7 +16,7 @@ from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.llm import LLM
 from cumulo.engine.sampling import sampler
 from cumulo.errors import InvalidRequest
-from tests import thorough
+from tests import thorough, warm
 from tests.engine.equivalence import FreeDrafts
 from tests.engine.guided_engine import CLOSING, EOS, GUIDANCE, SPECIAL, TOKENIZER, VOCAB, make_engine
 from tests.engine.guided_schemas import SCHEMAS
@@ -421,7 +420,7 @@ def test_without_llguidance_the_error_names_what_to_install(monkeypatch):
         Guidance(TOKENIZER, VOCAB, (EOS,)).check(Guide("json_object"))
 
 
-def test_a_long_chain_of_references_does_not_end_the_process():
+def test_a_long_chain_of_references_does_not_end_the_process(tmp_path):
     """On a thread of usual stack size llguidance overruns its stack at a few thousand."""
     program = """
 import json
@@ -434,6 +433,7 @@ assert matcher.consume_tokens(list(b"true")), matcher.get_error()
 del matcher
 print(len(schema), "alive")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    (tmp_path / "program.py").write_text(program)
+    done = warm.run_program(tmp_path / "program.py")
     assert done.returncode == 0, done.stderr
     assert "alive" in done.stdout

@@ -23,7 +23,8 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.serve.running_server import MODEL, ROOT, RunningServer
+from tests import warm
+from tests.serve.running_server import MODEL, RunningServer
 
 _HEALTH_EVERY_S = 0.02
 _PATIENCE_S = 120.0  # for one answer, and for the probe to collect what it was asked for: more is a hang
@@ -74,21 +75,14 @@ class Probe:
         self._server, self._at_least = server, at_least
         self._samples: list[_Sample] = []
         self._changed = threading.Condition()
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.serve.attack_probe",
-                server.url,
-                model,
-                str(server.process.pid),
-                *([key] if key else []),
-            ],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        heard, says = os.pipe()
+        told, self._tell = os.pipe()
+        self._said = os.fdopen(heard)
+        with os.fdopen(says, "w") as stdout, os.fdopen(told) as stdin:
+            self._process = warm.start_module(
+                "tests.serve.attack_probe", server.url, model, str(server.process.pid), *([key] if key else []),
+                stdout=stdout, stdin=stdin,
+            )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -99,8 +93,7 @@ class Probe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        os.close(self._tell)
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -154,8 +147,7 @@ class Probe:
                 )
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._said:
             said = json.loads(line)
             sample = _Sample(*said, _memory_mib(self._server.process.pid))
             with self._changed:

@@ -11,7 +11,6 @@ soak.py).
 import argparse
 import asyncio
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,7 +23,8 @@ import httpx
 
 from cumulo.base.report import machine
 from cumulo.serve.access.keys import new_key
-from tests.serve.running_server import ROOT, RunningServer, running_server, wait_for
+from tests import warm
+from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.soak import Memory
 from tests.serve.tiny_model import NAME, save_tiny_model
 
@@ -121,15 +121,15 @@ async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, 
         for prompt in PROMPTS * 3:
             report.quiet_ttft_ms.append((await _ask(http, prompt))[1])
     report.memories = {"server": Memory(server.process.pid), "engine": Memory(server.engine_pid())}
-    attackers = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.serve.siege_attackers", server.url, keys["eve"], str(seconds), str(seed),
-        cwd=ROOT, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    said = tempfile.TemporaryFile()  # noqa: SIM115
+    attackers = warm.start_module(
+        "tests.serve.siege_attackers", server.url, keys["eve"], str(seconds), str(seed), stdout=said
+    )
     began_s = time.monotonic()
 
     def goes_on() -> bool:
         in_time = time.monotonic() < began_s + seconds
-        return attackers.returncode is None and (in_time or report.answered < 10 * HONEST_CLIENTS)
+        return attackers.poll() is None and (in_time or report.answered < 10 * HONEST_CLIENTS)
 
     clients = [
         asyncio.create_task(
@@ -137,8 +137,7 @@ async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, 
         )
         for number in range(HONEST_CLIENTS)
     ]
-    told = asyncio.create_task(attackers.communicate())
-    while attackers.returncode is None:
+    while attackers.poll() is None:
         await asyncio.sleep(0.25)
         try:
             for memory in report.memories.values():
@@ -147,9 +146,10 @@ async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, 
             report.problems.append("a process of the server ended")
             break
     await asyncio.gather(*clients)
-    said, _ = await told
+    await asyncio.to_thread(attackers.wait)
     report.seconds = time.monotonic() - began_s
-    found = json.loads(said or b'{"outcomes": {}, "bad": ["the attackers broke down"]}')
+    said.seek(0)
+    found = json.loads(said.read() or b'{"outcomes": {}, "bad": ["the attackers broke down"]}')
     report.attacks = Counter(found["outcomes"])
     report.problems += [f"an attack got {bad}" for bad in found["bad"]]
     return report
