@@ -59,7 +59,7 @@ from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
 from cumulo.spec.model import ModelSpec  # noqa: E402
 
 MODELS = {"qwen3-0.6b": None, "llama-3.1-8b": 4, "qwen3-30b-a3b": 4}  # layers; None: all
-SLOTS, CONTEXT, STEP = 64, 1024, 2048
+SLOTS, CONTEXT = 64, 1024
 DEVICE = torch.device("cuda")
 
 
@@ -84,20 +84,20 @@ def slice_of(spec: ModelSpec, part: RankPart) -> Decoder:
     return decoder
 
 
-def engine_of(spec: ModelSpec, rank: int, layout: ServingLayout, invariant: bool) -> Engine:
-    """Every rank has one: all draw the same tokens, so all plan alike."""
+def engine_of(spec: ModelSpec, rank: int, layout: ServingLayout, invariant: bool, step: int) -> Engine:
+    """Every rank has one: all draw the same tokens, so all plan alike. `step`: its most tokens."""
     part = rank_part(spec, layout, rank)
     decoder = slice_of(spec, part)
     decoder.rotary.serve(CONTEXT)
     blocks = SLOTS * CONTEXT // 64
     if layout.world == 1:
-        model = CudaDecoder(decoder, STEP, SLOTS, batch_invariant=invariant)
+        model = CudaDecoder(decoder, step, SLOTS, batch_invariant=invariant)
         cache = KVCache(decoder.spec, blocks, 64, torch.bfloat16, DEVICE)
         runner = CudaRunner(model, cache, max_slots=SLOTS, max_context=CONTEXT)
     else:
         store, links = _meet(part)
         config = EngineConfig(
-            device="cuda", dtype="bfloat16", block_size=64, max_running=SLOTS, max_tokens_per_step=STEP,
+            device="cuda", dtype="bfloat16", block_size=64, max_running=SLOTS, max_tokens_per_step=step,
             batch_invariant=invariant, cuda_graphs=True, tp=layout.tp, dp=layout.dp, ep=layout.ep,
         )  # fmt: skip
         memory: Any = SimpleNamespace(kv_blocks=blocks * layout.dp, max_context=CONTEXT, all_host_blocks=0)
@@ -106,7 +106,7 @@ def engine_of(spec: ModelSpec, rank: int, layout: ServingLayout, invariant: bool
         )
     scheduler = SchedulerConfig(
         blocks=blocks * layout.dp, block_size=64, max_context=CONTEXT, max_running=SLOTS,
-        max_tokens_per_step=STEP, homes=layout.dp,
+        max_tokens_per_step=step, homes=layout.dp,
     )  # fmt: skip
     return Engine(Scheduler(scheduler), runner, None, vocab_size=spec.vocab_size)
 
@@ -154,11 +154,11 @@ def prompts_of(vocabulary: int, count: int) -> list[list[int]]:
 
 
 def play(
-    rank: int, name: str, layout: ServingLayout, invariant: bool, count: int, tokens: int
+    rank: int, name: str, layout: ServingLayout, invariant: bool, count: int, tokens: int, step: int
 ) -> dict[str, Any]:
     torch.cuda.set_device(0)
     spec = model_spec(name)
-    engine = engine_of(spec, rank, layout, invariant)
+    engine = engine_of(spec, rank, layout, invariant, step)
     prompts = prompts_of(spec.vocab_size, count)
     found: dict[str, Any] = {
         "greedy": [s.token_ids for s in answers(engine, prompts, tokens, temperature=0.0)],
@@ -187,7 +187,7 @@ def play(
         engine.scheduler.pool.clear_cache()
         found["step_ms"][rows] = step_ms(engine, rows, spec.vocab_size)
     if layout.tp > 1:
-        found["sum_us"] = {rows: sum_us(engine, rows) for rows in (1, 16, 64, 512, STEP)}
+        found["sum_us"] = {rows: sum_us(engine, rows) for rows in (1, 16, 64, 512, step)}
     return found
 
 
@@ -213,7 +213,8 @@ def sum_us(engine: Engine, rows: int) -> float:
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, int]:
-    """Share of equal tokens up to the first divergence, and how many answers diverge."""
+    """Of the tokens up to and including the first that differs, the share that are equal, in percent; and how many
+    answers diverge. What follows a divergence answers another question, and is not compared."""
     same = positions = diverged = 0
     for a, b in zip(ours, theirs, strict=True):
         agree = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
@@ -276,6 +277,7 @@ def compare_answers(
         )
         rows[f"{layout}{kind}"] = {
             "greedy agreement %": round(share, 2), "answers that diverge": diverged, "of": questions,
+            "whole answers alike %": round(100 - 100 * diverged / questions, 2),
             "guided": several["guided"], "guided alike": several["guided"] == one["guided"],
             "sampled alike": several["sampled"] == one["sampled"], "tok/s": several["tok/s"],
             "one rank tok/s": one["tok/s"], "runs on": several["runs_on"],
@@ -312,6 +314,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--step", type=int, default=2048, help="tokens; up to 512 ranks add up in float32")
     parser.add_argument("--answers", action="store_true", help="answers of a real model, by LLM(tp=...)")
     parser.add_argument("--model", help="its file; none: the built-in model")
     for name in ("tp", "pp", "dp", "ep"):
@@ -337,15 +340,18 @@ def main() -> None:
             layout = ServingLayout(chosen.tp, dp=chosen.dp, ep=chosen.ep)
             if layout.world == 1:
                 layout = ServingLayout(tp=2, ep=1 if model_spec(name).moe is None else 2)
-            sizes = (invariant, chosen.prompts, chosen.tokens)
+            sizes = (invariant, chosen.prompts, chosen.tokens, chosen.step)
             one = run_ranks(play, 1, name, ServingLayout(), *sizes, timeout_s=200)[0]
             two = run_ranks(play, layout.world, name, layout, *sizes, timeout_s=200)
             noise, _ = agreement(one["in eights"], one["greedy"])
             share, diverged = agreement(two[0]["greedy"], one["greedy"])
             row = {
                 "model": f"{name} ({MODELS[name] or 'all'} layers)", "ranks": str(layout),
-                "batch_invariant": invariant, "one rank, in other batches %": round(noise, 2),
+                "batch_invariant": invariant, "tokens a step": chosen.step,
+                "one rank, in other batches %": round(noise, 2),
                 "greedy agreement %": round(share, 2), "answers that diverge": diverged,
+                "whole answers alike %": round(100 - 100 * diverged / chosen.prompts, 2),
+                "bits of one rank": two[0]["bits"][1] == one["bits"][1],
                 "ranks agree": all(two[0][k] == two[1][k] for k in ("greedy", "sampled", "cut")),
                 "sampled %": round(agreement(two[0]["sampled"], one["sampled"])[0], 2),
                 "top-k, top-p %": round(agreement(two[0]["cut"], one["cut"])[0], 2),

@@ -11,7 +11,7 @@ import select
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,25 @@ def one_engine(model: str | None, device: str, count: int) -> dict[str, Any]:
         said |= {o.request_id: o.samples[0].token_ids for o in assembly.engine.step().finished}
     assembly.player.runner.close()
     return {"said": said}
+
+
+def in_own_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Its result. One process holds one engine over several GPUs."""
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=_tell, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        raise SystemExit(f"{function.__name__} ended without a result") from None
+    finally:
+        process.join(20)
+        process.kill()
+
+
+def _tell(word: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    word.send(function(*arguments))
 
 
 def prefill(model: str | None, device: str, tp: int, address: str, word: Connection) -> None:
@@ -111,8 +130,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     chosen = parser.parse_args()
     sides = (chosen.model, chosen.device)
-    with ProcessPoolExecutor(1, SPAWN) as pool:
-        one = pool.submit(one_engine, *sides, chosen.prompts).result()
+    one = in_own_process(one_engine, *sides, chosen.prompts)
     with tempfile.TemporaryDirectory() as folder:
         address, (ours, theirs) = f"unix:{folder}/prefill.sock", SPAWN.Pipe()
         process = SPAWN.Process(target=prefill, args=(*sides, chosen.tp, address, theirs))
@@ -120,11 +138,11 @@ def main() -> None:
         theirs.close()
         assert ours.recv() == "ready"
         try:
-            with ProcessPoolExecutor(1, SPAWN) as pool:
-                split = pool.submit(decode, *sides, chosen.tp, address, chosen.prompts).result()
+            split = in_own_process(decode, *sides, chosen.tp, address, chosen.prompts)
         finally:
             ours.send("end")
-            process.join()
+            process.join(20)
+            process.kill()
     names = sorted(one["said"])
     several, alone = ([side["said"][name] for name in names] for side in (split, one))
     share, diverged = agreement(padded(several, alone), padded(alone, several))
