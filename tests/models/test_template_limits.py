@@ -1,6 +1,7 @@
 """Chat templates that mean harm are stopped by their worker's limits, and honest ones go on beside them."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ COMPARING = (
     "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
 )
 HONEST = "{{ messages[0].content | trim }}"
+
+
+@pytest.fixture
+def short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a template's time, of which hostile ones use all."""
+    monkeypatch.setattr(template_worker, "LIMITS", replace(template_worker.LIMITS, cpu_s=0.5))
 
 
 def resident_bytes() -> int:
@@ -56,7 +63,9 @@ def test_gigabytes_are_refused_before_they_are_made(source: str) -> None:
         ChatTemplate(source).render([USER])
 
 
-def test_what_takes_all_the_time_is_ended_and_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_all_the_time_is_ended_and_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch, short_time: None
+) -> None:
     runs: list[str] = []
     run = template_worker.render_apart
     monkeypatch.setattr(
@@ -76,7 +85,7 @@ def test_what_takes_all_the_time_is_ended_and_not_tried_for_ever(monkeypatch: py
     assert resident_bytes() < before + (64 << 20)
 
 
-def test_honest_templates_are_rendered_while_a_hostile_one_runs() -> None:
+def test_honest_templates_are_rendered_while_a_hostile_one_runs(short_time: None) -> None:
     ended: list[str] = []
 
     def hostile() -> None:
