@@ -5,7 +5,7 @@ NSDI 2011), within quotas, with borrowing of what others leave unused, and recla
 import bisect
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -211,27 +211,45 @@ def _less_urgent(job: JobRequest, snapshot: Snapshot) -> tuple[list[RunningJob],
     """The least urgent jobs that make room, and among them those that lose least."""
     columns = preemptible_on_nodes(snapshot, _priority)
     some: list[Ints] = []
-    for level in sorted(level for level in columns if isinstance(level, int) and level < job.priority):
+    levels = sorted(level for level in columns if isinstance(level, int) and level < job.priority)
+    for level in levels:
         some.append(columns[level])
-        found = RoomSearch(
+        search = RoomSearch(
             job, snapshot, _sum(some, snapshot), lambda one, _: one.request.priority <= level,  # noqa: B023
             lambda one: (one.gpus * one.request.checkpoint_s, one.gpus, -one.started_s),
-        ).find()  # fmt: skip
+        )  # fmt: skip
+        if level == levels[-1]:  # nobody else is asked after them: what is not worth it already never will be
+            search.too_much = _Worth(job, snapshot.now_s).lost_with
+        found = search.find()
         if found is not None:
             return found
     return None
 
 
+class _Worth:
+    """What the jobs lose that stop for another, against its waiting. With more of them it only becomes worse."""
+
+    def __init__(self, job: JobRequest, now_s: float) -> None:
+        self.job, self.now_s = job, now_s
+        self.lost, self.first_end_s = 0.0, float("inf")
+
+    def lost_with(self, more: Iterable[RunningJob]) -> bool:
+        """Whether waiting is cheaper if these stop as well."""
+        for one in more:
+            self.lost += one.gpus * one.request.checkpoint_s
+            if one.expected_end_s is not None:
+                self.first_end_s = min(self.first_end_s, one.expected_end_s)
+        return self.lost > self.job.gpus * max(0.0, self.first_end_s - self.now_s)
+
+
 def _worth_it(
     job: JobRequest, chosen: list[RunningJob], free: FreeCapacity, snapshot: Snapshot, place: Placer
 ) -> list[Decision]:
-    lost = sum(one.gpus * one.request.checkpoint_s for one in chosen)
-    ends = [one.expected_end_s for one in chosen if one.expected_end_s is not None]
-    waits_s = min(ends) - snapshot.now_s if ends else float("inf")
+    worth = _Worth(job, snapshot.now_s)
     places = place(job, free)
-    if places is None or lost > job.gpus * max(0.0, waits_s):
-        return []  # waiting is cheaper
-    why = f"{job.job_id} has priority {job.priority}; the checkpoints cost {lost:.0f} GPU seconds"
+    if worth.lost_with(chosen) or places is None:
+        return []
+    why = f"{job.job_id} has priority {job.priority}; the checkpoints cost {worth.lost:.0f} GPU seconds"
     return [
         *(Eviction(one.job_id, why) for one in chosen), JobPlacement(job.job_id, places, "its priority"),
     ]  # fmt: skip

@@ -60,6 +60,8 @@ class RoomSearch:
     columns: Ints  # what may be stopped, on each node
     may_stop: Callable[[RunningJob, list[RunningJob]], bool]  # a job, besides those that are stopped already
     price: Callable[[RunningJob], tuple[float, ...]]
+    # Told of those that stop, node by node: whether it is clear now that it is not worth it.
+    too_much: Callable[[list[RunningJob]], bool] | None = None
     _prices: dict[str, tuple[float, ...]] = field(default_factory=dict)  # as far as somebody asked
     _stopped: set[str] = field(default_factory=set)
 
@@ -70,7 +72,8 @@ class RoomSearch:
         return known
 
     def find(self) -> tuple[list[RunningJob], FreeCapacity] | None:
-        """Jobs to stop, none that is not needed on its node, and the cluster without them; None: no room."""
+        """Jobs to stop, none that is not needed on its node, and the cluster without them; None: no room,
+        or it costs too much."""
         then, job = self.snapshot.free.copy(), self.job
         on = jobs_on_nodes(self.snapshot.running)
         chosen: list[RunningJob] = []
@@ -93,6 +96,8 @@ class RoomSearch:
                     chosen.append(victim)
                     self._stopped.add(victim.job_id)
                     touched.update(place.node for place in victim.places)
+                if self.too_much is not None and self.too_much(victims):
+                    return None
                 if slots(job, then) >= job.tasks:
                     break
         return chosen, then

@@ -39,6 +39,7 @@ class Releases:
         self.by_end: list[tuple[float, str]] = []  # of the jobs whose end is predicted
         self._shares: dict[tuple[int, int], dict[str, float]] = {}  # ends of the shares of a GPU
         self._slots: dict[_Kind, np.ndarray] = {}  # [nodes, tasks]: when a node has room for so many tasks
+        self._first: dict[_Kind, np.ndarray] = {}  # the first column of each of them, in one piece
         self._starts: dict[_Kind, dict[int, Start]] = {}
         self._changed: set[int] = (
             set()
@@ -95,6 +96,7 @@ class Releases:
                 if after == before:
                     continue
                 slots[node] = after
+                self._first[kind][node] = after[0]
                 for start in self._starts.get(kind, _NO_STARTS).values():
                     at_s = start.at_s
                     start.before += bisect.bisect_left(after, at_s) - bisect.bisect_left(before, at_s)
@@ -136,6 +138,7 @@ class Releases:
         slots = self._slots.get(kind)
         if slots is None:
             slots = self._slots[kind] = self._all_slots(kind)
+            self._first[kind] = slots[:, 0].copy()
         starts = self._starts.setdefault(kind, {})
         known = starts.get(job.tasks)
         if known is None or not known.before < job.tasks <= known.by_then:
@@ -180,7 +183,7 @@ class Releases:
     def of_no_use(self, job: JobRequest, at_s: float) -> np.ndarray:
         """Nodes that cannot take a task of this job at that moment anyway."""
         self._settle()
-        return self._slots[job.gpus_per_task, job.devices][:, 0] > at_s
+        return self._first[job.gpus_per_task, job.devices] > at_s
 
     def forget(self) -> None:
         """Drops the starts that nobody asked for since the last call."""
