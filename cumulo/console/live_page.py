@@ -24,7 +24,10 @@ _REFRESH_S = 1.0
 _STEPS_SHOWN = 96
 _JUDGED_REQUESTS = 64
 _MAP_PATIENCE_S = 2.0
-_FAIRNESS = "Jain's index over API keys in the last minute; 1 is even."
+_FAIRNESS = (
+    "How evenly API keys were served in the last minute, by Jain's index: 1 is even, 1/n means that one of n keys "
+    "got everything."
+)
 _EVICTIONS = "Cached prefixes that were dropped to make room for new blocks."
 
 

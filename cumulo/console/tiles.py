@@ -7,6 +7,8 @@ def tile(term: str, value: float | str | None, unit: str, explained: str) -> str
     """`value`: a text stands as it is; None is not known. From a second on, milliseconds are shown as seconds."""
     if unit == "ms" and isinstance(value, (int, float)) and value >= 1000:
         value, unit = value / 1000, "s"
+    if value is None:
+        unit = ""
     if isinstance(value, str):
         text = escape(value)
     else:
