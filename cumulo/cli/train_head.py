@@ -31,10 +31,12 @@ def train_head(config: HeadConfig, json_file: Path | None) -> None:
         result = HeadTrainer(config, tell).run()
     rows = [
         Row(
-            f"proposal {index}, right", share, "of 1", note="on held-out answers, those before it being right"
+            f"{name}: proposal {index}, right", shares[0], "of 1",
+            note=f"those before it being right; among two choices {shares[1]:.0%}, among four {shares[3]:.0%}",
         )
-        for index, share in enumerate(result.accuracy, 1)
-    ]
+        for name, proposals in result.right.items()
+        for index, shares in enumerate(proposals, 1)
+    ]  # fmt: skip
     rows += [
         Row("tokens the head can propose", result.known_share, "of 1"),
         Row("loss", result.loss, better="lower"),

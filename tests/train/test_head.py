@@ -14,9 +14,11 @@ from cumulo.models.batch import KVCache
 from cumulo.models.heads.files import is_eagle_folder, load_eagle, save_eagle
 from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.train.head.answers import OwnAnswer
+from cumulo.train.head.begin import new_head
 from cumulo.train.head.config import HeadConfig, read_head_config
+from cumulo.train.head.examples import batches, examples_of, together
 from cumulo.train.head.states import hidden_states, one_sequence
-from cumulo.train.head.trainer import HeadTrainer, _example, _losses, new_head
+from cumulo.train.head.trainer import HeadTrainer, _losses
 from tests.engine.equivalence import FreeDrafts, run_alone
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 
@@ -45,7 +47,7 @@ def trained(answers, tmp_path_factory):
     config = HeadConfig(steps=70, batch_tokens=150, draft_vocabulary=VOCAB, learning_rate=3e-3, device="cpu")
     trainer = HeadTrainer(config, lambda *_: None)
     head = new_head(config, DECODER, answers)
-    examples = [_example(answer, DECODER, config.unroll, "cpu") for answer in answers]
+    examples = examples_of(answers, DECODER, config.unroll, "cpu")
     before = trainer.accuracy(head, DECODER, examples)
     trainer._train(head, DECODER, examples)
     folder = tmp_path_factory.mktemp("head")
@@ -65,7 +67,8 @@ def test_states_for_training_are_those_that_a_step_sees(answers):
         DECODER.tap = None
         assert torch.allclose(tap.kept, stream[row, : len(one)], atol=1e-9)
         assert torch.allclose(ended, last[row, len(one) - 1], atol=1e-9)
-    kept = _example(replace(answers[0], stream=stream[0].to(torch.float16).numpy()), DECODER, 2, "cpu").kept
+    tapped = replace(answers[0], stream=stream[0].to(torch.float16).numpy())
+    kept = examples_of([tapped], DECODER, 2, "cpu")[0].kept
     assert torch.allclose(kept.teacher.double(), last[0, : len(kept.teacher)], atol=2e-2)
 
 
@@ -119,12 +122,71 @@ def _spy(propose, table, seen):
 
 
 def _unrolled_logits(trainer, head, example):
-    kept = []
-    original = head.logits
-    head.logits = lambda stream: kept.append(original(stream)) or kept[-1]
-    list(trainer.unrolled(head, DECODER, trainer.together(DECODER, [example])))
-    del head.logits
-    return kept
+    batch = together(DECODER, [example], trainer.config.unroll)
+    return [head.logits(stream) for stream in trainer.unrolled(head, DECODER, batch)]
+
+
+def test_what_is_taught_at_a_place_is_what_the_model_expects_behind_it(answers):
+    """The first proposal at place p is token p + 2, of which the state at p + 1 speaks; the next one's follows."""
+    examples = examples_of(answers[:3], DECODER, 2, "cpu")
+    batch = together(DECODER, examples, 2)
+    _, last = hidden_states(DECODER, batch.tokens)
+    for ahead in range(2):
+        expected = last[batch.rows, batch.places + 1 + ahead]
+        assert torch.allclose(batch.teacher[batch.taught + ahead], expected, atol=1e-9)
+        likeliest = DECODER.logits(expected).argmax(-1)  # the answers are greedy
+        assert torch.equal(likeliest, batch.tokens[batch.rows, batch.places + 2 + ahead])
+
+
+def test_every_answer_is_in_one_batch_of_a_round(answers):
+    examples = examples_of(answers, DECODER, 2, "cpu")
+    source = batches(examples, 70, seed=1)
+    seen = []
+    while len(seen) < len(examples):
+        batch = next(source)
+        assert len(batch) == 1 or max(one.length for one in batch) * len(batch) <= 70
+        seen += [id(one) for one in batch]
+    assert sorted(seen) == sorted(id(one) for one in examples)
+
+
+def test_the_share_of_right_proposals_grows_with_the_choices(trained):
+    trainer, head, examples, _, _ = trained
+    shares = trainer.shares(head, DECODER, examples, 2)
+    assert [row[0] for row in shares] == trainer.accuracy(head, DECODER, examples)
+    assert all(row == sorted(row) for row in shares)
+    first, hits = [], []
+    for example in examples:  # counted place by place
+        logits = _unrolled_logits(trainer, head, example)[0]
+        batch = together(DECODER, [example], 2)
+        wanted = batch.tokens[batch.rows, batch.places + 2]
+        chosen = head.token_of[logits.topk(4).indices]
+        first += (chosen[:, 0] == wanted).tolist()
+        hits += (chosen == wanted[:, None]).any(-1).tolist()
+    assert shares[0][0] == pytest.approx(np.mean(first)) and shares[0][3] == pytest.approx(np.mean(hits))
+
+
+@pytest.mark.parametrize("settings", [{"ffn_hidden": 96}, {"minutes": 0.002}])
+def test_a_wider_head_and_a_time_limit_train_too(answers, settings):
+    config = HeadConfig(steps=12, batch_tokens=150, draft_vocabulary=VOCAB, device="cpu", **settings)
+    trainer = HeadTrainer(config, lambda *_: None)
+    head = new_head(config, DECODER, answers)
+    before = {name: one.clone() for name, one in head.named_parameters()}
+    examples = examples_of(answers, DECODER, config.unroll, "cpu")
+    first = float(trainer.loss(head, DECODER, together(DECODER, examples, config.unroll)))
+    steps, _ = trainer._train(head, DECODER, examples)
+    assert steps == 12 or config.minutes is not None
+    assert float(trainer.loss(head, DECODER, together(DECODER, examples, config.unroll))) < first
+    assert all(not torch.equal(one, before[name]) for name, one in head.named_parameters())
+    assert head.spec.ffn_hidden == settings.get("ffn_hidden", DECODER.spec.ffn_hidden)
+
+
+def test_a_wider_head_begins_as_the_usual_one(answers):
+    usual, wide = (
+        new_head(HeadConfig(draft_vocabulary=VOCAB, ffn_hidden=width), DECODER, answers)
+        for width in (None, 96)
+    )
+    x = torch.randn(3, DECODER.spec.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(usual.ffn(x), wide.ffn(x), atol=1e-12)
 
 
 def test_a_head_comes_back_from_its_folder_as_it_was(trained):

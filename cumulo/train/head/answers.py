@@ -1,11 +1,11 @@
-"""What a head learns from: answers of the very model it will draft for; on a CPU with the hidden states that it
-will see, which the engine had to compute anyway."""
+"""What a head learns from: answers of the very model it will draft for. An engine gives them on a CPU, with the
+hidden states that the head will see, which it had to compute anyway; a Writer on a GPU, thousands at a time."""
 
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,43 +19,29 @@ from cumulo.engine.llm import LLM
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError
 from cumulo.models.decoder import Decoder
+from cumulo.models.files.load import LoadedModel
 from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.models.play.fused import FusedDecoder
+from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.train.head.config import OWN_QUESTIONS, HeadConfig
+from cumulo.train.head.prompts import AskedTurns, Grammar
+from cumulo.train.head.writer import Draw, Writer
 
-_AT_ONCE = {"cpu": 16, "cuda": 2048}
-_OWN_QUESTION_TOKENS = 48  # of which a question has at most so many
-# Forms and topics are others than those that `cumulo bench speculate` asks.
-_FORMS = (
-    "Explain {} in simple words.", "Describe {}.", "Summarize what is known about {}.", "What is {}?",
-    "Write a paragraph about {}.", "Give me some advice about {}.", "List the advantages of {}.",
-    "What are the disadvantages of {}?", "Write a short poem about {}.", "Tell me the history of {}.",
-    "How do I get started with {}?", "What are common mistakes people make with {}?", "Write an email about {}.",
-    "What is the best way to think about {}?", "Give three examples that have to do with {}.",
-    "Why is it useful to know something about {}?", "Write a story for children about {}.",
-    "Name five things that everybody should know about {}.", "Why is {} important?", "How does {} work?",
-    "Tell me something surprising about {}.", "What do you think of {}?", "Write two sentences about {}.",
-    "What questions would a student ask about {}?",
-)  # fmt: skip
-_TOPICS = (
-    "cooking rice", "the solar system", "public speaking", "electric cars", "photosynthesis", "football",
-    "painting", "the Roman Empire", "saving money", "learning a language", "machine learning", "sleep",
-    "recycling", "tea", "airports", "elephants", "the water cycle", "job interviews", "computer viruses",
-    "hiking", "libraries", "bees", "the internet", "farming", "glass", "vaccines", "friendship", "earthquakes",
-    "novels", "time management", "kitchens", "wind power", "the human heart", "city planning", "rivers",
-    "photography", "cheese", "swimming", "the stock market", "desert animals", "Germany", "Egypt", "Canada",
-    "India", "Mexico", "the sun", "the planet Mars", "electricity", "magnets", "light", "summer", "snow",
-    "storms", "forests", "lakes", "islands", "cats", "horses", "birds", "butterflies", "sharks", "dinosaurs",
-    "trees", "flowers", "oranges", "potatoes", "chocolate", "soup", "pizza", "milk", "salt", "cars",
-    "airplanes", "ships", "buses", "roads", "castles", "museums", "schools", "hospitals", "markets",
-    "newspapers", "television", "telephones", "computers", "video games", "movies", "dancing", "the guitar",
-    "the piano", "singing", "drawing", "poetry", "writing a diary", "mathematics", "chemistry", "history",
-    "geography", "medicine", "law", "money", "banks", "taxes", "elections", "democracy", "the family",
-    "birthdays", "holidays", "travel", "camping", "running", "tennis", "yoga", "healthy food", "breakfast",
-    "cooking for friends", "houses", "furniture", "clothes", "shoes", "gold", "paper", "plastic", "wood",
-    "stars", "black holes", "satellites", "the atom", "evolution", "the brain", "memory", "dreams", "happiness",
-    "anger",
-)  # fmt: skip
+_AT_ONCE = 16  # requests of an engine, whose hidden states are read before others take their blocks
+_OWN_QUESTION_TOKENS = 64  # of which a question has at most so many
+_GREEDY, _SAMPLED, _ASKED = Draw(), Draw(0.8, 0.95), Draw(1.0, 0.95)
+_SAMPLED_EVERY = 8  # one answer of so many is sampled
+
+Tell = Callable[[str, int, int], None]  # what, done, of
+Messages = list[dict[str, str]]
+
+
+class Writes(Protocol):
+    def write(
+        self, prompts: Sequence[Sequence[int]], most: int, draws: Sequence[Draw], tell: Callable[[int], None]
+    ) -> list[list[int]]:
+        """Up to `most` tokens behind each prompt. `tell`: how many are written."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,107 +53,154 @@ class OwnAnswer:
     )  # [places, features]: what the head sees of the model at the first places
 
 
-def questions(config: HeadConfig, own: Callable[[int], list[str]]) -> list[str]:
-    """As many as answers are wanted, from a file or the built-in ones, asked again and again; `own` makes more that
-    are all different, if the configuration wants those."""
+def conversations(config: HeadConfig, own: Callable[[int], list[str]]) -> list[AskedTurns]:
+    """As many as answers are wanted: lines of a file, asked again and again, or built-in ones; `own` makes half of
+    them, if the configuration wants that."""
     if config.prompts not in (None, OWN_QUESTIONS):
-        path = Path(config.prompts)
-        if not path.is_file():
-            raise ConfigError(f"prompts: there is no file {path}")
-        found = [line for line in path.read_text().splitlines() if line.strip()]
+        found = [AskedTurns((line,)) for line in prompt_lines(config.prompts)]
     else:
-        found = [form.format(topic) for topic in _TOPICS for form in _FORMS]
-        if config.prompts is not None and config.answers > len(found):
-            found += own(config.answers - len(found))
+        asked = [] if config.prompts is None else own(config.answers // 2)
+        found = [AskedTurns((text,)) for text in asked]
+        found += Grammar(config.seed).conversations(config.answers - len(found))
     np.random.default_rng(config.seed).shuffle(found)
     return [found[index % len(found)] for index in range(config.answers)]
 
 
-def own_questions(llm: LLM, count: int, seed: int) -> list[str]:
+def prompt_lines(name: str) -> list[str]:
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path} with prompts")
+    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"{path} has no prompts: it needs one per line")
+    return lines
+
+
+def own_questions(tokenizer: Tokenizer, writer: Writes, count: int, tell: Tell) -> list[str]:
     """What the model expects people to ask: it continues its chat template where a user's words would begin
     (Magpie, Xu et al. 2024). About as many as wanted: some are no questions, or were asked before."""
     mark = "\u2063"  # a character that no template has
-    begin, _, _ = llm.tokenizer.apply_chat_template([{"role": "user", "content": mark}]).partition(mark)
-    params = [
-        SamplingParams(
-            temperature=1.0, top_p=0.95, max_tokens=_OWN_QUESTION_TOKENS, seed=seed + index, stop="\n"
-        )
-        for index in range(count)
-    ]
-    outputs = llm.generate([llm.tokenizer.encode(begin)] * count, params)
-    found = (one.samples[0] for one in outputs)
-    texts = (one.text.strip() for one in found if one.finish_reason == "stop")
+    begin, _, _ = tokenizer.apply_chat_template([{"role": "user", "content": mark}]).partition(mark)
+    prompt = tokenizer.encode(begin)
+    written = writer.write(
+        [prompt] * count, _OWN_QUESTION_TOKENS, [_ASKED] * count,
+        lambda done: tell("the model asks itself", done, count),
+    )  # fmt: skip
+    texts = []
+    for one in written:
+        text, line_ended, _ = tokenizer.decode(one).strip().partition("\n")
+        if line_ended or len(one) < _OWN_QUESTION_TOKENS:
+            texts.append(text.strip())
     return list(dict.fromkeys(text for text in texts if len(text.split()) > 2))
 
 
-def make_answers(
-    config: HeadConfig, engine: EngineConfig, tell: Callable[[str, int, int], None]
-) -> list[OwnAnswer]:
-    """The model's answers to the questions, a quarter of them and all to repeated questions sampled. They are kept
-    in files and read from there the next time."""
+# -- on a GPU ---------------------------------------------------------------------------------------------------
+def write_answers(config: HeadConfig, model: LoadedModel, tell: Tell) -> list[OwnAnswer]:
+    """They are kept in a file and read from there the next time."""
+    path = Path(config.folder) / "answers" / "written.npz"
+    if path.is_file():
+        return _read(path)[: config.answers]
+    assert model.tokenizer is not None
+    tokenizer, writer = model.tokenizer, Writer(model.decoder, model.eos_ids, seed=config.seed)
+    asked = conversations(config, lambda count: own_questions(tokenizer, writer, count, tell))
+    answers = answered(config, tokenizer, writer, asked, tell)
+    _save(path, answers)
+    return answers
+
+
+def answered(
+    config: HeadConfig, tokenizer: Tokenizer, writer: Writes, asked: Sequence[AskedTurns], tell: Tell,
+    sampled_every: int = _SAMPLED_EVERY,
+) -> list[OwnAnswer]:  # fmt: skip
+    """The answers to the conversations' last turns; those before are greedy ones."""
+    messages = [_begun(one) for one in asked]
+    prompts = [_rendered(tokenizer, one) for one in messages]
+    longer = [index for index, one in enumerate(asked) if len(one.turns) > 1]
+    firsts = writer.write(
+        [prompts[index] for index in longer], config.answer_tokens, [_GREEDY] * len(longer),
+        lambda done: tell("the model answers first turns", done, len(longer)),
+    )  # fmt: skip
+    for index, tokens in zip(longer, firsts, strict=True):
+        messages[index] = _continued(messages[index], tokenizer.decode(tokens), asked[index].turns[1])
+        prompts[index] = _rendered(tokenizer, messages[index])
+    draws = [
+        _SAMPLED if index % sampled_every == sampled_every - 1 else _GREEDY for index in range(len(prompts))
+    ]
+    written = writer.write(
+        prompts, config.answer_tokens, draws, lambda done: tell("the model answers", done, len(prompts))
+    )
+    return [
+        OwnAnswer(np.array(prompt + answer, dtype=np.int32), len(prompt), None)
+        for prompt, answer in zip(prompts, written, strict=True)
+    ]
+
+
+def _rendered(tokenizer: Tokenizer, messages: Messages) -> list[int]:
+    return list(tokenizer.render_chat(messages)[1])
+
+
+def _begun(conversation: AskedTurns) -> Messages:
+    told = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
+    return [*told, {"role": "user", "content": conversation.turns[0]}]
+
+
+def _continued(messages: Messages, answer: str, turn: str) -> Messages:
+    """With an answer, up to its last whole sentence, and what the user says to it."""
+    end = max(answer.rfind(mark) for mark in ".!?")
+    said = answer[: end + 1] if end > 0 else answer
+    return [*messages, {"role": "assistant", "content": said.strip()}, {"role": "user", "content": turn}]
+
+
+# -- on a CPU ---------------------------------------------------------------------------------------------------
+def make_answers(config: HeadConfig, engine: EngineConfig, tell: Tell) -> list[OwnAnswer]:
+    """They are kept in files and read from there the next time."""
     done = list[OwnAnswer]()
-    at_once = _AT_ONCE[engine.device]
-    firsts = range(0, config.answers, at_once)
+    firsts = range(0, config.answers, _AT_ONCE)
     paths = {first: Path(config.folder) / "answers" / f"{first:05d}.npz" for first in firsts}
     if not all(path.is_file() for path in paths.values()):
         with LLM(config.model, config=engine) as llm:
-            stream = _streams(llm)
-
-            def own(count: int) -> list[str]:
-                tell("the model asks itself", 0, count)
-                return own_questions(llm, count, config.seed)
-
-            asked = questions(config, own)
+            writer, stream = _EngineWriter(llm, config.seed), _streams(llm)
+            asked = conversations(config, lambda count: own_questions(llm.tokenizer, writer, count, tell))
             for first, path in paths.items():
                 if not path.is_file():
-                    _answer(config, llm, stream, asked, range(first, min(first + at_once, len(asked))), path)
-                tell("the model answers", min(first + at_once, config.answers), config.answers)
+                    group = asked[first : first + _AT_ONCE]
+                    answers = answered(config, llm.tokenizer, writer, group, lambda *_: None)
+                    _save(path, [replace(one, stream=stream(one.tokens)) for one in answers])
+                tell("the model answers", min(first + _AT_ONCE, config.answers), config.answers)
     for path in paths.values():
         done += _read(path)
     return done[: config.answers]
 
 
-def _streams(llm: LLM) -> Callable[[NDArray[np.int32]], Tensor] | None:
-    """From tokens to the hidden states at as many places as are known, tapped while the answer was made; None where
-    the engine cannot be tapped: then they are computed again."""
+class _EngineWriter:
+    """An engine in place of a Writer."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self._llm, self._seed = llm, seed
+
+    def write(
+        self, prompts: Sequence[Sequence[int]], most: int, draws: Sequence[Draw], tell: Callable[[int], None]
+    ) -> list[list[int]]:
+        self._seed += len(prompts)
+        params = [
+            SamplingParams(
+                temperature=draw.temperature, top_p=draw.top_p, max_tokens=most, seed=self._seed - index
+            )
+            for index, draw in enumerate(draws)
+        ]
+        outputs = self._llm.generate([list(one) for one in prompts], params) if prompts else []
+        tell(len(prompts))
+        return [list(one.samples[0].token_ids) for one in outputs]
+
+
+def _streams(llm: LLM) -> Callable[[NDArray[np.int32]], NDArray[np.float16]]:
+    """From tokens to the hidden states at as many places as are known, tapped while the answer was made."""
     runner, spec = llm.engine.runner, llm.spec
     if not isinstance(runner, TorchRunner) or not isinstance(runner.model, (Decoder, FusedDecoder)):
-        return None
+        raise ConfigError("a head is trained for models with grouped attention so far")
     slots = runner.cache.blocks * runner.cache.block_size
     tap = runner.model.tap = StreamTap(eagle_layers(spec.layers), slots, spec.hidden, torch.float32, "cpu")
-    return lambda tokens: _tapped(llm, tap, tokens)
-
-
-def _answer(
-    config: HeadConfig,
-    llm: LLM,
-    stream: Callable[[NDArray[np.int32]], Tensor] | None,
-    asked: list[str],
-    group: range,
-    path: Path,
-) -> None:
-    distinct = len(set(asked))  # they are asked in turn: the others repeat them
-    params = [
-        SamplingParams(
-            temperature=0.8 if index % 4 == 3 or index >= distinct else 0.0,
-            max_tokens=config.answer_tokens,
-            seed=index,
-        )
-        for index in group
-    ]
-    outputs = llm.chat([[{"role": "user", "content": asked[index]}] for index in group], params)
-    tokens = [np.array(one.prompt_token_ids + one.samples[0].token_ids, dtype=np.int32) for one in outputs]
-    kept: dict[str, Any] = {}
-    if stream is not None:
-        streams = [stream(one).to(torch.float16).cpu().numpy() for one in tokens]
-        kept = {"stream": np.concatenate(streams), "places": [len(one) for one in streams]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.npz")
-    np.savez(
-        part, tokens=np.concatenate(tokens), sizes=[len(one) for one in tokens],
-        prompts=[len(one.prompt_token_ids) for one in outputs], **kept,
-    )  # fmt: skip
-    part.replace(path)
+    return lambda tokens: _tapped(llm, tap, tokens).to(torch.float16).numpy()
 
 
 def _tapped(llm: LLM, tap: StreamTap, tokens: NDArray[np.int32]) -> Tensor:
@@ -178,6 +211,21 @@ def _tapped(llm: LLM, tap: StreamTap, tokens: NDArray[np.int32]) -> Tensor:
     hashes = chain_hashes(root_hash(""), array("i", tokens[: full * size].tolist()), size)
     blocks = torch.tensor(pool.cached_prefix(hashes), dtype=torch.int64)
     return tap.at((blocks[:, None] * size + torch.arange(size)).flatten())
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+def _save(path: Path, answers: Sequence[OwnAnswer]) -> None:
+    streams = [one.stream for one in answers if one.stream is not None]
+    kept: dict[str, Any] = {}
+    if streams:
+        kept = {"stream": np.concatenate(streams), "places": [len(one) for one in streams]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part.npz")
+    np.savez(
+        part, tokens=np.concatenate([one.tokens for one in answers]), sizes=[len(one.tokens) for one in answers],
+        prompts=[one.prompt_length for one in answers], **kept,
+    )  # fmt: skip
+    part.replace(path)
 
 
 def _read(path: Path) -> list[OwnAnswer]:

@@ -18,13 +18,18 @@ class HeadConfig:
     folder: str = "runs/head"  # where answers, the trained head and its log go
     kind: str = KIND
     model: str | None = None  # that is drafted for; None: the built-in one
-    # A text file with one prompt per line; None: built-in questions; "own": those, and what the model itself
+    # A text file with one prompt per line; None: built-in conversations; "own": half of them what the model itself
     # expects to be asked.
     prompts: str | None = None
+    judge: tuple[
+        str, ...
+    ] = ()  # text files with prompts that are not trained on: the report tells how often it is right
     answers: int = 320  # that the model gives itself; the head learns from them
     answer_tokens: int = 96
     draft_vocabulary: int = 4096  # tokens the head can propose: the most frequent of the answers
+    ffn_hidden: int | None = None  # of the head's feed-forward layer; None: as wide as the model's
     steps: int = 400
+    minutes: float | None = None  # of training, instead of steps
     batch_tokens: int = 512  # of answers with their prompts, in one step
     unroll: int = 2  # tokens that are proposed behind each other, each trained
     learning_rate: float = 1e-3
@@ -39,6 +44,10 @@ class HeadConfig:
         for name in ("answers", "answer_tokens", "draft_vocabulary", "steps", "batch_tokens", "unroll"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("ffn_hidden", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be more than 0, got {value}")
         if not self.learning_rate > 0:
             raise ConfigError(f"learning_rate must be more than 0, got {self.learning_rate}")
 

@@ -12,6 +12,7 @@ from cumulo.models.attention import Attention
 from cumulo.models.batch import ForwardBatch
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.heads.tap import eagle_layers
+from cumulo.models.rope import Rotation
 
 
 @torch.no_grad()
@@ -25,23 +26,26 @@ def hidden_states(decoder: Decoder, tokens: Tensor) -> tuple[Tensor, Tensor]:
     for index, layer in enumerate(decoder.layers):
         seen += [x] * tapped.count(index)
         assert isinstance(layer, Layer)
-        attention = layer.attention
-        if not isinstance(attention, Attention) or (attention.window or n) < n:
-            raise ConfigError(
-                "a head is trained for models with grouped attention over the whole text so far"
-            )
-        query, key, value = (
-            one.unflatten(0, (examples, n)).transpose(1, 2)
-            for one in attention.project(layer.attention_norm(x), rotation)
-        )
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=attention.scale, enable_gqa=True
-        )
-        x = x + attention.output(mixed.transpose(1, 2).flatten(0, 1).flatten(1))
-        x = x + layer.ffn(layer.ffn_norm(x))
+        x, _, _ = attended(layer, x, rotation, examples)
     return torch.cat(seen, dim=-1).unflatten(0, (examples, n)), decoder.final_norm(x).unflatten(
         0, (examples, n)
     )
+
+
+def attended(layer: Layer, x: Tensor, rotation: Rotation, examples: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer over whole texts [examples x n, hidden]; its keys and values [examples, kv_heads, n, head_dim]."""
+    attention, n = layer.attention, len(x) // examples
+    if not isinstance(attention, Attention) or (attention.window or n) < n:
+        raise ConfigError("a head is trained for models with grouped attention over the whole text so far")
+    query, key, value = (
+        one.unflatten(0, (examples, n)).transpose(1, 2)
+        for one in attention.project(layer.attention_norm(x), rotation)
+    )
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=attention.scale, enable_gqa=True
+    )
+    x = x + attention.output(mixed.transpose(1, 2).flatten(0, 1).flatten(1))
+    return x + layer.ffn(layer.ffn_norm(x)), key, value
 
 
 def one_sequence(tokens: Tensor, places: Tensor) -> ForwardBatch:
