@@ -1,7 +1,8 @@
 """`cumulo launch`: submit a job to this machine, Ray, Slurm or Kubernetes."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,6 +72,8 @@ def launch(
     if target is None:
         raise ConfigError(f"--on cannot be {on}{did_you_mean(on, TARGETS)}")
     job = read_job(job_file)
+    if job.serve is not None and job.serve.options:
+        _check_options(job_file, job.serve.options)
     if out_folder is not None:
         if target != "kubernetes":
             raise ConfigError(f"--out writes manifests, so it needs --on kubernetes, not --on {target}")
@@ -98,3 +101,19 @@ def launch(
     out.print(record.job_id, markup=False)
     if wait and not follow(kept, record.job_id, show_output=False):
         raise typer.Exit(1)
+
+
+def _check_options(job_file: Path, words: Sequence[str]) -> None:
+    """Refuse options of a service that `cumulo serve` does not take, by its own parser."""
+    from cumulo.cli.app import app
+    from cumulo.cluster.job_check import line_of
+    from cumulo.errors import ConfigError
+
+    group: Any = typer.main.get_command(app)
+    try:
+        group.commands["serve"].make_context("serve", [*words])
+    except Exception as error:  # typer's own copy of click has no public name
+        if not hasattr(error, "format_message"):
+            raise
+        line = line_of(job_file.read_text("utf-8"), "serve.options")
+        raise ConfigError(f"{job_file}:{line}: serve.options: {error.format_message()}") from None

@@ -1,5 +1,5 @@
 """What is wrong with a job file: each problem with the setting it is about, so that the file's line can be named.
-`JobFile` asks for `problems`; `read_job` and `launch` also for `unknown_names`, which a stored job may keep.
+`JobFile` asks for `problems`; `read_job` and `launch` also for `launch_problems`, which a stored job may keep.
 """
 
 import re
@@ -162,14 +162,57 @@ def _device_problems(group: "DeviceGroup", where: str) -> Iterator[Problem]:
             yield f"{where}.memory", str(error)
 
 
-def unknown_names(job: "JobFile") -> Iterator[Problem]:
-    """Names that no target and no command knows, and replicas that cannot get equally many devices."""
+def launch_problems(job: "JobFile") -> Iterator[Problem]:
+    """Names that no target and no command knows, and amounts that cannot be meant."""
     for number, group in enumerate(job.devices):
         yield from _unknown_kind(group.kind, f"devices[{number}].kind")
     if job.serve is not None and job.serve.plan is None and len(job.devices) == 1:
         yield from _uneven_replicas(job.serve.replicas, job.devices[0])
     if job.train is not None:
         yield from _unknown_options(job.train.options)
+    yield from _useless(job)
+
+
+def _useless(job: "JobFile") -> Iterator[Problem]:
+    """Amounts and words with which a job would be refused or would never do what they say."""
+    for number, group in enumerate(job.devices):
+        if group.memory is not None and group.memory_mib < 1:
+            yield f"devices[{number}].memory", f"devices.memory must be at least 1MiB, got {group.memory!r}"
+    if job.deadline is not None and seconds(job.deadline, "deadline") <= 0:
+        yield "deadline", f"deadline must be more than 0, such as 2h, got {job.deadline!r}"
+    each = job.devices[0].per_node
+    for name in ("min", "max") if job.elastic is not None and each is not None else ():
+        count = getattr(job.elastic, name)
+        if count % each:
+            near = {count // each * each, -(-count // each) * each} - {0}
+            use = " or ".join(map(str, sorted(near)))
+            text = f"elastic.{name} {count} is not a multiple of per_node {each}: use {use}"
+            yield f"elastic.{name}", text
+    if job.restart.most and not job.restart.ways:
+        text = "restart.ways names no way to restart: use spare, shrink or wait, or restart.most: 0"
+        yield "restart.ways", text
+    for number, option in enumerate(job.slurm.options):
+        if not option.startswith("-") or not option.isprintable():
+            text = f"slurm.options are options of sbatch, such as --constraint=ib, got {option!r}"
+            yield f"slurm.options[{number}]", text
+    port = _RAY_ADDRESS.fullmatch(job.ray.address or "")
+    if port is not None and not 0 < int(port[3]) < 65536:
+        yield "ray.address", f"the port of ray.address must be 1 to 65535, got {port[3]}"
+    if job.serve is not None:
+        yield from _useless_service(job.serve)
+
+
+def _useless_service(serve: "ServeWork") -> Iterator[Problem]:
+    if serve.model == "":
+        yield "serve.model", "serve.model is empty: leave it out for the built-in model"
+    if (scaling := serve.autoscale) is None:
+        return
+    if (serve.min_replicas, serve.max_replicas) == (None, None):
+        yield "serve.autoscale", "serve.autoscale needs min_replicas and max_replicas to choose between"
+    for name in ("prompt_tok_s", "output_tok_s", "interval_s"):
+        if getattr(scaling, name) <= 0:
+            text = f"serve.autoscale.{name} must be more than 0, got {getattr(scaling, name):g}"
+            yield f"serve.autoscale.{name}", text
 
 
 def _unknown_kind(kind: str, where: str) -> Iterator[Problem]:
@@ -208,6 +251,8 @@ def _unknown_options(options: Sequence[str]) -> Iterator[Problem]:
     for number, word in enumerate(options):
         where = f"train.options[{number}]"
         if value_of:
+            if value_of == "--set" and "=" not in word:
+                yield where, f"train.options: --set needs NAME=VALUE, such as steps=40, got {word!r}"
             value_of = ""
             continue
         name, gives, _ = word.partition("=")
@@ -217,6 +262,9 @@ def _unknown_options(options: Sequence[str]) -> Iterator[Problem]:
         elif unknown := name not in TRAIN_OPTIONS:
             near = did_you_mean(name, TRAIN_OPTIONS)
             yield where, f"train.options: `cumulo train` has no option {name}{near}"
+        elif name == "--folder":
+            yield where, "train.options: the folder of the run is `train: {folder: ...}`, not an option"
+            value_of = "" if gives else name
         elif TRAIN_OPTIONS[name] and not gives:
             value_of = name
     if value_of:

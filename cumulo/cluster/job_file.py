@@ -18,7 +18,7 @@ from cumulo.base.strict import build
 from cumulo.base.yaml_text import load_yaml, yaml_problem
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.job_amounts import memory_mib, seconds
-from cumulo.cluster.job_check import JobFileError, in_file, problems, unknown_names
+from cumulo.cluster.job_check import JobFileError, in_file, launch_problems, problems
 from cumulo.cluster.kubernetes_settings import KubernetesSettings
 from cumulo.errors import ConfigError
 
@@ -199,8 +199,8 @@ def read_job(path: Path) -> JobFile:
 
 
 def check_names(job: JobFile) -> None:
-    """Refuses devices and options that nobody knows. A job that is stored already is read without it."""
-    if found := list(unknown_names(job)):
+    """Refuses names and amounts that cannot be meant. A job that is stored already is read without it."""
+    if found := list(launch_problems(job)):
         raise JobFileError(found)
 
 

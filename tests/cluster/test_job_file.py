@@ -8,6 +8,7 @@ import typer
 import yaml
 
 from cumulo.cli.app import app
+from cumulo.cli.launch import launch as launch_command
 from cumulo.cluster.drivers.command import check_work, work_command
 from cumulo.cluster.drivers.driver import TargetLost
 from cumulo.cluster.drivers.slurm import refusal
@@ -96,6 +97,21 @@ devices: {count: 4}
         (WRITTEN.replace("kind: cpu", "knid: cpu"), 9, "devices[0] has no setting 'knid'; did you mean 'kind'?"),
         (WRITTEN + "deadline: soon\n", 10, "deadline must be a time"),
         (WRITTEN.replace("train-tiny", "none"), 3, "none.yaml, which train.config names"),
+        (WRITTEN.replace("steps=4", "steps"), 6, "--set needs NAME=VALUE"),
+        (WRITTEN.replace("--set", "--folder"), 5, "the folder of the run is `train: {folder: ...}`"),
+        (WRITTEN + "  memory: 0GiB\n", 10, "devices.memory must be at least 1MiB"),
+        (WRITTEN + "deadline: 0s\n", 10, "deadline must be more than 0"),
+        (WRITTEN + "  per_node: 2\nelastic: {min: 1, max: 4}\n", 11, "elastic.min 1 is not a multiple"),
+        (WRITTEN + "restart: {ways: []}\n", 10, "restart.ways names no way"),
+        (WRITTEN + "slurm:\n  options: [--exclusive, constraint=ib]\n", 11, "options of sbatch"),
+        (WRITTEN + 'slurm:\n  options: ["--x\\nrm -r y"]\n', 11, "options of sbatch"),
+        (WRITTEN + "ray: {address: 'head:99999'}\n", 10, "the port of ray.address must be 1 to 65535"),
+        (SERVED.replace("replicas: 3", "model: ''"), 3, "serve.model is empty"),
+        (SERVED.replace("replicas: 3", "autoscale: {prompt_tok_s: 1, output_tok_s: 1}"), 3, "needs min_replicas"),
+        (
+            SERVED.replace("replicas: 3", "max_replicas: 2\n  autoscale:\n   prompt_tok_s: -1\n   output_tok_s: 1"),
+            5, "serve.autoscale.prompt_tok_s must be more than 0, got -1",
+        ),
     ],
 )  # fmt: skip
 def test_a_broken_setting_is_named_with_its_line(tmp_path: Path, text: str, line: int, message: str) -> None:
@@ -134,6 +150,24 @@ def test_the_options_of_a_job_are_those_of_the_command() -> None:
         name: not one.is_flag for one in train.params if one.param_type_name == "option" for name in one.opts
     }
     assert {**found, "--help": False} == dict(TRAIN_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("[--thread, '2']", "job.yaml:3: serve.options: No such option: --thread"),
+        ("[--threads, two]", "job.yaml:3: serve.options: Invalid value for '--threads'"),
+    ],
+)
+def test_options_of_a_service_are_checked_by_the_command_itself(
+    tmp_path: Path, options: str, message: str
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(SERVED.replace("replicas: 3", f"options: {options}"))
+    with pytest.raises(ConfigError, match=message):
+        launch_command(path, dry_run=True, store=tmp_path)
+    path.write_text(SERVED.replace("replicas: 3", "options: [--threads, '1']"))
+    launch_command(path, dry_run=True, store=tmp_path)
 
 
 def test_a_job_that_is_made_in_a_program_is_checked_before_it_is_launched(tmp_path: Path) -> None:
