@@ -11,7 +11,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.transfer.address import named_address
+from cumulo.engine.decide.transfer.address import named_addresses
 from cumulo.engine.decide.transfer.orders import LOAD_EVERY_S, Ordered, OrderFailed
 from cumulo.engine.play.player import Player
 from cumulo.engine.play.ranked_runner import RankedRunner
@@ -44,7 +44,7 @@ def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model:
         before_told = ranked.wait_for_ranks if ranked is not None else None
         engine.link = PrefillLink(scheduler, sender, cache.spec.layers, before_told)
         return
-    peers = [named_address(text, number) for number, text in enumerate(config.prefill_engines)]
+    peers = named_addresses(config.prefill_engines)
     receiver = TransferReceiver(cache, model, peers, config.transfer_key)
     engine.link = DecodeLink(scheduler, receiver, cache.spec.layers)
 

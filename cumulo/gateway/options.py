@@ -91,6 +91,10 @@ class GatewayOptions:
             least = 0 if name == "retries" else 1
             if getattr(self, name) < least:
                 raise CumuloError(f"{name} must be {least} or more, got {getattr(self, name)}")
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise CumuloError(f"{name} must be 1 or more, got {limit}; omit it for no limit")
         urls = [member.url for member in self.members]
         for url in urls:
             if urls.count(url) > 1:
@@ -103,11 +107,33 @@ def read_members(path: Path) -> tuple[PoolMember, ...]:
     """A YAML file: {replicas: [{url, model?, weight?}, ...]}."""
     try:
         content: Any = yaml.safe_load(path.read_text("utf-8"))
-        return tuple(PoolMember(**one) for one in content["replicas"])
+        problem = _problem(content)
     except OSError as error:
         raise CumuloError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        problem = str(error)
+    if problem:
         raise CumuloError(
-            f"{path} is no list of replicas ({error}); it should look like\n"
+            f"{path} is no list of replicas: {problem}; it should look like\n"
             "replicas:\n  - url: http://10.0.0.7:8000\n    model: chat\n    weight: 1"
-        ) from error
+        )
+    return tuple(PoolMember(**one) for one in content["replicas"])
+
+
+def _problem(content: Any) -> str:
+    """What is wrong with the content of such a file; empty: nothing."""
+    replicas = content.get("replicas") if isinstance(content, dict) else None
+    if not isinstance(replicas, list):
+        return "it needs a list named replicas"
+    if more := [name for name in content if name != "replicas"]:
+        return f"it has {more[0]!r} beside replicas"
+    kinds = {"url": (str,), "model": (str, type(None)), "weight": (int, float)}
+    for number, one in enumerate(replicas, 1):
+        if not isinstance(one, dict) or "url" not in one:
+            return f"replica {number} needs a url"
+        for name, value in one.items():
+            if name not in kinds:
+                return f"replica {number} has {name!r}, which is none of {', '.join(kinds)}"
+            if not isinstance(value, kinds[name]) or isinstance(value, bool):
+                return f"the {name} of replica {number} is {value!r}"
+    return ""

@@ -6,6 +6,7 @@ how long it waits is measured.
 """
 
 import contextlib
+import socket
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from cumulo.collectives.decide.choices import parse_choices, split_profile
 from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.collectives.play.groups import make_player
+from cumulo.errors import CumuloError
 from cumulo.ranks.collectives import Work
 from cumulo.ranks.scheduled import scheduled
 
@@ -112,8 +114,21 @@ class RankGroup:
         return tensor
 
 
+def _check_own(host: str) -> None:
+    """torch would try for minutes to reach another one."""
+    try:
+        with socket.socket() as found:
+            found.bind((host, 0))
+    except (OSError, UnicodeError) as error:
+        raise CumuloError(
+            f"{host!r} is no address of this host ({error}): rank_address is the one at which other hosts reach it"
+        ) from error
+
+
 def meeting_point(port: int | None = None, host: str = THIS_HOST) -> TCPStore:
     """Where ranks find each other: opened by one of them, at a port for the others."""
     if port is None:
+        if host != THIS_HOST:
+            _check_own(host)
         return TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return TCPStore(host, port, is_master=False)

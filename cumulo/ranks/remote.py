@@ -9,9 +9,10 @@ import logging
 import os
 import pickle
 import socket
+import struct
 import time
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from cumulo.errors import CumuloError
@@ -19,6 +20,7 @@ from cumulo.errors import CumuloError
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_GREETING_S = 10  # in which a process proves that it has the key
 
 
 class RankDoor:
@@ -27,7 +29,7 @@ class RankDoor:
     def __init__(self, address: str, key: str) -> None:
         self.host, port = host_and_port(address)
         try:
-            self._listener = Listener((self.host, port), "AF_INET", authkey=key.encode())
+            self._listener, self._key = Listener((self.host, port), "AF_INET"), key.encode()
         except OSError as error:
             raise CumuloError(
                 f"ranks cannot join at {address}: {error}; choose another rank_address"
@@ -38,16 +40,27 @@ class RankDoor:
         """Waits for a process that has the key; it becomes this rank."""
         log.info("rank %d is awaited at %s: cumulo serve --rank-of %s", rank, self.address, self.address)
         while True:
+            connection = self._listener.accept()
             try:
-                connection = self._listener.accept()
+                _be_patient(connection, _GREETING_S)  # one that says nothing must not keep the others out
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                _be_patient(connection, 0)
                 connection.send_bytes(pickle.dumps((rank, told)))
             except (AuthenticationError, OSError, EOFError) as error:
                 log.warning("a process that wanted to be rank %d was refused: %s", rank, error or "wrong key")
+                connection.close()
                 continue
             return connection
 
     def close(self) -> None:
         self._listener.close()
+
+
+def _be_patient(connection: Connection, seconds: int) -> None:
+    """Reads fail after so long without a byte; 0: never."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def join_door(address: str, key: str) -> tuple[Connection, int, Any, str]:
@@ -71,6 +84,6 @@ def join_door(address: str, key: str) -> tuple[Connection, int, Any, str]:
 
 def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise CumuloError(f"{address!r} is no address: write HOST:PORT, as in 10.0.0.1:9100")
     return host, int(port)

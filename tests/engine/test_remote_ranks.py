@@ -17,6 +17,8 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.errors import CumuloError, RanksFailed
+from cumulo.ranks import remote
+from cumulo.ranks.rank_group import meeting_point
 from cumulo.ranks.remote import RankDoor, join_door
 from tests import warm
 from tests.engine.ranked_models import save_model
@@ -89,6 +91,34 @@ def test_a_rank_with_another_key_is_refused_and_says_so() -> None:
             connection.close()
     finally:
         door.close()
+
+
+def test_strangers_that_say_nothing_or_nonsense_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_GREETING_S", 1)
+    door = RankDoor(f"127.0.0.1:{reserved_port()}", KEY)
+    where = remote.host_and_port(door.address)
+    try:
+        with socket.create_connection(where), socket.create_connection(where) as second:
+            second.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with ThreadPoolExecutor(1) as pool:
+                admitted = pool.submit(door.admit, 1, "told")
+                connection, rank, told, _ = join_door(door.address, KEY)
+                assert (rank, told) == (1, "told")
+                admitted.result().close()
+                connection.close()
+    finally:
+        door.close()
+
+
+@pytest.mark.parametrize("address", ["nowhere", "10.0.0.1", "127.0.0.1:70000", ":9", "127.0.0.1:-1"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(CumuloError, match="write HOST:PORT"):
+        remote.host_and_port(address)
+
+
+def test_an_address_of_another_host_is_refused_at_once() -> None:
+    with pytest.raises(CumuloError, match=r"'192\.0\.2\.1' is no address of this host"):
+        meeting_point(host="192.0.2.1")
 
 
 def test_what_several_hosts_need_is_said() -> None:

@@ -15,6 +15,7 @@ from cumulo.engine.decide.request import Request, State
 from cumulo.engine.decide.routing import Ask, PrefixAware, ReplicaView
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
+from cumulo.engine.decide.transfer.address import named_addresses, parse_address
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyStopped,
@@ -29,6 +30,7 @@ from cumulo.engine.decide.transfer.orders import (
 from cumulo.engine.decide.transfer.place import choose_prefill
 from cumulo.engine.decide.transfer.travel import BlockRuns, LayerPiece, TransferPlan, TransferProgress
 from cumulo.engine.play.transfer_ways import copy_runs
+from cumulo.errors import CumuloError
 from tests.engine.equivalence import Lengths, _ends, _log_probabilities, draw_requests, run_alone
 from tests.engine.split_engines import (
     PrefillThread,
@@ -41,6 +43,21 @@ from tests.engine.split_engines import (
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
 
 OPTIONS = dict(blocks=30, block_size=8, max_running=5, max_tokens_per_step=16, overlap=True)
+
+
+# -- where from ---------------------------------------------------------------------------------------------
+def test_prefill_engines_have_names_and_addresses_of_their_own() -> None:
+    assert named_addresses(("a=unix:/x", "tcp:b:9")) == [("a", "unix:/x"), ("prefill-1", "tcp:b:9")]
+    with pytest.raises(CumuloError, match="two prefill engines have the name 'a'"):
+        named_addresses(("a=unix:/x", "a=unix:/y"))
+    with pytest.raises(CumuloError, match="two prefill engines have the address 'unix:/x'"):
+        named_addresses(("a=unix:/x", "b=unix:/x"))
+
+
+def test_a_path_that_no_socket_can_have_is_refused() -> None:
+    assert parse_address("unix:/" + 106 * "x") == "/" + 106 * "x"
+    with pytest.raises(CumuloError, match=r"up to 107 bytes, .* has 108: choose a shorter one"):
+        parse_address("unix:/" + 107 * "x")
 
 
 # -- what travels ---------------------------------------------------------------------------------------------

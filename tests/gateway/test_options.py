@@ -1,9 +1,11 @@
 """What a gateway is told: addresses as people paste them, and what cannot be, with what would work."""
 
+from pathlib import Path
+
 import pytest
 
 from cumulo.errors import CumuloError
-from cumulo.gateway.options import GatewayOptions, PoolMember
+from cumulo.gateway.options import GatewayOptions, PoolMember, read_members
 from cumulo.serve.http.listening import bind
 
 
@@ -19,6 +21,42 @@ def test_a_timeout_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(CumuloError, match=f"{name} must be more than 0 seconds, got 0"):
         GatewayOptions(members=(PoolMember("127.0.0.1:8000"),), **{name: 0})
     assert GatewayOptions(members=(PoolMember("127.0.0.1:8000"),), drain_timeout_s=0).drain_timeout_s == 0
+
+
+@pytest.mark.parametrize("name", ["requests_per_minute", "tokens_per_minute"])
+def test_a_limit_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(CumuloError, match=f"{name} must be 1 or more, got -1; omit it"):
+        GatewayOptions(members=(PoolMember("127.0.0.1:8000"),), **{name: -1})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "needs a list named replicas"),
+        ("replicas: {a: b}", "needs a list named replicas"),
+        ("replicas: []\nretries: 3", "has 'retries' beside replicas"),
+        ("replicas: [http://a]", "replica 1 needs a url"),
+        ("replicas: [{url: http://a}, {model: b}]", "replica 2 needs a url"),
+        ("replicas: [{url: 5}]", "the url of replica 1 is 5"),
+        ("replicas: [{url: http://a, wieght: 2}]", "'wieght', which is none of url, model, weight"),
+        ("replicas: [{url: http://a, weight: '1'}]", "the weight of replica 1 is '1'"),
+        ("replicas: [{url: http://a, weight: true}]", "the weight of replica 1 is True"),
+        ("replicas: [{url: http://a, model: 7}]", "the model of replica 1 is 7"),
+        ("replicas: [", "expected"),
+        ("[" * 3000, "no list of replicas"),
+    ],
+)
+def test_a_file_of_replicas_is_refused_by_what_is_wrong_in_it(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    with pytest.raises(CumuloError, match=words):
+        read_members(path)
+
+
+def test_a_file_of_replicas_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("replicas: [{url: http://a}, {url: b:9/v1, model: chat, weight: 0.05}]")
+    assert read_members(path) == (PoolMember("http://a"), PoolMember("http://b:9", "chat", 0.05))
 
 
 def test_a_port_that_cannot_be_is_refused() -> None:

@@ -63,7 +63,7 @@ class TransferSender:
         try:
             self._listener.bind(where)
         except OSError as error:
-            raise CumuloError(f"no engine can be reached at {address}: {error.strerror}") from None
+            raise CumuloError(f"no engine can be reached at {address}: {error.strerror or error}") from None
         self._listener.listen()
         self.address = address if self._path is not None else _bound(self._listener, address)
         self.news: Mailbox[SenderEvent] = Mailbox()
