@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 Fields = dict[str, Any]
 _MOST = 1 << 28  # of any count or size: things are made per layer and per expert before the spec is checked
 _MOST_LAYERS = 100_000
-_DEFAULT_THETA = {"mixtral": 1e6}
+_DEFAULT_THETA = {"mixtral": 1e6, "ernie4_5": 500_000.0}
 
 
 def spec_from_config(config: Config) -> ModelSpec:
@@ -112,9 +112,11 @@ def _rope(config: Config) -> tuple[float, RopeScaling | None]:
     kind = table.get("rope_type") or table.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind not in ("linear", "llama3", "yarn"):
+    # Phi-3 calls its own scaling, by two lists of factors, yarn in older files.
+    if kind not in ("linear", "llama3", "yarn") or family == "phi3":
+        known = "default" if family == "phi3" else "default, linear, llama3, yarn"
         raise ModelError(
-            f"unknown rope scaling {kind!r} in config.json; known: default, linear, llama3, yarn"
+            f"unknown rope scaling {kind!r} of a {family!r} model in config.json; known: {known}"
         )
     context = _whole(config, "max_position_embeddings")
     original = table.get("original_max_position_embeddings") or context
@@ -152,15 +154,32 @@ def _mistral(config: Config) -> Fields:
 def _qwen_window(config: Config) -> Fields:
     """Qwen windows only the layers from `max_window_layers` on, and none unless it is switched on."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first = config.get("max_window_layers", 28)
+    return _window(config, window, lambda layer: layer >= first)
+
+
+def _window(config: Config, window: int | None, by_default: Callable[[int], bool]) -> Fields:
+    """The layers that see `window` tokens only: those of `layer_types` or, where it is absent, `by_default`."""
+    layers, kinds = _whole(config, "num_hidden_layers"), config.get("layer_types")
+    if kinds is not None:
+        if len(kinds) != layers:
+            raise ModelError(
+                f"config.json: layer_types lists {len(kinds)} layers, but the model has {layers}"
+            )
+        if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
+            raise ModelError(
+                f"config.json: layer_types has {unknown[0]!r}; known: 'full_attention', 'sliding_attention'"
+            )
     if window is None:
         return {}
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = config.get("max_window_layers", 28)
-        windowed = [layer for layer in range(config["num_hidden_layers"]) if layer >= first]
-    else:
-        windowed = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-    return {"sliding_window": window, "windowed_layers": tuple(windowed)} if windowed else {}
+    windowed = tuple(
+        layer
+        for layer in range(layers)
+        if (by_default(layer) if kinds is None else kinds[layer] == "sliding_attention")
+    )
+    if len(windowed) == layers:
+        return {"sliding_window": window}
+    return {"sliding_window": window, "windowed_layers": windowed} if windowed else {}
 
 
 def _qwen2(config: Config) -> Fields:
@@ -174,6 +193,48 @@ def _qwen3(config: Config) -> Fields:
         "head_dim": _whole(config, "head_dim"),
         "qk_norm": True,
         **_qwen_window(config),
+    }
+
+
+def _phi3(config: Config) -> Fields:
+    return {"sliding_window": config.get("sliding_window")}
+
+
+def _ernie(config: Config) -> Fields:
+    bias = bool(config.get("use_bias", False))
+    return {
+        "kv_heads": _whole(config, "num_key_value_heads"),
+        "head_dim": _whole(config, "head_dim"),
+        "rope_interleaved": True,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+    }
+
+
+def _seed_oss(config: Config) -> Fields:
+    return {
+        "kv_heads": _whole(config, "num_key_value_heads"),
+        "head_dim": _whole(config, "head_dim"),
+        "qkv_bias": bool(config.get("attention_bias", True)),
+        "output_bias": bool(config.get("attention_out_bias", False)),
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+    }
+
+
+def _ministral(config: Config) -> Fields:
+    window = _window(config, config.get("sliding_window", 4096), lambda layer: True)
+    return {"kv_heads": _whole(config, "num_key_value_heads"), **window}
+
+
+def _cwm(config: Config) -> Fields:
+    _need(config, "rope_parameters", "rope_scaling")
+    return {
+        "kv_heads": _whole(config, "num_key_value_heads"),
+        "head_dim": _whole(config, "head_dim"),
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        **_window(config, config.get("sliding_window", 8192), lambda layer: layer % 4 != 0),
     }
 
 
@@ -211,8 +272,8 @@ def _qwen3_moe(config: Config) -> Fields:
     }
 
 
-def _deepseek(config: Config, router: Fields) -> Fields:
-    """What V2 and V3 share: latent attention, shared experts, dense first layers."""
+def _latent(config: Config) -> Fields:
+    """DeepSeek's attention, which other families took over."""
     mla = MLASpec(
         q_rank=config.get("q_lora_rank"),
         kv_rank=_whole(config, "kv_lora_rank"),
@@ -220,28 +281,32 @@ def _deepseek(config: Config, router: Fields) -> Fields:
         rope_head_dim=_whole(config, "qk_rope_head_dim"),
         value_head_dim=_whole(config, "v_head_dim"),
     )
-    first_sparse, every = config.get("first_k_dense_replace") or 0, config.get("moe_layer_freq") or 1
-    width = _whole(config, "moe_intermediate_size")
-    moe = MoESpec(
-        experts=_whole(config, "n_routed_experts", "num_experts", "num_local_experts"),
-        experts_per_token=_whole(config, "num_experts_per_tok"),
-        expert_hidden=width,
-        shared_hidden=width * (config.get("n_shared_experts") or 0),
-        routed_scale=float(config.get("routed_scaling_factor", 1.0)),
-        dense_layers=tuple(
-            layer
-            for layer in range(_whole(config, "num_hidden_layers"))
-            if layer < first_sparse or layer % every != 0
-        ),
-        **router,
-    )
     return {
         **_llama(config),
         "head_dim": mla.nope_head_dim + mla.rope_head_dim,
         "rope_interleaved": bool(config.get("rope_interleave", True)),
         "mla": mla,
-        "moe": moe,
     }
+
+
+def _dense_first(config: Config, default: int) -> tuple[int, ...]:
+    """Layers that are no mixtures."""
+    first, every = config.get("first_k_dense_replace", default) or 0, config.get("moe_layer_freq") or 1
+    layers = _whole(config, "num_hidden_layers")
+    return tuple(layer for layer in range(layers) if layer < first or layer % every != 0)
+
+
+def _deepseek_experts(config: Config, dense_layers: tuple[int, ...], router: Fields) -> MoESpec:
+    """Shared experts next to routed ones, which other families took over."""
+    width = _whole(config, "moe_intermediate_size")
+    return MoESpec(
+        experts=_whole(config, "n_routed_experts", "num_experts", "num_local_experts"),
+        experts_per_token=_whole(config, "num_experts_per_tok"),
+        expert_hidden=width,
+        shared_hidden=width * (config.get("n_shared_experts") or 0),
+        dense_layers=dense_layers,
+        **router,
+    )
 
 
 def _deepseek_v2(config: Config) -> Fields:
@@ -251,22 +316,63 @@ def _deepseek_v2(config: Config) -> Fields:
             f"config.json: deepseek_v2 routing {method!r} with scores {scoring!r} is unknown; "
             "known: 'greedy' and 'group_limited_greedy' with 'softmax'"
         )
-    router: Fields = {"normalise_weights": bool(config.get("norm_topk_prob", False))}
+    router: Fields = {
+        "normalise_weights": bool(config.get("norm_topk_prob", False)),
+        "routed_scale": float(config.get("routed_scaling_factor", 1.0)),
+    }
     if method == "group_limited_greedy":
         router |= {"groups": _whole(config, "n_group"), "top_groups": _whole(config, "topk_group")}
-    return _deepseek(config, router)
+    return {**_latent(config), "moe": _deepseek_experts(config, _dense_first(config, 0), router)}
 
 
-def _deepseek_v3(config: Config) -> Fields:
-    router: Fields = {
+def _sigmoid_router(config: Config, **defaults: Any) -> Fields:
+    """DeepSeek-V3's, whose defaults are others in every family that took it over."""
+    config = {**defaults, **config}
+    return {
         "scoring": "sigmoid",
         "selection_bias": True,
-        "normalise_weights": bool(config.get("norm_topk_prob", True)),
+        "normalise_weights": bool(_need(config, "norm_topk_prob")),
         "groups": _whole(config, "n_group"),
         "top_groups": _whole(config, "topk_group"),
         "group_score": "top2sum",
+        "routed_scale": float(_need(config, "routed_scaling_factor")),
     }
-    return _deepseek(config, router)
+
+
+def _deepseek_v3(config: Config) -> Fields:
+    router = _sigmoid_router(config, norm_topk_prob=True, routed_scaling_factor=2.5)
+    return {
+        **_latent(config),
+        "moe": _deepseek_experts(config, _dense_first(config, 3), router),
+    }
+
+
+def _dots1(config: Config) -> Fields:
+    first = config.get("max_window_layers", 62)
+    router = _sigmoid_router(config, norm_topk_prob=False, routed_scaling_factor=1.0, n_group=1, topk_group=1)
+    return {
+        **_llama(config),
+        "kv_heads": _whole(config, "num_key_value_heads"),
+        "qk_norm": True,
+        **_window(config, config.get("sliding_window", 4096), lambda layer: layer >= first),
+        "moe": _deepseek_experts(config, _dense_first(config, 0), router),
+    }
+
+
+def _glm4_moe_lite(config: Config) -> Fields:
+    layers, kinds = _whole(config, "num_hidden_layers"), config.get("mlp_layer_types")
+    kinds = ["dense"] + ["sparse"] * (layers - 1) if kinds is None else kinds
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise ModelError(
+            f"config.json: mlp_layer_types must say 'dense' or 'sparse' for each of {layers} layers"
+        )
+    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    router = _sigmoid_router(config, norm_topk_prob=True, routed_scaling_factor=1.8, n_group=1, topk_group=1)
+    return {**_latent(config), "moe": _deepseek_experts(config, dense, router)}
+
+
+def _youtu(config: Config) -> Fields:
+    return {**_latent(config), "tied_embeddings": bool(config.get("tie_word_embeddings", True))}
 
 
 _FAMILIES: dict[str, Callable[[Config], Fields]] = {
@@ -278,4 +384,13 @@ _FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "youtu": _youtu,
+    "dots1": _dots1,
+    "phi3": _phi3,
+    "ernie4_5": _ernie,
+    "seed_oss": _seed_oss,
+    "ministral": _ministral,
+    "cwm": _cwm,
 }

@@ -11,7 +11,12 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM", "youtu": "YoutuForCausalLM",
+    "dots1": "Dots1ForCausalLM", "phi3": "Phi3ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM", "ministral": "MinistralForCausalLM", "cwm": "CwmForCausalLM",
 }  # fmt: skip
+
+_BY_LAYER = ("qwen2", "qwen3", "ministral", "cwm", "dots1")  # that say of each layer whether it has a window
 
 
 def config_from_spec(spec: ModelSpec) -> Fields:
@@ -38,8 +43,7 @@ def config_from_spec(spec: ModelSpec) -> Fields:
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else list(ends),
         "dtype": spec.dtype,
-        "attention_bias": spec.output_bias if spec.mla is None else spec.qkv_bias,
-        "mlp_bias": spec.mlp_bias,
+        **_biases(spec),
         **_window(spec),
         **_experts(spec),
         **_latent(spec),
@@ -47,6 +51,15 @@ def config_from_spec(spec: ModelSpec) -> Fields:
     if spec_from_config(config) != spec:
         raise ModelError(f"this {spec.family!r} model has settings that its config.json cannot express")
     return config
+
+
+def _biases(spec: ModelSpec) -> Fields:
+    if spec.family == "ernie4_5":
+        return {"use_bias": spec.qkv_bias}
+    fields: Fields = {"mlp_bias": spec.mlp_bias}
+    if spec.family == "seed_oss":
+        return fields | {"attention_bias": spec.qkv_bias, "attention_out_bias": spec.output_bias}
+    return fields | {"attention_bias": spec.output_bias if spec.mla is None else spec.qkv_bias}
 
 
 def _rope(scaling: RopeScaling | None) -> Fields:
@@ -76,10 +89,12 @@ def _window(spec: ModelSpec) -> Fields:
     fields: Fields = {"sliding_window": spec.sliding_window}
     if spec.family.startswith("qwen"):
         fields["use_sliding_window"] = spec.sliding_window is not None
-        if spec.windowed_layers is not None:
-            full, windowed = "full_attention", "sliding_attention"
-            kinds = [windowed if layer in spec.windowed_layers else full for layer in range(spec.layers)]
-            fields |= {"layer_types": kinds, "max_window_layers": kinds.index(windowed)}
+    if spec.family in _BY_LAYER:
+        full, windowed = "full_attention", "sliding_attention"
+        kinds = [full if spec.window_of_layer(layer) is None else windowed for layer in range(spec.layers)]
+        fields |= {"layer_types": kinds}
+        if windowed in kinds:
+            fields["max_window_layers"] = kinds.index(windowed)
     return fields
 
 
@@ -99,6 +114,9 @@ def _experts(spec: ModelSpec) -> Fields:
         "n_shared_experts": moe.shared_hidden // moe.expert_hidden,
         "routed_scaling_factor": moe.routed_scale,
         "first_k_dense_replace": len(moe.dense_layers),
+        "mlp_layer_types": [
+            "dense" if layer in moe.dense_layers else "sparse" for layer in range(spec.layers)
+        ],
         "n_group": moe.groups,
         "topk_group": moe.top_groups,
     }

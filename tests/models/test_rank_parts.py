@@ -10,6 +10,7 @@ from cumulo.layout.serving import ServingLayout, held_parameters, rank_part
 from cumulo.models.files.load import load_model
 from cumulo.models.linear import Linear
 from tests.engine.ranked_models import save_model
+from tests.models import tiny
 from tests.models.gguf_conversion import convert
 
 LAYOUTS = [
@@ -54,6 +55,11 @@ def test_a_rank_reads_its_boxes_of_safetensors(tmp_path: Path, name: str, layout
     if layout.ep > 1 and name in ("dense", "tied"):
         layout = ServingLayout(layout.tp, layout.pp, layout.dp)
     check_parts(save_model(name, tmp_path), layout)
+
+
+def test_a_rank_reads_its_boxes_of_tensors_that_the_file_has_fused(tmp_path: Path) -> None:
+    tiny.save("phi3", tmp_path)
+    check_parts(tmp_path, ServingLayout(tp=2, pp=3))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

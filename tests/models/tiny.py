@@ -98,6 +98,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True, "attention_bias": True,
         },
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **_LATENT, "q_lora_rank": 20, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-4,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
+    "youtu": (
+        "youtu",
+        {
+            "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8, "v_head_dim": 10, "tie_word_embeddings": True,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2,
+            "norm_topk_prob": True, "head_dim": 16, "sliding_window": 9, "max_window_layers": 1,
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 13}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
+    "seed_oss_biased": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 16},
+    ),
+    "ministral": (
+        "ministral",
+        {
+            "head_dim": 16, "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "cwm": ("cwm", {"sliding_window": 11, "head_dim": 16, "rope_parameters": _LLAMA3_ROPE}),
 }  # fmt: skip
 
 

@@ -66,9 +66,10 @@ def test_a_quantised_folder_is_served_as_it_stands_and_stays_near_the_model(
         ("mixtral", "gptq"),
         ("deepseek_v2", "awq"),
         ("llama_biased", "awq"),
+        ("phi3", "awq"),
         *(
             pytest.param(family, method, marks=pytest.mark.thorough)
-            for family in ("qwen3", "mixtral", "deepseek_v2", "llama_biased")
+            for family in ("qwen3", "mixtral", "deepseek_v2", "llama_biased", "phi3")
             for method in ("gptq", "awq", "fp8")
         ),
     ],

@@ -52,6 +52,17 @@ def test_mixture_of_experts_families() -> None:
     assert (deepseek.kv_key_dim, deepseek.kv_value_dim, deepseek.rope_dim) == (576, 0, 64)
 
 
+def test_an_absent_field_has_the_default_of_its_family() -> None:
+    config = {key: value for key, value in published.DEEPSEEK_V3.items() if key != "routed_scaling_factor"}
+    moe = spec_from_config(config).moe
+    assert moe is not None and moe.routed_scale == 2.5  # of DeepSeek-V2 it is 1
+    ernie = {**published.LLAMA_2_7B, "model_type": "ernie4_5", "head_dim": 128, "num_key_value_heads": 4}
+    spec = spec_from_config(
+        {key: value for key, value in ernie.items() if not key.startswith(("rope", "tie"))}
+    )
+    assert (spec.rope_theta, spec.tied_embeddings, spec.rope_interleaved) == (500_000.0, True, True)
+
+
 @pytest.mark.parametrize("name", published.ALL)
 def test_the_rotary_fields_of_transformers_5_mean_the_same(name: str) -> None:
     old = published.ALL[name]
@@ -104,6 +115,27 @@ def test_every_missing_field_is_either_optional_or_named(name: str) -> None:
         ("llama_31_8b", {"rope_scaling": "llama3"}, "field of the wrong kind"),
         ("mistral_7b", {"sliding_window": "wide"}, "sliding_window is 'wide', which does not fit int"),
         ("deepseek_v3", {"kv_lora_rank": 511}, "even kv_rank"),
+        (
+            "llama_2_7b",
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "'yarn' of a 'phi3'",
+        ),
+        (
+            "llama_31_8b",
+            {"model_type": "cwm", "head_dim": 128, "rope_scaling": None},
+            "lacks.*'rope_parameters'",
+        ),
+        (
+            "llama_31_8b",
+            {"model_type": "ministral", "layer_types": ["chunked_attention"] * 32},
+            "'chunked_attention'",
+        ),
+        (
+            "llama_31_8b",
+            {"model_type": "ministral", "layer_types": ["full_attention"]},
+            "lists 1 layers.* has 32",
+        ),
+        ("deepseek_v3", {"model_type": "glm4_moe_lite", "mlp_layer_types": ["odd"]}, "'dense' or 'sparse'"),
         ("llama_31_8b", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
     ],
 )

@@ -24,8 +24,9 @@ def ignorable(spec: ModelSpec) -> Callable[[str], bool]:
         if name == "lm_head.weight":
             return spec.tied_embeddings
         beyond = re.match(r"model\.layers\.(\d+)\.", name)
-        # DeepSeek-V3 appends its multi-token-prediction module as one more layer.
-        return spec.family == "deepseek_v3" and beyond is not None and int(beyond[1]) >= spec.layers
+        # DeepSeek-V3 appends its multi-token-prediction module as one more layer, and so does GLM.
+        predicts = spec.family in ("deepseek_v3", "glm4_moe_lite")
+        return predicts and beyond is not None and int(beyond[1]) >= spec.layers
 
     return ignored
 
@@ -79,6 +80,8 @@ def _attention(spec: ModelSpec, source: str, target: str) -> Iterator[Placement]
     if spec.mla is None:
         query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         parts = [(f"{source}.q_proj", query), (f"{source}.k_proj", key), (f"{source}.v_proj", key)]
+        if spec.family == "phi3":  # fused in the file, too
+            parts = [(f"{source}.qkv_proj", query + 2 * key)]
         yield from _fused(f"{target}.qkv", parts, spec.hidden, spec.qkv_bias)
         if spec.qk_norm:
             for name in ("q_norm", "k_norm"):
@@ -105,6 +108,8 @@ def _attention(spec: ModelSpec, source: str, target: str) -> Iterator[Placement]
 
 def _feed_forward(spec: ModelSpec, source: str, target: str, width: int) -> Iterator[Placement]:
     parts = [(f"{source}.gate_proj", width), (f"{source}.up_proj", width)]
+    if spec.family == "phi3":
+        parts = [(f"{source}.gate_up_proj", 2 * width)]
     yield from _fused(f"{target}.gate_up", parts, spec.hidden, spec.mlp_bias)
     yield from _fused(f"{target}.down", [(f"{source}.down_proj", spec.hidden)], width, spec.mlp_bias)
 
