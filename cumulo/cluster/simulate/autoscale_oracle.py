@@ -50,19 +50,3 @@ def needs(speed: ReplicaSpeed, role: str, arrivals: Sequence[Arrival]) -> list[f
         around = work_s[max(0, at - _BINS + 1) : at + 1]
         found.append(speed.needed(sum(around) / (len(around) * _BIN_S), role))
     return found
-
-
-def unforeseeable(
-    speed: ReplicaSpeed, start_up_s: float, arrivals: Sequence[Arrival], earlier: Sequence[Arrival] = ()
-) -> float:
-    """The share of requests that come while more replicas are needed than were ever needed until a start-up before:
-    only replicas that nothing in the past had asked for would serve them in time."""
-    past = max(needs(speed, "both", earlier), default=1.0) if earlier else 1.0
-    needed, late = needs(speed, "both", arrivals), math.ceil(start_up_s / _BIN_S)
-    most, surprised = math.ceil(past), set[int]()
-    for at, need in enumerate(needed):
-        if at >= late:
-            most = max(most, math.ceil(needed[at - late]))
-        if math.ceil(need) > most:
-            surprised.add(at)
-    return sum(int(one.arrived_s / _BIN_S) in surprised for one in arrivals) / len(arrivals)
