@@ -135,7 +135,7 @@ def measure(name: str, kept: list[int], counts: list[int], kernels: bool) -> dic
     print(f"{name}, as it chooses: {chosen:7.0f} tok/s, {chosen / rates[counts[0]]:.2f}x; predicted best "
           f"{predicted.drafts} drafts ({gain:.2f}x), measured best {best} "
           f"({rates[best] / rates[counts[0]]:.2f}x)")  # fmt: skip
-    rounds = {drafts: seconds for drafts, (seconds, _) in policy._learnt(1).rounds.items()}
+    rounds = {drafts: seconds for (drafts, _), (seconds, _) in policy._learnt(1).rounds.items()}
     return {"model": name, "tokens_per_s": rates, "chosen": chosen, "predicted": predicted.drafts, "best": best,
             "round_s": rounds, "plain_s": policy._learnt(1).plain[0]}  # fmt: skip
 

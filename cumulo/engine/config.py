@@ -40,6 +40,8 @@ class EngineConfig:
     # Tokens are drafted and verified together: "ngram" drafts what followed the same words before; or the name of a
     # draft model with the same tokenizer, or the folder of an EAGLE-3 head; "mtp": DeepSeek-V3's layer. Empty: off
     speculate: str = ""
+    # A head on a GPU may draft trees of so many levels, 2 to 4, where they are measured to pay; 0: chains only
+    draft_tree: int = 0
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
     dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
@@ -108,6 +110,12 @@ class EngineConfig:
         for name, least in (("max_loras", 0), ("max_lora_rank", 1)):
             if not least <= getattr(self, name) <= 4096:
                 raise CumuloError(f"{name} must be {least} to 4096, got {getattr(self, name)}")
+        if self.draft_tree not in (0, 2, 3, 4):
+            raise CumuloError(f"draft_tree must be 2, 3 or 4 levels, or 0 for chains; got {self.draft_tree}")
+        if self.draft_tree and self.speculate in ("", "ngram", "mtp"):
+            raise CumuloError(
+                "draft_tree needs speculate with the folder of an EAGLE-3 head; omit draft_tree"
+            )
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
         if self.slo is not None and (self.slo.tpot_s is not None or self.slo.e2e_s is not None):
@@ -161,6 +169,8 @@ class EngineConfig:
                 raise CumuloError(f"weights={self.weights} needs a GPU; on a CPU, omit weights")
             if self.batch_invariant:
                 raise CumuloError("batch_invariant needs a GPU; on a CPU, omit it")
+            if self.draft_tree:
+                raise CumuloError("draft_tree needs a GPU; on a CPU, omit it: drafts are chains there")
         elif self.kv_dtype == "int8":
             raise CumuloError("kv_dtype=int8 is for the CPU engine; on a GPU, choose fp8")
         elif settled.block_size < 16 or settled.block_size & (settled.block_size - 1):

@@ -47,10 +47,11 @@ def make_head() -> EagleHead:
     return head
 
 
-def engine_with_head(decoder, drafts: int | None = 3, **options):
-    engine = make_engine(decoder, on_kernels=True, speculate="rounds", **options)
-    attach_rounds(DraftSource("head", SPEC, head=make_head()), engine.runner)
+def engine_with_head(decoder, drafts: int | None = 3, levels: int = 0, **options):
+    engine = make_engine(decoder, on_kernels=True, speculate="rounds", draft_tree=levels, **options)
+    attach_rounds(DraftSource("head", SPEC, head=make_head()), engine.runner, levels)
     engine.scheduler.speculation.fixed_count = drafts
+    engine.scheduler.speculation.fixed_levels = levels
     return engine
 
 

@@ -25,6 +25,7 @@ class SchedulerConfig:
     shared_step_s: float = 0.04
     # Which drafts: by lookup, of a model, or of a head that a GPU asks by itself, in rounds.
     speculate: Literal["", "ngram", "model", "rounds"] = ""
+    draft_tree: int = 0  # levels of the trees that such a head may grow; 0: chains only
     # Of a pipeline. A sequence whose next token is still being drawn would hold up all stages, so it waits, and a
     # step takes its share of those that do not.
     stages: int = 1
@@ -71,6 +72,7 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         priority_step_s=config.priority_step_s,
         shared_step_s=config.shared_step_s,
         speculate=_drafts(config),
+        draft_tree=config.draft_tree,
         stages=config.pp,
         homes=config.dp,
         slo=config.slo,

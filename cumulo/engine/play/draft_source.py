@@ -104,8 +104,8 @@ def check_tokenizer(source: DraftSource, tokenizer: Tokenizer | None) -> None:
             )
 
 
-def attach_rounds(source: DraftSource, runner: Runner) -> None:
-    """Give a GPU's runner a head, which drafts in rounds."""
+def attach_rounds(source: DraftSource, runner: Runner, levels: int = 0) -> None:
+    """Give a GPU's runner a head, which drafts in rounds; with `levels` also trees of that depth."""
     from cumulo.engine.play.cuda_rounds import HeadRounds
     from cumulo.engine.play.runner_cuda import CudaRunner
     from cumulo.models.play.cuda_eagle import CudaEagle
@@ -114,15 +114,21 @@ def attach_rounds(source: DraftSource, runner: Runner) -> None:
     model, cache, head = runner.model, runner.cache, source.head
     head.rotary.serve(runner.table.max_context)
     head = head.to(model.device)
+    if levels and (model.invariant or model.windows != (None,)):
+        raise ConfigError(
+            "draft_tree needs full attention in every layer, and batch_invariant off: omit draft_tree, and drafts "
+            "are chains"
+        )
     own = KVCache(head.spec, cache.blocks, cache.block_size, cache.key_storage.dtype, model.device)
     model.tap(source.taps)
-    runner.head = HeadRounds(CudaEagle(head, model, len(runner.slots.contexts)), own, model, runner.slots)
+    eagle = CudaEagle(head, model, len(runner.slots.contexts))
+    runner.head = HeadRounds(eagle, own, model, cache, runner.slots, levels)
 
 
-def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:
-    """Give the runner a drafter, whose cache has as many blocks as the runner's."""
+def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder, levels: int = 0) -> None:
+    """Give the runner a drafter, whose cache has as many blocks as the runner's. `levels`: of trees, on a GPU."""
     if not isinstance(runner, TorchRunner):
-        attach_rounds(source, runner)
+        attach_rounds(source, runner, levels)
         return
     cache, dtype = runner.cache, decoder.dtype
     context = runner.table.max_context

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import Rounds, StepPlan, TokenLogprobs
-from cumulo.engine.decide.speculation.rounds import DRAFTS
+from cumulo.engine.decide.speculation.rounds import kinds_of_rounds
 from cumulo.engine.guides.guided import Guidance
-from cumulo.engine.play.cuda_rounds import HeadRounds, round_shape, rows_of, warm_rounds
+from cumulo.engine.play.cuda_rounds import HeadRounds, round_shape, warm_rounds
 from cumulo.engine.play.cuda_step import CudaStep
 from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.rank_play import DeviceRank, OwnRows
@@ -148,7 +148,8 @@ class CudaRunner:
             return
         shapes = warm_shapes(self._most, self.model.adapters is not None)
         if self.head is not None:
-            shapes = [replace(shape, follows=True) for shape in shapes] + warm_rounds(self._most, DRAFTS)
+            shapes = [replace(shape, follows=True) for shape in shapes]
+            shapes += warm_rounds(self._most, kinds_of_rounds(self.head.levels))
         adapters = self.model.adapters
         with (
             self.model.one_layer_of_each_kind(),
@@ -347,7 +348,7 @@ class CudaRunner:
                 self.head.follow(shape)
             return
         assert self.head is not None
-        count = rows_of(shape, shape.rounds)
+        count = self.head.lanes(shape, shape.rounds)
         chain, attention = (
             self._attention(StepShape(count, count, 0, decodes_only=True)),
             self._launch_once(shape),
@@ -363,6 +364,8 @@ class CudaRunner:
         attention.prepare(
             slots.query_starts(shape), slots.contexts[: shape.rows], slots.step_tables[: shape.rows]
         )
+        if self.head is not None and isinstance(attention, AttentionPlan):
+            self.head.begin_round(shape, attention)
         logit_rows, draws = slots.views(shape)
         tokens = shape.tokens
         step = StepTensors(

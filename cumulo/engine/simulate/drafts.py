@@ -43,7 +43,7 @@ def _kept(number: int, start: int, rounds: Rounds, acceptance: float) -> list[in
     hits = []
     for _ in range(rounds.times):
         right = 0
-        while right < rounds.drafts and _uniform(number, start + 1 + right) < acceptance:
+        while right < rounds.depth and _uniform(number, start + 1 + right) < acceptance:
             right += 1
         hits.append(right)
         start += right + 1

@@ -13,6 +13,7 @@ from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.kernels.cuda.linear.draft_linear import fits, likeliest, likeliest_parts, paired_linear
 from cumulo.kernels.cuda.linear.few_linear import FewConfig, few_linear
 from cumulo.kernels.cuda.linear.linear import choose, linear
+from cumulo.kernels.cuda.sampling.tree_growth import PART, logit_parts
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.play.cuda_decoder import CudaDecoder
@@ -61,11 +62,13 @@ class CudaEagle:
         parts = (max_rows, likeliest_parts(len(self.token_of)))
         self._best = torch.empty(parts, dtype=torch.float32, device=device)
         self._places = torch.empty(parts, dtype=torch.int32, device=device)
+        self._masses = torch.empty(parts, dtype=torch.float32, device=device)
 
     @property
     def nbytes(self) -> int:
         own = (self.stream, self.embedded, self.normed, self.qkv, self.mixed, self.rows_stream, self.rows_normed,
-               self.rows_mixed, self.gate_up, self.activated, self.logits, self._best, self._places)  # fmt: skip
+               self.rows_mixed, self.gate_up, self.activated, self.logits, self._best, self._places,
+               self._masses)  # fmt: skip
         return sum(one.nbytes for one in own)
 
     def see(
@@ -123,7 +126,7 @@ class CudaEagle:
             if rows is not None:
                 torch.index_select(stream, 0, rows, out=out)
                 mixed = torch.index_select(mixed, 0, rows, out=self.rows_mixed[:count])
-            linear(mixed, head.output.weight, out=out, residual=out)
+            linear(mixed, head.output.weight, out=out, residual=stream if rows is None else out)
         activated, gate_up = self.activated[:count], self.gate_up[:count]
         if choose(count, head.ffn.gate_up.weight, True).kernel != "library":
             linear(
@@ -146,6 +149,20 @@ class CudaEagle:
         norm, weight = self.head.final_norm.weight, self.head.head.weight
         likeliest(stream, weight, norm, self.spec.norm_eps, best, places)
         return best, places
+
+    def proposals(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for any number of rows, and each part's mass: what a tree grows from."""
+        rows, tokens = len(stream), len(self.token_of)
+        own = (self._best, self._places, self._masses)
+        if self.fits(rows):
+            best, places, masses = (one[:rows] for one in own)
+            norm, weight = self.head.final_norm.weight, self.head.head.weight
+            likeliest(stream, weight, norm, self.spec.norm_eps, best, places, masses)
+        else:
+            parts = -(-tokens // PART)
+            best, places, masses = (one.view(-1)[: rows * parts].view(rows, parts) for one in own)
+            logit_parts(self.logits_of(stream), best, places, masses)
+        return best, places, masses
 
     def logits_of(self, stream: Tensor) -> Tensor:
         """Over the head's own tokens."""

@@ -127,14 +127,17 @@ TYPES = POINTERS | SCALARS | STRIDES
 PLAIN = {"HAS_WINDOW": False, "HAS_CAP": False, "HAS_LSE": True}
 
 
-def decode_case(config: DecodeConfig, group: int = 4) -> Case:
+def decode_case(config: DecodeConfig, group: int = 4, trees: bool = False) -> Case:
     at_once = max(1, min(16, config.merge_registers * 32 * config.num_warps // (group * 128)))
+    constants = dict(KV_HEADS=8, GROUP=group, ROWS=16, DIM=128, COLUMNS=128, PAGE=64, TILE=config.key_tile,
+                     MERGE_ROWS=group, MERGE_AT_ONCE=at_once, HAS_TREE=trees, **PLAIN)  # fmt: skip
     return Case(
-        "cumulo.kernels.cuda.attention.paged_attention_decode:_decode", TYPES,
-        dict(KV_HEADS=8, GROUP=group, ROWS=16, DIM=128, COLUMNS=128, PAGE=64, TILE=config.key_tile,
-             MERGE_ROWS=group, MERGE_AT_ONCE=at_once, **PLAIN),
-        config.num_warps, config.num_stages,
-    )  # fmt: skip
+        "cumulo.kernels.cuda.attention.paged_attention_decode:_decode",
+        TYPES | ({"trees": "*i32"} if trees else {}),
+        constants if trees else constants | {"trees": None},
+        config.num_warps,
+        config.num_stages,
+    )
 
 
 def chunk_case(config: ChunkConfig, group: int = 4) -> Case:
@@ -172,12 +175,13 @@ def test_default_configurations_fit_a_hopper_multiprocessor() -> None:
             chunk_case(chunk_config(4, 128, torch.bfloat16, 64, invariant=False)),
             chunk_case(ChunkConfig(key_tile=64, num_stages=3, descriptors=True)),
             work_list,
+            decode_case(few, trees=True),
             mla,
         ]
     )
     for compiled in made[:-1]:
         compiled.check_fits()
-    decode, chunk, described, latent_made = made[1], made[2], made[3], made[5]
+    decode, chunk, described, latent_made = made[1], made[2], made[3], made[-1]
     # Half of the registers are its accumulators; newer compilers spill some of the others around the loop.
     assert latent_made.spilled_bytes <= 128 and latent_made.shared_bytes <= SHARED_BYTES_PER_BLOCK
     assert decode.count("LDGSTS") >= 3 * 16  # three tiles' asynchronous copies: the loop is pipelined

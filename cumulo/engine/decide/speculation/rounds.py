@@ -5,7 +5,8 @@ plan with `rounds` leaves both to the device: it verifies what its head has draf
 behind that, and goes on; the host sees the tokens of all rounds at once. Owned by the scheduler, in the place of
 `Speculation` where the runner has a head on a GPU.
 
-What a round takes is learnt for each number of drafts; how often a draft is right, place by place.
+Drafts are a chain, or, where the runner was told to grow some, a tree of the head's likeliest continuations. What a
+round takes is learnt for each kind; how often a draft is right, place by place, in trees level by level.
 """
 
 from math import ceil
@@ -15,6 +16,7 @@ from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.residency import Residency
 
 DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made for such numbers
+TREE_DRAFTS, MOST_LEVELS = 7, 4  # of a tree
 _MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
 _SEEN = 4  # steps of a kind: the first may have compiled or captured something
 _ROUNDS = (12, 8, 4, 2, 1)  # the more, the less the host's time between two steps counts
@@ -27,17 +29,25 @@ _MEMORY = 0.995
 _LIKELY = (3.0, 5.0)  # before anything is known: hits, tries
 
 
+def kinds_of_rounds(levels: int) -> list[Rounds]:
+    """What is chosen from. `levels`: of trees; 0: chains only."""
+    chains = [Rounds(1, drafts) for drafts in DRAFTS]
+    return [*chains, Rounds(1, TREE_DRAFTS, levels)] if levels else chains
+
+
 class _Learnt:
     """Of steps with about so many rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: list[Rounds]) -> None:
+        self._kinds = kinds
         self.plain = [0.0, 0]  # seconds, steps seen
-        self.rounds: dict[int, list[float]] = {}  # by drafts: seconds of a round, steps seen
+        # By drafts and, of a tree, levels: seconds of a round, steps seen.
+        self.rounds: dict[tuple[int, int], list[float]] = {}
         self.idle = 0  # steps without drafts since they were last worth it
         self.hopeless = False
 
-    def see(self, drafts: int, seconds: float) -> None:
-        known = self.plain if not drafts else self.rounds.setdefault(drafts, [0.0, 0])
+    def see(self, drafts: int, seconds: float, levels: int = 0) -> None:
+        known = self.plain if not drafts else self.rounds.setdefault((drafts, levels), [0.0, 0])
         known[1] += 1
         # The first steps of a kind may compile or capture something, or wait for a prompt's result.
         if known[1] == 1 or seconds < 0.6 * known[0]:
@@ -48,32 +58,36 @@ class _Learnt:
             known[0] += (_NEWS if seconds < 1.5 * known[0] else _ODD_NEWS) * (seconds - known[0])
 
     @property
-    def missing(self) -> int | None:
-        """Drafts of which too few steps were seen."""
-        return next((n for n in DRAFTS if self.rounds.get(n, (0.0, 0))[1] < _SEEN), None)
+    def missing(self) -> Rounds | None:
+        """A kind of which too few steps were seen."""
+        return next((kind for kind in self._kinds if self.rounds.get(kind[1:], (0.0, 0))[1] < _SEEN), None)
 
 
 class RoundPolicy:
-    def __init__(self, max_context: int) -> None:
-        self.max_context = max_context
+    def __init__(self, max_context: int, levels: int = 0) -> None:
+        """`levels`: of the trees that the runner can grow; 0: chains only."""
+        self.max_context, self._kinds = max_context, kinds_of_rounds(levels)
         self._by_rows: dict[int, _Learnt] = {}
         self._right = [list(_LIKELY) for _ in range(MOST_DRAFTS)]  # by place: hits, tries
-        self._before: tuple[tuple[int, int] | None, int, float] | None = (
+        self._right_in_trees = [list(_LIKELY) for _ in range(MOST_LEVELS)]  # by level
+        self._before: tuple[tuple[int, int, int] | None, int, float] | None = (
             None  # kind, index and end of the last step
         )
-        self.fixed_count: int | None = None  # drafts of every row, for measurements; None: as many as pay
+        # For measurements: drafts of every row, in trees of so many levels (0: chains); None: as many as pay.
+        self.fixed_count: int | None = None
+        self.fixed_levels = 0
 
     # -- what a step brings -----------------------------------------------------------------------------------
-    def rate(self, place: int) -> float:
-        """How often the draft at a place is right, those before it being right."""
-        hits, tries = self._right[place]
+    def rate(self, place: int, levels: int = 0) -> float:
+        """How often the draft at a place is right, those before it being right; of a tree, one at that level."""
+        hits, tries = (self._right_in_trees if levels else self._right)[place]
         return hits / tries
 
-    def expected(self, drafts: int) -> float:
+    def expected(self, drafts: int, levels: int = 0) -> float:
         """Tokens of a round (Leviathan et al. 2023, eq. 1, with a rate for each place)."""
         tokens = chance = 1.0
-        for place in range(drafts):
-            chance *= self.rate(place)
+        for place in range(levels or drafts):
+            chance *= self.rate(place, levels)
             tokens += chance
         return tokens
 
@@ -81,22 +95,22 @@ class RoundPolicy:
         """The rounds that yield most tokens per second, and how many times as many as steps without."""
         learnt = self._learnt(rows)
         found: tuple[float, Rounds] | None = None
-        for drafts in DRAFTS:
-            round_s = learnt.rounds[drafts][0]
+        for kind in self._kinds:
+            round_s = learnt.rounds[kind[1:]][0]
             count = next((n for n in _ROUNDS if n * round_s <= _STEP_S), 1)
-            rate = self.expected(drafts) / round_s
+            rate = self.expected(*kind[1:]) / round_s
             if found is None or rate > found[0]:
-                found = rate, Rounds(count, drafts)
+                found = rate, kind._replace(times=count)
         assert found is not None
         return found[1], found[0] * learnt.plain[0]
 
     def _learnt(self, rows: int) -> _Learnt:
-        return self._by_rows.setdefault(1 << (rows - 1).bit_length(), _Learnt())
+        return self._by_rows.setdefault(1 << (rows - 1).bit_length(), _Learnt(self._kinds))
 
     def _choose(self, rows: int) -> Rounds | None:
         if self.fixed_count is not None:
             drafts = min(self.fixed_count, MOST_DRAFTS)
-            return Rounds(_ROUNDS[0], drafts) if drafts else None
+            return Rounds(_ROUNDS[0], drafts, self.fixed_levels) if drafts else None
         learnt = self._learnt(rows)
         if rows > _MOST_ROWS:
             learnt.hopeless = rows > 2 * _MOST_ROWS  # when some have ended, the head can continue
@@ -104,7 +118,7 @@ class RoundPolicy:
         if learnt.plain[1] < _SEEN:
             return None
         if (missing := learnt.missing) is not None:
-            return Rounds(_ROUNDS[0], missing)
+            return missing._replace(times=_ROUNDS[0])
         chosen, gain = self.best(rows)
         learnt.hopeless = gain < _LEAST_GAIN and learnt.idle < _TRY_AGAIN
         return None if learnt.hopeless else chosen
@@ -126,14 +140,15 @@ class RoundPolicy:
             self._learnt(len(rows)).idle += 1
             plan.feeds_head = not self._learnt(len(rows)).hopeless
             return
-        count, drafts = chosen
+        count, drafts, levels = chosen
         if len(rows) * drafts > budget or not all(map(_drawn_on_device, rows)):
             return
         if any(start != len(sequence.tokens) - 1 or sequence.shares_tail
                for sequence, start in zip(rows, plan.starts, strict=True)):  # fmt: skip
             return
         wanted = max(sequence.limit - len(sequence.tokens) for sequence in rows)
-        count = max(1, min(count, ceil(wanted / self.expected(drafts))))  # what lies behind the end is wasted
+        needed = ceil(wanted / self.expected(drafts, levels))  # what lies behind the end is wasted
+        count = max(1, min(count, needed))
         for sequence, start in zip(rows, plan.starts, strict=True):
             # Behind the last round's tokens lie the drafts for the next step.
             most = min((count + 1) * (drafts + 1), self.max_context - 1 - start)
@@ -142,12 +157,12 @@ class RoundPolicy:
                 count = count // 2
         if not count:
             return
-        plan.rounds = Rounds(count, drafts)
+        plan.rounds = Rounds(count, drafts, levels)
         self._learnt(len(rows)).idle = 0
         for sequence in rows:
             story = sequence.request.story
             if not story.drafted_tokens:
-                rate = f"{self.rate(0):.0%}"
+                rate = f"{self.rate(0, levels):.0%}"
                 story.add(now_s, "drafting", step=plan.index, count=count * drafts, rate=rate)
             story.drafted_tokens += count * drafts
 
@@ -158,21 +173,22 @@ class RoundPolicy:
         the device waits for it. Never less than the device's own `seconds` (of one round): where the host was
         late, the results of several steps are there at once."""
         rows, before = len(plan.slots), self._before
-        drafts = 0 if plan.rounds is None else plan.rounds.drafts
-        kind = (rows, drafts) if rows and plan.tokens == rows else None
+        _, drafts, levels = plan.rounds or (1, 0, 0)
+        kind = (rows, drafts, levels) if rows and plan.tokens == rows else None
         if kind is not None and before is not None and before[:2] == (kind, plan.index - 1):
             times = 1 if plan.rounds is None else plan.rounds.times
-            self._learnt(rows).see(drafts, max(seconds, (now_s - before[2]) / times))
+            self._learnt(rows).see(drafts, max(seconds, (now_s - before[2]) / times), levels)
         self._before = (kind, plan.index, now_s)
 
     def learn(self, plan: StepPlan, draws: list[Sequence], result: StepResult) -> None:
         """How many drafts of each round were right."""
         if plan.rounds is None:
             return
+        right = self._right_in_trees if plan.rounds.levels else self._right
         for hits_of_rounds in result.round_hits.values():
             for hits in hits_of_rounds:
-                for place in range(min(hits + 1, plan.rounds.drafts)):
-                    known = self._right[place]
+                for place in range(min(hits + 1, plan.rounds.depth)):
+                    known = right[place]
                     known[0] = _MEMORY * known[0] + (place < hits)
                     known[1] = _MEMORY * known[1] + 1
 

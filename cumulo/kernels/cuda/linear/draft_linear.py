@@ -95,9 +95,9 @@ def paired_linear(
 
 
 @triton.jit
-def _likeliest(x, weight, norm_weight, best, place, OUTPUTS, stride_x, stride_weight, stride_best, eps,
+def _likeliest(x, weight, norm_weight, best, place, mass, OUTPUTS, stride_x, stride_weight, stride_best, eps,
                M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
-               BLOCK_K: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+               BLOCK_K: tl.constexpr, EACH: tl.constexpr, MASS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     safe = tl.minimum(row, OUTPUTS - 1).to(tl.int64)
     line = tl.arange(0, BLOCK_M)
@@ -111,6 +111,9 @@ def _likeliest(x, weight, norm_weight, best, place, OUTPUTS, stride_x, stride_we
     at = line * stride_best + tl.program_id(0)
     tl.store(best + at, peak, mask=line < M)
     tl.store(place + at, found, mask=line < M)
+    if MASS:
+        share = tl.where((row < OUTPUTS)[:, None], tl.exp(y - peak[None, :]), 0.0)
+        tl.store(mass + at, tl.sum(share, 0), mask=line < M)
 
 
 def likeliest_parts(outputs: int) -> int:
@@ -118,15 +121,23 @@ def likeliest_parts(outputs: int) -> int:
     return -(-outputs // _LIKELIEST_ROWS)
 
 
-def likeliest(x: Tensor, weight: Tensor, norm: Tensor, eps: float, best: Tensor, place: Tensor) -> None:
+def likeliest(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    eps: float,
+    best: Tensor,
+    place: Tensor,
+    mass: Tensor | None = None,
+) -> None:
     """Of norm(x) · weightᵀ each part's largest output, into best [M, parts] float32, and its row of the matrix,
-    into place [M, parts] int32; of equals the first."""
+    into place [M, parts] int32; of equals the first. `mass` [M, parts] float32: its sum of exp(output - best)."""
     m, k = x.shape
     n, block_k = weight.shape[0], max(256, triton.next_power_of_2(k))
     _likeliest[(likeliest_parts(n),)](
-        x, weight, norm, best, place, n, x.stride(0), weight.stride(0), best.stride(0), eps, M=m, K=k,
+        x, weight, norm, best, place, mass, n, x.stride(0), weight.stride(0), best.stride(0), eps, M=m, K=k,
         BLOCK_M=triton.next_power_of_2(m), ROWS=_LIKELIEST_ROWS, BLOCK_K=block_k, EACH=_EACH,
-        num_warps=_warps(block_k),
+        MASS=mass is not None, num_warps=_warps(block_k),
     )  # fmt: skip
 
 
