@@ -13,10 +13,11 @@ from cumulo.errors import ModelError
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.files import is_eagle_folder, load_eagle, save_eagle
 from cumulo.models.heads.tap import StreamTap, eagle_layers
+from cumulo.train.head import examples as examples_module
 from cumulo.train.head.answers import OwnAnswer
 from cumulo.train.head.begin import new_head
 from cumulo.train.head.config import HeadConfig, read_head_config
-from cumulo.train.head.examples import batches, examples_of, together
+from cumulo.train.head.examples import batches, examples_of, together, with_states
 from cumulo.train.head.states import hidden_states, one_sequence
 from cumulo.train.head.trainer import HeadTrainer, _losses
 from tests.engine.equivalence import FreeDrafts, run_alone
@@ -136,6 +137,23 @@ def test_what_is_taught_at_a_place_is_what_the_model_expects_behind_it(answers):
         assert torch.allclose(batch.teacher[batch.taught + ahead], expected, atol=1e-9)
         likeliest = DECODER.logits(expected).argmax(-1)  # the answers are greedy
         assert torch.equal(likeliest, batch.tokens[batch.rows, batch.places + 2 + ahead])
+
+
+def test_kept_states_are_those_that_a_batch_would_compute(answers, monkeypatch):
+    """As many as there is memory for; the others are computed with their batch."""
+    examples = examples_of(answers, DECODER, 2, "cpu")
+    spec = DECODER.spec
+    bytes_each = examples[0].length * 4 * spec.hidden * 8
+    monkeypatch.setattr(examples_module, "_AT_ONCE", 2 * examples[0].length)
+    monkeypatch.setattr(examples_module, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * bytes_each, 8 * bytes_each))
+    kept = with_states(examples, DECODER)
+    assert sum(one.kept is not None for one in kept) == 4  # two at a time
+    for before, after in zip(examples, kept, strict=True):
+        if after.kept is not None:
+            computed, found = together(DECODER, [before], 2), together(DECODER, [after], 2)
+            assert torch.allclose(computed.stream, found.stream, atol=1e-9)
+            assert torch.allclose(computed.teacher, found.teacher, atol=1e-9)
 
 
 def test_every_answer_is_in_one_batch_of_a_round(answers):
