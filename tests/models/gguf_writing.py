@@ -41,16 +41,19 @@ def write_gguf(
 
 
 def quantised(values: np.ndarray, type_name: str) -> np.ndarray:
-    """Values in a storage type; K types, which the package cannot write, become random well-formed blocks."""
+    """Values in a storage type; those that the package cannot write become random well-formed blocks."""
     kind = gguf.GGMLQuantizationType[type_name]
-    if type_name not in ("Q4_K", "Q5_K", "Q6_K"):
+    starts = {  # of a block's float16 scales
+        "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,),
+        "IQ4_XS": (0,),
+    }  # fmt: skip
+    if type_name not in starts:
         return gguf.quantize(values, kind)
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(values.size).integers(
         0, 256, (values.size // block, block_bytes), dtype=np.uint8
     )
-    halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[type_name]
-    for start in halves:  # float16 scales of a sensible size instead of random bits
-        scale = np.float16(0.01 / (32 if type_name == "Q6_K" else 16))
+    for start in starts[type_name]:  # float16 scales of a sensible size instead of random bits
+        scale = np.float16(0.01 / (128 if type_name.startswith("IQ") else 32 if type_name == "Q6_K" else 16))
         blocks[:, start : start + 2] = np.frombuffer(scale.tobytes(), np.uint8)
     return blocks.reshape(*values.shape[:-1], values.shape[-1] // block * block_bytes)

@@ -50,9 +50,10 @@ def test_codes_are_whole_numbers_of_the_format_and_rebuild_the_weights(type_name
     assert is_quantised(tensor)
     assert (blocks.bits, blocks.group) == {
         "Q4_0": (4, 32), "Q4_1": (4, 32), "Q4_K": (4, 32), "Q5_0": (8, 32), "Q5_1": (8, 32),
-        "Q5_K": (8, 32), "Q8_0": (8, 32), "Q6_K": (8, 16),
+        "Q5_K": (8, 32), "Q8_0": (8, 32), "Q6_K": (8, 16), "Q2_K": (8, 16), "Q3_K": (8, 16), "IQ4_NL": (8, 32),
+        "IQ4_XS": (8, 32),
     }[type_name]  # fmt: skip
-    levels = {"Q4": 16, "Q5": 32, "Q6": 64, "Q8": 256}[type_name[:2]]
+    levels = {"Q2": 4, "Q3": 8, "Q4": 16, "IQ": 16, "Q5": 32, "Q6": 64, "Q8": 256}[type_name[:2]]
     assert len(np.unique(blocks.codes)) == levels
     with np.errstate(all="ignore"):
         scale = np.repeat(blocks.scale, blocks.group, axis=1)

@@ -93,7 +93,7 @@ def test_packed_weights_are_the_dequantised_ones(case, type_name, tmp_path):
     check_packing(convert(tmp_path, tmp_path / "m.gguf", type_name=type_name), type_name[0] == "Q")
 
 
-@pytest.mark.parametrize("type_name", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("type_name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_moe"])
 def test_packed_k_weights_are_the_dequantised_ones(case, type_name, tmp_path):
     overrides = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}

@@ -3,7 +3,8 @@
 
 A row is a sequence of fixed-size blocks. The simple formats (Q4_0 ... Q8_0) hold 32 weights under one float16
 scale and perhaps a float16 minimum; the K formats hold 256 in groups of 32 or 16, whose small integer scales
-are multiplied by one float16 per block. Nothing here rounds: products of scales are single float32
+are multiplied by one float16 per block. The 4-bit IQ formats look their codes up in a table of sixteen 8-bit
+numbers, so those numbers are the codes here. Nothing here rounds: products of scales are single float32
 multiplications, as in the reference reader, so dequantised weights are equal to its bit for bit.
 """
 
@@ -125,6 +126,50 @@ def _q5_k(blocks: np.ndarray) -> AffineBlocks:
     return AffineBlocks(_rows(codes).view(np.int8), scale, minimum, 8, 32)
 
 
+def _bit_pairs(packed: np.ndarray) -> np.ndarray:
+    """[rows, blocks, 64] bytes to 256 values: per 32 bytes all lowest pairs of bits, then all second ones, ..."""
+    rows, count = packed.shape[:2]
+    pairs = packed.reshape(rows, count, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return (pairs & np.uint8(3)).reshape(rows, count, 256)
+
+
+def _q2_k(blocks: np.ndarray) -> AffineBlocks:
+    scale = _half(blocks, 80)[:, :, None] * (blocks[:, :, 0:16] & 0x0F).astype(np.float32)
+    minimum = _half(blocks, 82)[:, :, None] * (blocks[:, :, 0:16] >> 4).astype(np.float32)
+    codes = _rows(_bit_pairs(blocks[:, :, 16:80])).view(np.int8)
+    return AffineBlocks(codes, _rows(scale), -_rows(minimum), 8, 16)
+
+
+def _q3_k(blocks: np.ndarray) -> AffineBlocks:
+    rows, count = blocks.shape[:2]
+    # Bit g of byte i is the third bit of weight i in run g of 32; without it the weight is 4 less.
+    high = blocks[:, :, None, 0:32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    codes = _bit_pairs(blocks[:, :, 32:96]) | high.reshape(rows, count, 256) << np.uint8(2)
+    # Sixteen six-bit scales: eight bytes with two low halves each, then four with four pairs of high bits.
+    low = np.concatenate([blocks[:, :, 96:104] & 0x0F, blocks[:, :, 96:104] >> 4], axis=-1)
+    top = blocks[:, :, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+    scales = (low | top.reshape(rows, count, 16) << np.uint8(4)).astype(np.float32) - np.float32(32)
+    scale = _half(blocks, 108)[:, :, None] * scales
+    return AffineBlocks(_rows(codes).view(np.int8) - np.int8(4), _rows(scale), None, 8, 16)
+
+
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+def _iq4_nl(blocks: np.ndarray) -> AffineBlocks:
+    return AffineBlocks(_IQ4[_rows(_nibbles(blocks[:, :, 2:], 16))], _half(blocks, 0), None, 8, 32)
+
+
+def _iq4_xs(blocks: np.ndarray) -> AffineBlocks:
+    rows, count = blocks.shape[:2]
+    # Eight six-bit scales: the pairs of high bits in two bytes, then the low halves in four.
+    top = blocks[:, :, 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & np.uint8(3)
+    low = np.stack([blocks[:, :, 4:8] & 0x0F, blocks[:, :, 4:8] >> 4], axis=-1)
+    scales = low.reshape(rows, count, 8) | top.reshape(rows, count, 8) << np.uint8(4)
+    scale = _half(blocks, 0)[:, :, None] * (scales.astype(np.float32) - np.float32(32))
+    return AffineBlocks(_IQ4[_rows(_nibbles(blocks[:, :, 8:], 16))], _rows(scale), None, 8, 32)
+
+
 def _q6_k(blocks: np.ndarray) -> AffineBlocks:
     codes = _nibbles(blocks[:, :, 0:128], 64)
     rows, count = codes.shape[:2]
@@ -147,4 +192,8 @@ _FORMATS: dict[str, tuple[int, Callable[[np.ndarray], AffineBlocks]]] = {
     "Q4_K": (144, _q4_k),
     "Q5_K": (176, _q5_k),
     "Q6_K": (210, _q6_k),
+    "Q2_K": (84, _q2_k),
+    "Q3_K": (110, _q3_k),
+    "IQ4_NL": (18, _iq4_nl),
+    "IQ4_XS": (136, _iq4_xs),
 }
