@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -136,10 +137,12 @@ def jobs(browser: Any, url: str) -> None:
         subprocess.run([*launch, "--key", key], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
         for key in ("second", "third")
     ]
-    page.wait_for_function(_TRAINS)
-    take(page, "jobs", full_page=True)
-    for name in reversed(names):  # the waiting one first
-        subprocess.run([CUMULO, "cancel", name], check=True)
+    try:
+        page.wait_for_function(_TRAINS)
+        take(page, "jobs", full_page=True)
+    finally:
+        for name in reversed(names):  # the waiting one first
+            subprocess.run([CUMULO, "cancel", name], check=True)
 
 
 def fleet(browser: Any, url: str) -> None:
@@ -173,7 +176,8 @@ def main(*wanted: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as home:  # jobs are kept there
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers and jobs end, too
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:  # jobs are kept there
         os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
         os.environ["HOME"] = home
         main(*sys.argv[1:])
