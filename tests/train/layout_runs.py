@@ -27,11 +27,12 @@ SPECS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT}
 
 
 def train_config(
-    layout: Layout, rows: int, micro: int = 1, steps: int | None = None, **changes: Any
+    layout: Layout, rows: int, micro: int = 1, steps: int | None = None, short: int = 5, **changes: Any
 ) -> TrainConfig:
-    """Any spec goes with it: the configuration says nothing of the model."""
+    """Any spec goes with it: the configuration says nothing of the model. `short`: how many steps there are without
+    `--thorough`, with which there are 20."""
     return TrainConfig(
-        steps=steps or (20 if thorough.chosen else 5), batch_sequences=rows, micro_batch=micro,
+        steps=steps or (20 if thorough.chosen else short), batch_sequences=rows, micro_batch=micro,
         dtype="float64", balance_loss=0.1, seed=3,
         device="cpu", data=DataConfig(sequence_length=LENGTH), model=ModelConfig(start_from="the test's spec"),
         schedule=ScheduleConfig("constant", warmup_steps=0),

@@ -1,5 +1,5 @@
 """Every parallelism alone and many combinations: losses, norms and final weights are those of one process, in
-float64 within 1e-9: after 5 steps and for some, with `--thorough` after 20 and for all: `make test-equalities`."""
+float64 within 1e-9: after 3 steps and for some, with `--thorough` after 20 and for all: `make test-equalities`."""
 
 import random
 from dataclasses import replace
@@ -20,7 +20,7 @@ from cumulo.train.run.verify import TOLERANCE, Outcome, largest_difference, trai
 from tests.thorough import rare
 from tests.train.layout_runs import SPECS, train_config, train_parallel
 
-ROWS = 8
+ROWS, STEPS = 8, 3
 COMBINATIONS, SEED = 44, 8
 
 ALONE = {
@@ -65,7 +65,7 @@ WITH_EXPERTS = {
 
 @cache
 def alone(spec: ModelSpec) -> Outcome:
-    return train_alone(spec, train_config(Layout(), ROWS, micro=4))
+    return train_alone(spec, train_config(Layout(), ROWS, micro=4, short=STEPS))
 
 
 def config_for(layout: Layout, **changes: Any) -> TrainConfig:
@@ -74,7 +74,7 @@ def config_for(layout: Layout, **changes: Any) -> TrainConfig:
     wanted = 2
     if layout.pp > 1:
         wanted = max(layout.pp, layout.pp * FAMILIES[layout.schedule].micro_batches_per_stage)
-    return train_config(layout, ROWS, micro=max(1, rows // wanted), **changes)
+    return train_config(layout, ROWS, micro=max(1, rows // wanted), short=STEPS, **changes)
 
 
 def check_same(name: str, layout: Layout) -> None:
@@ -160,7 +160,9 @@ def test_recomputed_layers_change_nothing(layout: Layout) -> None:
 def test_muon_moves_whole_matrices_wherever_they_are() -> None:
     layout, optimizer = Layout(dp=2, pp=2, ep=2), OptimizerConfig("muon", learning_rate=1e-2)
     spec = replace(SPECS["experts"], layers=2)
-    expected = train_alone(spec, replace(train_config(Layout(), ROWS, micro=4), optimizer=optimizer))
+    expected = train_alone(
+        spec, replace(train_config(Layout(), ROWS, micro=4, short=STEPS), optimizer=optimizer)
+    )
     ranks = train_parallel(spec, replace(config_for(layout), optimizer=optimizer))
     difference, where = largest_difference(spec, expected, ranks)
     assert difference < TOLERANCE, f"{difference:.1e} at {where}"
