@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from cumulo.cluster.decide.decisions import JobPlacement
+from cumulo.cluster.decide.elastic_jobs.columns import SpeedTables
 from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
 from cumulo.cluster.decide.fair import _by_dominant_share, by_share
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
 from cumulo.cluster.decide.fragmentation import TaskMix, TaskShape, fragmentation, stranded
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.queue import JobQueue
@@ -165,6 +166,21 @@ def test_jobs_with_few_sizes_get_the_same_when_only_those_are_looked_at():
         gpus = int(draw.integers(1, int(most.sum()) + 9))
         all_together = choose_sizes([(np.arange(jobs), costs)], options, gpus)
         assert choose_sizes(groups, options, gpus).tolist() == all_together.tolist()
+
+
+def test_a_share_beyond_the_speed_table_is_looked_up_where_the_table_ends():
+    table = SpeedTable((1.0, 1.5), (0.0, 1.2, 2.0, 0.0))
+    reads = []
+
+    class Counted(SpeedTable):
+        def goodput(self, gpus: int, nodes: int) -> float:
+            reads.append(gpus)
+            return table.goodput(gpus, nodes)
+
+    tables = SpeedTables()
+    number = tables.number(Counted(table.one_node, table.many_nodes))
+    assert tables.within(number, 80_000, 2) == 2.0 and len(reads) <= 4
+    assert [tables.within(number, share, 2) for share in (1, 2, 3, 4)] == [1.0, 1.5, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("seed", range(8))

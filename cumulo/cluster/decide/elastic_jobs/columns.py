@@ -42,8 +42,10 @@ class SpeedTables:
 
     def within(self, table: int, share: int, node_gpus: int) -> float:
         """The goodput of the largest possible size within a share."""
-        for size in range(share, 0, -1):
-            found = self.tables[table].goodput(size, -(-size // node_gpus))
+        speed = self.tables[table]
+        largest = max(len(speed.one_node), len(speed.many_nodes))  # few jobs may have shares of thousands
+        for size in range(min(share, largest), 0, -1):
+            found = speed.goodput(size, -(-size // node_gpus))
             if found > 0:
                 return found
         return 1.0

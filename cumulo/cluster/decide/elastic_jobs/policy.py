@@ -124,9 +124,12 @@ def _placed(
     for row in sorted(changed, key=lambda row: (-wanted[row], jobs.arrival_s[row])):
         job, had = jobs.job(row)
         size, places = int(wanted[row]), None
+        empty = _empty_nodes(job, free, node_gpus) if size > node_gpus else 0
         while size and places is None:
             if size == len(had) and has_room(job, had, free):
                 places = had  # it wanted more, and there is none: no restart
+            elif size > node_gpus and size // node_gpus > empty:
+                pass  # there are not so many
             elif book.refuses(job, size) is None:
                 places = _places(job, size, free, node_gpus)
             if places is None:
@@ -148,6 +151,11 @@ def _placed(
             resized.append(JobPlacement(job.job_id, places, why))
     # What shrinks or ends comes before what grows, so that no moment holds more than there is.
     return decided + sorted(resized, key=lambda one: isinstance(one, JobPlacement))
+
+
+def _empty_nodes(job: JobRequest, free: FreeCapacity, node_gpus: int) -> int:
+    """At most so many whole nodes can be had."""
+    return (free.room[node_gpus] & free.usable_set(job.devices)).bit_count()
 
 
 def _places(job: JobRequest, size: int, free: FreeCapacity, node_gpus: int) -> tuple[TaskPlace, ...] | None:
