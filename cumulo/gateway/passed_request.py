@@ -94,7 +94,7 @@ class PassedRequest:
             except NoReplica as error:
                 left_s = deadline_s - time.monotonic()
                 refused = self._refusal is not None and self._refusal[0].status != 503 and not self._begun
-                if left_s <= 0 or refused or self._gone:
+                if left_s <= 0 or refused or self._gone or self._fleet.ended:
                     await self._give_up(reason or str(error))
                     return
                 # All have been tried, or none takes requests: wait for one, and ask them all again.
@@ -141,7 +141,7 @@ class PassedRequest:
     def _can_go_on(self, error: UpstreamError) -> bool:
         if error.sent and self._scope["method"] != "GET" and self._scope["path"].startswith(STORED):
             return False  # it may have been done
-        return not self._begun or bool(self._like)
+        return not self._fleet.ended and (not self._begun or bool(self._like))
 
     async def _attempt(self, choice: ChosenReplica) -> bool:
         """Whether the client has its whole answer; False: this replica refuses, another may not. Raises
@@ -280,11 +280,13 @@ class PassedRequest:
             raise ClientGone
         self.record.note_error(reason, time.perf_counter())
         if self._begun:
-            event = self._stream.failure or failure_event(
-                self._scope["path"],
-                f"{reason}; " + ("no other replica could continue it" if self._like else "only Cumulo servers that "
-                "share the gateway's fleet key can continue another's answer") + ": send the request again",
-            )  # fmt: skip
+            why = "no other replica could continue it"
+            if self._fleet.ended:
+                why = "it ends now"
+            elif not self._like:
+                why = "only Cumulo servers that share the gateway's fleet key can continue another's answer"
+            message = f"{reason}; {why}: send the request again"
+            event = self._stream.failure or failure_event(self._scope["path"], message)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         elif self._refusal is not None:
             await self._answer(*self._refusal)

@@ -49,6 +49,7 @@ class Replicas:
         self._choosers: dict[str | None, Chooser] = {}
         self._memories: dict[str | None, PrefixMemory] = {}
         self._unknown = PrefixMemory(1)
+        self.ended = False
         self._changed: asyncio.Future[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -75,6 +76,14 @@ class Replicas:
     async def close(self) -> None:
         for name in list(self.replicas):
             await self.remove(name)
+
+    def end(self) -> None:
+        """The gateway ends now: nothing is tried again, and whoever waits is told."""
+        self.ended = True
+        for replica in self.replicas.values():
+            for work in list(replica.works):
+                work.exchange.fail("was still answering when the gateway was told to end")
+        self._wake()
 
     # -- coming and going ---------------------------------------------------------------------------------
     def _add(self, member: PoolMember) -> Watch:

@@ -30,6 +30,7 @@ from cumulo.serve.observe import steady_stderr
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
+_LAST_WORDS_S = 2.0
 _DISCARD_BYTES = 64 << 20
 
 
@@ -118,6 +119,10 @@ class GatewayRun:
             await asyncio.sleep(0.05)
         if app.in_flight:
             log.warning("%d requests did not finish in time and are ended", app.in_flight)
+            self._fleet.end()  # so that clients are told, rather than cut off
+            deadline_s = loop.time() + _LAST_WORDS_S
+            while app.in_flight and loop.time() < deadline_s:
+                await asyncio.sleep(0.05)
         await asyncio.sleep(0.05)  # the last bytes of what has just finished
         self._uvicorn.should_exit = True
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -217,3 +218,23 @@ def test_a_gateway_is_replaced_without_a_failed_request(
             assert stream.events[-1] == "data: [DONE]" and len(stream.events) > 200
             assert old.process.wait(60) == 0
             assert new.post("/v1/chat/completions", ASK).status_code == 200
+
+
+def test_streams_that_outlast_the_drain_are_told_why_they_end(
+    servers: tuple[RunningServer, RunningServer], key: str
+) -> None:
+    with gateway_of(servers[:1], key, "--drain-timeout", "0") as gateway:
+        engine = servers[0].engine_pid()
+        ask = CHAT | LONG | {"temperature": 0, "max_tokens": 400}
+        stream = Stream(
+            gateway, "/v1/chat/completions", ask, on_speech=lambda: os.kill(engine, signal.SIGSTOP)
+        )
+        try:
+            assert stream.speaks.wait(60)
+            gateway.process.send_signal(signal.SIGTERM)
+            stream.join()
+            assert gateway.process.wait(60) == 0
+        finally:
+            os.kill(engine, signal.SIGCONT)
+    if stream.events[-1] != "data: [DONE]":  # the engine was stopped in time
+        assert "when the gateway was told to end" in stream.events[-1]["error"]["message"]
