@@ -4,6 +4,7 @@ is replayed from a recorded run of a real model with a trained head, or drawn wi
 
     python benchmarks/gpu_rounds.py --record MODEL --head FOLDER --trace results/kept_drafts.json   # a real model
     python benchmarks/gpu_rounds.py --model llama-3.1-8b --trace results/kept_drafts.json           # another shape
+    python benchmarks/gpu_rounds.py --chat MODEL --head FOLDER          # chains and trees of a real head, timed
     python benchmarks/gpu_rounds.py --model smollm2-135m --rates 0.62,0.66,0.69 --drafts 0,1,3,7 --kernels
 """
 
@@ -30,7 +31,7 @@ from cumulo.bench.speculate import chat_prompts  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
 from cumulo.engine.decide.params import SamplingParams  # noqa: E402
-from cumulo.engine.decide.speculation.rounds import RoundPolicy  # noqa: E402
+from cumulo.engine.decide.speculation.rounds import MOST_LEVELS, RoundPolicy  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.llm import LLM  # noqa: E402
 from cumulo.engine.memory.memory_plan import plan_memory  # noqa: E402
@@ -51,6 +52,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--record", help="a model whose head's kept drafts become the trace")
+    parser.add_argument("--chat", help="a model that answers chat prompts with chains and trees of its head")
     parser.add_argument("--head", help="the folder of that head")
     parser.add_argument("--model", help="whose shape is measured, by its name in workloads.json")
     parser.add_argument("--trace", type=Path, help="a file of kept drafts, written or replayed")
@@ -67,6 +69,8 @@ def main() -> None:
         kept = record(chosen.record, chosen.head)
         chosen.trace.write_text(json.dumps({"drafts": MOST_DRAFTS, "kept": kept}) + "\n")
         print(f"{len(kept)} rounds, {statistics.fmean(kept):.2f} of {MOST_DRAFTS} drafts kept on average")
+    if chosen.chat:
+        answer_chats(chosen.chat, chosen.head)
     if chosen.model:
         if chosen.rates:
             kept = drawn([float(rate) for rate in chosen.rates.split(",")])
@@ -107,6 +111,47 @@ def record(model: str, head: str) -> list[int]:
         for text in chat_prompts(24):
             llm.chat([[{"role": "user", "content": text}]], SamplingParams(temperature=0, max_tokens=128))
     return kept
+
+
+def answer_chats(model: str, head: str, prompts: int = 12) -> None:
+    """Tokens per second of single answers, and tokens of a round, by drafts and levels of a tree. Every
+    prompt is answered by all kinds in turn; the first answers compile and capture and do not count."""
+    config = EngineConfig(max_context=2048, kv_memory_gib=1, prefix_cache=False, draft_tree=MOST_LEVELS)
+    kinds = [(0, 0), (1, 0), (3, 0), (7, 0), *((7, levels) for levels in range(2, MOST_LEVELS + 1))]
+    with LLM(model, config=config, speculate=head) as llm:
+        policy = llm.engine.scheduler.speculation
+        assert isinstance(policy, RoundPolicy)
+        hits: list[int] = []
+        learn = policy.learn
+
+        def noting(plan: Any, draws: Any, result: Any) -> None:
+            hits.extend(one for row in result.round_hits.values() for one in row)
+            learn(plan, draws, result)
+
+        policy.learn = noting  # type: ignore[method-assign]
+        params = SamplingParams(temperature=0, max_tokens=192)
+        seconds: dict[tuple[int, int], float] = defaultdict(float)
+        tokens: dict[tuple[int, int], int] = defaultdict(int)
+        kept: dict[tuple[int, int], list[int]] = defaultdict(list)
+        texts = chat_prompts(prompts)
+        for number, text in enumerate([texts[0], texts[0], *texts]):
+            for kind in kinds:
+                policy.fixed_count, policy.fixed_levels = kind
+                policy._learnt(1).hopeless = not kind[0]  # a run without drafts has no head to feed
+                hits.clear()
+                began_s = time.perf_counter()
+                output = llm.chat([[{"role": "user", "content": text}]], params)[0]
+                if number > 1:
+                    seconds[kind] += time.perf_counter() - began_s
+                    tokens[kind] += len(output.samples[0].token_ids)
+                    kept[kind] += hits
+    plain = tokens[0, 0] / seconds[0, 0]
+    for kind in kinds:
+        rate = tokens[kind] / seconds[kind]
+        more = 1 + statistics.fmean(kept[kind]) if kept[kind] else 1.0
+        print(
+            f"{kind[0]} drafts, {kind[1]} levels: {rate:7.0f} tok/s, {rate / plain:.2f}x, {more:.2f} tokens a round"
+        )
 
 
 def measure(name: str, kept: list[int], counts: list[int], kernels: bool) -> dict[str, Any]:
