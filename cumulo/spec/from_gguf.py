@@ -7,6 +7,7 @@ tensor, in which GGUF stores Llama 3's rotary scaling as one divisor per frequen
 (2,3), ... are rotated, so their specs say `rope_interleaved`, and a loader leaves the rows as they are.
 """
 
+import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,14 @@ Fields = dict[str, Any]
 _FILE_TYPES = {
     0: "float32", 1: "float16", 2: "q4_0", 3: "q4_1", 7: "q8_0", 8: "q5_0", 9: "q5_1",
     14: "q4_k", 15: "q4_k", 16: "q5_k", 17: "q5_k", 18: "q6_k", 32: "bfloat16",
+}  # fmt: skip
+# Fields that change the numbers of a model and that no supported architecture sets, with values that do nothing.
+_WITHOUT_EFFECT: dict[str, tuple[float | bool, ...]] = {
+    "attention.scale": (0.0,), "attention.clamp_kqv": (0.0,), "attention.max_alibi_bias": (0.0,),
+    "attention.causal": (True,), "attn_logit_softcapping": (0.0,), "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0), "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
 }  # fmt: skip
 _SOFTMAX, _SIGMOID = 1, 2  # ggml's numbers for {arch}.expert_gating_func
 
@@ -70,6 +79,11 @@ def spec_from_gguf(
     if data.architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(f"unknown architecture {data.architecture!r} in the GGUF file; known: {known}")
+    for name, values in _WITHOUT_EFFECT.items():
+        if (value := data.get(name)) is not None and value not in values:
+            raise ModelError(
+                f"the GGUF metadata has '{data.architecture}.{name}' {reprlib.repr(value)}, which is not supported"
+            )
     try:
         fields = _common(data)
         fields |= _ARCHITECTURES[data.architecture](data)

@@ -4,9 +4,11 @@ import gguf
 import numpy as np
 import pytest
 
-from cumulo.models.files.gguf_blocks import affine_blocks, float_array, is_quantised
+from cumulo.kernels.cpu.packed_linear import PackedWeight, native
+from cumulo.models.files.gguf_blocks import affine_blocks, float_array, held_bytes, is_quantised
 from cumulo.models.files.gguf_file import BLOCK_TYPES, FLOAT_TYPES, GGUFTensor, open_gguf
 from cumulo.models.files.hub import built_in_model
+from tests.models.gguf_writing import quantised
 
 ROWS, COLUMNS = 7, 768
 
@@ -60,6 +62,19 @@ def test_codes_are_whole_numbers_of_the_format_and_rebuild_the_weights(type_name
         minimum = 0 if blocks.minimum is None else np.repeat(blocks.minimum, blocks.group, axis=1)
         rebuilt = scale * blocks.codes.astype(np.float32) + minimum
     assert np.array_equal(rebuilt, reference(tensor), equal_nan=True)
+
+
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+def test_memory_is_planned_as_it_is_taken(type_name):
+    library = native()
+    if library is None or not library.has_half:
+        pytest.skip("the layout of the native kernels, with scales of two bytes")
+    values = np.random.default_rng(2).normal(scale=0.05, size=(64, COLUMNS)).astype(np.float32)
+    raw = np.ascontiguousarray(quantised(values, type_name)).view(np.uint8).reshape(64, -1)
+    if type_name in ("IQ4_NL", "IQ4_XS") or type_name.endswith("_K"):
+        raw = np.random.default_rng(3).integers(0, 120, raw.shape, dtype=np.uint8)  # scales of many sizes
+    tensor = GGUFTensor("t", type_name, (64, COLUMNS), raw)
+    assert PackedWeight.pack(affine_blocks(tensor)).nbytes == pytest.approx(held_bytes(tensor), rel=0.01)
 
 
 def test_a_stack_of_matrices_keeps_its_shape():

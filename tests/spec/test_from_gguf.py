@@ -156,3 +156,20 @@ def test_unknown_architectures_and_missing_fields_are_named() -> None:
 def test_impossible_values_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_from_gguf(metadata("llama", published.LLAMA_2_7B) | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "harmless", "harmful"),
+    [
+        ("logit_scale", 1.0, 0.0625),
+        ("embedding_scale", 1.0, 12.0),
+        ("attention.causal", True, False),
+        ("attn_logit_softcapping", 0.0, 50.0),
+        ("rope.scaling.attn_factor", 1.0, 1.19),
+    ],
+)
+def test_fields_that_change_the_numbers_are_not_overlooked(name: str, harmless: Any, harmful: Any) -> None:
+    data = metadata("llama", published.LLAMA_2_7B)
+    assert spec_from_gguf(data | {f"llama.{name}": harmless}) == spec_from_gguf(data)
+    with pytest.raises(ModelError, match=f"'llama.{name}' {harmful}"):
+        spec_from_gguf(data | {f"llama.{name}": harmful})

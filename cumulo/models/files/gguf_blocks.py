@@ -28,6 +28,13 @@ def affine_blocks(tensor: GGUFTensor) -> AffineBlocks:
         return unpack(tensor.raw.reshape(tensor.rows, -1, block_bytes))
 
 
+def held_bytes(tensor: GGUFTensor) -> int:
+    """What a quantised tensor takes in memory while it stays quantised, as `PackedWeight` lays it out."""
+    bits, group, numbers, number_bytes = _HELD[tensor.type_name]
+    weights = tensor.rows * tensor.columns
+    return weights * bits // 8 + weights // group * numbers * number_bytes
+
+
 def float_array(tensor: GGUFTensor) -> np.ndarray:
     """Any tensor as float32 in its own shape (a view of the file where it is stored so)."""
     with np.errstate(all="ignore"):
@@ -197,3 +204,11 @@ _FORMATS: dict[str, tuple[int, Callable[[np.ndarray], AffineBlocks]]] = {
     "IQ4_NL": (18, _iq4_nl),
     "IQ4_XS": (136, _iq4_xs),
 }
+
+# Bits of a code in memory, weights of a group, and how many numbers a group has (a scale, a minimum; 4-bit codes
+# always have both), of how many bytes: those of the K formats are products, which do not fit into two.
+_HELD = {
+    "Q4_0": (4, 32, 2, 2), "Q4_1": (4, 32, 2, 2), "Q5_0": (8, 32, 1, 2), "Q5_1": (8, 32, 2, 2),
+    "Q8_0": (8, 32, 1, 2), "Q4_K": (4, 32, 2, 4), "Q5_K": (8, 32, 2, 4), "Q6_K": (8, 16, 1, 4),
+    "Q2_K": (8, 16, 2, 4), "Q3_K": (8, 16, 1, 4), "IQ4_NL": (8, 32, 1, 2), "IQ4_XS": (8, 32, 1, 4),
+}  # fmt: skip

@@ -14,7 +14,7 @@ from cumulo.errors import ModelError
 from cumulo.layout.serving import HeldParameter, RankPart, held_parameters
 from cumulo.models.decoder import Decoder
 from cumulo.models.files import names_gguf, names_huggingface
-from cumulo.models.files.gguf_blocks import is_quantised
+from cumulo.models.files.gguf_blocks import held_bytes, is_quantised
 from cumulo.models.files.gguf_file import GGUFFile, open_gguf
 from cumulo.models.files.hub import ModelSource, resolve
 from cumulo.models.files.json_file import in_vocabulary, read_json, shown
@@ -51,7 +51,7 @@ class ModelFiles:
     parameters: int
     weight_bytes: int  # as stored
     quantised_parameters: int = 0  # of `parameters`, those stored in quantised blocks,
-    quantised_bytes: int = 0  # and the bytes these take in the file
+    quantised_bytes: int = 0  # and the bytes these take in memory if they stay so
     tensor_types: Mapping[str, int] = field(default_factory=dict)  # how many tensors are stored as what
     quantisation: Quantisation | None = None  # of a Hugging Face folder
 
@@ -189,7 +189,7 @@ def _read_gguf_headers(source: ModelSource) -> tuple[GGUFFile, ModelFiles]:
         parameters=sum(placement.elements for placement in placements),
         weight_bytes=sum(tensor.nbytes for tensor in used),
         quantised_parameters=sum(tensor.rows * tensor.columns for tensor in quantised),
-        quantised_bytes=sum(tensor.nbytes for tensor in quantised),
+        quantised_bytes=sum(map(held_bytes, quantised)),
         tensor_types=Counter(tensor.type_name for tensor in used),
     )
 
