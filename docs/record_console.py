@@ -148,6 +148,7 @@ def jobs(browser: Any, url: str) -> None:
 def fleet(browser: Any, url: str) -> None:
     page = new_page(browser, DESKTOP)
     page.goto(f"{url}/fleet")
+    page.get_by_text("3 of 3").wait_for()  # the server is ready when the first replica is
     for number in range(12):  # three documents, each asked about four times
         document = f"Document {number % 3}. " + f"It speaks of number {number % 3}. " * 12
         complete(url, f"{document}Question {number}?", 8)
