@@ -26,6 +26,12 @@ Recompute = Literal[
     "norm+activation+attention",
 ]  # fmt: skip
 OPERATIONS = ("norm", "activation", "attention")
+LORA_TARGETS = (
+    "qkv",
+    "output",
+    "gate_up",
+    "down",
+)  # projections that adapters can stand beside, as in cumulo.train
 OptimizerKind = Literal["adamw", "adamw8bit", "muon"]  # as cumulo.train names them
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
@@ -58,8 +64,9 @@ class TrainJob:
     overlap_expert: bool = False  # ... behind the computation of another micro-batch
     predict_ahead: int = 0  # further tokens that extra layers predict (DeepSeek-V3, section 2.2)
     moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the optimizer's, beside a float32 copy
-    # Only adapters of this rank beside every matrix are trained (Hu et al. 2021); the weights are frozen.
+    # Only adapters of this rank are trained (Hu et al. 2021), beside these projections; the weights are frozen.
     lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = LORA_TARGETS
     frozen_bits: Literal[4, 8, 16] = 16  # of a frozen weight (Dettmers et al. 2023: 4)
     overlap_data: bool = True  # gradients and weights travel while layers compute
     overlap_tensor: bool = False  # tensor-parallel collectives are cut up and hidden behind matrix products
@@ -186,5 +193,8 @@ def _problems(job: TrainJob) -> Iterator[str]:
         yield f"predict_ahead is the number of further tokens to predict, 0 or more; got {job.predict_ahead}"
     if job.lora_rank is not None and job.lora_rank < 1:
         yield f"lora_rank must be 1 or more, got {job.lora_rank}"
+    if not job.lora_targets or set(job.lora_targets) - set(LORA_TARGETS):
+        got = ", ".join(job.lora_targets) or "none"
+        yield f"LoRA targets are one or more of {', '.join(LORA_TARGETS)}, got {got}"
     if job.recompute_layers is not None and (job.recompute != "full" or job.recompute_layers < 0):
         yield f"recompute_layers {job.recompute_layers} goes with full recomputation and is 0 or more"

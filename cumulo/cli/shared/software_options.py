@@ -55,6 +55,11 @@ class SoftwareOptions:
     lora_rank: int | None = option(
         "Train only adapters of this rank (LoRA); the weights are frozen.", None, panel=_SOFTWARE, min=1
     )
+    lora_targets: str = option(
+        "Projections that get adapters, joined by commas: qkv, output, gate_up, down, as in `cumulo train`.",
+        "qkv,output,gate_up,down",
+        panel=_SOFTWARE,
+    )
     frozen_bits: int = option("Bits of a frozen weight: 16, 8, or 4 (QLoRA).", 16, panel=_SOFTWARE)
 
     def words(self) -> list[str]:
@@ -81,6 +86,7 @@ class SoftwareOptions:
     def traits(self) -> dict[str, Any]:
         """For `TrainGoal`."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "like"}
+        own["lora_targets"] = tuple(filter(None, (name.strip() for name in self.lora_targets.split(","))))
         known = {*own, "flash_attention"}
         own["software_named"] = self.like is not None or "software" in typed_names()
         return {**own, **{name: value for name, value in self.system().items() if name in known}}

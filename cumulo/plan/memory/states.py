@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from cumulo.plan.job import DTYPE_BYTES, TrainJob
+from cumulo.plan.job import DTYPE_BYTES, LORA_TARGETS, TrainJob
 from cumulo.plan.memory.live import Place
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import layer_operations
@@ -154,7 +154,31 @@ def state_bytes(job: TrainJob, elements: Elements) -> StateBytes:
 
 def adapter_elements(job: TrainJob, elements: Elements) -> int:
     """Of adapters beside the matrices of a rank: r·(n + m) for one of n × m, with sides near the hidden size."""
-    return round(2 * job.lora_rank_or_0 * (elements.matrices + elements.experts) / job.model.hidden)
+    moe = job.model.is_moe_layer(job.model.layers - 1)
+    beside = adapted_share(job.model, moe, job.lora_targets) * (elements.matrices + elements.experts)
+    return round(2 * job.lora_rank_or_0 * beside / job.model.hidden)
+
+
+@cache
+def adapted_share(model: ModelSpec, moe: bool, targets: tuple[str, ...]) -> float:
+    """Of a layer's projections, those with an adapter beside them."""
+    if targets == LORA_TARGETS:
+        return 1.0
+    sizes = {
+        found.name: sum(weight.size for weight in found.weights if len(weight.shape) > 1)
+        for found in layer_operations(model, moe)
+        if found.product is not None
+    }
+    beside = sum(size for name, size in sizes.items() if has_adapter(name, targets))
+    return beside / sum(sizes.values())
+
+
+def has_adapter(operation: str, targets: tuple[str, ...]) -> bool:
+    """Whether a product is one of the projections that get adapters; a latent's products are those of qkv."""
+    name = operation.rpartition(".")[2]
+    if operation.startswith("attention.") and name != "output":
+        name = "qkv"
+    return targets == LORA_TARGETS or {"up": "gate_up"}.get(name, name) in targets
 
 
 def _adapter_bytes(job: TrainJob, elements: Elements) -> StateBytes:

@@ -51,7 +51,11 @@ def plan_text(
             settings["schedule"] = {"warmup_steps": steps - 1}
     yours = "data.sources, data.tokenizer"
     if job.lora_rank is not None:
-        settings["lora"] = {"rank": job.lora_rank, "alpha": 2.0 * job.lora_rank}
+        settings["lora"] = {
+            "rank": job.lora_rank,
+            "alpha": 2.0 * job.lora_rank,
+            "targets": list(job.lora_targets),
+        }
         yours += ", model.start_from"
     rank = "GPU"
     if cluster.device.generation == "cpu":

@@ -15,7 +15,7 @@ from cumulo.errors import ConfigError
 from cumulo.layout.check import tensor_sliced
 from cumulo.layout.layout import Layout
 from cumulo.pipeline.decide.catalog import FAMILIES
-from cumulo.plan.job import OPERATIONS, OptimizerKind, Recompute, TrainJob
+from cumulo.plan.job import LORA_TARGETS, OPERATIONS, OptimizerKind, Recompute, TrainJob
 from cumulo.plan.time.compute_profile import shipped
 from cumulo.plan.time.efficiency import Software, shipped_efficiency
 from cumulo.spec.cluster import Cluster
@@ -52,6 +52,7 @@ class TrainGoal:
     narrow_activations: bool = False
     flash_attention: bool | None = None
     lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = LORA_TARGETS
     frozen_bits: Literal[4, 8, 16] = 16
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class TrainGoal:
             overlap_data=traits is None or traits.overlaps_data,
             gradient_dtype="float32" if traits is None else traits.sums_gradients_in(self.dtype),
             lora_rank=self.lora_rank,
+            lora_targets=self.lora_targets,
             frozen_bits=self.frozen_bits,
         )
 

@@ -10,6 +10,7 @@ Like everything between large products, it is counted as ideal fusion would move
 (how much more kernels really move: Zhu et al. 2025, LoRAFusion).
 """
 
+from cumulo.plan.memory.states import has_adapter
 from cumulo.plan.time.compute import LayerWork, Passes, Seconds, add, rates
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.spec.device import Device
@@ -18,14 +19,20 @@ from cumulo.spec.operations import layer_operations
 
 
 def with_adapters(
-    plain: Passes, model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device
+    plain: Passes,
+    model: ModelSpec,
+    moe: bool,
+    targets: tuple[str, ...],
+    work: LayerWork,
+    profile: Profile,
+    device: Device,
 ) -> Passes:
-    """A layer whose matrices are frozen, each with an adapter beside it."""
+    """A layer whose matrices are frozen, with an adapter beside each that is one of `targets`."""
     rate = rates(profile, device)
     inputs = outputs = 0.0  # numbers of one token that the products read and write
     for operation in layer_operations(model, moe):
         product = operation.product
-        if product is not None:
+        if product is not None and has_adapter(operation.name, targets):
             inputs += product.choices * product.inputs / (work.tensor if product.sliced == "inputs" else 1)
             outputs += product.choices * product.outputs / (work.tensor if product.sliced == "outputs" else 1)
     number_s = work.tokens * rate.number_bytes * rate.elementwise_byte_s

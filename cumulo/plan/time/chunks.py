@@ -220,7 +220,7 @@ def _layer(
     )
     plain = layer(job.split_model, moe, work, profile, cluster.device)
     if job.lora_rank is not None:
-        plain = with_adapters(plain, job.split_model, moe, work, profile, cluster.device)
+        plain = with_adapters(plain, job.split_model, moe, job.lora_targets, work, profile, cluster.device)
     waits = _waits(job, cluster, profile, moe)
     forward = add(plain.forward, waits)
     # The ring of context parallelism brings keys and values again and takes their gradients along.
