@@ -1,4 +1,5 @@
-"""A tiny random Llama with a tokenizer and a chat template, for tests that need a real server but no sense.
+"""A tiny random Llama with a tokenizer and a chat template, for tests that need a real server but no sense; also
+with experts, and with latent attention.
 
 It loads in no time and answers in microseconds per token, so thousands of requests fit into a test. Everything is
 seeded: two calls write the same model.
@@ -7,11 +8,15 @@ seeded: two calls write the same model.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from cumulo.models.files.names_huggingface import placements
+from cumulo.spec.from_huggingface import spec_from_config
 
 NAME = "tiny-random"
 _TEXT = [
@@ -37,7 +42,23 @@ class Sizes:
     head_dim: int = 16
 
 
-def save_tiny_model(folder: Path, max_context: int = 512, sizes: Sizes = Sizes()) -> Path:
+# Fields of config.json that make another family of it.
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+                "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 32,
+                "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "latent": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
+               "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+               "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+               "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+               "routed_scaling_factor": 1.7},
+}  # fmt: skip
+
+
+def save_tiny_model(
+    folder: Path, max_context: int = 512, sizes: Sizes = Sizes(), kind: str = "dense"
+) -> Path:
     """Writes a Hugging Face folder named NAME into `folder`, and returns it."""
     path = folder / NAME
     path.mkdir(parents=True)
@@ -49,9 +70,11 @@ def save_tiny_model(folder: Path, max_context: int = 512, sizes: Sizes = Sizes()
         "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
         "max_position_embeddings": max_context, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": ends,
+        **KINDS[kind],
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
-    save_file(_weights(vocabulary, sizes), path / "model.safetensors", metadata={"format": "pt"})
+    weights = _weights(vocabulary, sizes) if kind == "dense" else _weights_of(config)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
@@ -70,6 +93,18 @@ def _save_tokenizer(path: Path) -> int:
         json.dumps({"eos_token": "<|im_end|>", "chat_template": _TEMPLATE})
     )
     return int(backend.get_vocab_size())
+
+
+def _weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator, weights = torch.Generator().manual_seed(0), {}
+    for placement in placements(spec_from_config(config)):
+        noise = torch.randn(placement.shape, generator=generator)
+        norm = "norm.weight" in placement.source
+        scale = 2.0 if "embed" in placement.source else 1.4
+        weights[placement.source] = (
+            torch.ones_like(noise) if norm else noise * scale * placement.shape[-1] ** -0.5
+        )
+    return weights
 
 
 def _weights(vocabulary: int, sizes: Sizes) -> dict[str, torch.Tensor]:
