@@ -4,17 +4,14 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import yaml
 
 from cumulo.base.nearest import did_you_mean, nearest
 from cumulo.cluster.job_amounts import memory_mib, seconds
+from cumulo.cluster.job_settings import DeviceGroup, JobSettings, ServeWork
 from cumulo.errors import ConfigError
 from cumulo.spec.catalog import shipped
-
-if TYPE_CHECKING:
-    from cumulo.cluster.job_file import DeviceGroup, JobFile, ServeWork
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")  # a name that Slurm, Ray and Kubernetes all take
 _TENANT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # as the value of a label
@@ -75,7 +72,7 @@ def line_of(text: str, setting: str) -> int:
     return line + 1
 
 
-def problems(job: "JobFile") -> Iterator[Problem]:
+def problems(job: JobSettings) -> Iterator[Problem]:
     if not _NAME.fullmatch(job.name):
         text = "must be lower-case letters, digits and hyphens, at most 42, such as tiny-lm"
         yield "name", f"name {text}; got {job.name!r}"
@@ -105,7 +102,7 @@ def problems(job: "JobFile") -> Iterator[Problem]:
     yield from _target_problems(job)
 
 
-def _time_problems(job: "JobFile") -> Iterator[Problem]:
+def _time_problems(job: JobSettings) -> Iterator[Problem]:
     for name in ("deadline", "time_limit", "save_before"):
         if (text := getattr(job, name)) is not None:
             try:
@@ -120,7 +117,7 @@ def _time_problems(job: "JobFile") -> Iterator[Problem]:
             yield "time_limit", f"time_limit {job.time_limit} {longer}"
 
 
-def _target_problems(job: "JobFile") -> Iterator[Problem]:
+def _target_problems(job: JobSettings) -> Iterator[Problem]:
     for name in ("partition", "account", "qos"):
         word = getattr(job.slurm, name)
         if word is not None and not _SLURM_WORD.fullmatch(word):
@@ -137,7 +134,7 @@ def _target_problems(job: "JobFile") -> Iterator[Problem]:
                 yield f"{name}.options[{number}]", text
 
 
-def _serve_problems(serve: "ServeWork") -> Iterator[Problem]:
+def _serve_problems(serve: ServeWork) -> Iterator[Problem]:
     low = serve.replicas if serve.min_replicas is None else serve.min_replicas
     high = serve.replicas if serve.max_replicas is None else serve.max_replicas
     if not 0 <= low <= serve.replicas <= high or high < 1:
@@ -149,7 +146,7 @@ def _serve_problems(serve: "ServeWork") -> Iterator[Problem]:
         yield "serve.plan", "serve needs `model:` or `plan:`, not both"
 
 
-def _device_problems(group: "DeviceGroup", where: str) -> Iterator[Problem]:
+def _device_problems(group: DeviceGroup, where: str) -> Iterator[Problem]:
     if group.count < 1:
         yield f"{where}.count", f"devices.count must be 1 or more, got {group.count}"
     if group.per_node is not None and (group.per_node < 1 or group.count % group.per_node):
@@ -162,7 +159,7 @@ def _device_problems(group: "DeviceGroup", where: str) -> Iterator[Problem]:
             yield f"{where}.memory", str(error)
 
 
-def launch_problems(job: "JobFile") -> Iterator[Problem]:
+def launch_problems(job: JobSettings) -> Iterator[Problem]:
     """Names that no target and no command knows, and amounts that cannot be meant."""
     for number, group in enumerate(job.devices):
         yield from _unknown_kind(group.kind, f"devices[{number}].kind")
@@ -173,7 +170,7 @@ def launch_problems(job: "JobFile") -> Iterator[Problem]:
     yield from _useless(job)
 
 
-def _useless(job: "JobFile") -> Iterator[Problem]:
+def _useless(job: JobSettings) -> Iterator[Problem]:
     """Amounts and words with which a job would be refused or would never do what they say."""
     for number, group in enumerate(job.devices):
         if group.memory is not None and group.memory_mib < 1:
@@ -202,7 +199,7 @@ def _useless(job: "JobFile") -> Iterator[Problem]:
         yield from _useless_service(job.serve)
 
 
-def _useless_service(serve: "ServeWork") -> Iterator[Problem]:
+def _useless_service(serve: ServeWork) -> Iterator[Problem]:
     if serve.model == "":
         yield "serve.model", "serve.model is empty: leave it out for the built-in model"
     if (scaling := serve.autoscale) is None:
@@ -228,7 +225,7 @@ def _unknown_kind(kind: str, where: str) -> Iterator[Problem]:
     yield where, f"devices.kind {kind!r} is no known device; {meant} {own}"
 
 
-def _uneven_replicas(replicas: int, group: "DeviceGroup") -> Iterator[Problem]:
+def _uneven_replicas(replicas: int, group: DeviceGroup) -> Iterator[Problem]:
     """A gang of one task is what each replica gets (Ray); larger ones are divided between the replicas."""
     tasks = group.tasks
     if replicas <= 1 or tasks <= 1 or tasks % replicas == 0:

@@ -25,8 +25,8 @@ from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
 from cumulo.cluster.drivers.ray_job import actor_resources
 from cumulo.cluster.drivers.ray_serve import engine_application, front_application
-from cumulo.cluster.job_file import ServeWork
 from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_settings import ServeWork
 from cumulo.spec.slo import Slo
 
 _LOOK_S = 1.0

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from cumulo.cluster.drivers.command import output_file, work_command
 from cumulo.cluster.drivers.served import SERVICE
 from cumulo.cluster.job_amounts import seconds
-from cumulo.cluster.job_file import DeviceGroup, JobFile
+from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_settings import DeviceGroup
 
 COMMENT = "cumulo:"  # with the submission key: how a job is found again
 

@@ -26,7 +26,8 @@ from cumulo.cluster.drivers.kubernetes.pod_template import (
 from cumulo.cluster.drivers.kubernetes.pods import option_value
 from cumulo.cluster.drivers.kubernetes.queues import kueue_queues, queue_name, volcano_queue
 from cumulo.cluster.drivers.kubernetes.scaling import autoscaler
-from cumulo.cluster.job_file import JobFile, ServeWork
+from cumulo.cluster.job_file import JobFile
+from cumulo.cluster.job_settings import ServeWork
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.plan_file import ServePlanFile
 
