@@ -42,12 +42,12 @@ def measure(streams: int, minutes: float, tell: Callable[[str], None]) -> list[R
     """`minutes`: how long the streams are held."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * streams + 256)), hard))
-    with _upstream(_TTFT_TOKENS, 0.001) as server, _gateway(server) as (url, pid):
+    with canned_server(_TTFT_TOKENS, 0.001) as server, _gateway(server) as (url, pid):
         tell("TTFT through the gateway and without it, in turns")
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             rows = runner.run(_added(server, url, pid))
     with (
-        _upstream(_STREAM_TOKENS, _GAP_S) as server,
+        canned_server(_STREAM_TOKENS, _GAP_S) as server,
         _gateway(server) as (url, pid),
         asyncio.Runner(loop_factory=loop_factory()) as runner,
     ):
@@ -56,7 +56,7 @@ def measure(streams: int, minutes: float, tell: Callable[[str], None]) -> list[R
 
 # -- processes ------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def _upstream(tokens: int, gap_s: float) -> Iterator[str]:
+def canned_server(tokens: int, gap_s: float) -> Iterator[str]:
     command = [sys.executable, "-m", "cumulo.bench.gateway_upstream", str(tokens), str(gap_s)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -11,7 +11,7 @@ import sys
 import time
 
 from cumulo import __version__
-from cumulo.serve.fleet.wire import PROMPT_HEADER, FleetIdentity, FleetNews, PromptTold, written
+from cumulo.serve.fleet.wire import PROMPT_HEADER, STATE_TYPE, FleetIdentity, FleetNews, PromptTold, written
 from cumulo.serve.http.listening import loop_factory
 
 MODEL = "canned"
@@ -20,6 +20,7 @@ _HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     + PROMPT_HEADER + b": " + written(PromptTold(64)) + b"\r\ntransfer-encoding: chunked\r\n\r\n"
 )  # fmt: skip
+_STATE_HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {STATE_TYPE}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
 _EVENT = (
     b'data: {"id":"chatcmpl-0123456789abcdef01234567","object":"chat.completion.chunk","created":1760000000,'
     b'"model":"canned","choices":[{"index":0,"delta":{"content":" %d"},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -56,7 +57,8 @@ class _Client(asyncio.Protocol):
             return
         self._request = b""
         if lines[0].startswith(b"get /internal"):
-            self.transport.write(_HEAD + _chunk(written(FleetNews(identity=_IDENTITY, reset=True)) + b"\n"))
+            news = written(FleetNews(identity=_IDENTITY, reset=True)) + b"\n"
+            self.transport.write(_STATE_HEAD + _chunk(news))
             self._server.watchers.add(self)
             return
         # A resumed stream goes on behind the tokens that its client has.

@@ -16,12 +16,11 @@ from cumulo.gateway.decide.membership import Told, refusal
 from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.replica import UpstreamReplica
 from cumulo.gateway.upstream import UpstreamError, UpstreamExchange
-from cumulo.serve.fleet.wire import KEY_HEADER, STATE_PATH, VIA_HEADER, FleetNews, read_news
+from cumulo.serve.fleet.wire import KEY_HEADER, STATE_PATH, STATE_TYPE, VIA_HEADER, FleetNews, read_news
 
 log = logging.getLogger(__name__)
 LOOP_STATUS = 508
 _LEADS_BACK = "is this gateway itself, or leads back to it: name the servers behind it instead"
-_STATE_TYPE = "application/x-ndjson"
 _MOST_LINE_BYTES = 64 << 20
 _TICK_S = 0.25
 _PROBE_EVERY_S = 2.0
@@ -85,8 +84,8 @@ class Watch:
         exchange = await self._ask(STATE_PATH, headers)
         try:
             status = exchange.response.status
-            kind = exchange.response.headers.get("content-type", _STATE_TYPE)
-            if status == 200 and kind.startswith(_STATE_TYPE):
+            kind = exchange.response.headers.get("content-type", STATE_TYPE)
+            if status == 200 and kind.startswith(STATE_TYPE):
                 await self._follow_state(exchange)
             elif status == LOOP_STATUS:
                 raise Refused(_LEADS_BACK)

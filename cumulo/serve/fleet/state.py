@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from cumulo.serve.engine_link.messages import StepRecord
 from cumulo.serve.fleet.identity import fleet_identity
-from cumulo.serve.fleet.wire import STATE_PATH, FleetIdentity, FleetNews, written
+from cumulo.serve.fleet.wire import STATE_PATH, STATE_TYPE, FleetIdentity, FleetNews, written
 from cumulo.serve.service import Service
 
 router = APIRouter(include_in_schema=False)
@@ -26,7 +26,7 @@ _RARELY_TICKS = 10
 async def fleet_state(request: Request) -> Response:
     service: Service = request.app.state.service
     identity = await asyncio.to_thread(fleet_identity, service)
-    return StreamingResponse(_lines(service, identity), media_type="application/x-ndjson")
+    return StreamingResponse(_lines(service, identity), media_type=STATE_TYPE)
 
 
 async def _lines(service: Service, identity: FleetIdentity) -> AsyncIterator[bytes]:

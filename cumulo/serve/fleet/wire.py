@@ -21,6 +21,7 @@ ASK_HEADER = b"x-cumulo-fleet"
 VIA_HEADER = b"x-cumulo-via"  # a gateway that a request has come through; one for each
 PROMPT_HEADER = b"x-cumulo-prompt"  # of an answer: a PromptTold
 STATE_PATH = "/internal/fleet/state"
+STATE_TYPE = "application/x-ndjson"  # what a server of ours answers there: some have an answer for every path
 RESUME_PATH = "/internal/fleet/resume"
 SEAL = b"\n\n: "  # between a batch's events and its seal; JSON has no line ends, so it is nowhere else
 HASH_BYTES = 8  # of a block's hash: enough to tell the blocks of a fleet apart
