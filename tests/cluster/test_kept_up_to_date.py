@@ -8,10 +8,9 @@ import pytest
 from cumulo.cluster.decide.decisions import JobPlacement
 from cumulo.cluster.decide.elastic_jobs.columns import SpeedTables
 from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
-from cumulo.cluster.decide.fair import _by_dominant_share, by_share
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
 from cumulo.cluster.decide.fragmentation import TaskMix, TaskShape, fragmentation, stranded
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.queue import JobQueue
@@ -181,30 +180,6 @@ def test_a_share_beyond_the_speed_table_is_looked_up_where_the_table_ends():
     number = tables.number(Counted(table.one_node, table.many_nodes))
     assert tables.within(number, 80_000, 2) == 2.0 and len(reads) <= 4
     assert [tables.within(number, share, 2) for share in (1, 2, 3, 4)] == [1.0, 1.5, 2.0, 2.0]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_order_by_gpus_is_that_by_dominant_shares(seed: int) -> None:
-    draw = random.Random(seed)
-    queue, running, nodes = JobQueue(), RunningTable(), [ClusterNode("n0")]
-    for number in range(draw.choice((0, 5, 30))):
-        gpus = draw.randint(1, 8)
-        job = JobRequest(f"r{number}", 1, gpus, tenant=draw.choice("abcdef"))
-        running.put(RunningJob(job, (TaskPlace("n0", tuple(range(gpus))),)))
-    joined = 0
-    for _ in range(30):
-        for _ in range(draw.randint(0, 12)):
-            joined += 1
-            job = JobRequest(
-                f"j{joined}", draw.choice((1, 1, 2, 9)), draw.choice((1, 2, 8)), tenant=draw.choice("abcdef"),
-                arrival_s=draw.choice((joined, joined, 5)),
-            )  # fmt: skip
-            queue.add(job, joined)
-        for _ in range(min(len(queue), draw.randint(0, 8))):
-            queue.remove(queue[draw.randrange(min(len(queue), 30))].job_id)
-        snapshot = Snapshot(0.0, nodes, queue, running, FreeCapacity(nodes))
-        assert not queue.not_whole and not running.not_whole
-        assert list(by_share(snapshot)) == list(_by_dominant_share(snapshot, running))
 
 
 @pytest.mark.parametrize("name", ("backfill", "shortest", "conservative", "fair", "las", "priority"))

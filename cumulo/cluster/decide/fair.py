@@ -2,10 +2,9 @@
 NSDI 2011), within quotas, with borrowing of what others leave unused, and reclaiming when they come back.
 """
 
-import bisect
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from cumulo.cluster.decide.fit import only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes
-from cumulo.cluster.decide.queue import JobQueue, Shape, TenantQueue, shape_key, tenant_queues
+from cumulo.cluster.decide.queue import Shape, shape_key, tenant_queues
 from cumulo.cluster.decide.queueing import Placer, by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import RunningTable, gpus_by_tenant, jobs_on_nodes, table_of
@@ -22,49 +21,13 @@ from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
-_STRETCH_MILLI = 64 * WHOLE_GPU  # of fair shares that are read at a time, to begin with
-_STRETCH_JOBS = 32  # where fewer jobs are within it, the next is twice as wide
 
 
 def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
     """Jobs one by one from the tenant with the smallest weighted dominant share; what is tried counts as had, so
     that a tenant whose job does not fit does not hold up all others."""
-    running, waiting = table_of(snapshot.running), snapshot.waiting
-    if isinstance(waiting, JobQueue) and not (snapshot.quotas or waiting.not_whole or running.not_whole):
-        return _by_gpus(waiting.by_tenant, running.milli)
-    return _by_dominant_share(snapshot, running)
-
-
-def _by_gpus(queues: Mapping[str, TenantQueue], milli_of: Mapping[str, int]) -> Iterator[JobRequest]:
-    """Where only GPUs count and all tenants alike: the jobs up to a share, sorted together, then those up to a
-    larger one. A policy seldom reads far."""
-    left = sorted((milli_of[name], name, queue, 0) for name, queue in queues.items())
-    share, width = left[0][0] if left else 0, _STRETCH_MILLI
-    while left:
-        share += width
-        rows: list[tuple[int, float, str, int, JobRequest]] = []
-        rest, above = [], len(left)
-        for number, (has, name, queue, at) in enumerate(left):
-            if has >= share:
-                above = number
-                break
-            jobs, before = queue.jobs, queue.milli_before(share - has)
-            until = min(bisect.bisect_left(before, share - has, at), len(jobs))
-            for place in range(at, until):
-                job = jobs[place]
-                rows.append((has + before[place], job.arrival_s, name, place, job))
-            if until < len(jobs):
-                rest.append((has, name, queue, until))
-        rows.sort()
-        for row in rows:
-            yield row[4]
-        left = rest + left[above:]
-        if len(rows) < _STRETCH_JOBS:
-            width *= 2
-
-
-def _by_dominant_share(snapshot: Snapshot, running: RunningTable) -> Iterator[JobRequest]:
     total_gpus, total_cpu = snapshot.free.capacity
+    running = table_of(snapshot.running)
     heap: list[tuple[float, float, str, int, float, float, float, Sequence[JobRequest]]] = []
     for tenant, queue in tenant_queues(snapshot.waiting).items():
         quota = snapshot.quotas.get(tenant)

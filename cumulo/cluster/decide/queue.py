@@ -36,52 +36,19 @@ class _Sorted:
         self.keys = [row[0] for row in rows]
         self.jobs = [row[1] for row in rows]
 
-    def add(self, job: JobRequest, number: int) -> int:
-        """Its place in the order."""
+    def add(self, job: JobRequest, number: int) -> None:
         entry = (self.key(job), number)
         if not self.keys or self.keys[-1] < entry:
             self.keys.append(entry)
             self.jobs.append(job)
-            return len(self.jobs) - 1
+            return
         at = bisect.bisect(self.keys, entry)
         self.keys.insert(at, entry)
         self.jobs.insert(at, job)
-        return at
 
-    def remove(self, job: JobRequest, number: int) -> int:
-        """The place that it had."""
+    def remove(self, job: JobRequest, number: int) -> None:
         at = bisect.bisect_left(self.keys, (self.key(job), number))
         del self.keys[at], self.jobs[at]
-        return at
-
-
-class TenantQueue(_Sorted):
-    """The jobs of one tenant in the order of arrival, and what those before each ask for together."""
-
-    __slots__ = ("_before",)
-
-    def __init__(self) -> None:
-        super().__init__(by_arrival_key, ())
-        self._before = [0]  # thousandths of GPUs, as far as somebody asked
-
-    def add(self, job: JobRequest, number: int) -> int:
-        at = super().add(job, number)
-        del self._before[at + 1 :]
-        return at
-
-    def remove(self, job: JobRequest, number: int) -> int:
-        at = super().remove(job, number)
-        del self._before[at + 1 :]
-        return at
-
-    def milli_before(self, least: float) -> list[int]:
-        """Of each job: thousandths of GPUs that those before it ask for; at least up to the first of whom so
-        many are asked for."""
-        before, jobs = self._before, self.jobs
-        while before[-1] < least and len(before) < len(jobs):
-            job = jobs[len(before) - 1]
-            before.append(before[-1] + job.tasks * job.gpus_per_task * job.gpu_milli)
-        return before
 
 
 class ShapeNumbers:
@@ -101,7 +68,7 @@ class JobQueue(Sequence[JobRequest]):
     def __init__(self) -> None:
         self._arrived = _Sorted(by_arrival_key, ())
         self._views: dict[SortKey, _Sorted] = {by_arrival_key: self._arrived}
-        self._tenants: dict[str, TenantQueue] | None = None
+        self._tenants: dict[str, _Sorted] | None = None
         self._known: dict[str, tuple[int, JobRequest]] = {}
         self.shape = ShapeNumbers().shape
         self.shapes: dict[str, int] = {}  # of each job
@@ -110,7 +77,6 @@ class JobQueue(Sequence[JobRequest]):
         ] = {}  # predicted seconds and name, the shortest first
         self.arrivals: list[str] = []  # every job that ever joined, in that order
         self.sharing = 0  # jobs that could start where no GPU is entirely free
-        self.not_whole = 0  # jobs that ask for anything but whole GPUs
 
     def __len__(self) -> int:
         return len(self._arrived.jobs)
@@ -136,18 +102,10 @@ class JobQueue(Sequence[JobRequest]):
         shape = self.shapes[job.job_id] = self.shape(job)
         bisect.insort(self.by_shape.setdefault(shape, []), _length(job))
         self.sharing += job.fractional or not job.gpus_per_task
-        self.not_whole += job.fractional or not job.gpus_per_task or job.cpu_milli > 0
         for view in self._views.values():
             view.add(job, number)
         if self._tenants is not None:
-            self._tenant(job.tenant).add(job, number)
-
-    def _tenant(self, name: str) -> TenantQueue:
-        assert self._tenants is not None
-        known = self._tenants.get(name)
-        if known is None:
-            known = self._tenants[name] = TenantQueue()
-        return known
+            self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, ())).add(job, number)
 
     def remove(self, job_id: str) -> JobRequest:
         number, job = self._known.pop(job_id)
@@ -157,7 +115,6 @@ class JobQueue(Sequence[JobRequest]):
         if not same:
             del self.by_shape[shape]
         self.sharing -= job.fractional or not job.gpus_per_task
-        self.not_whole -= job.fractional or not job.gpus_per_task or job.cpu_milli > 0
         for view in self._views.values():
             view.remove(job, number)
         if self._tenants is not None:
@@ -185,12 +142,12 @@ class JobQueue(Sequence[JobRequest]):
         return {name: some.jobs for name, some in self.by_tenant.items()}
 
     @property
-    def by_tenant(self) -> Mapping[str, TenantQueue]:
+    def by_tenant(self) -> Mapping[str, _Sorted]:
         """Kept from the first time it is asked for."""
         if self._tenants is None:
             self._tenants = {}
             for number, job in self._known.values():
-                self._tenant(job.tenant).add(job, number)
+                self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, ())).add(job, number)
         return self._tenants
 
 

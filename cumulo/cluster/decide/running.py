@@ -30,7 +30,6 @@ class RunningTable(dict[str, RunningJob]):
         self.milli: Counter[str] = Counter()  # of each tenant: thousandths of GPUs
         self.cpu_milli: Counter[str] = Counter()
         self.preemptible: Counter[int] = Counter()  # jobs of each priority
-        self.not_whole = 0  # jobs that have anything but whole GPUs
         self.changes = 0  # how often a job started, ended, or became better known
         self._views: dict[Any, RunningView] = {}
         for job in jobs:
@@ -72,8 +71,6 @@ class RunningTable(dict[str, RunningJob]):
         self.milli[request.tenant] += tasks * request.milli_per_task
         if request.cpu_milli:
             self.cpu_milli[request.tenant] += tasks * request.cpu_milli
-        if request.cpu_milli or request.fractional:
-            self.not_whole += sign
         if request.preemptible:
             self.preemptible[request.priority] += sign
 
