@@ -124,6 +124,7 @@ def gateway(chosen: GatewayCommandOptions) -> None:
     def on_listening(url: str, fleet: "Replicas") -> None:
         note(f"listening on {url}; the API is at {url}/v1")
         for replica in fleet.replicas.values():
-            note(f"{replica.name}: {replica.trouble or ', '.join(replica.models)}")
+            waits = f"{replica.trouble}; it gets requests as soon as it is ready"
+            note(f"{replica.name}: {waits if replica.trouble else ', '.join(replica.models)}")
 
     run(used, on_listening=on_listening)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from cumulo.engine.decide.routing import Ask, NoReplica, Route
 from cumulo.errors import CumuloError
 from cumulo.gateway.decide.choosing import Chooser
-from cumulo.gateway.decide.membership import Told, stray
 from cumulo.gateway.decide.prefix_memory import PrefixMemory
 from cumulo.gateway.decide.prompt_text import TEXT_BLOCK
 from cumulo.gateway.options import GatewayOptions, PoolMember
@@ -54,24 +53,13 @@ class Replicas:
 
     # -- life ---------------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Ask every server what it is. Raises CumuloError if one cannot belong here, or if none answers."""
+        """Ask every server what it is. Raises CumuloError if one cannot belong here. One that does not answer yet,
+        or is not ready, is asked on, and joins when it is: gateway and servers may be started in any order."""
         watches = [self._add(member) for member in self.options.members]
         await asyncio.gather(*(watch.settled.wait() for watch in watches))
-        replicas = list(self.replicas.values())
-        for replica in replicas:
+        for replica in self.replicas.values():
             if replica.refused:
                 raise CumuloError(_named(replica))
-        good = [replica for replica in replicas if not replica.trouble]
-        if not good and not any(replica.trouble.startswith("is not ready") for replica in replicas):
-            raise CumuloError(
-                "no server can be reached: "
-                + "; ".join(map(_named, replicas))
-                + ". Start them first, for instance "
-                "with `cumulo serve --port 8000`"
-            )
-        unnamed = [(one.name, one.told) for one in good if one.member.model is None and one.told is not None]
-        if unnamed and (problem := stray(unnamed)):
-            raise CumuloError(problem)
 
     async def close(self) -> None:
         for name in list(self.replicas):
@@ -103,22 +91,8 @@ class Replicas:
         await watch.settled.wait()
         if self.replicas.get(member.url) is not replica:
             raise CumuloError(f"{member.url} was removed while it was asked what it is")
-        problem = _named(replica) if replica.trouble else ""
-        known = [
-            (one.name, one.told)
-            for one in self.replicas.values()
-            if one.told is not None and one is not replica
-        ]
-        own = set(replica.told.models) if replica.told is not None else set()
-        if (
-            not problem
-            and member.model is None
-            and known
-            and not any(own & set(told.models) for _, told in known)
-        ):
-            assert replica.told is not None
-            problem = stray([known[0], (replica.name, replica.told)])
-        if problem:
+        if replica.told is None:  # it did not say what it is, or cannot belong here
+            problem = _named(replica)
             await self.remove(member.url)
             raise CumuloError(problem)
         return replica
@@ -134,12 +108,8 @@ class Replicas:
         self._forget(replica)
         self._wake()
 
-    def _others(self, replica: UpstreamReplica) -> list[tuple[str, Told]]:
-        return [
-            (one.name, one.told)
-            for one in self.replicas.values()
-            if one is not replica and one.told is not None
-        ]
+    def _others(self, replica: UpstreamReplica) -> list[UpstreamReplica]:
+        return [one for one in self.replicas.values() if one is not replica]
 
     def _on_change(self, replica: UpstreamReplica) -> None:
         if replica.trouble:

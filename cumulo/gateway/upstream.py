@@ -23,6 +23,10 @@ class UpstreamError(Exception):
         self.sent = sent
 
 
+class NoHttp(UpstreamError):
+    """What answers there is no web server."""
+
+
 class UpstreamExchange:
     """One request on one connection, and its answer as far as it has come."""
 
@@ -79,10 +83,10 @@ class UpstreamExchange:
             self.close()
         return b"".join(found)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, kind: type[UpstreamError] = UpstreamError) -> None:
         """Nobody waits for this replica any longer."""
         if not self.over:
-            self.error = UpstreamError(reason)
+            self.error = kind(reason)
             self.close()
             self._wake()
 
@@ -165,7 +169,7 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             exchange.feed(data)
         except BadResponse as error:
-            exchange.fail(f"its answer is no HTTP: {error}")
+            exchange.fail(f"its answer is no HTTP: {error}", NoHttp)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False

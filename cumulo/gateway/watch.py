@@ -12,10 +12,10 @@ from collections.abc import Callable
 import msgspec
 
 from cumulo import __version__
-from cumulo.gateway.decide.membership import Told, refusal
+from cumulo.gateway.decide.membership import Told, refusal, stray
 from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.replica import UpstreamReplica
-from cumulo.gateway.upstream import UpstreamError, UpstreamExchange
+from cumulo.gateway.upstream import NoHttp, UpstreamError, UpstreamExchange
 from cumulo.serve.fleet.wire import KEY_HEADER, STATE_PATH, STATE_TYPE, VIA_HEADER, FleetNews, read_news
 
 log = logging.getLogger(__name__)
@@ -40,14 +40,14 @@ class Watch:
         self,
         replica: UpstreamReplica,
         options: GatewayOptions,
-        others: Callable[[], list[tuple[str, Told]]],
+        others: Callable[[], list[UpstreamReplica]],
         on_change: Callable[[UpstreamReplica], None],
     ) -> None:
-        """`others`: what the other replicas of its pools said. `on_change`: told when it takes requests, or takes
+        """`others`: the other replicas of the gateway. `on_change`: told when it takes requests, or takes
         none any more."""
         self._replica, self._options = replica, options
         self._others, self._on_change = others, on_change
-        self.settled = asyncio.Event()  # known to be good or bad
+        self.settled = asyncio.Event()  # it has said what it is, or did not answer
         self._stuck_at: int | None = None  # the last step of an engine that stands still
 
     async def run(self) -> None:
@@ -63,7 +63,7 @@ class Watch:
             except NotReady as error:
                 trouble = f"is not ready: {error}"
             except UpstreamError as error:
-                trouble = f"does not answer: {error}"
+                trouble, replica.refused = f"does not answer: {error}", isinstance(error, NoHttp)
             except Exception as error:  # of whatever a server may say: it is watched on
                 log.exception("%s cannot be followed", replica.name)
                 trouble = f"cannot be followed: {type(error).__name__}: {error}"
@@ -200,7 +200,12 @@ class Watch:
     # -- both ---------------------------------------------------------------------------------------------
     def _check(self, told: Told) -> None:
         replica = self._replica
-        problem = refusal(replica.name, replica.member.model, told, __version__, self._others())
+        others = [(one.name, one.told, one.member.model) for one in self._others() if one.told is not None]
+        known = [(name, said) for name, said, _ in others]
+        problem = refusal(replica.name, replica.member.model, told, __version__, known)
+        if not problem and replica.told is None and replica.member.model is None:
+            # Only the first time: servers may be restarted with another model, one after the other.
+            problem = stray(replica.name, told, [(name, said) for name, said, pool in others if pool is None])
         if problem:
             raise Refused(problem)
         replica.told = told
@@ -211,7 +216,7 @@ class Watch:
         if not trouble:
             replica.breaker.on_success()
             log.info("%s takes requests for %s", replica.name, ", ".join(replica.models))
-            self.settled.set()
+        self.settled.set()
         self._on_change(replica)
 
     async def _json(self, exchange: UpstreamExchange) -> dict[str, object] | None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +16,7 @@ import pytest
 
 from cumulo.serve.access.keys import new_key
 from tests.gateway.running_gateway import RunningGateway, address, fleet_server, gateway_of, key_file
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import RunningServer, wait_for
 from tests.serve.test_streams_survive import CHAT, LONG, Stream
 from tests.serve.tiny_model import NAME, save_tiny_model
 
@@ -63,9 +64,9 @@ class OtherServer(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def other_server(**more: Any) -> Iterator[tuple[str, type[OtherServer]]]:
+def other_server(port: int = 0, **more: Any) -> Iterator[tuple[str, type[OtherServer]]]:
     handler = type("Handler", (OtherServer,), more)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", handler
@@ -111,14 +112,29 @@ def test_a_fleet_that_cannot_work_is_refused_with_what_would(
     )
     assert f"--pool other={second.url}" in refused(first.url, second.url, "--fleet-key-file", key)
     assert "serves 'other', not 'chat'" in refused("--pool", f"chat={second.url}", "--fleet-key-file", key)
-    nobody = "http://127.0.0.1:9"
-    assert f"no server can be reached: {nobody} does not answer" in refused(nobody, "--fleet-key-file", key)
     assert "given twice" in refused(first.url, first.url)
     assert "MODEL=URL" in refused("--pool", first.url)
     identity = {"version": "9.9", "model": NAME, "fingerprint": "f", "tokenizer": "t",
                 "block_size": 16, "max_context": 99, "max_running": 9}  # fmt: skip
     with other_server(state={"identity": identity}) as (url, _):
         assert "runs Cumulo 9.9 and this gateway" in refused(url, "--fleet-key-file", key)
+
+
+def test_a_gateway_may_be_started_before_its_servers(key: str) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    gateway = RunningGateway(f"http://127.0.0.1:{port}", "--fleet-key-file", key, "--wait-for-replica", "0")
+    try:
+        assert gateway.status("/ready") == 503
+        assert f"http://127.0.0.1:{port}: does not answer: no connection" in gateway.log
+        early = gateway.post("/v1/chat/completions", ASK)
+        assert early.status_code == 503 and early.headers["retry-after"]
+        with other_server(port):
+            wait_for(lambda: gateway.status("/ready") == 200, "its server", gateway)
+            assert [one["id"] for one in gateway.get("/v1/models").json()["data"]] == [NAME]
+    finally:
+        gateway.end()
 
 
 def test_pools_replicas_and_a_failing_one(servers: tuple[RunningServer, RunningServer], key: str) -> None:

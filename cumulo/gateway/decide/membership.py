@@ -37,17 +37,16 @@ def refusal(
     return ""
 
 
-def stray(replicas: Sequence[tuple[str, Told]]) -> str:
-    """Servers given without a pool should be of one model. Empty if they are."""
-    first_url, first = replicas[0]
-    for url, told in replicas[1:]:
-        if not set(told.models) & set(first.models):
-            return (
-                f"{url} serves {_names(told.models)} and {first_url} serves {_names(first.models)}: replicas have "
-                f"the same model; for several models use --pool {first.models[0]}={first_url} "
-                f"--pool {told.models[0]}={url}"
-            )
-    return ""
+def stray(url: str, told: Told, others: Sequence[tuple[str, Told]]) -> str:
+    """Servers given without a pool should be of one model. Empty if this one has a model of the others."""
+    if not others or any(set(told.models) & set(other.models) for _, other in others):
+        return ""
+    other_url, other = others[0]
+    return (
+        f"{url} serves {_names(told.models)} and {other_url} serves {_names(other.models)}: replicas have "
+        f"the same model; for several models use --pool {other.models[0]}={other_url} "
+        f"--pool {told.models[0]}={url}"
+    )
 
 
 def _names(models: Sequence[str]) -> str:

@@ -24,8 +24,11 @@ _RARELY_TICKS = 10
 
 @router.get(STATE_PATH)
 async def fleet_state(request: Request) -> Response:
-    service: Service = request.app.state.service
-    identity = await asyncio.to_thread(fleet_identity, service)
+    state = request.app.state
+    service: Service = state.service
+    identity: FleetIdentity | None = getattr(state, "fleet_identity", None)
+    if identity is None:  # once: a busy server would keep a gateway waiting for it
+        identity = state.fleet_identity = await asyncio.to_thread(fleet_identity, service)
     return StreamingResponse(_lines(service, identity), media_type=STATE_TYPE)
 
 

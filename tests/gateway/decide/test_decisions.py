@@ -61,7 +61,7 @@ def test_servers_that_do_not_belong_together_are_refused_with_what_would_work() 
     assert "--pool chat=u" in refusal("u", "other", told, "1.0", [])
     other = Told(("chat",), "1.0", "g", "another")
     assert "tokenizers differ" in refusal("u", None, told, "1.0", [("v", other)])
-    assert "--pool chat=u --pool small=v" in stray([("u", told), ("v", Told(("small",)))])
+    assert "--pool chat=u --pool small=v" in stray("v", Told(("small",)), [("u", told)])
 
 
 def test_the_blocks_of_a_prompt_are_known_by_its_text() -> None:
