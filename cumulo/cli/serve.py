@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from cumulo.cli.shared.declare import takes_options
+from cumulo.cli.shared.declare import takes_options, typed_flags
 from cumulo.cli.shared.serve_options import ServeCommandOptions
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cumulo.serve.engine_link.messages import Ready
     from cumulo.serve.options import ServeOptions
 
+_OF_A_RANK = ("model", "rank_of", "fleet_key_file", "threads")  # its engine says all else
 EXAMPLE = (
     "Example: [bold]cumulo serve --port 8000[/bold], then point any OpenAI client at http://127.0.0.1:8000/v1"
 )
@@ -28,13 +29,13 @@ def serve(chosen: ServeCommandOptions) -> None:
         _make_key(chosen.new_api_key, chosen)
         return
     _check(chosen)
+    if chosen.rank_of:
+        _be_rank(chosen)
+        return
     if chosen.plan is not None:
         from cumulo.cli.shared.plan_start import with_plan
 
         chosen = with_plan(chosen, chosen.plan)
-    if chosen.rank_of:
-        _be_rank(chosen)
-        return
     if (
         chosen.replicas == 1
         and not chosen.prefill
@@ -141,6 +142,13 @@ def _be_rank(chosen: ServeCommandOptions) -> None:
     from cumulo.errors import CumuloError
     from cumulo.serve.fleet.key import fleet_key
 
+    others = [flag for name, flag in typed_flags().items() if name not in _OF_A_RANK]
+    if others:
+        raise CumuloError(
+            f"a rank takes {', '.join(others)} from its engine: give {'it' if len(others) == 1 else 'them'} to "
+            f"the server that waits at {chosen.rank_of}; with --rank-of only MODEL, --fleet-key-file and "
+            "--threads apply"
+        )
     key = fleet_key(chosen.fleet_key_file)
     if key is None:
         raise CumuloError("--rank-of needs the engine's key: add --fleet-key-file FILE")

@@ -43,6 +43,10 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
             "--size must look like 512, 64KiB, 1GiB or 2.5GB",
         ),
         (["collective", "show", "all_reduce", "rign"], "no all_reduce algorithm 'rign'; did you mean ring?"),
+        (
+            ["serve", "--rank-of", "127.0.0.1:9", "--tp", "2", "--max-running", "4", "--threads", "1"],
+            "a rank takes --max-running, --tp from its engine: give them to the server that waits at 127.0.0.1:9;",
+        ),
         (["launch", "none.yaml"], "cannot read the job file none.yaml: No such file or directory"),
     ],
 )

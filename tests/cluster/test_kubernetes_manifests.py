@@ -155,6 +155,7 @@ def test_a_replica_over_several_nodes_is_a_gang_with_a_leader(jobs: dict[str, Jo
     leader, worker = (group[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate"))
     assert "--remote-ranks 8" in " ".join(leader["command"])
     assert worker["command"][-2:] == ["--rank-of", "$(LWS_LEADER_ADDRESS):9100"]
+    assert worker["command"][:-2] == leader["command"][:3]  # its engine tells it all else but the model
     assert {one["name"]: one.get("value") for one in worker["env"]}["NCCL_IB_DISABLE"] == "0"
     assert worker["resources"]["limits"]["rdma/hca"] == 1
 

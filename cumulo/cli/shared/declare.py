@@ -17,6 +17,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -24,7 +25,7 @@ import typer
 T = TypeVar("T")
 REQUIRED: Any = dataclasses.MISSING
 _CONTEXT = "typer_context"
-_typed: ContextVar[frozenset[str]] = ContextVar("typed", default=frozenset())
+_typed: ContextVar[Mapping[str, str]] = ContextVar("typed", default=MappingProxyType({}))
 
 
 def option(help: str, default: Any = REQUIRED, *flags: str, panel: str | None = None, **more: Any) -> Any:
@@ -66,14 +67,22 @@ def takes_options(command: Callable[[T], None]) -> Callable[..., None]:
 
 def typed_names() -> frozenset[str]:
     """Of the command that runs: the options that were typed, also where their value is the default."""
+    return frozenset(_typed.get())
+
+
+def typed_flags() -> Mapping[str, str]:
+    """The same options, and how each is written on the command line."""
     return _typed.get()
 
 
-def _from_command_line(context: typer.Context | None) -> frozenset[str]:
+def _from_command_line(context: typer.Context | None) -> Mapping[str, str]:
     if context is None:
-        return frozenset()
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+        return {}
+    sources = {one.name: context.get_parameter_source(one.name) for one in context.command.params if one.name}
+    written = {one.name: one.opts[0] for one in context.command.params if one.name}
+    return {
+        name: written[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"
+    }
 
 
 def _parameters(

@@ -105,12 +105,17 @@ def server_command(job: JobFile, shape: ServedShape, *more: str) -> list[str]:
     for name, value in (("tp", shape.tp), ("pp", shape.pp)):
         if value > 1 and option_value(options, name) is None:
             options += [f"--{name}", str(value)]
-    model = [model_path(job, serve)] if model_path(job, serve) else []
     keys = ["--api-keys", f"{KEYS}/api-keys"] if job.kubernetes.api_keys else []
     return [
-        "cumulo", "serve", *model, "--host", "0.0.0.0", "--port", str(PORT), "--allow-host", "*",
+        "cumulo", "serve", *_model_argument(job), "--host", "0.0.0.0", "--port", str(PORT), "--allow-host", "*",
         "--drain-timeout", str(DRAIN_S), "--no-console", *keys, *options, *more,
     ]  # fmt: skip
+
+
+def _model_argument(job: JobFile) -> list[str]:
+    assert job.serve is not None
+    path = model_path(job, job.serve)
+    return [path] if path else []
 
 
 def model_path(job: JobFile, serve: ServeWork) -> str:
@@ -201,7 +206,7 @@ def _leader_worker(job: JobFile, shape: ServedShape) -> list[Body]:
     address = f"$(LWS_LEADER_ADDRESS):{RANK_PORT}"
     port = {"name": "ranks", "containerPort": RANK_PORT}
     leads = server_command(job, shape, "--remote-ranks", str(shape.ranks - each), "--rank-address", address)
-    works = server_command(job, shape, "--rank-of", address)
+    works = ["cumulo", "serve", *_model_argument(job), "--rank-of", address]  # its engine tells it all else
     leader = pod_template(job, leads, each, serves=True, many_nodes=True, ports=[port])
     worker = pod_template(job, works, each, part="worker", many_nodes=True)
     group: Body = {
