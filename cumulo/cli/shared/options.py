@@ -47,6 +47,11 @@ class EngineOptions:
         "Memory for the KV cache, in GiB. Default: chosen from the free memory.", None
     )
     device: str | None = option("cpu or cuda. Default: cuda if a GPU is present.", None)
+    dtype: str | None = option(
+        "Number format of activations and KV cache: float32 or float64 on a CPU, bfloat16 or float16 on a GPU. "
+        "Default: float32 on a CPU, bfloat16 on a GPU.",
+        None,
+    )
     weights: str | None = option(
         "fp8 or int4: quantize the layers' weights to 8 or 4 bits, except routed experts (GPU only).", None
     )
@@ -140,6 +145,8 @@ def engine_config(**chosen: Any) -> "EngineConfig":
         raise CumuloError(f"--max-context must be 1 or more tokens, got {max_context}")
     if kv_gib is not None and not kv_gib > 0:
         raise CumuloError(f"--kv-memory-gib must be more than 0, got {kv_gib}")
+    if chosen.get("dtype") not in (None, "auto", "float64", "float32", "float16", "bfloat16"):
+        raise CumuloError(f"--dtype must be float64, float32, float16 or bfloat16, got {chosen['dtype']!r}")
     if chosen.get("weights") not in (None, "auto", "fp8", "int4"):
         raise CumuloError(f"--weights must be auto, fp8 or int4, got {chosen['weights']!r}")
     if chosen.get("kv_dtype") not in (None, "auto", "fp8", "int8"):
