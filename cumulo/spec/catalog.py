@@ -122,14 +122,17 @@ def shipped(file: Path | None = None) -> Catalog:
     return Catalog.load() if file is None else Catalog.load(file)
 
 
+@cache
 def device(name: str) -> Device:
     return shipped().device(name)
 
 
+@cache
 def node(name: str) -> Node:
     return shipped().node(name)
 
 
+@cache
 def fabric(name: str) -> Fabric:
     return shipped().fabric(name)
 

@@ -1,6 +1,6 @@
 """Clouds' machines by name: their GPUs, and their network. `diagnose` expects what these carry."""
 
-import re
+from cumulo.base import quick_re as re
 
 # Clouds' machines: the GPU, and Gbit/s of network for each.
 INSTANCES = (

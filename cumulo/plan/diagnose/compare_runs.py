@@ -1,11 +1,11 @@
 """What several runs of one text say that none of them says alone: which is slower than its like, and what they
 differ in. `diagnose` asks here before it judges each run by itself."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from cumulo.base import quick_re as re
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import (
     PAIRS_STEP,

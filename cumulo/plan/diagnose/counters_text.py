@@ -2,7 +2,7 @@
 
 Texts are those of `ethtool -S`, `rdma statistic`, `mlnx_qos` and switches' own: a name, and a number after it."""
 
-import re
+from cumulo.base import quick_re as re
 
 _COUNTER = re.compile(
     r"\b((?:[rt]x_prio\d_(?:pause|discards?)(?:_duration|_transition)?)|[rt]x_pause(?:_ctrl_phy)?|[rt]x_discards_phy|"

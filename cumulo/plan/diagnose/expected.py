@@ -1,10 +1,10 @@
 """What a healthy machine would reach: the planner's network model for the device and network that a text
 names, and the nearest published run. `diagnose` calls it."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import cast
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.machine_names import bridged_node, card_gbps_of, node_of
 from cumulo.plan.network.check import published_runs
 from cumulo.plan.network.collectives import Network, collective_s

@@ -1,9 +1,9 @@
 """Messages with which a run ends or a driver reports a fault, and what each says. `diagnose` reads them before it
 looks at bandwidths: what has failed measures nothing."""
 
-import re
 from dataclasses import dataclass
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, PAIRS_STEP, PORTS_STEP, TOPO_STEP, Diagnosis
 
 

@@ -1,11 +1,12 @@
 """Tables of how far each rank came, as scripts print them from flight-recorder dumps: one row for each rank, or for
 each of its last collectives. Columns are known by their headings, in any order. `diagnose` calls it."""
 
-import re
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.flight_text import EQUAL_COUNTS, Hang
 
 # What a heading means: the first that fits. Of times of day nothing follows.
@@ -210,6 +211,7 @@ def _cells(line: str, split: str) -> list[str]:
     return re.split(split, line.strip().strip("|").strip())
 
 
+@functools.lru_cache(maxsize=4096)  # the same words stand in many lines
 def _kind(head: str) -> str:
     plain = re.sub(r"[^a-z]+", "_", head.lower()).strip("_")
     return next((kind for kind, pattern in _COLUMNS if pattern.search(plain)), "")

@@ -4,12 +4,13 @@ after another, or entry by entry under a heading for each rank."""
 
 import ast
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+from cumulo.base import quick_re as re
 
 _TIMEOUT = re.compile(
     r"\bRank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"

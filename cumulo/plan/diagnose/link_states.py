@@ -1,8 +1,9 @@
 """States of ports and links that people paste next to a test: ibstat, rdma link, ibdev2netdev, ibv_devinfo,
 ethtool, lspci, nvidia-smi. `diagnose` calls it."""
 
-import re
 from dataclasses import dataclass
+
+from cumulo.base import quick_re as re
 
 _DOWN = re.compile(
     r"(?:^|\n)[^\n]*(?:\bState:\s*Down|\bstate(?: is)?\s*:?\s*(?:PORT_)?(?:DOWN|INIT)\b|"

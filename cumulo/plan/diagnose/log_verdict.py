@@ -1,7 +1,6 @@
 """The verdict by what NCCL logged: it names links, cards and settings, so it decides before bandwidths do."""
 
-import re
-
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.cloud_machines import efa_cards_of, tcp_gbps_of
 from cumulo.plan.diagnose.diagnosis import (
     GDR_STEP,

@@ -1,10 +1,10 @@
 """Which GPUs and network cards a text names: drivers' names, clouds' instances, cards in people's own words, and
 what NCCL prints of them. `diagnose` compares a run with a machine that has these."""
 
-import re
 from collections import Counter
 from dataclasses import replace
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.cloud_machines import INSTANCES
 from cumulo.spec import catalog
 from cumulo.spec.device import Node

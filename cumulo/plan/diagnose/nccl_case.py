@@ -2,9 +2,9 @@
 to what its machines should reach. The rules of the verdict read it and add their evidence.
 """
 
-import re
 from statistics import median
 
+from cumulo.base import quick_re as re
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, Diagnosis
 from cumulo.plan.diagnose.expected import expected_of

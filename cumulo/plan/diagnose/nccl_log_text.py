@@ -1,8 +1,9 @@
 """An NCCL log (NCCL_DEBUG=INFO) as facts. `diagnose` calls it."""
 
-import re
 from collections import Counter
 from dataclasses import dataclass
+
+from cumulo.base import quick_re as re
 
 _USING = re.compile(r"NET/IB\s*:\s*Using\s+(.*)")
 _CARD = re.compile(r"\[\d+\]\s*([\w.\-]+):\d+/(\w+)")

@@ -4,12 +4,12 @@ Lines may have prefixes (mpirun's "[1,0]<stdout>:", a log's time), the in-place 
 older versions print no root. The number of ranks is inferred from busbw/algbw, which is 2(n − 1)/n for an
 all-reduce. A paste may hold several runs."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.stated_ranks import StatedRanks, stated_ranks
 from cumulo.plan.diagnose.table_rows import TestRow, table_row, table_rows
 

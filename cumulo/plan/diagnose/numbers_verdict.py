@@ -1,8 +1,8 @@
 """The verdict by bandwidths and latencies, compared with the planner's network model."""
 
-import re
 from itertools import pairwise
 
+from cumulo.base import quick_re as re
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.cloud_machines import tcp_machine_gbps
 from cumulo.plan.diagnose.counters_text import congestion_counters

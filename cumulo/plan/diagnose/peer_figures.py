@@ -3,9 +3,9 @@ compares a run with it, so that none is called healthy that is much slower than 
 
 A specification, a hope, another GPU, another collective or another number of nodes is no such run."""
 
-import re
 from dataclasses import dataclass
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.stated_ranks import nodes_said, stated_ranks
 
 _FIGURE = re.compile(

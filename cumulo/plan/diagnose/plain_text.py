@@ -1,8 +1,9 @@
 """A pasted text without what terminals and launchers add: colours, carriage returns, and a prefix on each line, as
 mpirun, srun, pdsh, Kubernetes, log collectors, editors and mail programs write. `diagnose` begins with it."""
 
-import re
 from itertools import pairwise
+
+from cumulo.base import quick_re as re
 
 _ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 _STAMP = r"\[?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?\s?"

@@ -1,8 +1,9 @@
 """How many ranks a text says a run had: by its command, its log, its list of devices, and in people's own words.
 `diagnose` compares them with the number that the bandwidths show."""
 
-import re
 from dataclasses import dataclass
+
+from cumulo.base import quick_re as re
 
 _GPU = r"(?:NVIDIA\s+|AMD\s+|Tesla\s+|Instinct\s+)*(?:GB\d{3}|[ABHVLP]\d{2,3}\w?|MI\d{3}\w?)\b"
 _MANY = r"(?:nodes?|hosts?|servers?|machines?|instances?|boxes)\b"

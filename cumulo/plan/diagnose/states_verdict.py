@@ -1,7 +1,6 @@
 """The verdict by what other tools say of ports, links and topology, next to a bandwidth."""
 
-import re
-
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import GDR_STEP, PAIRS_STEP, PORTS_STEP, TOPO_STEP, WIDTH_STEP, Diagnosis
 from cumulo.plan.diagnose.link_states import LinkStates, link_states, whole_line
 from cumulo.plan.diagnose.nccl_case import NcclCase

@@ -1,11 +1,12 @@
 """Rows of tables of collectives, as nccl-tests of any version, its JSON and other programs print them: size, time
 and bandwidths. `diagnose` reads them through nccl_tests_text."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
+
+from cumulo.base import quick_re as re
 
 _BENCH = re.compile(r"\|\s*([\d.]+)\s*([KMG])i?B?\s*\|\s*([\d.]+)\s*GBps\s*\|\s*([\d.]+)\s*GBps\s*\|")
 _JSON = re.compile(

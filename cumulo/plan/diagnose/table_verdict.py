@@ -1,8 +1,7 @@
 """The verdict by what a table says before its bandwidths are judged: ranks that did not run, sums that are wrong,
 messages that are small."""
 
-import re
-
+from cumulo.base import quick_re as re
 from cumulo.base.quantities import quantity
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, TEST_STEP, Diagnosis
 from cumulo.plan.diagnose.expected import busbw_factor

@@ -1,8 +1,9 @@
 """The matrix of `nvidia-smi topo -m` (or rocm-smi) in a text: which GPUs have NVLink, and which are far from all
 cards. `diagnose` calls it. `cumulo topology` reads the whole of it."""
 
-import re
 from dataclasses import dataclass
+
+from cumulo.base import quick_re as re
 
 _PATHS = ("X", "SYS", "NODE", "PHB", "PXB", "PIX", "XGMI")
 _COLUMN = re.compile(r"^(?:GPU\d+|NIC\d+|mlx5_\w+|bnxt_re\d+|rdma\w*\d+|ib\d+)$")

@@ -6,9 +6,9 @@ neither is enough the answer is "I cannot tell" with the command that would tell
 reaches what such machines reach.
 """
 
-import re
 from dataclasses import replace
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.cards.pair_matrix import pair_verdict
 from cumulo.plan.diagnose.cards.perftest_text import parse_osu, parse_perftests, without_rows
 from cumulo.plan.diagnose.cards.perftest_verdict import osu_verdict, perftests_verdict

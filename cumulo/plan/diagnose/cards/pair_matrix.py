@@ -2,9 +2,9 @@
 one GPU whose links are slower than the others', or PCIe where there should be NVLink. What is usual differs between
 machines, and they say nothing of a network, so that no machine is called healthy by them."""
 
-import re
 from statistics import median
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import TEST_STEP, TOPO_STEP, Diagnosis
 from cumulo.plan.diagnose.machine_names import node_of
 from cumulo.plan.diagnose.nccl_case import MOST_PCIE

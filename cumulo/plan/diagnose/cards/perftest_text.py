@@ -4,8 +4,9 @@ osu_latency) as data, of each test in a text. `diagnose` calls it.
 A text is read line by line. A command, a banner or a heading begins a test, and rows belong to the test before;
 any of these may be missing, and loops print one line for each card: "mlx5_3  391.2 Gb/s"."""
 
-import re
 from dataclasses import dataclass, field, replace
+
+from cumulo.base import quick_re as re
 
 LINE_RATES_GBPS = (10.0, 25.0, 40.0, 50.0, 56.0, 100.0, 200.0, 400.0, 800.0)
 _FIELD = re.compile(r"(Device|Mtu|Link type|Number of qps|GID index|PCIe relax order)\s*:\s*(\S+)")

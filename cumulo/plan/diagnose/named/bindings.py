@@ -1,8 +1,8 @@
 """Cores to which the processes of a run are bound, as mpirun, srun and taskset print them."""
 
-import re
 from collections import defaultdict
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import TOPO_STEP
 from cumulo.plan.diagnose.named.fault import SLOW, Fault
 

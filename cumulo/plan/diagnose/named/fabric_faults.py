@@ -1,9 +1,9 @@
 """Faults of a network that a text names: small MTU, packets lost on RoCE, uplinks that flows share while others are
 idle, ports without a subnet manager, firewalls."""
 
-import re
 from statistics import median
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.counters_text import congestion_counters, counters_of
 from cumulo.plan.diagnose.diagnosis import ECN_STEP, PAIRS_STEP, PAUSES_STEP, PORTS_STEP
 from cumulo.plan.diagnose.link_states import whole_line

@@ -1,10 +1,10 @@
 """Tables with one line for each GPU, as nvidia-smi prints them (--query-gpu, dmon), and what they say of a
 GPU that is not like the others."""
 
-import re
 from collections.abc import Iterator
 from statistics import median
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import TOPO_STEP, WIDTH_STEP
 from cumulo.plan.diagnose.named.fault import FAILED, SLOW, SLOW_NODE, Fault
 
@@ -110,7 +110,7 @@ def _slowed(rows: list[Row]) -> Fault | None:
     return None
 
 
-def _numbers(rows: list[Row], pattern: re.Pattern[str]) -> list[tuple[Row, float]]:
+def _numbers(rows: list[Row], pattern: re.Pattern) -> list[tuple[Row, float]]:
     found = []
     for row in rows:
         for name, cell in row.items():

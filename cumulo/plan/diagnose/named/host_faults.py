@@ -1,8 +1,7 @@
 """Faults of a host that a text names: PCIe redirection, NUMA binding, limits, services that do not run, errors of
 links, other people's processes. Each is found in the output of the tool that shows it."""
 
-import re
-
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, PORTS_STEP, TOPO_STEP
 from cumulo.plan.diagnose.link_states import whole_line
 from cumulo.plan.diagnose.named.fault import FAILED, SLOW, SLOW_NETWORK, SLOW_NODE, Fault

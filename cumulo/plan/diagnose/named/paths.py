@@ -1,8 +1,7 @@
 """Faults of a path between hosts that other tools show: pings of large packets that are lost, RoCE addresses (GIDs)
 that no router knows, and versions of NCCL that differ between hosts."""
 
-import re
-
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, PAIRS_STEP
 from cumulo.plan.diagnose.named.fault import FAILED, SLOW_NETWORK, Fault
 from cumulo.plan.diagnose.named.settings import settings_of

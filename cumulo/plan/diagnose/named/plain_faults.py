@@ -1,9 +1,9 @@
 """Faults that one line of a text names outright: services that do not run, modes, limits, options of the test.
 Each is a row: what the tool prints, what it means, what to do, and which symptoms it explains."""
 
-import re
 from dataclasses import dataclass
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, TEST_STEP, TOPO_STEP
 from cumulo.plan.diagnose.link_states import whole_line
 from cumulo.plan.diagnose.named.fault import FAILED, SLOW, SLOW_NODE, Fault

@@ -1,9 +1,9 @@
 """Ports of network cards as tools list them (ibstat, ibstatus, ibv_devinfo, ethtool), and those that run below
 what their card can do or what their sisters do."""
 
-import re
 from dataclasses import dataclass
 
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import PORTS_STEP, WIDTH_STEP
 from cumulo.plan.diagnose.link_states import link_states
 from cumulo.plan.diagnose.named.fault import SLOW, SLOW_NETWORK, Fault

@@ -2,8 +2,7 @@
 
 They stand in logs ("NCCL_PROTO set by environment to LL"), in commands (-x NCCL_PROTO=LL) and in environments."""
 
-import re
-
+from cumulo.base import quick_re as re
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, TOPO_STEP
 from cumulo.plan.diagnose.named.fault import SLOW, SLOW_NETWORK, SLOW_NODE, Fault
 
