@@ -1,5 +1,6 @@
 """For all tests: hypothesis draws the same cases every time, and a slow machine is not a failure."""
 
+import atexit
 import functools
 import gc
 import os
@@ -24,7 +25,6 @@ settings.register_profile("thorough", deadline=None, derandomize=True)
 # Other cases than always: pytest --hypothesis-profile=hunt --hypothesis-seed=1
 settings.register_profile("hunt", deadline=None)
 settings.load_profile("cumulo")
-_unfreeze = gc.unfreeze
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,7 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
     forked_workers.prepare(config)
     # Every garbage collection would walk over the 600,000 objects of all that is imported, half a second each time.
     # They are put aside when the tests are collected (below), and stay there.
+    # At the very end extensions report what is never freed; pytest itself collects twice before.
     gc.disable()
+    atexit.register(gc.unfreeze)
     gc.unfreeze = lambda: None
     thorough.chosen = config.getoption("--thorough")
     if thorough.chosen and not config.getoption("--hypothesis-profile"):
@@ -67,10 +69,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    _unfreeze()  # extensions report what is never freed
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
