@@ -88,7 +88,7 @@ _Part = tuple[Any, Any]  # its kind, and what it consists of
 
 def needed_words(pattern: re.Pattern[str]) -> tuple[tuple[str, ...], ...]:
     """Sets of words: every match contains at least one word of each set. The words are in lower case where the
-    pattern ignores case. No set is returned where nothing is certain, or where this Python cannot parse patterns."""
+    pattern ignores case. There is no set where nothing is certain, or where this Python cannot parse patterns."""
     try:
         parser = importlib.import_module("re._parser")
     except ImportError:
