@@ -177,7 +177,7 @@ def family(name: str) -> Family:
     return found
 
 
-@lru_cache(32)
+@lru_cache(128)
 def build(
     name: str, stages: int, micro_batches: int, chunks_per_stage: int | None = None
 ) -> PipelineSchedule:

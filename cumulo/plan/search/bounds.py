@@ -22,7 +22,8 @@ from cumulo.plan.search.space import JobShape, TrainGoal, Variant, job_of
 from cumulo.plan.time.chunks import Pieces, chunk_costs, chunks_of, is_paired, pieces_of
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.data_parallel import Surroundings, around, surroundings
-from cumulo.plan.time.pipeline import bound_s
+from cumulo.plan.time.pipeline_bounds import bound_s, close_bound_s
+from cumulo.plan.time.step import messages_s
 from cumulo.spec.model import ModelSpec
 
 
@@ -37,6 +38,7 @@ class Bounds:
         self._weights_s = cache(self._count_weights_s)
         self._costs: dict[tuple[object, ...], tuple[ChunkCost, ...]] = {}
         self._pipelines: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._closer: dict[tuple[object, ...], tuple[float, float]] = {}
         self._surroundings: dict[tuple[object, ...], Surroundings] = {}
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._states: dict[tuple[object, ...], int] = {}
@@ -96,6 +98,34 @@ class Bounds:
         schedule_s, micro_batch_s = self._pipeline(shape, job)
         return schedule_s + self._around_s(shape, job, micro_batch_s)
 
+    def closer_s(self, shape: JobShape, job: TrainJob, recompute: Recompute) -> float:
+        """Of a job with a pipeline, and of those like it that recompute more, `recompute` at most."""
+        schedule_s, waited_s = self._closer_pipeline(shape, job)
+        most_s = self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp
+        return schedule_s + self._around_s(shape, job, most_s + waited_s)
+
+    def closer_plan_s(self, shape: JobShape, job: TrainJob) -> float:
+        """As `plan_s`, of a job with a pipeline."""
+        schedule_s, waited_s = self._closer_pipeline(shape, job)
+        return schedule_s + self._around_s(shape, job, self._pipeline(shape, job)[1] + waited_s)
+
+    def _closer_pipeline(self, shape: JobShape, job: TrainJob) -> tuple[float, float]:
+        """As `schedule_s`, from how the schedule's orders begin and end and with the messages between stages; and
+        what the average stage waits for messages that it waits for before it goes on, for each micro-batch."""
+        layout = job.layout
+        key = (shape, layout.schedule, layout.chunks_per_stage, job.recompute)
+        found = self._closer.get(key)
+        if found is None:
+            own = self._chunk_costs(shape, job)
+            costs, *message_s = messages_s(job, self.goal.cluster, self.profile, own)
+            pipeline_s = close_bound_s(
+                layout.schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs, sum(message_s)
+            )
+            both_s = sum([cost.forward_s + cost.backward_s for cost in costs])
+            waited_s = both_s / shape.pp - self._pipeline(shape, job)[1]
+            found = self._closer[key] = (pipeline_s + self.profile.step_s, waited_s)
+        return found
+
     def _around_s(self, shape: JobShape, job: TrainJob, micro_batch_s: float) -> float:
         key = (shape, job.layout.zero)
         beside = self._surroundings.get(key)
@@ -109,29 +139,32 @@ class Bounds:
             self._costs[key] = chunk_costs(job, self.goal.cluster, self.profile, self._pieces_of(job))
         return self._costs[key]
 
-    def memory_bytes(self, shape: JobShape, variant: Variant) -> float:
-        """What a stage near the front holds at least: its states, and the micro-batches kept there."""
-        return self._stage_bytes(shape, variant, min(self._stage, shape.pp - 1))
+    def too_large(
+        self, shape: JobShape, variant: Variant, choices: tuple[Recompute, ...], limit_bytes: int
+    ) -> int:
+        """How many of these ways to recompute, from the first on, need more than there is: a stage near the front
+        holds at least its states, and the micro-batches kept there."""
+        states, held = self._stage_holds(shape, variant, min(self._stage, shape.pp - 1))
+        split = (*shape[1:2], *shape[3:])
+        if states <= limit_bytes:
+            for number, recompute in enumerate(choices):
+                if states + least_activation_bytes(self._memory(*split, recompute), held) <= limit_bytes:
+                    return number
+        return len(choices)
 
     def closer_memory_bytes(self, shape: JobShape, variant: Variant) -> float:
         """What stages at both ends hold at least (`plan.memory.peak.least_memory_bytes`)."""
-        last = shape.pp - 1
-        return max(self._stage_bytes(shape, variant, stage) for stage in {0, min(1, last), last})
+        layer, last = self._memory(*shape[1:2], *shape[3:], variant.recompute), shape.pp - 1
+        found = [self._stage_holds(shape, variant, stage) for stage in {0, min(1, last), last}]
+        return max(states + least_activation_bytes(layer, held) for states, held in found)
 
-    def _stage_bytes(self, shape: JobShape, variant: Variant, stage: int) -> float:
-        schedule, chunks, zero, recompute = variant
-        # Shapes that differ in how dp × cp is split have the same states, but for a group's buffers.
-        mesh = (
-            shape.tp,
-            shape.pp,
-            shape.dp * shape.cp,
-            shape.cp > 1,
-            shape.ep,
-            schedule,
-            chunks,
-            zero,
-            stage,
-        )
+    def _stage_holds(self, shape: JobShape, variant: Variant, stage: int) -> tuple[int, StageLayers]:
+        """Its states, and its layers with the micro-batches kept there."""
+        schedule, chunks, zero, _ = variant
+        # Shapes that differ in how dp × cp is split have the same states, but for a group's buffers; micro-batches
+        # change none of them, whatever the framework.
+        ranks = shape.dp * shape.cp
+        mesh = (shape.tp, shape.pp, ranks, shape.cp > 1, shape.ep, schedule, chunks, zero, stage)
         states = self._states.get(mesh)
         if states is None:
             states = self._states[mesh] = least_state_bytes(job_of(shape, variant, self.goal), stage)
@@ -140,7 +173,7 @@ class Bounds:
         held = self._held.get(pipeline)
         if held is None:
             held = self._held[pipeline] = stage_layers(job_of(shape, variant, self.goal), stage)
-        return states + least_activation_bytes(self._memory(*shape[1:2], *shape[3:], recompute), held)
+        return states, held
 
     def _count_model_s(
         self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute

@@ -2,8 +2,9 @@
 
 Branch and bound, best first. A shape (sizes of all axes and the micro-batch) is bounded by the arithmetic of one
 rank, which no schedule avoids; a pipeline also by how long its stages wait to begin; a plan by the cost model's own
-lower bound. Only plans that fit into memory and may still win are timed by playing their schedule. Plans that
-differ in their recomputation only are tried from little to much: more of it never shortens the pipeline.
+lower bound, then by how its schedule's orders begin and end. Only plans that fit into memory and may still win are
+timed by playing their schedule. Plans that differ in their recomputation only are tried from little to much: more
+of it never shortens the pipeline.
 
 No bound is ever above the time it bounds, so the best plan found is the best of the space (a test compares with
 trying all).
@@ -75,13 +76,15 @@ def timed(job: TrainJob, goal: TrainGoal) -> Plan:
 @dataclass(frozen=True, slots=True)
 class _Branch:
     """All plans of a shape; with a schedule, those that have it; with a variant, that one and those that differ
-    from it only in recomputing more; with a job, the same, and the bound was worked out for this job."""
+    from it only in recomputing more; with a job, the same, and the bound was worked out for this job; `closely`:
+    also from its schedule's orders."""
 
     shape: JobShape
     schedule: str | None = None
     chunks_per_stage: int | None = None
     variant: Variant | None = None
     job: TrainJob | None = None
+    closely: bool = False
 
 
 @lru_cache(2)
@@ -116,7 +119,7 @@ class _Search:
             if self._hopeless(bound_s, branch.shape):
                 continue
             if branch.variant is not None:
-                self._try(branch.shape, branch.variant, branch.job)
+                self._try(branch.shape, branch.variant, branch.job, branch.closely)
             elif branch.schedule is not None:
                 for zero in self._zero_stages(branch.shape):
                     first = Variant(branch.schedule, branch.chunks_per_stage, zero, self.choices.recompute[0])
@@ -139,12 +142,13 @@ class _Search:
 
     def _push_variant(self, shape: JobShape, variant: Variant | None, least_s: float = 0.0) -> None:
         """The first that may fit into memory, of this and those that recompute more; all take `least_s`."""
-        if least_s >= _SLACK * self._best_s(shape):
+        if variant is None or least_s >= _SLACK * self._best_s(shape):
             return
-        while variant and self.bounds.memory_bytes(shape, variant) > self.goal.memory_limit_bytes:
-            self.too_large += 1
-            variant = self._recompute_more(variant)
-        if variant is not None:
+        ways = self.choices.recompute[self.choices.recompute.index(variant.recompute) :]
+        skipped = self.bounds.too_large(shape, variant, ways, self.goal.memory_limit_bytes)
+        self.too_large += skipped
+        if skipped < len(ways):
+            variant = variant._replace(recompute=ways[skipped])
             each = variant.chunks_per_stage or FAMILIES[variant.schedule].chunks_per_stage
             bound_s = self.bounds.pipeline_s(shape, variant.schedule, each, variant.recompute)
             if not self._hopeless(max(bound_s, least_s), shape):
@@ -154,17 +158,21 @@ class _Search:
         later = self.choices.recompute.index(variant.recompute) + 1
         return variant._replace(recompute=self.choices.recompute[later]) if later < self.most else None
 
-    def _try(self, shape: JobShape, variant: Variant, job: TrainJob | None) -> None:
-        if job is None:  # a closer bound decides whether its turn has come
-            job = job_of(shape, variant, self.goal)
-            bound_s = self.bounds.schedule_s(shape, job)
+    def _try(self, shape: JobShape, variant: Variant, job: TrainJob | None, closely: bool) -> None:
+        if job is None or (shape.pp > 1 and not closely):  # a closer bound decides whether its turn has come
             # What recomputes more takes longer, but more can travel behind it: as much as behind the last choice.
-            bound_s += self.bounds.beside_s(shape, job, self.choices.recompute[-1])
+            most = self.choices.recompute[-1]
+            if closely := job is not None:
+                bound_s = self.bounds.closer_s(shape, job, most)
+            else:
+                job = job_of(shape, variant, self.goal)
+                bound_s = self.bounds.schedule_s(shape, job) + self.bounds.beside_s(shape, job, most)
             if not self._hopeless(bound_s, shape):
-                self._push(bound_s, _Branch(shape, variant=variant, job=job))
+                self._push(bound_s, _Branch(shape, variant=variant, job=job, closely=closely))
             return
         least_s, limit = 0.0, self.goal.memory_limit_bytes
-        if not self._hopeless(self.bounds.plan_s(shape, job), shape):
+        plan_s = self.bounds.closer_plan_s(shape, job) if closely else self.bounds.plan_s(shape, job)
+        if not self._hopeless(plan_s, shape):
             if self.bounds.closer_memory_bytes(shape, variant) > limit or not fits_into(job, limit):
                 self.too_large += 1
             else:

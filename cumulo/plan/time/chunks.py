@@ -44,7 +44,7 @@ class Chunks:
     passes: tuple[Passes, ...]
     costs: tuple[ChunkCost, ...]  # the same, as the pipeline's schedules take it
     recomputed: tuple[Seconds, ...]  # part of their backward passes
-    message_bytes: float  # an activation between two chunks, of one rank
+    message_bytes: float  # between two of them
 
 
 LayerKind = tuple[bool, int | None]  # whether it has experts, and the window of its attention
@@ -83,7 +83,7 @@ def is_paired(job: TrainJob) -> bool:
 
 def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces | None = None) -> Chunks:
     """One micro-batch through every chunk. `pieces`: of a job that differs in dp and in its pipeline only."""
-    model, tokens, last = job.model, job.tokens_per_rank, job.chunks - 1
+    model, last = job.model, job.chunks - 1
     kinds = layer_kinds(model)
     found_pieces = pieces or pieces_of(job, cluster, profile)
     costs, ends = found_pieces.layers, found_pieces.ends
@@ -104,10 +104,14 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces 
                 extra += _taken_up(job, profile)
             made[look] = _chunk(job, mine, costs, extra + ends * (chunk == last))
         found.append(made[look])
-    # Tensor-parallel ranks each send their part and gather on the other side (Narayanan et al. 2021, section 4.1).
-    message = tokens * model.hidden * job.activation_bytes_each / job.layout.tp
     passes, chunk_costs, again = zip(*found, strict=True)
-    return Chunks(passes, chunk_costs, again, message)
+    return Chunks(passes, chunk_costs, again, message_bytes(job))
+
+
+def message_bytes(job: TrainJob) -> float:
+    """An activation between two chunks, of one rank. Tensor-parallel ranks each send their part and gather on the
+    other side (Narayanan et al. 2021, section 4.1)."""
+    return job.tokens_per_rank * job.model.hidden * job.activation_bytes_each / job.layout.tp
 
 
 def chunk_costs(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces) -> tuple[ChunkCost, ...]:

@@ -1,48 +1,10 @@
-"""Seconds a pipeline takes for a step: the makespan of the very schedule that the trainer would run, and a bound
-below it that costs microseconds. `step` calls both.
-"""
+"""Seconds that a pipeline takes for a step: the makespan of the very schedule that the trainer would run."""
 
 from functools import lru_cache
-from itertools import accumulate
 
 from cumulo.pipeline.decide.catalog import build, family
 from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
 from cumulo.pipeline.simulate.events import Program, compile_schedule, makespan_s
-
-
-def bound_s(
-    name: str, stages: int, micro_batches: int, chunks_per_stage: int, costs: tuple[ChunkCost, ...]
-) -> float:
-    """No schedule of this name can be faster.
-
-    A stage is busy for all its micro-batches; it starts after the forwards of the chunks before its first one, and
-    where backward is one action, their backwards come after its last. A bidirectional pipeline's stage has half of
-    the micro-batches from each end, the first of them from the nearer. Exact for even stages without communication
-    (Narayanan et al. 2021, section 2.2: the bubble of (p−1)(f+b), f and b being of one chunk).
-    """
-    chosen = family(name)
-    busy = [cost.forward_s + cost.backward_s for cost in costs]
-    waits = [
-        cost.forward_s if chosen.splits_backward else both_s for cost, both_s in zip(costs, busy, strict=True)
-    ]
-    before = list(accumulate(waits, initial=0.0))
-    each = micro_batches / chosen.placement.directions
-    best = 0.0
-    for stage, held in enumerate(_held(name, stages, chunks_per_stage)):
-        mine = sum([busy[chunk] for chunk in held])
-        first = min(before[stage], before[stages - 1 - stage]) if chosen.bidirectional else before[stage]
-        best = max(best, first + each * mine)
-    return best
-
-
-@lru_cache(1024)
-def _held(name: str, stages: int, chunks_per_stage: int) -> tuple[tuple[int, ...], ...]:
-    """Chunks of each stage."""
-    placement = family(name).placement
-    return tuple(
-        tuple(chunk for chunk, _ in placement.held_by(stage, stages, chunks_per_stage))
-        for stage in range(stages)
-    )
 
 
 @lru_cache(1024)

@@ -16,13 +16,14 @@ from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import collective_s
 from cumulo.plan.time import compute_profile
-from cumulo.plan.time.chunks import Chunks, chunks_of, network_of
+from cumulo.plan.time.chunks import Chunks, chunks_of, message_bytes, network_of
 from cumulo.plan.time.compute import Seconds, add
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.data_parallel import AroundTime, around
 from cumulo.plan.time.experts import distinct
 from cumulo.plan.time.flops import model_flops
-from cumulo.plan.time.pipeline import bound_s, messages_of_stage, played_s
+from cumulo.plan.time.pipeline import messages_of_stage, played_s
+from cumulo.plan.time.pipeline_bounds import bound_s
 from cumulo.plan.time.recompute import sent_again
 from cumulo.spec.cluster import Cluster
 
@@ -75,13 +76,7 @@ def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> 
     if layout.pp == 1:
         pipeline_s = job.micro_batches * (costs[0].forward_s + costs[0].backward_s)
     elif play:
-        next_stage = network_of(cluster).group(2, layout.world // layout.pp)
-        latency_s = collective_s("send_recv", 0.0, next_stage)
-        transfer_s = collective_s("send_recv", chunks.message_bytes, next_stage) - latency_s
-        if profile.waits_for_messages:
-            parts = layout.tp if profile.waits_for_messages == "whole" else 1
-            costs = _with_messages(costs, latency_s + parts * transfer_s)
-            latency_s = transfer_s = 0.0
+        costs, latency_s, transfer_s = messages_s(job, cluster, profile, costs)
         pipeline_s = played_s(
             layout.schedule, layout.pp, job.micro_batches, job.chunks_per_stage, costs, latency_s, transfer_s
         )
@@ -93,6 +88,21 @@ def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> 
         pipeline_s + surrounding.data_s + surrounding.optimizer_s + surrounding.weights_s + profile.step_s
     )
     return TrainStepTime(chunks, pipeline_s, surrounding, step_s, profile)
+
+
+def messages_s(
+    job: TrainJob, cluster: Cluster, profile: Profile, costs: tuple[ChunkCost, ...]
+) -> tuple[tuple[ChunkCost, ...], float, float]:
+    """What chunks cost with the messages that they wait for, and a message's latency and transfer where they do
+    not."""
+    layout = job.layout
+    next_stage = network_of(cluster).group(2, layout.world // layout.pp)
+    latency_s = collective_s("send_recv", 0.0, next_stage)
+    transfer_s = collective_s("send_recv", message_bytes(job), next_stage) - latency_s
+    if not profile.waits_for_messages:
+        return costs, latency_s, transfer_s
+    parts = layout.tp if profile.waits_for_messages == "whole" else 1
+    return _with_messages(costs, latency_s + parts * transfer_s), 0.0, 0.0
 
 
 def _with_messages(costs: tuple[ChunkCost, ...], message_s: float) -> tuple[ChunkCost, ...]:
