@@ -35,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -57,6 +58,7 @@ PRELOAD = (
     "torch._dynamo",  # which optimizers import
     RANKS_START,
 )
+RANKED = {"--plan", "--tp", "--pp", "--ep"}  # options with which an engine starts ranks
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
 _PROGRAM, _CODE, _MODULE = "python", "python -c", "python -m"
@@ -249,19 +251,23 @@ def _fork_when_told(line: socket.socket) -> dict[str, Any] | None:
             for fd in (gate, told, tell):
                 os.close(fd)
             line.close()
-            wanted = [0, 1, 2, *order["more_fds"]]
-            above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(wanted) + 1) for fd in fds]
-            for fd in fds:
-                os.close(fd)
-            for number, fd in zip(wanted, above, strict=True):
-                os.dup2(fd, number)
-                os.close(fd)
+            _renumber(fds, [0, 1, 2, *order["more_fds"]])
             return order
         os.waitpid(between, 0)
         line.sendall(os.read(told, 64))
         for fd in (gate, hinge, told, tell, *fds):
             os.close(fd)
     return None
+
+
+def _renumber(fds: Sequence[int], wanted: Sequence[int]) -> None:
+    """Files that came over a socket get the numbers that they had there."""
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(wanted) + 1) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for number, fd in zip(wanted, above, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _become(order: dict[str, Any]) -> None:
@@ -295,7 +301,10 @@ def _become(order: dict[str, Any]) -> None:
         terminal.out._width = terminal.err._width = int(width)
     _draw_the_same_seeds()
     if order["arguments"][:1] == ["serve"]:
-        _prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 0)))
+        if "--rank-of" in order["arguments"]:
+            _prepare_forkserver()
+        ranked = not RANKED.isdisjoint(order["arguments"])
+        _prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 0)), ranked)
     if order["arguments"][:1] == ["train"]:
         _prepare_ranks(int(os.environ.get("SPARE_RANKS", 0)))
     main()
@@ -311,11 +320,12 @@ def _draw_the_same_seeds() -> None:
             module.secrets = SimpleNamespace(randbits=draw.getrandbits, token_hex=secrets.token_hex)
 
 
-def _prepare_engines(count: int) -> None:
-    """Engine processes that wait for their job; the server's first starts of one get them."""
+def _prepare_engines(count: int, ranked: bool) -> None:
+    """Engine processes that wait for their job; the server's first starts of one get them. `ranked`: they will have
+    ranks."""
     waiting: list[Child] = []
     for _ in range(count):
-        waiting.append(_spare_engine(waiting))
+        waiting.append(_spare_engine(waiting, ranked))
 
     def engine(arguments: Sequence[str], **options: Any) -> Any:
         return waiting.pop() if waiting else subprocess.Popen(arguments, **options)
@@ -328,12 +338,41 @@ def _be_called(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def _spare_engine(others: Sequence[Child]) -> Child:
+def _spare_engine(others: Sequence[Child], ranked: bool) -> Child:
     def be_engine() -> None:
+        if ranked:
+            _prepare_forkserver()
         _be_called("engine")
         importlib.import_module(ENGINE).main()
 
     return _spare(others, be_engine)
+
+
+def _prepare_forkserver() -> None:
+    """A process that waits to be the forkserver of this one's ranks. A new one would import torch first, and the
+    rest: two CPU seconds."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        if (received := _receive(theirs)) is None:
+            os._exit(0)
+        order, fds = received
+        _renumber(fds, order["more_fds"])
+        end_after(lambda: exec(order["code"], {"__name__": "__main__"}))
+    theirs.close()
+    spawn = util.spawnv_passfds
+
+    def spawn_once(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
+        if ours.fileno() < 0 or "multiprocessing.forkserver" not in args[-1]:
+            return spawn(path, args, passfds)
+        message = json.dumps({"code": args[-1], "more_fds": list(passfds)}).encode()
+        with ours:
+            socket.send_fds(ours, [len(message).to_bytes(4, "big")], list(passfds))
+            ours.sendall(message)
+        return child
+
+    util.spawnv_passfds = spawn_once
 
 
 def _prepare_ranks(count: int) -> None:
