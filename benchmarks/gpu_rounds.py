@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from cumulo.bench.speculate import chat_prompts  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
 from cumulo.engine.decide.params import SamplingParams  # noqa: E402
-from cumulo.engine.decide.speculation.rounds import MOST_LEVELS, RoundPolicy  # noqa: E402
+from cumulo.engine.decide.speculation.rounds import RoundPolicy  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.llm import LLM  # noqa: E402
 from cumulo.engine.memory.memory_plan import plan_memory  # noqa: E402
@@ -53,6 +54,9 @@ def main() -> None:
     )
     parser.add_argument("--record", help="a model whose head's kept drafts become the trace")
     parser.add_argument("--chat", help="a model that answers chat prompts with chains and trees of its head")
+    parser.add_argument(
+        "--kinds", default=KINDS, help="of --chat: numbers of drafts, trees as drafts/levels, or `chosen`"
+    )
     parser.add_argument("--head", help="the folder of that head")
     parser.add_argument("--model", help="whose shape is measured, by its name in workloads.json")
     parser.add_argument("--trace", type=Path, help="a file of kept drafts, written or replayed")
@@ -70,7 +74,7 @@ def main() -> None:
         chosen.trace.write_text(json.dumps({"drafts": MOST_DRAFTS, "kept": kept}) + "\n")
         print(f"{len(kept)} rounds, {statistics.fmean(kept):.2f} of {MOST_DRAFTS} drafts kept on average")
     if chosen.chat:
-        answer_chats(chosen.chat, chosen.head)
+        answer_chats(chosen.chat, chosen.head, chosen.kinds, chosen.kernels)
     if chosen.model:
         if chosen.rates:
             kept = drawn([float(rate) for rate in chosen.rates.split(",")])
@@ -113,45 +117,106 @@ def record(model: str, head: str) -> list[int]:
     return kept
 
 
-def answer_chats(model: str, head: str, prompts: int = 12) -> None:
-    """Tokens per second of single answers, and tokens of a round, by drafts and levels of a tree. Every
-    prompt is answered by all kinds in turn; the first answers compile and capture and do not count."""
-    config = EngineConfig(max_context=2048, kv_memory_gib=1, prefix_cache=False, draft_tree=MOST_LEVELS)
-    kinds = [(0, 0), (1, 0), (3, 0), (7, 0), *((7, levels) for levels in range(2, MOST_LEVELS + 1))]
+KINDS = "0,1,2,3,4,5,7,7/2,7/3,7/4,chosen"
+CHOSEN = (-1, 0)
+
+
+def _kind(text: str) -> tuple[int, int]:
+    """Drafts and levels."""
+    drafts, _, levels = text.partition("/")
+    return CHOSEN if text == "chosen" else (int(drafts), int(levels or 0))
+
+
+def answer_chats(model: str, head: str, kinds_text: str, kernels: bool, prompts: int = 12) -> None:
+    """Tokens per second of single answers, by drafts and levels of a tree, and where the time goes: until the first
+    token, in rounds on the device, between two steps on the host, in rounds behind an answer's end. Every prompt
+    is answered by all kinds in turn; the first answers compile and capture and do not count."""
+    kinds = [_kind(text) for text in kinds_text.split(",")]
+    most = max(levels for _, levels in kinds)
+    config = EngineConfig(
+        max_context=2048, kv_memory_gib=1, prefix_cache=False, speculate=head, draft_tree=most
+    )
     with LLM(model, config=config, speculate=head) as llm:
         policy = llm.engine.scheduler.speculation
         assert isinstance(policy, RoundPolicy)
         hits: list[int] = []
-        learn = policy.learn
+        learn, submit, finish = policy.learn, llm.engine.runner.submit, llm.engine._finish
+        spent: dict[str, float] = defaultdict(float)
+        clock = {"back": 0.0}
 
         def noting(plan: Any, draws: Any, result: Any) -> None:
             hits.extend(one for row in result.round_hits.values() for one in row)
             learn(plan, draws, result)
 
+        def submitting(plan: Any) -> Any:
+            began_s = time.perf_counter()
+            pending = submit(plan)
+            if clock["back"]:
+                spent["planning"] += began_s - clock["back"]
+            spent["submitting"] += time.perf_counter() - began_s
+            spent["steps"] += 1
+            spent["rounds"] += plan.rounds.times if plan.rounds is not None else 0
+            return pending
+
+        def finishing(plan: Any, pending: Any, output: Any) -> None:
+            result = pending.result()
+            clock["back"] = time.perf_counter()
+            if plan.rounds is not None or plan.tokens == len(plan.slots):
+                spent["device"] += result.finished_s - result.started_s
+            else:
+                spent["prompt"] += result.finished_s - result.started_s
+            finish(plan, pending, output)
+            spent["finishing"] += time.perf_counter() - clock["back"]
+
         policy.learn = noting  # type: ignore[method-assign]
+        llm.engine.runner.submit = submitting  # type: ignore[method-assign]
+        llm.engine._finish = finishing  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=192)
         seconds: dict[tuple[int, int], float] = defaultdict(float)
+        firsts: dict[tuple[int, int], float] = defaultdict(float)
         tokens: dict[tuple[int, int], int] = defaultdict(int)
         kept: dict[tuple[int, int], list[int]] = defaultdict(list)
+        parts: dict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         texts = chat_prompts(prompts)
         for number, text in enumerate([texts[0], texts[0], *texts]):
             for kind in kinds:
-                policy.fixed_count, policy.fixed_levels = kind
+                policy.fixed_count, policy.fixed_levels = (None, 0) if kind == CHOSEN else kind
                 policy._learnt(1).hopeless = not kind[0]  # a run without drafts has no head to feed
                 hits.clear()
+                spent.clear()
+                clock["back"] = 0.0
                 began_s = time.perf_counter()
                 output = llm.chat([[{"role": "user", "content": text}]], params)[0]
                 if number > 1:
                     seconds[kind] += time.perf_counter() - began_s
+                    firsts[kind] += (output.story.first_token_s or began_s) - began_s
                     tokens[kind] += len(output.samples[0].token_ids)
                     kept[kind] += hits
-    plain = tokens[0, 0] / seconds[0, 0]
-    for kind in kinds:
-        rate = tokens[kind] / seconds[kind]
-        more = 1 + statistics.fmean(kept[kind]) if kept[kind] else 1.0
-        print(
-            f"{kind[0]} drafts, {kind[1]} levels: {rate:7.0f} tok/s, {rate / plain:.2f}x, {more:.2f} tokens a round"
-        )
+                    for name, value in spent.items():
+                        parts[kind][name] += value
+        plain = tokens[0, 0] / seconds[0, 0]
+        for kind in kinds:
+            rate, own = tokens[kind] / seconds[kind], parts[kind]
+            more = 1 + statistics.fmean(kept[kind]) if kept[kind] else 1.0
+            rounds = own["rounds"] or own["steps"]
+            each = 1e3 / rounds
+            name = "chosen" if kind == CHOSEN else f"{kind[0]} drafts, {kind[1]} levels"
+            print(
+                f"{name}: {rate:6.0f} tok/s, {rate / plain:.2f}x, {more:.2f} tokens a "
+                f"round; ms of each of {rounds:.0f} rounds: {seconds[kind] * each:.3f} in all, device "
+                f"{own['device'] * each:.3f}, prompt {own['prompt'] * each:.3f}, finishing "
+                f"{own['finishing'] * each:.3f}, planning {own['planning'] * each:.3f}, submitting "
+                f"{own['submitting'] * each:.3f} ({own['steps']:.0f} steps), first token after "
+                f"{1e3 * firsts[kind] / prompts:.2f} ms, {rounds * more - tokens[kind]:.0f} of {tokens[kind]} "
+                "tokens too many",
+                flush=True,
+            )  # fmt: skip
+        if kernels:
+            for kind in ((0, 0), (3, 0), (7, 3 if most >= 3 else 0)):
+                policy.fixed_count, policy.fixed_levels = kind
+                policy._learnt(1).hopeless = not kind[0]
+                print(f"kernels, {kind[0]} drafts, {kind[1]} levels")
+                _print_kernels(lambda: llm.chat([[{"role": "user", "content": texts[1]}]], params))
 
 
 def measure(name: str, kept: list[int], counts: list[int], kernels: bool) -> dict[str, Any]:
@@ -172,7 +237,7 @@ def measure(name: str, kept: list[int], counts: list[int], kernels: bool) -> dic
             flush=True,
         )
         if kernels:
-            _print_kernels(engine)
+            _print_kernels(lambda: _decode(engine))
     policy.fixed_count = None
     chosen = statistics.median(_decode(engine) for _ in range(3))
     best = max(rates, key=lambda drafts: rates[drafts])
@@ -185,13 +250,13 @@ def measure(name: str, kept: list[int], counts: list[int], kernels: bool) -> dic
             "round_s": rounds, "plain_s": policy._learnt(1).plain[0]}  # fmt: skip
 
 
-def _print_kernels(engine: Engine) -> None:
+def _print_kernels(decode: Callable[[], object]) -> None:
     """Kernels of one request's decoding by name and grid: how many a round, how long each runs, and how long it is
     from its beginning to the next one's, which includes the wait between them."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        _decode(engine)
+        decode()
         torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)

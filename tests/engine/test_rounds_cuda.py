@@ -10,6 +10,7 @@ from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engi
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import Rounds
 from cumulo.engine.decide.speculation import rounds
+from cumulo.engine.play import cuda_rounds
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds
 from cumulo.kernels.cuda.sampling.rounds import (
     RoundRows,
@@ -58,7 +59,6 @@ def engine_with_head(decoder, drafts: int | None = 3, levels: int = 0, **options
 def whisper(monkeypatch, known: dict[int, list[int]]) -> None:
     """The head's proposals are replaced by what is right: all tokens of some known text whose beginning the slot
     has, but for every fourth place, so that each number of drafts is kept in some round."""
-    from cumulo.engine.play import cuda_rounds
 
     def correct(rows, tokens, ahead) -> None:
         for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
@@ -116,6 +116,46 @@ def test_rounds_go_on_over_the_ends_of_blocks(drafts: int, monkeypatch: pytest.M
     expected = run(make_engine(decoder, on_kernels=True), requests)
     whisper(monkeypatch, {9: [*requests[0][0], *expected["0"][0]]})
     assert run(engine_with_head(decoder, drafts), requests) == expected
+
+
+@pytest.mark.parametrize("arrives", ["afterwards", *rare("meanwhile")])
+def test_rounds_that_run_ahead_are_the_first_of_the_next_step(
+    arrives: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... and are forgotten where another step comes first: when an answer has ended at a token that nobody could
+    foresee, and when a request arrives. In a small cache, so that blocks change hands."""
+    monkeypatch.setattr(rounds, "_AHEAD", 1)
+    decoder = make_decoder(SPEC)
+    first = ([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+    later = ([10, *prompt(3, 2)], SamplingParams(temperature=0.8, seed=5, max_tokens=2, ignore_eos=True))
+    plain = run(make_engine(decoder, on_kernels=True), [first, later])
+    whisper(monkeypatch, {9: [*first[0], *plain["0"][0]], 10: [*later[0], *plain["1"][0]]})
+    end = max(plain["0"][0], key=plain["0"][0].index)  # the token that comes last for the first time
+    answer = plain["0"][0][: plain["0"][0].index(end) + 1]
+    engine = engine_with_head(decoder, blocks=4)
+    taken: list[bool] = []
+    are_first_of = cuda_rounds.RoundsAhead.are_first_of
+
+    def noting(self, plan, shape, owners) -> bool:
+        taken.append(are_first_of(self, plan, shape, owners))
+        return taken[-1]
+
+    monkeypatch.setattr(cuda_rounds.RoundsAhead, "are_first_of", noting)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=(end,))
+    engine.add(first[0], params, request_id="first")
+    found: dict[str, list[int]] = {}
+    asked = False
+    while engine.has_work:
+        for done in engine.step().finished:
+            assert done.error is None, done.error
+            found[done.request_id] = done.samples[0].token_ids
+        if not asked and (found if arrives == "afterwards" else taken):
+            engine.add(*later, request_id="later")
+            asked = True
+    assert found == {"first": answer, "later": plain["1"][0]}
+    assert any(taken) and engine.runner._ahead is None
+    assert engine.scheduler.problems() == []
+    engine.runner.close()
 
 
 def test_a_row_that_needs_the_host_ends_the_rounds_of_its_step() -> None:
@@ -193,13 +233,13 @@ def test_accepting_and_proposing_follow_their_references() -> None:
     draws = torch.zeros(20, 9, dtype=torch.int32, device=DEVICE)
     behind = torch.zeros(20, dtype=torch.int32, device=DEVICE)
     rows = RoundRows.zeros(count, 10, DEVICE)
-    rows.turns[:] = 1  # the second round of a step
+    rows.turns[:] = 3  # there is room for two rounds: it is the second of those
     before = lane_starts.clone()
     accept(lane_slots, lane_starts, query_starts, draws, picked, token_ids, behind, rows, drafts)
     expected = accepted_reference(picked[:16].view(4, 4), token_ids[:16].view(4, 4)[:, 1:])
     assert len(set(expected.tolist())) > 2
     assert torch.equal(rows.told[:4, 5], expected) and torch.equal(rows.told[:4, 6:], picked[:16].view(4, 4))
-    assert rows.turns.tolist() == [2, 2, 2, 2, 1] and rows.slots.tolist() == [2, 0, 4, 1, -1]
+    assert rows.turns.tolist() == [4, 4, 4, 4, 3] and rows.slots.tolist() == [2, 0, 4, 1, -1]
     assert torch.equal(rows.starts[:4], before[:16:4] + expected + 1)
     assert torch.equal(lane_starts[:16], before[:16] + (expected + 1).repeat_interleave(4).int())
     assert rows.kept.tolist() == [*(torch.arange(4) * 4 + expected.cpu()).tolist(), 0]

@@ -94,6 +94,8 @@ class StepPlan:
     proposals: list[tuple[int, int]] = field(default_factory=list)
     proposal_floor: float = 0.0  # ... and stops where all of them are right with a lower chance than this
     rounds: Rounds | None = None  # speculation by the device itself
+    # Rounds that the device plays behind those: they are the first of the next step, if it continues this one.
+    rounds_ahead: int = 0
     feeds_head: bool = True  # a head on the device sees this step's tokens, so that it can draft behind them
     sends: list[Send] = field(default_factory=list)  # rows whose KV goes to other engines; nothing is drawn
 

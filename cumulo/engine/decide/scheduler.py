@@ -49,7 +49,7 @@ class Scheduler:
         self.transfers, self.shared_steps = books.transfers, SharedSteps(books)
         self.speculation: Speculation | RoundPolicy | None = None
         if config.speculate == "rounds":
-            self.speculation = RoundPolicy(config.max_context, config.draft_tree)
+            self.speculation = RoundPolicy(config.max_context, config.draft_tree, self.transfers)
         elif config.speculate:
             self.speculation = Speculation(config.speculate == "model")
         self._arrivals = 0

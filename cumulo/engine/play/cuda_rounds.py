@@ -5,12 +5,14 @@ round ends here: what agrees with the drafts is kept, and the next ones are writ
 Drafts are a chain, or a tree whose nodes are the head's likeliest continuations (EAGLE-2, Li et al. 2024).
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.engine.decide.plan import Rounds
+from cumulo.engine.decide.plan import Rounds, StepPlan
 from cumulo.engine.decide.speculation.rounds import MOST_DRAFTS, MOST_ROUNDS
 from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.step_words import StepShape, round_rows
@@ -210,11 +212,35 @@ class HeadRounds:
         event.record()
         return event
 
-    def told(self, rows: int, rounds: Rounds) -> NDArray[np.int32]:
-        """[rows, rounds, 1 + places]: drafts kept, and tokens drawn."""
-        words = self._arrived[:rows, : rounds.times * (rounds.drafts + 2)].numpy()
-        copied: NDArray[np.int32] = words.reshape(rows, rounds.times, rounds.drafts + 2).copy()
+    def told(self, rows: int, rounds: Rounds, turn: int) -> NDArray[np.int32]:
+        """[rows, rounds, 1 + places]: drafts kept, and tokens drawn. `turn`: of the first round."""
+        room, size = self.rows.told_rounds(rounds.drafts), rounds.drafts + 2
+        words = self._arrived[:rows, : room * size].numpy().reshape(rows, room, size)
+        copied: NDArray[np.int32] = words[:, (turn + np.arange(rounds.times)) % room]
         return copied
+
+
+@dataclass(slots=True)
+class RoundsAhead:
+    """Rounds that were launched behind a step, before the host has seen its tokens. They are the first ones of the
+    next plan if it goes on where that step ended; else what they drew is forgotten: it lies behind the known
+    tokens, where every step writes before it reads."""
+
+    shape: StepShape
+    slots: list[int]
+    owners: NDArray[np.int64]  # how many sequences the slots had held
+    count: int
+    turn: int  # of the first
+    starts: list[int] | None = None  # where the rows stood before them; None until that is known
+
+    def are_first_of(self, plan: StepPlan, shape: StepShape, owners: NDArray[np.int64]) -> bool:
+        return (
+            plan.rounds is not None
+            and plan.rounds.times > self.count
+            and (shape, plan.slots, plan.starts) == (self.shape, self.slots, self.starts)
+            and np.array_equal(owners[plan.slots], self.owners)
+            and not (plan.begin or plan.replace or plan.copies or plan.swap_out or plan.swap_in)
+        )
 
 
 def round_shape(rows: int, rounds: Rounds, most: StepShape, cuts: bool) -> StepShape:

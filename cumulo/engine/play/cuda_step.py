@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult, TokenLogprobs
-from cumulo.engine.play.cuda_rounds import HeadRounds
+from cumulo.engine.play.cuda_rounds import HeadRounds, RoundsAhead
 from cumulo.engine.play.slot_table import SlotTable
+from cumulo.engine.play.step_words import StepShape
 from cumulo.engine.play.verify import StepDraws, take_accepted, take_rounds
 from cumulo.engine.sampling.sampler import Drawn
 
@@ -40,6 +41,9 @@ class CudaStep:
         if self._started is not None:
             self._started.record()
         self.of_row: dict[int, tuple[int, int]] = {}
+        self.turn = self.played_before = 0  # of rounds: the first's number, and how many were launched before
+        self.round_shape: StepShape | None = None
+        self.ahead: RoundsAhead | None = None  # launched behind it
         self.owners = np.zeros(0, dtype=np.int64)
         self.draws = StepDraws(self.owners, self.owners, self.owners, self.owners)
         self.host_draws: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -112,7 +116,13 @@ class CudaStep:
     def _rounds_result(self, rounds: Rounds, finished_s: float) -> StepResult:
         head, result = self._runner.head, self._new_result(finished_s)
         assert head is not None
-        take_rounds(self._plan, head.told(len(self._plan.slots), rounds), self._runner.table, result)
+        told = head.told(len(self._plan.slots), rounds, self.turn)
+        if self.ahead is not None:
+            self.ahead.starts = (np.array(self._plan.starts) + (told[:, :, 0] + 1).sum(axis=1)).tolist()
+        take_rounds(self._plan, told, self._runner.table, result)
+        if self.played_before:  # since it was submitted, the device has played the others only
+            share = rounds.times / (rounds.times - self.played_before)
+            result.started_s = finished_s - share * (finished_s - result.started_s)
         return result
 
     def _new_result(self, finished_s: float) -> StepResult:

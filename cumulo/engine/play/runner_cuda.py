@@ -21,7 +21,7 @@ from torch import Tensor
 from cumulo.engine.decide.plan import Rounds, StepPlan, TokenLogprobs
 from cumulo.engine.decide.speculation.rounds import kinds_of_rounds
 from cumulo.engine.guides.guided import Guidance
-from cumulo.engine.play.cuda_rounds import HeadRounds, round_shape, warm_rounds
+from cumulo.engine.play.cuda_rounds import HeadRounds, RoundsAhead, round_shape, warm_rounds
 from cumulo.engine.play.cuda_step import CudaStep
 from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.rank_play import DeviceRank, OwnRows
@@ -114,6 +114,7 @@ class CudaRunner:
         self._capture_stream = torch.cuda.Stream() if self._use_graphs else None
         self._meet_ranks, self.rank = meet_ranks, rank
         self.head: HeadRounds | None = None  # drafts; given after the model is in place
+        self._ahead: RoundsAhead | None = None  # rounds behind the last step's
         self._closed = False
 
     # -- the Runner protocol ------------------------------------------------------------------------------
@@ -122,16 +123,19 @@ class CudaRunner:
         if self._closed:
             raise RuntimeError("this runner was closed; no more steps can be submitted")
         pending = CudaStep(self, plan)
+        ahead, self._ahead = self._ahead, None
         try:
             if self.rank is not None:
                 self.rank.take_tokens(plan, self.slots.tokens)
                 plan = self.rank.homes.own_plan(plan)
             self._change(plan, pending)
             if plan.slots:
-                self._compute(plan, pending)
+                self._compute(plan, pending, ahead)
         except Exception as error:
             pending.failed = error
         pending.end()
+        if plan.rounds is not None and plan.rounds_ahead and pending.failed is None:
+            self._run_ahead(plan, plan.rounds, pending)
         self.in_flight.append(pending)
         return pending
 
@@ -238,9 +242,9 @@ class CudaRunner:
             if self.head is not None:
                 self.head.cache.copy_blocks(plan.copies)
 
-    def _compute(self, plan: StepPlan, pending: CudaStep) -> None:
+    def _compute(self, plan: StepPlan, pending: CudaStep, ahead: RoundsAhead | None) -> None:
         if plan.rounds is not None:
-            self._compute_rounds(plan, plan.rounds, pending)
+            self._compute_rounds(plan, plan.rounds, pending, ahead)
             return
         if plan.drafts:
             write_drafts(plan, self.table)
@@ -297,19 +301,40 @@ class CudaRunner:
         pack_homes(out, shape, np.array(own.shares), own.owners)
         return shape
 
-    def _compute_rounds(self, plan: StepPlan, rounds: Rounds, pending: CudaStep) -> None:
+    def _compute_rounds(
+        self, plan: StepPlan, rounds: Rounds, pending: CudaStep, ahead: RoundsAhead | None
+    ) -> None:
         rows, draws = round_draws(plan, rounds.drafts)
         columns = self.table.columns[draws.slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
         shape = round_shape(len(plan.slots), rounds, self._most, cuts)
-        stage = self.slots.stage()
-        words = draw_words(columns, draws.slots, draws.positions)
-        pack(stage.array, shape, rows, pending.of_row, draws.token_rows, words)
-        self.slots.send(stage, shape)
-        assert self.head is not None
-        self.head.begin()
-        for _ in range(rounds.times):  # each leaves for the next one what it needs
+        if ahead is not None and ahead.are_first_of(plan, shape, self.owners):
+            pending.turn, pending.played_before = ahead.turn, ahead.count
+        else:
+            stage = self.slots.stage()
+            words = draw_words(columns, draws.slots, draws.positions)
+            pack(stage.array, shape, rows, pending.of_row, draws.token_rows, words)
+            self.slots.send(stage, shape)
+            assert self.head is not None
+            self.head.begin()
+        for _ in range(pending.played_before, rounds.times):  # each leaves for the next one what it needs
             self._play(shape, captured=True)
+        pending.round_shape = shape
+
+    def _run_ahead(self, plan: StepPlan, rounds: Rounds, pending: CudaStep) -> None:
+        """Further rounds, which the device plays while the host takes in what those before them have drawn."""
+        shape = pending.round_shape
+        assert shape is not None
+        try:
+            for _ in range(plan.rounds_ahead):
+                self._play(shape, captured=True)
+        except Exception as error:
+            pending.failed = error
+            return
+        turn = pending.turn + rounds.times
+        self._ahead = pending.ahead = RoundsAhead(
+            shape, plan.slots[:], self.owners[plan.slots], plan.rounds_ahead, turn
+        )
 
     def _play(self, shape: StepShape, captured: bool) -> None:
         if self._meet_ranks is not None and (shape, captured) not in self._rehearsed:

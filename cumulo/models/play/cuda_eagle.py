@@ -11,12 +11,23 @@ from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.kernels.cuda.linear.draft_linear import fits, likeliest, likeliest_parts, paired_linear
-from cumulo.kernels.cuda.linear.few_linear import FewConfig, few_linear
+from cumulo.kernels.cuda.linear.few_linear import FewConfig, default_config, few_linear
 from cumulo.kernels.cuda.linear.linear import choose, linear
+from cumulo.kernels.cuda.linear.skinny_linear import SMALL_MATRIX
 from cumulo.kernels.cuda.sampling.tree_growth import PART, logit_parts
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.play.cuda_decoder import CudaDecoder
+
+
+def few_config(rows: int, weight: Tensor, swiglu: bool = False) -> FewConfig:
+    """How few_linear cuts this product: as measured, or by rule."""
+    found = choose(rows, weight, swiglu).config
+    return (
+        found
+        if isinstance(found, FewConfig)
+        else default_config(rows, weight.shape[0], weight.shape[1], swiglu)
+    )
 
 
 class CudaEagle:
@@ -118,16 +129,24 @@ class CudaEagle:
         )
         count = tokens if rows is None else len(rows)
         out = self.rows_stream[:count]
-        if rows is not None and self.fits(count):
-            config = choose(count, head.output.weight).config
-            few_linear(mixed, head.output.weight, out, residual=stream, rows=rows,
-                       config=config if isinstance(config, FewConfig) else None)  # fmt: skip
+        down = head.ffn.down.weight
+        few = self.fits(count) and down.numel() <= SMALL_MATRIX
+        if few:
+            weight = head.output.weight
+            few_linear(mixed, weight, out, residual=stream, rows=rows, config=few_config(count, weight))
         else:
             if rows is not None:
                 torch.index_select(stream, 0, rows, out=out)
                 mixed = torch.index_select(mixed, 0, rows, out=self.rows_mixed[:count])
             linear(mixed, head.output.weight, out=out, residual=stream if rows is None else out)
         activated, gate_up = self.activated[:count], self.gate_up[:count]
+        if few:
+            weight = head.ffn.gate_up.weight
+            few_linear(
+                out, weight, activated, norm_weight=head.ffn_norm.weight, eps=spec.norm_eps, swiglu=True,
+                config=few_config(count, weight, swiglu=True),
+            )  # fmt: skip
+            return few_linear(activated, down, out, residual=out, config=few_config(count, down))
         if choose(count, head.ffn.gate_up.weight, True).kernel != "library":
             linear(
                 out, head.ffn.gate_up.weight, out=activated, norm_weight=head.ffn_norm.weight, eps=spec.norm_eps,
@@ -136,7 +155,7 @@ class CudaEagle:
         else:
             self._normed_product(out, head.ffn_norm.weight, head.ffn.gate_up.weight, gate_up)
             swiglu(gate_up, activated)
-        linear(activated, head.ffn.down.weight, out=out, residual=out)
+        linear(activated, down, out=out, residual=out)
         return out
 
     def fits(self, rows: int) -> bool:

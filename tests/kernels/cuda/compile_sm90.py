@@ -129,9 +129,11 @@ def compile_here(case: Case) -> Compiled:
 
     module, _, name = case.kernel.partition(":")
     kernel = getattr(import_module(module), name)
-    signature, attributes = {}, {}
+    signature, attributes, constants = {}, {}, dict(case.constants)
     for index, argument in enumerate(kernel.arg_names):
-        if argument in case.constants:
+        if argument not in case.types and kernel.params[index].has_default:
+            constants.setdefault(argument, kernel.params[index].default)
+        if argument in constants:
             signature[argument] = "constexpr"
             continue
         kind, _, divisor = case.types[argument].partition(":")
@@ -139,7 +141,7 @@ def compile_here(case: Case) -> Compiled:
         if kind.startswith("*") or divisor:
             attributes[(index,)] = [["tt.divisibility", int(divisor or 16)]]
     kind_of_source = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = kind_of_source(kernel, signature, dict(case.constants), attributes)
+    source = kind_of_source(kernel, signature, constants, attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     usage = _tool("cuobjdump", "-res-usage", made.asm["cubin"])

@@ -19,6 +19,8 @@ from tests.thorough import rare
         (3, 5, 300, FewConfig(2, 256, 1)),
         (4, 6, 576, FewConfig(1, 1024, 2)),
         (8, 3, 520, FewConfig(4, 512, 2)),
+        (5, 6, 300, FewConfig(2, 256, 1, lines=2)),
+        (4, 3, 576, FewConfig(1, 1024, 4, lines=1)),
         *rare((5, 8, 256, FewConfig(2, 256, 1)), (2, 9, 700, FewConfig(4, 256, 1))),
     ],
 )
@@ -33,9 +35,9 @@ def test_the_product_is_as_exact_as_torch_for_any_shape(
 
 
 @pytest.mark.parametrize(("m", "k"), [(2, 300), *rare((5, 256), (1, 576), (8, 100))])
-@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(("swiglu", "lines"), [(False, 0), (True, 0), (True, 1)])
 def test_norm_bias_swiglu_and_residual_are_part_of_it(
-    m: int, k: int, swiglu: bool, device: torch.device
+    m: int, k: int, swiglu: bool, lines: int, device: torch.device
 ) -> None:
     outputs = 5
     given = inputs(m, 2 * outputs if swiglu else outputs, k, device)
@@ -43,7 +45,7 @@ def test_norm_bias_swiglu_and_residual_are_part_of_it(
     added = stream.clone()
     few_linear(
         given["x"], given["weight"], stream, norm_weight=given["norm"], eps=1e-5, residual=stream, swiglu=swiglu,
-        bias=given["bias"], config=FewConfig(2, 256, 1),
+        bias=given["bias"], config=FewConfig(2, 256, 1, lines),
     )  # fmt: skip
 
     def exact(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
@@ -97,3 +99,15 @@ def test_all_loads_are_16_bytes_and_nothing_goes_through_shared_memory_but_the_l
         compiled.check_fits()
         assert compiled.count("LDG") == compiled.loads(128)
         assert compiled.count("STS") <= 2 and compiled.count("BAR") == 0
+
+
+def test_weights_are_asked_for_before_it_waits_for_the_kernel_ahead() -> None:
+    """... and nothing else is: what other kernels write is read behind the wait."""
+    constants = {"M": 4, "K": 576, "BLOCK_M": 1, "ROWS": 2, "BLOCK_K": 1024, "EACH": 8, "NORM": True,
+                 "SWIGLU": False, "RESIDUAL": True, "BIAS": False, "PICK": True, "EARLY": True}  # fmt: skip
+    case = Case("cumulo.kernels.cuda.linear.few_linear:_few_linear_kernel", POINTERS | STRIDES | {"eps": "fp32"},
+                constants, num_warps=4, options={"launch_pdl": True})  # fmt: skip
+    (compiled,) = compile_for_sm90([case])
+    before, wait, behind = compiled.sass.partition("ACQBULK")
+    assert wait and before.count("LDG") == 3  # two rows of W and the norm's gains
+    assert behind.count("LDG") >= 3 and "STG" not in before

@@ -2,7 +2,8 @@
 
 On a GPU a step is shorter than the host's time between two steps, so drafts that wait for the host gain nothing. A
 plan with `rounds` leaves both to the device: it verifies what its head has drafted, keeps what agrees, drafts
-behind that, and goes on; the host sees the tokens of all rounds at once. Owned by the scheduler, in the place of
+behind that, and goes on; the host sees the tokens of all rounds at once. While it takes them in, the device plays
+the first rounds of the next step (`rounds_ahead`). Owned by the scheduler, in the place of
 `Speculation` where the runner has a head on a GPU.
 
 Drafts are a chain, or, where the runner was told to grow some, a tree of the head's likeliest continuations. What a
@@ -14,13 +15,15 @@ from math import ceil
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
 from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.residency import Residency
+from cumulo.engine.decide.transfer.under_way import Transfers
 
 DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made for such numbers
 TREE_DRAFTS, MOST_LEVELS = 7, 4  # of a tree
 _MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
 _SEEN = 4  # steps of a kind: the first may have compiled or captured something
-_ROUNDS = (12, 8, 4, 2, 1)  # the more, the less the host's time between two steps counts
+_ROUNDS = (4, 2, 1)  # with more, more is drawn behind the end of an answer
 MOST_DRAFTS, MOST_ROUNDS = 8, 12  # that a runner has room for
+_AHEAD = 1  # rounds behind a step's, which the device plays while the host takes in what was drawn
 _STEP_S = 10e-3  # a step is no longer for several rounds: newcomers wait for its end
 _LEAST_GAIN = 1.03
 _TRY_AGAIN = 256  # steps without drafts, after which they are tried again
@@ -64,8 +67,10 @@ class _Learnt:
 
 
 class RoundPolicy:
-    def __init__(self, max_context: int, levels: int = 0) -> None:
+    def __init__(self, max_context: int, levels: int = 0, transfers: Transfers | None = None) -> None:
         """`levels`: of the trees that the runner can grow; 0: chains only."""
+        self._transfers = transfers
+        self._ahead: tuple[int, tuple[int, int], list[int], int] | None = None  # plan, kind, slots, rounds
         self.max_context, self._kinds = max_context, kinds_of_rounds(levels)
         self._by_rows: dict[int, _Learnt] = {}
         self._right = [list(_LIKELY) for _ in range(MOST_DRAFTS)]  # by place: hits, tries
@@ -149,15 +154,23 @@ class RoundPolicy:
         wanted = max(sequence.limit - len(sequence.tokens) for sequence in rows)
         needed = ceil(wanted / self.expected(drafts, levels))  # what lies behind the end is wasted
         count = max(1, min(count, needed))
+        if self._ahead is not None and self._ahead[:3] == (plan.index - 1, (drafts, levels), plan.slots):
+            count = max(
+                count, self._ahead[3] + 1
+            )  # those are under way, and only a step with more can take them
+        ahead = self._rounds_ahead(count, needed, chosen, len(rows), residency)
         for sequence, start in zip(rows, plan.starts, strict=True):
             # Behind the last round's tokens lie the drafts for the next step.
-            most = min((count + 1) * (drafts + 1), self.max_context - 1 - start)
+            most = min((count + ahead + 1) * (drafts + 1), self.max_context - 1 - start)
             room = residency.room_ahead(sequence, start, most, len(rows), plan)
+            if (count + ahead + 1) * (drafts + 1) > room:
+                ahead = 0
             while count and (count + 1) * (drafts + 1) > room:
                 count = count // 2
         if not count:
             return
-        plan.rounds = Rounds(count, drafts, levels)
+        plan.rounds, plan.rounds_ahead = Rounds(count, drafts, levels), ahead
+        self._ahead = (plan.index, (drafts, levels), plan.slots[:], ahead) if ahead else None
         self._learnt(len(rows)).idle = 0
         for sequence in rows:
             story = sequence.request.story
@@ -165,6 +178,14 @@ class RoundPolicy:
                 rate = f"{self.rate(0, levels):.0%}"
                 story.add(now_s, "drafting", step=plan.index, count=count * drafts, rate=rate)
             story.drafted_tokens += count * drafts
+
+    def _rounds_ahead(self, count: int, needed: int, chosen: Rounds, rows: int, residency: Residency) -> int:
+        """How many rounds the device may play behind a step of `count`, of which the answers need so many. None
+        where others than the device write into blocks that an answer has left."""
+        if needed <= count or residency.tiers is not None or (self._transfers and self._transfers.receives):
+            return 0
+        round_s = self._learnt(rows).rounds.get(chosen[1:], [0.0])[0]
+        return min(_AHEAD, needed - count, max(0, int(_STEP_S / round_s) - count) if round_s else _AHEAD)
 
     def observe(
         self, plan: StepPlan, seconds: float, now_s: float, proposed: int, proposing_s: float

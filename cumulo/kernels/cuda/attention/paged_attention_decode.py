@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E, merge_splits
+from cumulo.kernels.cuda.early import EARLY_ROWS, early
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,11 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
             value_head_stride, value_stride, table_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
             ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
             TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
-            HAS_TREE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr):  # fmt: skip
+            HAS_TREE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr,
+            EARLY: tl.constexpr = False):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     record = items + item * 8
@@ -239,4 +245,5 @@ def launch_decode(
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **early(len(query) <= EARLY_ROWS, query),
     )

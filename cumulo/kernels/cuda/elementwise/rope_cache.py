@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cumulo.kernels.cuda.early import EARLY_ROWS, early
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
@@ -39,7 +41,10 @@ def reference(
 def _kernel(qkv, added, cos, sin, positions, slots, q_norm, k_norm, keys, values, row_stride, block_stride,
             head_stride, eps, k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
             DIM: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-            SCALED: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+            SCALED: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0)
     first = tl.program_id(1) * GROUP  # heads of one kind only: GROUP divides HEADS and KV_HEADS
     slot = tl.load(slots + token).to(tl.int64)
@@ -125,7 +130,8 @@ def rope_cache(
         cos if k_norm is None else k_norm,
         keys, values, qkv.stride(0), keys.stride(0), keys.stride(1), eps, k_scale, v_scale, block_size,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, NORM=q_norm is not None, INTERLEAVED=interleaved,
-        SCALED=k_scale != 1.0 or v_scale != 1.0, ADD=added is not None, num_warps=1 if group * dim <= 256 else 4,
+        SCALED=k_scale != 1.0 or v_scale != 1.0, ADD=added is not None,
+        num_warps=1 if group * dim <= 256 else 4, **early(tokens <= EARLY_ROWS, qkv),
     )  # fmt: skip
 
 

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cumulo.kernels.cuda.early import early
 from cumulo.kernels.cuda.linear.few_linear import MAX_ROWS
 
 _EACH = 8  # neighbouring columns of one thread, 16 bytes
@@ -51,7 +53,8 @@ def _dot(w, values, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.const
 @triton.jit
 def _paired(embed, ids, stream, weight, out, token_norm, stream_norm, OUTPUTS, stride_embed, stride_stream,
             stride_weight, stride_out, eps, M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
-            ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr):  # fmt: skip
+            ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr,
+            EARLY: tl.constexpr = False):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     safe = tl.minimum(row, OUTPUTS - 1).to(tl.int64)
     line = tl.arange(0, BLOCK_M)
@@ -60,6 +63,9 @@ def _paired(embed, ids, stream, weight, out, token_norm, stream_norm, OUTPUTS, s
     w_rows = weight + safe[:, None, None] * stride_weight
     w_token = tl.load(w_rows + column, mask=column < K, other=0.0)
     w_stream = tl.load(w_rows + K + column, mask=column < K, other=0.0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.load(ids + lines).to(tl.int64)
     tokens = _normed(
         embed + token[None, :, None] * stride_embed, token_norm, column, eps, K, BLOCK_M, BLOCK_K
@@ -89,7 +95,7 @@ def paired_linear(
     _paired[(triton.cdiv(n, _PAIRED_ROWS),)](
         embed, ids, stream, weight, out, token_norm, stream_norm, n, embed.stride(0), stream.stride(0),
         weight.stride(0), out.stride(0), eps, M=m, K=k, BLOCK_M=triton.next_power_of_2(m), ROWS=_PAIRED_ROWS,
-        BLOCK_K=block_k, EACH=_EACH, num_warps=_warps(block_k),
+        BLOCK_K=block_k, EACH=_EACH, num_warps=_warps(block_k), **early(True, stream),
     )  # fmt: skip
     return out
 
@@ -97,13 +103,17 @@ def paired_linear(
 @triton.jit
 def _likeliest(x, weight, norm_weight, best, place, mass, OUTPUTS, stride_x, stride_weight, stride_best, eps,
                M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
-               BLOCK_K: tl.constexpr, EACH: tl.constexpr, MASS: tl.constexpr):  # fmt: skip
+               BLOCK_K: tl.constexpr, EACH: tl.constexpr, MASS: tl.constexpr,
+               EARLY: tl.constexpr = False):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     safe = tl.minimum(row, OUTPUTS - 1).to(tl.int64)
     line = tl.arange(0, BLOCK_M)
     lines = tl.minimum(line, M - 1)
     column = tl.arange(0, BLOCK_K)[None, None, :]
     w = tl.load(weight + safe[:, None, None] * stride_weight + column, mask=column < K, other=0.0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     values = _normed(x + lines[None, :, None] * stride_x, norm_weight, column, eps, K, BLOCK_M, BLOCK_K)
     y = tl.sum(_dot(w, values, ROWS, BLOCK_M, BLOCK_K, EACH), 2)
     peak = tl.max(y, 0)
@@ -137,7 +147,7 @@ def likeliest(
     _likeliest[(likeliest_parts(n),)](
         x, weight, norm, best, place, mass, n, x.stride(0), weight.stride(0), best.stride(0), eps, M=m, K=k,
         BLOCK_M=triton.next_power_of_2(m), ROWS=_LIKELIEST_ROWS, BLOCK_K=block_k, EACH=_EACH,
-        MASS=mass is not None, num_warps=_warps(block_k),
+        MASS=mass is not None, num_warps=_warps(block_k), **early(True, x),
     )  # fmt: skip
 
 

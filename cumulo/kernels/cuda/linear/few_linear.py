@@ -4,17 +4,21 @@ verifies drafts. `linear` calls it.
 Must move the weights once, 2·N·K bytes, which for a small matrix takes less than a microsecond: what counts is how
 soon every load is on its way, and how few exchanges between threads follow the last of them. So a program takes a
 few rows of W over all of k, or a long part of it, at once; plain multiply-adds keep sums in each thread; all rows
-of x and of W share one reduction at the end. More rows of x cost registers and arithmetic, no loads of W. (Tensor
-cores, each warp with a slice of k, were slower up to 4 rows and no faster at 8.)
+of x and of W share one reduction at the end. More rows of x cost registers and arithmetic, so two programs or more
+share them, and read the same part of W, the second time from the L2 cache. (Tensor cores, each warp with a slice of
+k, were slower up to 4 rows and no faster at 8.) Weights are asked for before the kernel ahead has ended (early.py).
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cumulo.kernels.cuda.early import early
 from cumulo.kernels.cuda.linear.small_linear import reference, work
 
 MAX_ROWS = 8
@@ -25,40 +29,52 @@ __all__ = ["FewConfig", "candidates", "default_config", "few_linear", "reference
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """Rows of W and columns of k that a program takes at once, and its warps, which share the columns."""
+    """Rows of W and columns of k that a program takes at once, and its warps, which share the columns. `lines`: of
+    x, for each program; 0: all of them. With fewer, others read the same part of W, from the L2 cache. `early`: on
+    a GPU it starts while the kernel before it ends, and loads weights meanwhile."""
 
     rows: int
     block_k: int
     num_warps: int
+    lines: int = 0
+    early: bool = False
 
 
 def candidates(m: int, n: int, k: int, swiglu: bool = False) -> list[FewConfig]:
-    """What `tune` tries: all of k at once, or parts of it."""
+    """What `tune` tries: all of k at once, or parts of it, for one, two or four rows of x."""
     whole = max(256, triton.next_power_of_2(k))
     found = [default_config(m, n, k, swiglu)]
-    for block_k in (whole, max(256, whole // 4)):
-        for warps in (1, 2, 4, 8):
-            for rows in (1, 2, 4):
-                # In registers, of each column; warps have columns of their own, or they would exchange rows.
-                values = rows * (2 if swiglu else 1) + triton.next_power_of_2(m)
-                if 256 * warps <= block_k and values * block_k <= 160 * 32 * warps:
-                    found.append(FewConfig(rows, block_k, warps))
+    for block_k, warps, rows, lines in product((whole, 512, 256), (1, 2, 4, 8), (2, 4), (1, 2, 4)):
+        # In registers, of each column; warps have columns of their own, or they would exchange rows. A thread has
+        # 8 or 16 columns: with more, too few are on their way.
+        values = rows * (2 if swiglu else 1) + lines
+        if block_k <= whole and lines == min(m, 2 if m <= 4 else 4) and block_k in (256 * warps, 512 * warps):
+            if values * block_k <= 160 * 32 * warps:
+                found.append(FewConfig(rows, block_k, warps, lines, early=True))
     return list(dict.fromkeys(found))
 
 
 def default_config(m: int, n: int, k: int, swiglu: bool = False) -> FewConfig:
-    """Short rows of W: one warp or two, whose few registers leave room for many programs. Long ones: more warps, as
-    k is what there is to share."""
+    """Two rows of x for each program, so that many share the arithmetic. Short rows of W: few warps, whose few
+    registers leave room for many programs. Long ones: more warps, as k is what there is to share."""
+    lines = 2 if m <= 4 or not swiglu else 4
+    whole = max(256, triton.next_power_of_2(k))
     if k <= 1024 and (swiglu or n > 2048):
-        return FewConfig((1 if n <= 4096 else 2) if swiglu else (2 if m <= 2 else 4), 256, 1)
+        if m == 1:
+            return FewConfig(4, whole, max(1, whole // 512), 1, early=True)
+        return (
+            FewConfig(4, min(512, whole), 1, lines, early=True)
+            if m <= 4
+            else FewConfig(2, 256, 1, lines, True)
+        )
     if k <= 1024:
-        whole = max(256, triton.next_power_of_2(k))
-        return FewConfig(1, whole, 1) if n <= 1024 else FewConfig(2, whole, min(2, whole // 256))
+        rows, columns = (2, 256) if n <= 768 else (4, 512)  # of W, and of each warp
+        return FewConfig(rows, whole, max(1, whole // columns), lines, early=True)
     if k <= 2048:
         if m > 2 and n > 2560:
-            return FewConfig(4, 512, 2)
-        return FewConfig(2 if n <= 768 else 4, 2048, 8 if n <= 768 or (m <= 2 and n <= 1024) else 4)
-    return FewConfig(4, 1024, 4)
+            return FewConfig(4, 512, 2, early=True)
+        return FewConfig(2 if n <= 768 else 4, 2048, 4, lines if n <= 768 else 0, early=True)
+    return FewConfig(4, 1024, 4, early=True)
 
 
 @triton.jit
@@ -86,20 +102,17 @@ def _of_threads(products, A: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexp
 def _few_linear_kernel(x, weight, out, norm_weight, residual, bias, rows_of, OUTPUTS, stride_x, stride_weight,
                        stride_out, stride_residual, eps, M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
                        ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr, NORM: tl.constexpr,
-                       SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-                       PICK: tl.constexpr):  # fmt: skip
-    first = tl.program_id(0) * ROWS
+                       SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, PICK: tl.constexpr,
+                       EARLY: tl.constexpr = False):  # fmt: skip
+    first = tl.program_id(1) * ROWS
     row = first + tl.arange(0, ROWS)
     row_mask = row < OUTPUTS
     safe = tl.minimum(row, OUTPUTS - 1).to(tl.int64)  # rows past the end are read again and not stored
-    line = tl.arange(0, BLOCK_M)
+    line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     lines = tl.minimum(line, M - 1)
-    if PICK:
-        lines = tl.load(rows_of + lines)
     column = tl.arange(0, BLOCK_K)[None, None, :]
     gate_rows = weight + safe[:, None, None] * stride_weight
     up_rows = weight + (safe + OUTPUTS)[:, None, None] * stride_weight
-    x_rows = x + lines[None, :, None] * stride_x
     acc = tl.zeros([ROWS, BLOCK_M, BLOCK_K // EACH], tl.float32)
     up = acc
     squares = tl.zeros([1, BLOCK_M, BLOCK_K // EACH], tl.float32)
@@ -107,6 +120,19 @@ def _few_linear_kernel(x, weight, out, norm_weight, residual, bias, rows_of, OUT
     next_u = next_w
     if SWIGLU:
         next_u = _columns(up_rows, column, K, BLOCK_K > K, True)
+    gains = column
+    if NORM:
+        gains = _columns(norm_weight, column, K, BLOCK_K > K, False)
+    if EARLY:  # so far nothing that the kernels before this one compute was read
+        gdc_launch_dependents()
+        gdc_wait()
+    if PICK:
+        lines = tl.load(rows_of + lines)
+    x_rows = x + lines[None, :, None] * stride_x
+    mask = row_mask[:, None] & (line < M)[None, :]
+    added = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    if RESIDUAL:  # asked for here, or it would be waited for at the end
+        added = tl.load(residual + lines[None, :] * stride_residual + row[:, None], mask=mask, other=0.0)
     for k in tl.static_range(0, K, BLOCK_K):
         w, u = next_w, next_u
         if k + BLOCK_K < K:
@@ -116,7 +142,9 @@ def _few_linear_kernel(x, weight, out, norm_weight, residual, bias, rows_of, OUT
         values = _columns(x_rows, k + column, K, k + BLOCK_K > K, False).to(tl.float32)
         if NORM:
             squares += _of_threads(values * values, 1, BLOCK_M, BLOCK_K, EACH)
-            values *= _columns(norm_weight, k + column, K, k + BLOCK_K > K, False).to(tl.float32)
+            if k:
+                gains = _columns(norm_weight, k + column, K, k + BLOCK_K > K, False)
+            values *= gains.to(tl.float32)
         acc += _of_threads(w.to(tl.float32) * values, ROWS, BLOCK_M, BLOCK_K, EACH)
         if SWIGLU:
             up += _of_threads(u.to(tl.float32) * values, ROWS, BLOCK_M, BLOCK_K, EACH)
@@ -133,11 +161,8 @@ def _few_linear_kernel(x, weight, out, norm_weight, residual, bias, rows_of, OUT
         if BIAS:
             z += tl.load(bias + OUTPUTS + safe).to(tl.float32)[:, None]
         y = y * tl.sigmoid(y) * z
-    mask = row_mask[:, None] & (line < M)[None, :]
     if RESIDUAL:
-        y += tl.load(residual + lines[None, :] * stride_residual + row[:, None], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        y += added.to(tl.float32)
     tl.store(out + line[None, :] * stride_out + row[:, None], y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -167,7 +192,8 @@ def few_linear(
         out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
     if config is None:
         config = default_config(m, n, k, swiglu)
-    _few_linear_kernel[(triton.cdiv(outputs, config.rows),)](
+    block_m = min(config.lines or MAX_ROWS, triton.next_power_of_2(m))
+    _few_linear_kernel[(triton.cdiv(m, block_m), triton.cdiv(outputs, config.rows))](
         x,
         weight,
         out,
@@ -183,7 +209,7 @@ def few_linear(
         eps,
         M=m,
         K=k,
-        BLOCK_M=triton.next_power_of_2(m),
+        BLOCK_M=block_m,
         ROWS=config.rows,
         BLOCK_K=config.block_k,
         EACH=_EACH,
@@ -193,5 +219,6 @@ def few_linear(
         BIAS=bias is not None,
         PICK=rows is not None,
         num_warps=config.num_warps,
+        **early(config.early, x),
     )
     return out

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cumulo.kernels.cuda.early import early
 from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
 
 _BLOCK = 4096
@@ -27,7 +29,7 @@ _WORDS = ["lane_slots", "lane_starts", "query_starts", "draws"]
 @triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=_WORDS)
 def _accept(lane_slots, lane_starts, query_starts, draws, picked, token_ids, next_tokens, row_slots, row_starts,
             kept_rows, one_each, turns, out, out_stride, lanes, DRAFTS: tl.constexpr, PLACES: tl.constexpr,
-            COLUMNS: tl.constexpr, POSITION: tl.constexpr):  # fmt: skip
+            TURNS: tl.constexpr, COLUMNS: tl.constexpr, POSITION: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     first = row * (DRAFTS + 1)
     tl.store(one_each + row + 1, tl.minimum(row + 1, tl.load(query_starts + lanes) // (DRAFTS + 1)))
@@ -43,7 +45,7 @@ def _accept(lane_slots, lane_starts, query_starts, draws, picked, token_ids, nex
         agrees = (drawn == drafted) & (place < DRAFTS)
         count = tl.min(tl.where(agrees, PLACES, place), 0)
         turn = tl.load(turns + row)
-        told = out + row * out_stride + turn * (DRAFTS + 2)
+        told = out + row * out_stride + turn % TURNS * (DRAFTS + 2)
         tl.store(told, count)
         tl.store(told + 1 + place, drawn, mask=inside)
         tl.store(turns + row, turn + 1)
@@ -65,7 +67,8 @@ class RoundRows:
     chain_starts: Tensor  # [rows]: place behind which the next token is proposed
     one_each: Tensor  # [rows + 1]: query starts of a step with one token for each row
     turns: Tensor  # [rows]: rounds so far
-    told: Tensor  # [rows, words]: for each round how many drafts were kept, and what was drawn
+    # [rows, words]: for each round how many drafts were kept, and what was drawn. Where it is full, it begins anew.
+    told: Tensor
 
     @classmethod
     def zeros(cls, rows: int, words: int, device: torch.device) -> "RoundRows":
@@ -81,6 +84,10 @@ class RoundRows:
             zeros(rows),
             zeros(rows, words),
         )
+
+    def told_rounds(self, drafts: int) -> int:
+        """For how many rounds `told` has room."""
+        return self.told.shape[1] // (drafts + 2)
 
     def first(self, rows: int) -> "RoundRows":
         return RoundRows(
@@ -99,7 +106,8 @@ def accept(
     _accept[(len(rows.slots),)](
         lane_slots, lane_starts, query_starts, draws, picked, token_ids, next_tokens, rows.slots, rows.starts,
         rows.kept, rows.one_each, rows.turns, rows.told, rows.told.stride(0), len(lane_slots), DRAFTS=drafts,
-        PLACES=triton.next_power_of_2(drafts + 1), COLUMNS=COLUMNS, POSITION=POSITION, num_warps=1,
+        PLACES=triton.next_power_of_2(drafts + 1), TURNS=rows.told_rounds(drafts), COLUMNS=COLUMNS,
+        POSITION=POSITION, num_warps=1,
     )  # fmt: skip
 
 
@@ -140,7 +148,10 @@ def propose(logits: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, a
 def _propose_next(best, place, token_of, row_slots, row_starts, tokens, tables, next_tokens, positions, kv_slots,
                   contexts, step_tables, items, parts, token_stride, table_stride, step_table_stride, ahead,
                   min_tiles, items_each, PARTS: tl.constexpr, PAGE: tl.constexpr, KEY_TILE: tl.constexpr,
-                  ITEMS: tl.constexpr, NEXT: tl.constexpr):  # fmt: skip
+                  ITEMS: tl.constexpr, NEXT: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     slot = tl.load(row_slots + row).to(tl.int64)
     item = tl.arange(0, ITEMS)
@@ -224,7 +235,7 @@ def propose_next(
         given.kv_slots, given.contexts, given.step_tables, given.items, parts, tokens.stride(0), tables.stride(0),
         given.step_tables.stride(0), ahead, given.min_tiles, each, PARTS=triton.next_power_of_2(parts),
         PAGE=block_size, KEY_TILE=given.key_tile, ITEMS=triton.next_power_of_2(each), NEXT=inputs is not None,
-        num_warps=8 if parts > 1024 else 4,
+        num_warps=8 if parts > 1024 else 4, **early(True, best),
     )  # fmt: skip
 
 

@@ -167,8 +167,8 @@ def _grow(best, place, mass, token_of, row_slots, row_starts, stream, tokens, ta
                 tl.store(kv_slots + at, tl.load(table + lies // PAGE) * PAGE + lies % PAGE)
                 for first in range(0, lies // PAGE + 1, 128):
                     within = first + lane <= lies // PAGE
-                    block = tl.load(table + first + lane, mask=within, other=0)
-                    tl.store(step_tables + at * step_table_stride + first + lane, block, mask=within)
+                    entries = tl.load(table + first + lane, mask=within, other=0)
+                    tl.store(step_tables + at * step_table_stride + first + lane, entries, mask=within)
                 # Its part of the work list, as work_list.py describes it: runs of key tiles, about equally long.
                 record = items + (at * items_each + item) * 8
                 tiles = (context + KEY_TILE - 1) // KEY_TILE
@@ -187,8 +187,8 @@ def _grow(best, place, mass, token_of, row_slots, row_starts, stream, tokens, ta
                 tl.store(record + 4, at * items_each + nothing, mask=mine)
                 tl.store(record + 5, at + nothing, mask=mine)
                 tl.store(record + 6, context + nothing, mask=mine)
-                block = tl.load(table + first_tile * KEY_TILE // PAGE, mask=mine, other=0)
-                tl.store(record + 7, block, mask=mine)
+                page = tl.load(table + first_tile * KEY_TILE // PAGE, mask=mine, other=0)
+                tl.store(record + 7, page, mask=mine)
 
 
 def grow(

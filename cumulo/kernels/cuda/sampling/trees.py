@@ -77,7 +77,7 @@ def tree_inputs(
 @triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=["lane_slots", "lane_starts"])
 def _accept(lane_slots, lane_starts, picked, token_ids, words, next_tokens, tokens, row_slots, row_starts,
             kept_rows, moves, turns, out, out_stride, token_stride, lanes, PLACES: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+            TURNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     first = row * PLACES
     slot = tl.load(lane_slots + first, mask=first < lanes, other=-1).to(tl.int64)
@@ -105,7 +105,7 @@ def _accept(lane_slots, lane_starts, picked, token_ids, words, next_tokens, toke
         path = tl.sum(tl.where(place == kept, way, 0), 0)
         on_path = inside & (((path >> place) & 1) != 0)
         turn = tl.load(turns + row)
-        told = out + row * out_stride + turn * (PLACES + 1)
+        told = out + row * out_stride + turn % TURNS * (PLACES + 1)
         tl.store(told, count)
         tl.store(told + 1 + depth, drawn, mask=on_path)
         tl.store(turns + row, turn + 1)
@@ -130,7 +130,7 @@ def accept_tree(
     _accept[(len(rows.slots),)](
         lane_slots, lane_starts, picked, token_ids, words, next_tokens, tokens, rows.slots, rows.starts, rows.kept,
         moves, rows.turns, rows.told, rows.told.stride(0), tokens.stride(0), len(lane_slots), PLACES=drafts + 1,
-        BLOCK=triton.next_power_of_2(drafts + 1), num_warps=1,
+        TURNS=rows.told_rounds(drafts), BLOCK=triton.next_power_of_2(drafts + 1), num_warps=1,
     )  # fmt: skip
 
 
