@@ -10,7 +10,7 @@ from cumulo.kernels.cuda.linear import linear as door
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.fp8_quantise import quantise
 from cumulo.kernels.cuda.linear.linear import Choice, Weight, choose, linear
-from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig
+from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, default_config
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig, reference
 from cumulo.kernels.cuda.linear.w4 import W4Config
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight
@@ -103,6 +103,26 @@ def test_without_a_table_one_row_streams_and_many_rows_go_to_the_library() -> No
     assert choose(1, weight).kernel == "small"
     assert choose(16, weight, swiglu=True).kernel == "skinny"
     assert choose(512, weight).kernel == "library"
+
+
+def test_without_a_table_no_rule_leaves_a_few_programs_for_the_end() -> None:
+    """A program for 64 outputs: 128 of them fill an H200's 132 multiprocessors once, 140 leave 8 for a second turn,
+    272 leave 8 for a third, or for a second where there is room for two at once; 2004 leave 24 for a sixteenth."""
+
+    def chosen(rows: int, outputs: int, swiglu: bool) -> str:
+        inputs = 3072
+        weight = torch.empty(outputs * (2 if swiglu else 1), inputs, dtype=torch.bfloat16, device="meta")
+        kernel = choose(rows, weight, swiglu).kernel
+        if kernel != "skinny":
+            return kernel
+        return f"skinny {default_config(rows, *weight.shape, swiglu).block_k}"
+
+    for swiglu in (False, True):
+        assert [chosen(m, 128 * 64, swiglu) for m in (8, 16)] == ["skinny 256"] * 2
+        assert [chosen(m, 272 * 64, swiglu) for m in (8, 16)] == ["library"] * 2
+        assert [chosen(m, 2004 * 64, swiglu) for m in (8, 16)] == ["skinny 256"] * 2
+    assert [chosen(m, 140 * 64, True) for m in (8, 16)] == ["skinny 128", "library"]
+    assert [chosen(m, 140 * 64, False) for m in (8, 16)] == ["library"] * 2
 
 
 def test_where_the_library_won_with_swiglu_it_makes_the_product_alone_too(

@@ -22,7 +22,13 @@ from cumulo.kernels.cuda.linear.few_linear import FewConfig, few_linear
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
-from cumulo.kernels.cuda.linear.skinny_linear import SMALL_MATRIX, SkinnyConfig, skinny_linear, workspace
+from cumulo.kernels.cuda.linear.skinny_linear import (
+    SMALL_MATRIX,
+    SkinnyConfig,
+    ends_in_a_short_wave,
+    skinny_linear,
+    workspace,
+)
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
 from cumulo.kernels.cuda.linear.w4 import W4Config, w4_linear
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, in_scratch
@@ -48,6 +54,7 @@ class Choice:
     config: Config | None = None
 
 
+_MULTIPROCESSORS = 132  # of an H100 or H200
 ROW_CLASSES = (1, 2, 4, 8, 16, 64, 128)  # beyond, arithmetic takes the time and the library wins
 WINNERS: dict[str, Choice] = {}
 
@@ -106,7 +113,7 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
         # Where the library won a product with SwiGLU behind it, that is the product that is asked for here.
         paired = _measured(m, n, k, kind, True)
         found = paired if paired is not None and paired.kernel == "library" else None
-    return _default(m, n, k, kind) if found is None else found
+    return _default(m, n, k, kind, swiglu) if found is None else found
 
 
 def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
@@ -116,7 +123,7 @@ def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
     return found
 
 
-def _default(m: int, n: int, k: int, kind: str) -> Choice:
+def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
     if kind.startswith("w4"):
         return Choice("w4" if m <= 128 else "library")
     # Plain multiply-adds keep up with the memory for one row; in small matrices it is not the memory that counts.
@@ -128,6 +135,10 @@ def _default(m: int, n: int, k: int, kind: str) -> Choice:
         return Choice("few")
     if kind.startswith("fp8"):
         return Choice("skinny" if m <= 64 else "library")  # above, the 8-bit tensor cores win
+    if ends_in_a_short_wave(n, swiglu) and k < 8192:
+        # Two programs on each multiprocessor make up for it where there are so few tiles and rows.
+        paired = swiglu and m <= 8 and not ends_in_a_short_wave(n, swiglu, 2 * _MULTIPROCESSORS)
+        return Choice("skinny" if paired else "library")
     return Choice("skinny" if m <= 16 else "library")
 
 

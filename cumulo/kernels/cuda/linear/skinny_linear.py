@@ -68,12 +68,22 @@ TILES = (
 )
 
 
+def ends_in_a_short_wave(n: int, swiglu: bool, multiprocessors: int = 132) -> bool:
+    """Whether, with one program for 64 outputs on every multiprocessor at a time, three in ten of their turns are
+    spent waiting for a few at the end."""
+    tiles = -(-(n // 2 if swiglu else n) // 64)
+    turns = -(-tiles // multiprocessors) * multiprocessors
+    return tiles > multiprocessors and 10 * (turns - tiles) >= 3 * turns
+
+
 def default_config(
-    m: int, n: int, k: int, swiglu: bool = False, multiprocessors: int = 132, norm: bool = False
-) -> SkinnyConfig:
-    """About one program on every multiprocessor with 100 KiB of W on its way; more of them where k is long. Small
-    matrices: tiles so small that each multiprocessor has one. Of many rows of x two programs, with less."""
-    # Up to 8 rows need no more in a tile; but norming on the way was slower with 8.
+    m: int, n: int, k: int, swiglu: bool = False, multiprocessors: int = 132, norm: bool = False,
+    element_bytes: int = 2,
+) -> SkinnyConfig:  # fmt: skip
+    """About one program on every multiprocessor with 100 KiB of W on its way; two with 64 KiB where k is long or a
+    few programs would come last. Small matrices: tiles so small that each multiprocessor has one. Of many rows of x
+    two programs, with less."""
+    # Up to 8 rows need no more in a tile; but norming on the way, and long tiles of k, were slower with 8.
     least_rows = 16 if norm else 8
     if m <= 16 and n * k <= SMALL_MATRIX // 4:
         if k <= 1024:
@@ -85,6 +95,14 @@ def default_config(
     if m <= 16:
         outputs = n // 2 if swiglu else n
         tiles, steps, splits = -(-outputs // 64), -(-k // 256), 1
+        if element_bytes == 2:
+            if k >= 8192 and tiles <= multiprocessors and not swiglu:
+                while tiles * splits <= multiprocessors and steps >= 4 * splits:
+                    splits *= 2
+                return SkinnyConfig(64, 128, splits, 4, 4, 8 if m <= 8 else 16)
+            if m <= 8 and swiglu and ends_in_a_short_wave(n, swiglu, multiprocessors):
+                return SkinnyConfig(64, 128, 1, 4, 4, 8)
+            least_rows = 16
         while (2 * tiles * splits <= multiprocessors and steps >= 4 * splits) or steps > 20 * splits:
             splits *= 2
         return SkinnyConfig(64, 256, splits, 4, 3 if swiglu else 4, least_rows)
@@ -109,7 +127,9 @@ def splits_for(
 
 def candidates(m: int, n: int, k: int, swiglu: bool = False, element_bytes: int = 2) -> list[SkinnyConfig]:
     """What `tune` tries at a shape: the default, and each tile that fits with the splits that fill the device."""
-    found = [default_config(m, n, k, swiglu), default_config(m, n, k, swiglu, norm=True)]
+    found = [
+        default_config(m, n, k, swiglu, norm=norm, element_bytes=element_bytes) for norm in (False, True)
+    ]
     least_rows = 8 if m <= 8 else 16
     for block_n, block_k, warps, stages in (*(SMALL_TILES if n * k <= SMALL_MATRIX else ()), *TILES):
         if block_k >= 2 * k:
@@ -300,7 +320,9 @@ def skinny_linear(
     if out is None:
         out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
     if config is None:
-        config = default_config(m, n, k, swiglu, norm=norm_weight is not None)
+        config = default_config(
+            m, n, k, swiglu, norm=norm_weight is not None, element_bytes=weight.element_size()
+        )
     block_n, block_k = config.block_n, config.block_k
     scaled = 0 if scales is None else scales.dim()
     if scaled == 2:

@@ -72,17 +72,23 @@ def work(m: int, n: int, k: int, weight_bytes: int, swiglu: bool = False, residu
 
 
 def default_config(n: int, k: int, swiglu: bool, weight_bytes_per_element: int = 2) -> SmallConfig:
-    """Small matrices: every load of every program in flight in one wave. Large ones: 8 KiB a program, or four rows
-    of SwiGLU's two halves; of 8 bits as many bytes."""
+    """Small matrices: every load of every program in flight in one wave. Large ones: 4 or 8 KiB a program, or as
+    much of each of SwiGLU's two halves, in tiles of k that are not mostly mask; of 8 bits as many bytes."""
     if n * k <= 4 << 20:
-        rows = 1 if n <= 2048 or swiglu else 2
+        rows = 1 if swiglu else 2
         block_k = 1024 if k <= 1024 or k % 2048 else 2048
     elif weight_bytes_per_element == 1:
         rows = 2 if swiglu else 4
         block_k = 2048 if k % 2048 == 0 or k > 8192 else 1024
+    elif swiglu and k < 2048:
+        return SmallConfig(4, min(512, triton.next_power_of_2(k)), 2)
+    elif swiglu:
+        block_k = 2048 if k % 2048 == 0 or k >= 4096 else 1024
+        rows = 4 if block_k == 1024 and k % 1024 == 0 else 2
     else:
-        block_k = 2048 if k % 2048 == 0 else 1024
-        rows = 1 if n <= 4096 and block_k == 2048 and not swiglu else 2
+        block_k = 2048 if k % 2048 == 0 or 2048 < k <= 16384 else 1024
+        filled = 4 * k >= 3 * block_k * -(-k // block_k)
+        rows = 1 if n <= 4096 and block_k == 2048 and filled else 2
     warps = 8 if rows * block_k * (2 if swiglu else 1) * weight_bytes_per_element > 16384 else 4
     return SmallConfig(rows, min(block_k, triton.next_power_of_2(k)), warps)
 
