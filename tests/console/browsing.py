@@ -1,10 +1,11 @@
 """A real browser for the console's tests: Chromium by playwright, on pages that must end without an error."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -36,25 +37,62 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "red
 LONG_TASK = "Count from 1 to 2000, one number per line."
 
 
+_pages: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by browser: the one that tests use in turn
+
+
 @contextmanager
 def looking_at(browser: Any, server: RunningServer, path: str, screen: dict[str, Any]) -> Iterator[Any]:
-    """A page that must end without an error in it and without having asked another host for anything."""
-    context = browser.new_context(**screen)
-    page = context.new_page()
+    """A page that must end without an error in it and without having asked another host for anything. It is the
+    browser's only one, and has forgotten the test before: a new one would start another process and compile all
+    scripts again, two CPU seconds."""
+    page = _pages.pop(browser, None) or browser.new_context().new_page()
     page.set_default_timeout(PATIENCE_MS)
+    _set_up(page, **screen)
     complaints: list[str] = []
-    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
     own = (server.url, server.url.replace("http", "ws", 1), "data:", "blob:")
-    page.on("request", lambda request: request.url.startswith(own) or complaints.append(request.url))
-    page.on("websocket", lambda socket: socket.url.startswith(own) or complaints.append(socket.url))
-    page.goto(server.url + path)
+    heard = {
+        "console": lambda message: message.type == "error" and complaints.append(message.text),
+        "pageerror": lambda error: complaints.append(str(error)),
+        "requestfailed": lambda request: complaints.append(f"failed: {request.url}"),
+        "request": lambda request: request.url.startswith(own) or complaints.append(request.url),
+        "websocket": lambda socket: socket.url.startswith(own) or complaints.append(socket.url),
+    }
+    for event, hear in heard.items():
+        page.on(event, hear)
     try:
+        page.goto(server.url + path)
         yield page
         assert complaints == []
-    finally:
-        context.close()
+    except BaseException:
+        page.context.close()
+        raise
+    for event, hear in heard.items():
+        page.remove_listener(event, hear)
+    page.goto("about:blank")
+    _forget(page, server.url)
+    _pages[browser] = page
+
+
+def _set_up(
+    page: Any,
+    *,
+    viewport: dict[str, int],
+    color_scheme: str,
+    reduced_motion: str,
+    permissions: Sequence[str] = (),
+) -> None:
+    page.set_viewport_size(viewport)
+    page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
+    page.context.clear_permissions()
+    page.context.grant_permissions(list(permissions))
+
+
+def _forget(page: Any, origin: str) -> None:
+    """What pages of this server have stored in the browser, cookies included."""
+    line = page.context.new_cdp_session(page)
+    line.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
+    line.detach()
+    page.context.clear_cookies()
 
 
 def ready(page: Any) -> None:
