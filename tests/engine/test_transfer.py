@@ -6,6 +6,7 @@ from array import array
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from cumulo.engine.decide.transfer.orders import (
     FetchOrder,
     Landed,
     OrderBegun,
+    Ordered,
     OrderFailed,
     PeerLoad,
     PeerLost,
@@ -29,8 +31,11 @@ from cumulo.engine.decide.transfer.orders import (
 )
 from cumulo.engine.decide.transfer.place import choose_prefill
 from cumulo.engine.decide.transfer.travel import BlockRuns, LayerPiece, TransferPlan, TransferProgress
+from cumulo.engine.play.transfer_receiver import TransferReceiver
+from cumulo.engine.play.transfer_sender import TransferSender
 from cumulo.engine.play.transfer_ways import copy_runs
 from cumulo.errors import CumuloError
+from cumulo.models.batch import KVCache
 from tests.engine.equivalence import Lengths, _ends, _log_probabilities, draw_requests, run_alone
 from tests.engine.split_engines import (
     PrefillThread,
@@ -41,6 +46,7 @@ from tests.engine.split_engines import (
     wait_for_peers,
 )
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
+from tests.engine.tiny_engine import run as run_engine
 
 OPTIONS = dict(blocks=30, block_size=8, max_running=5, max_tokens_per_step=16, overlap=True)
 
@@ -270,6 +276,63 @@ def test_what_arrived_of_a_failed_transfer_is_not_computed_again() -> None:
     handover.enter_event(scheduler.books, CopyStopped(order.number, 2), 0.2)
     step = scheduler.plan(0.3)
     assert step is not None and (step.starts, step.counts) == ([8], [9])
+
+
+def test_a_prefill_engine_tells_of_blocks_from_host_memory_when_its_step_has_fetched_them() -> None:
+    """A receiver that read them at once would get what is in their places before."""
+    engine = make_engine(make_decoder("dense"), blocks=7, block_size=4, tier_blocks=20)
+    prompts = [[(seed * 11 + j * 7) % VOCAB for j in range(20)] for seed in range(2)]
+    for prompt in prompts:  # each drives the other out
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=1))
+        run_engine(engine)
+    scheduler = engine.scheduler
+    order = Request("1.7", prompts[0], SamplingParams(temperature=0, max_tokens=1), seed=0, arrived_s=0.0)
+    order.sends = True
+    scheduler.add(order)
+    handover.accept(scheduler.books, order.sequences[0], 7)
+    step = scheduler.plan(0.0)
+    assert step is not None and len(step.swap_in) == 2 and step.starts == [16]
+    ((_, begun),) = scheduler.transfers.answers
+    assert isinstance(begun, OrderBegun) and begun.cached_tokens == 8
+    assert [send.tokens for send in step.sends] == [20]
+
+
+def test_an_engine_in_the_place_of_a_lost_one_is_not_read_for_its_orders(tmp_path) -> None:
+    spec, address = make_decoder("dense").spec, address_in(tmp_path, "shared")
+
+    def cache(value: float) -> KVCache:
+        made = KVCache(spec, 4, 4, torch.float64, shared=True)
+        made.key_storage.fill_(value)
+        made.value_storage.fill_(value)
+        return made
+
+    def told(mailbox, kind, before=lambda: None):
+        """What comes first of this kind."""
+        while True:
+            before()
+            mailbox.wait(0.1)
+            if found := [one for one in mailbox.take() if isinstance(one, kind)]:
+                return found[0]
+
+    ours, first = cache(0.0), TransferSender(cache(1.0), "tiny", address)
+    receiver, load = TransferReceiver(ours, "tiny", [("p", address)]), PeerLoad(0, 0, 1000.0, 8)
+    told(receiver.news, PeerLoad, lambda: first.tell_load(load))
+    receiver.give([ComputeOrder(1, "p", array("i", range(8)), "r")])
+    first.give([(told(first.news, Ordered).key, OrderBegun(1, (0, 1), 8))])  # all of it was cached there
+    told(receiver.news, OrderBegun)
+    first.close()
+    told(receiver.news, PeerLost)
+    second = TransferSender(cache(9.0), "tiny", address)
+    told(receiver.news, PeerLoad, lambda: second.tell_load(load))
+    # The scheduler has not heard of the loss yet.
+    receiver.give([FetchOrder(TransferPlan(1, "p", spec.layers, 4, 8, 0, (0, 1), (2, 3)))])
+    receiver.give([ComputeOrder(2, "p", array("i", range(8)), "s")])
+    told(second.news, Ordered)
+    receiver.give([ReleaseOrder(1, "p")])
+    assert told(receiver.news, CopyStopped | Landed) == CopyStopped(1, 0)
+    assert not ours.key_storage.any()
+    receiver.close()
+    second.close()
 
 
 # -- whole engines --------------------------------------------------------------------------------------------

@@ -58,11 +58,13 @@ def admit_next(
         return sequence  # with nothing to compute until its KV is here
     before = len(plan.swap_in)
     cached, how = books.residency.seat(sequence, plan)
-    if books.residency.tiers is not None and (moved := len(plan.swap_in) - before) and cached:
+    moved = len(plan.swap_in) - before
+    if books.residency.tiers is not None and moved and cached:
         _tell_fetched(books, sequence, moved, now_s)
     books.add_running(sequence)
     if sequence.request.sends:
-        handover.offer(books, sequence, cached)
+        # What this very step fetches from host memory cannot be read yet: the step's end tells of it.
+        handover.offer(books, sequence, cached - moved * books.config.block_size)
     lost, sequence.lost = sequence.lost, 0
     request, tokens = sequence.request, len(sequence.tokens)
     if request.story.admitted_s is None:

@@ -59,6 +59,8 @@ class _Sender:
     connection: socket.socket | None = None
     source: BlockSource | None = None
     reader: WordReader = field(default_factory=WordReader)
+    # Orders that it took on this connection and that have no blocks here yet, with what it has said of them
+    early: dict[int, list[LayersDone]] = field(default_factory=dict)
     retry_s: float = 0.0  # the clock's time of the next attempt
     complaint: str = ""
 
@@ -66,7 +68,8 @@ class _Sender:
 @dataclass(slots=True)
 class _Copying:
     progress: TransferProgress
-    peer: str
+    sender: _Sender
+    source: BlockSource | None  # None: the connection on which it was ordered is lost
     computed_s: float | None = None  # when the last layer was
     copied_bytes: int = 0
     copying_s: float = 0.0
@@ -80,7 +83,6 @@ class TransferReceiver:
         self.news: Mailbox[ReceiverEvent] = Mailbox()
         self._orders: Mailbox[Order | None] = Mailbox()
         self._copying: dict[int, _Copying] = {}
-        self._early: dict[int, list[LayersDone]] = {}  # of orders that have no blocks here yet
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="cumulo-transfer", daemon=True)
         self._thread.start()
@@ -114,8 +116,12 @@ class TransferReceiver:
     def _take_order(self, order: Order) -> None:
         if isinstance(order, FetchOrder):
             plan = order.plan
-            copying = self._copying[plan.number] = _Copying(TransferProgress(plan), plan.source)
-            for word in self._early.pop(plan.number, ()):
+            sender = self._senders[plan.source]
+            early = sender.early.pop(plan.number, None)
+            if early is None:
+                return  # its sender was lost meanwhile; who is connected by now never took the order
+            copying = self._copying[plan.number] = _Copying(TransferProgress(plan), sender, sender.source)
+            for word in early:
                 self._note(copying, word)
             return
         sender = self._senders[order.peer]
@@ -124,10 +130,10 @@ class TransferReceiver:
                 why = sender.complaint or "it cannot be reached"
                 self.news.put(OrderFailed(order.number, why, order.peer))
             else:
-                self._early[order.number] = []
+                sender.early[order.number] = []
                 self._send(sender, order)
             return
-        self._early.pop(order.number, None)
+        sender.early.pop(order.number, None)
         stopped = self._copying.pop(order.number, None)
         self._send(sender, ReleaseWord(order.number))
         self.news.put(CopyStopped(order.number, stopped.progress.complete_blocks if stopped else 0))
@@ -144,12 +150,11 @@ class TransferReceiver:
         """Some of every transfer that has something ready; True if there was any."""
         busy = False
         for number, copying in list(self._copying.items()):
-            sender = self._senders[copying.peer]
-            if sender.source is not None and self._copy_some(number, copying, sender, sender.source):
+            if copying.source is not None and self._copy_some(number, copying, copying.source):
                 busy = True
         return busy
 
-    def _copy_some(self, number: int, copying: _Copying, sender: _Sender, source: BlockSource) -> bool:
+    def _copy_some(self, number: int, copying: _Copying, source: BlockSource) -> bool:
         began_s, before = time.perf_counter(), copying.copied_bytes
         piece_bytes = max(_PIECE_BYTES, source.turn_bytes)
         most_blocks = max(1, piece_bytes // max(1, sum(self._greeting.block_bytes)))
@@ -164,7 +169,7 @@ class TransferReceiver:
             source.settle()
         except OSError as error:
             copying.progress = TransferProgress(copying.progress.plan)  # how much of it came is unknown
-            self._lose(sender, _reason(error))
+            self._lose(copying.sender, _reason(error))
             return True
         now_s = time.perf_counter()
         copying.copying_s += now_s - began_s
@@ -201,8 +206,8 @@ class TransferReceiver:
             copying = self._copying.get(word.number)
             if copying is not None:
                 self._note(copying, word)
-            elif word.number in self._early:
-                self._early[word.number].append(word)
+            elif word.number in sender.early:
+                sender.early[word.number].append(word)
         elif isinstance(word, OrderBegun):
             # What it found in its cache is there in every layer.
             self._take_word(sender, LayersDone(word.number, self._greeting.layers, word.cached_tokens))
@@ -219,6 +224,10 @@ class TransferReceiver:
         if sender.source is not None:
             sender.source.close()
         sender.connection = sender.source = None
+        sender.early.clear()
+        for copying in self._copying.values():
+            if copying.sender is sender:
+                copying.source = None  # the next one at this address has other blocks there
         sender.retry_s, sender.complaint = time.monotonic() + _RETRY_S, why
         self.news.put(PeerLost(sender.name, why))
 
