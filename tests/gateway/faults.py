@@ -3,153 +3,58 @@ the gateway itself is. Every stream must end with the tokens it would have had:
 
 python -m tests.gateway.faults --streams 500
 python -m tests.gateway.faults --streams 200 --kind latent --tp 2 --prefill 1 --seed 3
+python -m tests.gateway.faults --streams 56 --more-kinds --lora --server="--speculate ngram --max-running 4"
 """
 
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cumulo.base.report import Row, machine, table, write_json
 from cumulo.cli.shared.terminal import out
-from cumulo.load.connection import ConnectionLost, Pool
-from cumulo.load.http_response import Response
-from cumulo.load.sse import EventReader
-from tests.gateway.running_gateway import RunningGateway, address, fleet_server, gateway_of, key_file
+from cumulo.load.connection import Pool
+from cumulo.models.files.load import inspect_model
+from tests.gateway.running_gateway import RunningGateway, address, gateway_of, key_file
+from tests.gateway.siege_streams import ADAPTER, DIFFERENT, KINDS, Told, asked, listen
+from tests.models.adapter_files import write_adapter
 from tests.serve.rank_pids import rank_pids
 from tests.serve.running_server import RunningServer
-from tests.serve.tiny_model import KINDS, NAME, save_tiny_model
-
-_TOKENS = 120
-_DIFFERENT = 320  # requests; after them they repeat
-_LOGPROB = 1e-4
-_ASIDE = " Think of the sea, of bread and of rain first."  # repeated, a prompt that is worth handing over
-_SCHEMA = {"type": "array", "items": {"enum": ["word", "other"]}, "minItems": 20}
-_TOOL = {"type": "function", "function": {"name": "note", "parameters": {
-    "type": "object", "properties": {"words": _SCHEMA}, "required": ["words"]}}}  # fmt: skip
-
-
-def asked(number: int, asides: int = 0) -> tuple[str, dict[str, Any]]:
-    """The request of a stream: of eight kinds, with prompts and seeds of their own."""
-    number %= _DIFFERENT
-    ask = f"Say something long about number {number % 40}." + _ASIDE * asides
-    chat: dict[str, Any] = {
-        "model": NAME, "messages": [{"role": "user", "content": ask}], "stream": True, "max_tokens": _TOKENS,
-    }  # fmt: skip
-    text: dict[str, Any] = {
-        "model": NAME,
-        "prompt": ask,
-        "stream": True,
-        "max_tokens": _TOKENS,
-        "ignore_eos": True,
-    }
-    kinds: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/chat/completions", chat | {"temperature": 0, "ignore_eos": True}),
-        ("/v1/chat/completions", chat | {"temperature": 1.1, "seed": number, "ignore_eos": True}),
-        ("/v1/chat/completions", chat | {"temperature": 0, "logprobs": True, "ignore_eos": True}),
-        ("/v1/chat/completions", chat | {"temperature": 0.7, "seed": number, "tools": [_TOOL],
-                                         "tool_choice": "required", "max_tokens": 300}),
-        ("/v1/chat/completions", chat | {"temperature": 0.7, "seed": number, "max_tokens": 300, "response_format": {
-            "type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}}),
-        ("/v1/completions", text | {"temperature": 0.9, "seed": number}),
-        ("/v1/completions", text | {"temperature": 0, "n": 2}),
-        ("/v1/responses", {"model": NAME, "input": ask, "stream": True, "temperature": 0,
-                           "max_output_tokens": _TOKENS}),
-    ]  # fmt: skip
-    return kinds[number % len(kinds)]
-
-
-@dataclass(slots=True)
-class Told:
-    """What a client was told: texts by choice, log-probabilities, and the ends."""
-
-    texts: dict[str, str] = field(default_factory=dict)
-    logprobs: list[float] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    error: str = ""
-    longest_pause_s: float = 0.0
-
-    def add(self, event: Any) -> None:
-        if "error" in event or event.get("type") in ("error", "response.failed"):
-            self.error = json.dumps(event)
-        for choice in event.get("choices", ()):
-            delta = choice.get("delta", {})
-            calls = "".join(one["function"].get("arguments") or "" for one in delta.get("tool_calls") or ())
-            new = (choice.get("text") or delta.get("content") or "") + calls
-            self.texts[str(choice["index"])] = self.texts.get(str(choice["index"]), "") + new
-            for entry in (choice.get("logprobs") or {}).get("content", ()) if delta is not None else ():
-                self.logprobs.append(entry["logprob"])
-            if choice["finish_reason"]:
-                self.ends.append(f"{choice['index']} {choice['finish_reason']}")
-        if event.get("type") == "response.output_text.delta":
-            self.texts[""] = self.texts.get("", "") + event["delta"]
-        if event.get("type") in ("response.completed", "response.incomplete"):
-            self.ends.append(event["type"])
-
-    def difference(self, other: "Told") -> str:
-        """What differs, in words; empty: nothing. Log-probabilities of another batch may differ in float32."""
-        if self.texts != other.texts or len(self.logprobs) != len(other.logprobs):
-            mine, theirs = json.dumps(self.texts), json.dumps(other.texts)
-            pairs = enumerate(zip(mine, theirs, strict=False))
-            at = next((at for at, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
-            mine, theirs = mine[at - 20 : at + 20], theirs[at - 20 : at + 20]
-            return f"text {mine!r} instead of {theirs!r} at {at}"
-        if sorted(self.ends) != sorted(other.ends):
-            return f"ends {self.ends} instead of {other.ends}"
-        far = max((abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True)), default=0.0)
-        return f"a log-probability is off by {far:.2g}" if far > _LOGPROB else ""
-
-
-async def listen(pool: Pool, number: int, asides: int) -> Told:
-    path, body = asked(number, asides)
-    told, reader, last_s = Told(), EventReader(), 0.0
-
-    def on_body(response: Response, piece: bytes, _: float) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if last_s:
-            told.longest_pause_s = max(told.longest_pause_s, now_s - last_s)
-        last_s = now_s
-        if response.status != 200:
-            told.error += piece.decode("utf-8", "replace")
-            return
-        for event in reader.feed(piece):
-            if event != b"[DONE]":
-                told.add(json.loads(event))
-
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {pool.host_header}\r\nContent-Type: application/json\r\n"
-    try:
-        await pool.exchange(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content, on_body)
-    except (ConnectionLost, OSError) as error:
-        told.error = f"connection lost: {error}"
-    return told
+from tests.serve.tiny_model import KINDS as MODELS
+from tests.serve.tiny_model import NAME, save_tiny_model
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What the servers are."""
+    """What the servers are, and what they are asked."""
 
     kind: str = "dense"
     tp: int = 1
     prefill: int = 0  # engines that compute prompts for a server's others
     servers: int = 3
     hang_s: float = 3.0  # of silence, until the gateway takes one for hung
+    options: tuple[str, ...] = ()  # further ones of each server
+    lora: bool = False  # every second stream is an adapter's
+    spare_engines: int = 0  # that replace a server's lost ones at once
+    kinds: tuple[str, ...] = KINDS[:8]
 
-    @property
-    def options(self) -> list[str]:
+    def server_options(self) -> list[str]:
         ranks = ["--tp", str(self.tp)] if self.tp > 1 else []
         roles = ["--prefill", str(self.prefill), "--decode", "1"] if self.prefill else []
-        return [*ranks, *roles]
+        return ["--no-console", "--kv-memory-gib", "0.05", *ranks, *roles, *self.options]
+
+    def asked(self, number: int) -> tuple[str, dict[str, Any]]:
+        model = ADAPTER if self.lora and number // len(self.kinds) % 2 else NAME
+        path, body = asked(number, 10 if self.prefill else 0, self.kinds, model)
+        return path, body
 
 
 class Siege:
@@ -160,6 +65,10 @@ class Siege:
     ) -> None:
         self._model, self._key = save_tiny_model(folder, 1024, kind=fleet.kind), key_file(folder)
         self._stack, self._fleet = stack, fleet
+        self._options = ["--fleet-key-file", self._key, *fleet.server_options()]
+        if fleet.lora:
+            adapter = write_adapter(folder / ADAPTER, inspect_model(self._model).spec, strength=2.0)
+            self._options += ["--lora", f"{ADAPTER}={adapter}"]
         self.servers = [self._serve() for _ in range(fleet.servers)]
         self.gateway: RunningGateway = stack.enter_context(
             gateway_of(self.servers, self._key, *self._gateway_options())
@@ -171,32 +80,37 @@ class Siege:
         return ["--hang-timeout", str(self._fleet.hang_s), "--log-level", "warning", "--drain-timeout", "240"]
 
     def _serve(self) -> RunningServer:
-        return self._stack.enter_context(fleet_server(self._model, self._key, *self._fleet.options))
+        server = RunningServer(str(self._model), *self._options, spare_engines=self._fleet.spare_engines)
+        self._stack.callback(server.end)
+        return server
 
-    async def play(self, numbers: range) -> list[Told]:
+    async def play(self, numbers: Iterable[int], right: "list[Told] | None" = None) -> list[Told]:
+        """`right`: what they should be told; of one that differs, the story is written to stderr at once."""
         pool = Pool(self.gateway.url)
 
         async def one(number: int) -> Told:
             async with self._slots:
-                return await listen(pool, number, 10 if self._fleet.prefill else 0)
+                told = await listen(pool, *self._fleet.asked(number))
+                if right is not None and (found := told.error or told.difference(right[number % len(right)])):
+                    await self._tell_story(number, told, found)
+                return told
 
         return await asyncio.gather(*(one(number) for number in numbers))
+
+    async def _tell_story(self, number: int, told: Told, found: str) -> None:
+        kind = self._fleet.kinds[number % DIFFERENT % len(self._fleet.kinds)]
+        story = await asyncio.to_thread(self.gateway.get, f"/v1/requests/{told.id}/explain")
+        print(f"stream {number} ({kind}): {found}\n{story.text}", file=sys.stderr, flush=True)
 
     async def harm(self, seed: int) -> None:
         """One fault after the other until cancelled; each replica comes back, or another in its place."""
         chance = random.Random(seed)
-        faults = [
-            self._kill,
-            self._stop,
-            self._kill_engine,
-            self._drain,
-            self._replace_gateway,
-            self._terminate,
-        ]
+        faults = [self._kill, self._stop, self._kill_engine, self._drain, self._terminate]
         faults += [self._kill_rank] * (self._fleet.tp > 1)
         faults += [self._kill_prefill, self._stop_prefill] * (self._fleet.prefill > 0)
         while True:
-            for fault in chance.sample(faults, len(faults)):
+            # The gateway last: until the streams of the old one have ended, nothing else happens.
+            for fault in [*chance.sample(faults, len(faults)), self._replace_gateway]:
                 await asyncio.sleep(chance.uniform(0.1, 1.0))
                 await fault(chance.choice(self.servers))
 
@@ -215,7 +129,8 @@ class Siege:
         self.servers.remove(victim)
         new = await asyncio.to_thread(self._serve)
         self.servers.append(new)
-        await asyncio.to_thread(self.gateway.operate, "POST", "", url=new.url)
+        added = await asyncio.to_thread(self.gateway.operate, "POST", "", url=new.url)
+        assert added.status_code == 201, added.text
         await asyncio.to_thread(self.gateway.operate, "DELETE", f"/{address(victim)}")
 
     async def _stop(self, victim: RunningServer) -> None:
@@ -281,7 +196,7 @@ class Siege:
         await asyncio.to_thread(old.process.wait, 300)
 
     async def _until_ready(self, server: RunningServer) -> None:
-        while self.gateway.replica(server.url)["state"] != "ready":
+        while (await asyncio.to_thread(self.gateway.replica, server.url))["state"] != "ready":
             await asyncio.sleep(0.2)
 
 
@@ -298,21 +213,26 @@ class Outcome:
 async def siege(streams: int, concurrency: int, seed: int = 0, made_of: Fleet = Fleet()) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         fleet = await asyncio.to_thread(Siege, Path(folder), stack, concurrency, made_of)
-        right = await fleet.play(range(min(streams, _DIFFERENT)))
+        right = await fleet.play(range(min(streams, DIFFERENT)))
         harm = asyncio.create_task(fleet.harm(seed))
         try:
-            told = await fleet.play(range(streams))
+            told = await fleet.play(range(streams), right)
         finally:
             harm.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await harm
-    pairs = [(one, right[number % len(right)], number) for number, one in enumerate(told)]
-    lost = [one for one, good, _ in pairs if one.error or (not one.ends and good.ends)]
+        pairs = [(one, right[number % len(right)], number) for number, one in enumerate(told)]
+        lost = [one for one, good, _ in pairs if one.error or (not one.ends and good.ends)]
+        different = {
+            number: found for one, good, number in pairs if not one.error and (found := one.difference(good))
+        }
+        again = dict(zip(different, await fleet.play(different), strict=True))
     wrong = [
-        f"stream {number}: {found}"
-        for one, good, number in pairs
-        if not one.error and (found := one.difference(good))
-    ]
+        f"stream {number}: {found}; asked once more: "
+        + ("as undisturbed" if not again[number].difference(right[number % len(right)]) else
+           "as disturbed" if not again[number].difference(told[number]) else "a third answer")
+        for number, found in different.items()
+    ]  # fmt: skip
     examples = [one.error for one in lost[:3]] + wrong[:3]
     pauses_s = sorted(one.longest_pause_s for one in told)
     return Outcome(streams, len(lost), len(wrong), pauses_s, fleet.faults, examples)
@@ -336,16 +256,25 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--concurrency", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=KINDS, default="dense", help="of the tiny model")
+    parser.add_argument("--kind", choices=MODELS, default="dense", help="of the tiny model")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each engine; one of them is killed, too")
     parser.add_argument("--prefill", type=int, default=0, help="prefill engines of each server, hurt as well")
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument(
         "--hang-timeout", type=float, default=3.0, help="of the gateway; more if machines are busy"
     )
+    parser.add_argument("--lora", action="store_true", help="every second stream is an adapter's")
+    parser.add_argument("--more-kinds", action="store_true", help="14 kinds of requests instead of 8")
+    parser.add_argument("--spare-engines", type=int, default=0, help="that replace lost ones at once")
+    parser.add_argument("--server", action="append", default=[], metavar="OPTIONS", help="of each server")
     parser.add_argument("--json", type=Path, default=None)
     chosen = parser.parse_args()
-    fleet = Fleet(chosen.kind, chosen.tp, chosen.prefill, chosen.servers, chosen.hang_timeout)
+    more = tuple(word for text in chosen.server for word in text.split())
+    kinds = KINDS if chosen.more_kinds else KINDS[:8]
+    fleet = Fleet(
+        chosen.kind, chosen.tp, chosen.prefill, chosen.servers, chosen.hang_timeout, more, chosen.lora,
+        chosen.spare_engines, kinds,
+    )  # fmt: skip
     rows = rows_of(asyncio.run(siege(chosen.streams, chosen.concurrency, chosen.seed, fleet)))
     out.print(table(f"faults, on {machine()['cpu']}", rows))
     write_json(chosen.json, rows)
