@@ -68,7 +68,7 @@ def main() -> None:
 
     def timed(shape: Any, captured: bool) -> None:
         graphs, seen, kernels = len(runner._graphs), shape in runner._seen, len(compiled)
-        if not (seen and shape in runner._graphs):
+        if not (seen and runner._graphs.get(shape)):
             torch.cuda.synchronize()  # a full queue of launches also makes the host wait: that is not meant
         start_s = time.perf_counter()
         play(shape, captured)

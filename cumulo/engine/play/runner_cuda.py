@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -47,6 +47,7 @@ from cumulo.engine.play.warm_shapes import warm_shapes
 from cumulo.engine.sampling.sampler import draw, token_logprobs
 from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
+from cumulo.kernels.cuda.captured import CapturedGraphs
 from cumulo.kernels.cuda.compile_ahead import compiling_ahead
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.sampling.sample import SampleBuffers, sample
@@ -106,12 +107,10 @@ class CudaRunner:
         self._plans: dict[StepShape, AttentionPlan | LatentPlan] = {}
         # Others use its scratch: steps run one after the other.
         self._largest_plan: AttentionPlan | LatentPlan | None = None
-        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._graphs: CapturedGraphs[StepShape] = CapturedGraphs()
         self._seen: set[StepShape] = set()
         self._rehearsed: set[tuple[StepShape, bool]] = set()
         self._use_graphs = graphs and on_gpu
-        self._memory_pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
-        self._capture_stream = torch.cuda.Stream() if self._use_graphs else None
         self._meet_ranks, self.rank = meet_ranks, rank
         self.head: HeadRounds | None = None  # drafts; given after the model is in place
         self._ahead: RoundsAhead | None = None  # rounds behind the last step's
@@ -142,7 +141,7 @@ class CudaRunner:
     def close(self) -> None:
         self._settle()
         self._closed = True
-        self._graphs.clear()
+        self._graphs.forget()
 
     @torch.inference_mode()
     def warm_up(self, tell: Callable[[str], None]) -> None:
@@ -200,8 +199,7 @@ class CudaRunner:
         self.model.adapters.bank.install(slot, weights)
         if self.model.adapters.look_again():
             self._synchronise()
-            for shape in [shape for shape in self._graphs if shape.adapters]:
-                del self._graphs[shape]
+            self._graphs.forget(lambda shape: shape.adapters)
 
     def measure_step(self, tokens: int, draws: int) -> int | None:
         """Nothing to measure: a step works in buffers that are held, and counted, already."""
@@ -415,28 +413,14 @@ class CudaRunner:
     def _captured(self, shape: StepShape) -> "torch.cuda.CUDAGraph | None":
         """A step that cannot be captured (for want of memory, say) can still be launched: no request fails."""
         try:
-            self._graphs[shape] = self._capture(shape)
+            return self._capture(shape)
         except Exception:
             log.exception("%s could not be captured; from now on steps of new shapes are launched", shape)
             self._use_graphs = False
-        return self._graphs.get(shape)
+            return None
 
     def _capture(self, shape: StepShape) -> torch.cuda.CUDAGraph:
-        assert self._capture_stream is not None
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
-        self._capture_stream.wait_stream(current)
-        with torch.cuda.stream(self._capture_stream):
-            graph.capture_begin(pool=self._memory_pool, capture_error_mode="thread_local")
-            try:
-                self._launch(shape)
-            except BaseException:
-                with suppress(Exception):  # it would say only that the capture was broken off
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        current.wait_stream(self._capture_stream)
-        return graph
+        return self._graphs.capture(shape, lambda: self._launch(shape))
 
     def _attention(self, shape: StepShape) -> AttentionPlan | LatentPlan:
         shape = StepShape(shape.tokens, shape.rows, shape.draws, shape.decodes_only)  # attention sees no more
