@@ -55,7 +55,14 @@ def validate(
         ),
     ] = False,
     unnamed: Annotated[
-        bool, typer.Option("--unnamed", help="With --as-user: do not name the software either.")
+        bool,
+        typer.Option(
+            "--unnamed",
+            help="With --as-user: name the month in which the row was published instead of the software.",
+        ),
+    ] = False,
+    undated: Annotated[
+        bool, typer.Option("--undated", help="With --unnamed: do not name the month either.")
     ] = False,
     worst: Annotated[int, typer.Option(min=0, help="Also print this many rows with the largest errors.")] = 0,
     svg: Annotated[
@@ -92,6 +99,8 @@ def validate(
         raise ConfigError(
             "--held-out has rows of its own, which nothing was fitted to; omit --left-out and --tables"
         )
+    if undated and not unnamed:
+        raise ConfigError("--undated goes with --unnamed: a row whose software is named needs no date")
     chosen = _rows(tables, held_out, console)
     if not chosen:
         raise ConfigError(
@@ -99,7 +108,7 @@ def validate(
         )
     rows = track(chosen, "predicting", console=console, transient=True)
     if as_user or unnamed:
-        predictions = _as_user(chosen, rows, named=not unnamed, left_out=left_out)
+        predictions = _as_user(chosen, rows, named=not unnamed, dated=not undated, left_out=left_out)
     else:
         predictions = [predict_left_out(row) if left_out else predict(row) for row in rows]
     summaries = by_source(predictions)
@@ -144,15 +153,16 @@ def _rows(tables: Path | None, held_out: bool, console: "Console") -> "list[Publ
 
 
 def _as_user(
-    chosen: "list[PublishedRow]", rows: "Iterable[PublishedRow]", named: bool, left_out: bool
+    chosen: "list[PublishedRow]", rows: "Iterable[PublishedRow]", named: bool, dated: bool, left_out: bool
 ) -> "list[RowPrediction]":
     from tempfile import TemporaryDirectory
 
     from cumulo.cli.shared.asked_rows import AskedRows
+    from cumulo.plan.evidence.published import dates
     from cumulo.plan.evidence.validate import predict, predict_left_out, predict_unnamed
 
     with TemporaryDirectory() as folder:
-        users = AskedRows(chosen, Path(folder), named)
+        users = AskedRows(chosen, Path(folder), named, dates() if dated else None)
         if not named:
             return [predict_unnamed(row, users.likely(row, left_out), left_out) for row in rows]
         return [

@@ -14,10 +14,14 @@ from cumulo.cli.plan_validate import validate
 from cumulo.cli.shared.asked_rows import AskedRows
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
-from cumulo.plan.evidence.published import PublishedRow, citations, held_out_rows, rows
+from cumulo.plan.evidence.published import PublishedRow, citations, dates, held_out_rows, rows
 from cumulo.plan.evidence.published_lines import COLUMNS
 from cumulo.plan.evidence.published_tables import lines_of
 from cumulo.plan.evidence.validate import (
+    COVERAGE_BAR,
+    MEDIAN_BAR,
+    P90_BAR,
+    WIDTH_BAR,
     RowPrediction,
     by_source,
     predict,
@@ -252,6 +256,36 @@ def test_software_that_nobody_names_is_inferred_from_how_a_job_is_described(tmp_
         assert jobs[0][1].software == row.job.software or row.source == "nemo-24.07"
     found = summarise("all", [predict_unnamed(row, users.likely(row, True), True) for row in some])
     assert found.median <= 0.08, found
+
+
+def test_a_version_that_was_not_released_when_the_job_ran_is_not_considered(tmp_path: Path) -> None:
+    row = row_named("bridge-26.02-gb200-qwen3_30b_a3b-8-mxfp8")
+
+    def found(date: str | None) -> set[str]:
+        users = AskedRows([row], tmp_path, named=False, dates={row.source: date} if date else None)
+        return {job.software for _, job in users.likely(row, left_out=True)}
+
+    assert found(dates()[row.source]) == {"megatron-bridge-2025"}
+    both = {"megatron-bridge-2025", "megatron-bridge-2026"}
+    assert found(None) == found("2026-08") == found("2026") == both
+    assert found("2024-07") == both  # neither was there, so either may be like what was
+
+
+@pytest.mark.parametrize("date", ["2026-13", "26-02", "yesterday"])
+def test_a_date_is_a_year_and_a_month(tmp_path: Path, date: str) -> None:
+    row = rows()[0]
+    with pytest.raises(ConfigError, match="2026-02"):
+        AskedRows([row], tmp_path, named=False, dates={row.source: date}).likely(row, left_out=True)
+
+
+@pytest.mark.thorough
+def test_users_who_know_the_date_and_not_the_software_get_answers_within_the_bar(tmp_path: Path) -> None:
+    users = AskedRows(list(rows()), tmp_path, named=False, dates=dates())
+    found = summarise("all", [predict_unnamed(row, users.likely(row, True), True) for row in rows()])
+    assert found.median <= MEDIAN_BAR, found
+    assert found.p90 <= P90_BAR, found
+    assert COVERAGE_BAR[0] <= found.coverage <= COVERAGE_BAR[1], found
+    assert found.width <= WIDTH_BAR, found
 
 
 def test_intervals_are_wider_where_the_software_is_not_named() -> None:

@@ -1,9 +1,11 @@
 """Published rows asked for as a user asks: in words of `cumulo plan train`, read by its own options.
 
 Only what somebody knows who wants to train is in the words: model, GPUs, layout, batch, sequence, number format,
-the software by its name. What else the transcription says of a row, the planner has to know by itself.
+the software by its name, or else the date. What else the transcription says of a row, the planner has to know by
+itself.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +24,13 @@ from cumulo.spec.model_file import plain
 class AskedRows:
     """Rows as a user's questions. Models and machines that are in no catalogue go into a file of the user's own."""
 
-    def __init__(self, rows: list[PublishedRow], folder: Path, named: bool) -> None:
+    def __init__(
+        self, rows: list[PublishedRow], folder: Path, named: bool, dates: Mapping[str, str] | None = None
+    ) -> None:
         self.named = named  # whether the user names the software
+        self.dates = (
+            dates or {}
+        )  # when each source's jobs ran, which the user says where the software is not named
         self.file = folder / "published.yaml"
         tables = {kind: dict(entries) for kind, entries in machines().tables.items()}
         tables["models"] |= {row.name: plain(row.job.model) for row in rows}
@@ -40,7 +47,11 @@ class AskedRows:
             words += ["--fabric", fabric]
         if job.predict_ahead:
             words += ["--mtp", str(job.predict_ahead)]
-        return [*words, "--software", job.software] if self.named else words
+        if self.named:
+            words += ["--software", job.software]
+        elif row.source in self.dates:
+            words += ["--date", self.dates[row.source]]
+        return words
 
     def asked(self, row: PublishedRow) -> PublishedRow:
         """The row with the job that the words describe."""

@@ -25,6 +25,12 @@ class SoftwareOptions:
         "current",
         panel=_SOFTWARE,
     )
+    date: str | None = option(
+        "Year and month in which the job runs, such as 2026-02, if --software is omitted: framework versions "
+        "that were released later are not considered. Default: any version.",
+        None,
+        panel=_SOFTWARE,
+    )
     overlap_tensor: bool | None = option(
         "Hide tensor-parallel collectives behind matrix products. Default: as the software does.",
         None,

@@ -4,8 +4,9 @@
 
 A device, a number format, a model's shape and a layout each go with some generations of software and not with
 others. Naive Bayes over the descriptions of the published rows, all software equally likely beforehand, one
-pseudo-count for each clue; step times have no say. What a software cannot do it was not used for; and nobody is
-taken to scale 8-bit numbers row by row who does not say so.
+pseudo-count for each clue; step times have no say. What a software cannot do it was not used for; where the job's
+date is known, a version of a framework that was released later was not used if there was an earlier one; and nobody
+is taken to scale 8-bit numbers row by row who does not say so.
 """
 
 import math
@@ -49,10 +50,12 @@ def clues(job: TrainJob, cluster: Cluster, zero_known: bool = True) -> Clues:
     return tuple(found.items())
 
 
-def likely(found: Clues, without: str = "") -> tuple[tuple[str, float], ...]:
-    """Software and its probability, most likely first. `without`: a source whose descriptions are not known."""
+def likely(found: Clues, without: str = "", date: str | None = None) -> tuple[tuple[str, float], ...]:
+    """Software and its probability, most likely first. `without`: a source whose descriptions are not known;
+    `date`: year and month in which the job ran, or the year."""
     seen = _sightings(without)
-    able = [name for name in seen.rows if _able(name, found)] or list(seen.rows)
+    existed = [name for name in seen.rows if date is None or not _not_yet_released(name, date)]
+    able = [name for name in existed if _able(name, found)] or existed
     logs = {name: seen.log_likelihood(name, found) for name in able}
     most = max(logs.values())
     weights = {name: math.exp(log - most) for name, log in logs.items()}
@@ -70,6 +73,17 @@ def _able(software: str, found: Clues) -> bool:
         "experts": described["kind"] == "experts",
     }
     return not traits.row_scaled and all(what in traits.runs for what, asked in needed.items() if asked)
+
+
+def _not_yet_released(software: str, date: str) -> bool:
+    """Whether its framework had an earlier version then, and not yet this one. Before its first version any of them
+    stands for what others ran."""
+    by_then = date if len(date) > 4 else f"{date}-12"
+    known = shipped_efficiency().software
+    mine = known[software]
+    return mine.released > by_then and any(
+        other.framework == mine.framework and "" < other.released <= by_then for other in known.values()
+    )
 
 
 @dataclass(frozen=True)

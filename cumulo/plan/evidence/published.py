@@ -65,6 +65,14 @@ def citations() -> Mapping[str, str]:
     return {name: str(entry["citation"]) for name, entry in yaml.safe_load(text).items()}
 
 
+@cache
+def dates() -> Mapping[str, str]:
+    """Year and month in which sources were published, where their citations say it."""
+    text = (_data() / "published_training_sources.yaml").read_text("utf-8")
+    entries = yaml.safe_load(text).items()
+    return {name: str(entry["published"]) for name, entry in entries if "published" in entry}
+
+
 def _data() -> Path:
     return Path(str(resources.files("cumulo.plan") / "data"))
 

@@ -6,6 +6,7 @@ stage and recomputation only. The search bounds whole shapes before it looks at 
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,6 +43,7 @@ class TrainGoal:
     offload_activations: bool = False
     software: str = "current"
     software_named: bool = True  # False: "current" is only what stands for it
+    date: str | None = None  # year and month in which it runs, or the year; None: any
     # None: as the software does it.
     overlap_tensor: bool | None = None
     expert_exchange: Literal["all-to-all", "once"] | None = None
@@ -61,6 +63,8 @@ class TrainGoal:
                 raise ConfigError(f"{name.replace('_', ' ')} must be 1 or more, got {getattr(self, name)}")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise ConfigError(f"the memory of a GPU must be more than 0 bytes, got {self.memory_bytes}")
+        if self.date is not None and not re.fullmatch(r"20\d\d(-(0[1-9]|1[0-2]))?", self.date):
+            raise ConfigError(f"--date is a year and a month, such as 2026-02, or a year; got {self.date!r}")
         device = self.cluster.device
         if device.generation == "cpu" and (self.offload_optimizer or self.offload_activations):
             asked = "--offload-optimizer" if self.offload_optimizer else "--offload-activations"

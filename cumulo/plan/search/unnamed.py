@@ -35,7 +35,7 @@ def likely_jobs(text: str, goal: TrainGoal, without: str = "") -> tuple[LikelyJo
         fits = fitted(fixed_job(text, goal), goal.memory_limit_bytes, said_in(text))
         return (LikelyJob(goal.software, 1.0, fits.job, fits),)
     described = fixed_job(text, goal)
-    seen = likely(clues(described, goal.cluster, "zero" in said_in(text)), without)
+    seen = likely(clues(described, goal.cluster, "zero" in said_in(text)), without, goal.date)
     found = []
     for name, probability in seen:
         try:
@@ -96,7 +96,7 @@ def widened(plan: Plan, goal: TrainGoal) -> Plan:
     if traits is None or goal.cluster.device.generation not in GENERATIONS:
         return plan
     logs = total = 0.0
-    for name, probability in likely(clues(job, goal.cluster)):
+    for name, probability in likely(clues(job, goal.cluster), date=goal.date):
         if probability >= LEAST:
             other = replace(goal, software=name).job(job.layout, job.micro_batch, job.recompute)
             logs += probability * math.log(plan_time(other, goal.cluster, explain=False).step_s)

@@ -49,6 +49,12 @@ class Software:
     zero: Literal[0, 1, 2, 3] = 1
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     note: str = ""
+    released: str = ""  # year and month, where a framework has several versions here
+
+    @property
+    def framework(self) -> str:
+        """Its name without its year."""
+        return self.name.rpartition("-")[0] or self.name
 
     @property
     def flash_attention(self) -> bool:
