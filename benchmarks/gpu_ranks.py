@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,42 +153,73 @@ def prompts_of(vocabulary: int, count: int) -> list[list[int]]:
     ]
 
 
-def play(
-    rank: int, name: str, layout: ServingLayout, invariant: bool, count: int, tokens: int, step: int
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    """What every rank plays. `brief`: greedy answers and bits only."""
+
+    model: str
+    layout: ServingLayout
+    invariant: bool
+    prompts: int
+    tokens: int
+    step: int
+    brief: bool
+
+
+def play(rank: int, case: Case) -> dict[str, Any]:
     torch.cuda.set_device(0)
-    spec = model_spec(name)
-    engine = engine_of(spec, rank, layout, invariant, step)
-    prompts = prompts_of(spec.vocab_size, count)
-    found: dict[str, Any] = {
-        "greedy": [s.token_ids for s in answers(engine, prompts, tokens, temperature=0.0)],
-        "sampled": [s.token_ids for s in answers(engine, prompts[:16], tokens, temperature=1.0)],
-        "cut": [s.token_ids for s in answers(engine, prompts[:16], tokens, temperature=0.8, top_k=20, top_p=0.9)],
-    }  # fmt: skip
+    spec, began_s, alone = model_spec(case.model), time.perf_counter(), case.layout.world == 1
+
+    def told(what: str) -> None:  # where a run that hangs had come to
+        if rank == 0:
+            print(f"  {case.model}, {case.layout}: {what} after {time.perf_counter() - began_s:.1f} s",
+                  file=sys.stderr, flush=True)  # fmt: skip
+
+    engine = engine_of(spec, rank, case.layout, case.invariant, case.step)
+    told("loaded")
+    prompts = prompts_of(spec.vocab_size, case.prompts)
+
+    def tokens_of(some: list[list[int]], **params: Any) -> list[list[int]]:
+        return [one.token_ids for one in answers(engine, some, case.tokens, **params)]
+
+    found: dict[str, Any] = {"greedy": tokens_of(prompts, temperature=0.0)}
+    told("drawn")
+    if not case.brief:
+        found["sampled"] = tokens_of(prompts[:16], temperature=1.0)
+        found["cut"] = tokens_of(prompts[:16], temperature=0.8, top_k=20, top_p=0.9)
+        told("sampled")
     engine.scheduler.pool.clear_cache()
-    if layout.world == 1:  # what other step-mates alone change: the measure of what ranks may
+    if alone and not case.invariant:  # what other step-mates alone change: the measure of what ranks may
         eights = (prompts[first : first + 8] for first in range(0, len(prompts), 8))
-        found["in eights"] = [
-            s.token_ids for some in eights for s in answers(engine, some, tokens, temperature=0.0)
-        ]
+        found["in eights"] = [one for some in eights for one in tokens_of(some, temperature=0.0)]
         engine.scheduler.pool.clear_cache()
-    together = answers(engine, prompts[:16], 24, temperature=0.0, logprobs=4)
-    alone = []
-    for prompt in prompts[:4]:
-        engine.scheduler.pool.clear_cache()
-        alone += answers(engine, [prompt], 24, temperature=0.0, logprobs=4)
-    found["bits"] = [
-        [[entry.logprob for entry in sample.logprobs] for sample in some] for some in (together[:4], alone)
-    ]
+    if case.invariant or not case.brief:
+        found["bits"] = bits(engine, prompts[:16])
+        told("bits")
     found["graphs"] = len(engine.runner._graphs)  # type: ignore[attr-defined]
+    if case.brief:
+        return found
     found["step_ms"] = {}
     for rows in (1, 16, 64):
         step_ms(engine, rows, spec.vocab_size)  # captures
         engine.scheduler.pool.clear_cache()
         found["step_ms"][rows] = step_ms(engine, rows, spec.vocab_size)
-    if layout.tp > 1:
-        found["sum_us"] = {rows: sum_us(engine, rows) for rows in (1, 16, 64, 512, step)}
+    told("timed")
+    if case.layout.tp > 1:
+        found["sum_us"] = {rows: sum_us(engine, rows) for rows in (1, 16, 64, 512, case.step)}
     return found
+
+
+def bits(engine: Engine, prompts: list[list[int]]) -> list[list[list[float]]]:
+    """Log-probabilities of four prompts: in a batch with the others, and each alone."""
+    together = answers(engine, prompts, 24, temperature=0.0, logprobs=4)
+    alone = []
+    for prompt in prompts[:4]:
+        engine.scheduler.pool.clear_cache()
+        alone += answers(engine, [prompt], 24, temperature=0.0, logprobs=4)
+    return [
+        [[entry.logprob for entry in sample.logprobs] for sample in some] for some in (together[:4], alone)
+    ]
 
 
 def sum_us(engine: Engine, rows: int) -> float:
@@ -307,6 +338,31 @@ def kill_a_rank(llm: LLM) -> str:
     return "nobody was told"
 
 
+def compared(case: Case, one: dict[str, Any], several: list[dict[str, Any]]) -> dict[str, Any]:
+    first = several[0]
+    share, diverged = agreement(first["greedy"], one["greedy"])
+    row: dict[str, Any] = {
+        "model": f"{case.model} ({MODELS[case.model] or 'all'} layers)", "ranks": str(case.layout),
+        "batch_invariant": case.invariant, "tokens a step": case.step, "prompts": case.prompts,
+        "greedy agreement %": round(share, 2), "answers that diverge": diverged,
+        "whole answers alike %": round(100 - 100 * diverged / case.prompts, 2),
+        "ranks agree": all(other.get(k) == first.get(k) for other in several for k in ("greedy", "sampled", "cut")),
+        "graphs": first["graphs"],
+    }  # fmt: skip
+    if "in eights" in one:
+        row["one rank, in other batches %"] = round(agreement(one["in eights"], one["greedy"])[0], 2)
+    if "bits" in one:
+        row["bits alone = in a batch"] = first["bits"][0] == first["bits"][1]
+        row["one rank's"] = one["bits"][0] == one["bits"][1]
+        row["bits of one rank"] = first["bits"] == one["bits"]
+    if not case.brief:
+        row["sampled %"] = round(agreement(first["sampled"], one["sampled"])[0], 2)
+        row["top-k, top-p %"] = round(agreement(first["cut"], one["cut"])[0], 2)
+        row |= {"step_ms one rank": one["step_ms"], "step_ms two": first["step_ms"]}
+        row["sum_us"] = first.get("sum_us")
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -320,6 +376,8 @@ def main() -> None:
     for name in ("tp", "pp", "dp", "ep"):
         parser.add_argument(f"--{name}", type=int, default=1, help="ranks; none of shapes: tp 2, and ep 2")
     parser.add_argument("--kinds", default="plain,invariant")
+    parser.add_argument("--brief", action="store_true", help="of shapes: no draws, no times")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds that ranks of a shape may take")
     parser.add_argument("--kill", action="store_true", help="and kill a rank in mid-answer")
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -340,28 +398,11 @@ def main() -> None:
             layout = ServingLayout(chosen.tp, dp=chosen.dp, ep=chosen.ep)
             if layout.world == 1:
                 layout = ServingLayout(tp=2, ep=1 if model_spec(name).moe is None else 2)
-            sizes = (invariant, chosen.prompts, chosen.tokens, chosen.step)
-            one = run_ranks(play, 1, name, ServingLayout(), *sizes, timeout_s=200)[0]
-            two = run_ranks(play, layout.world, name, layout, *sizes, timeout_s=200)
-            noise, _ = agreement(one["in eights"], one["greedy"])
-            share, diverged = agreement(two[0]["greedy"], one["greedy"])
-            row = {
-                "model": f"{name} ({MODELS[name] or 'all'} layers)", "ranks": str(layout),
-                "batch_invariant": invariant, "tokens a step": chosen.step,
-                "one rank, in other batches %": round(noise, 2),
-                "greedy agreement %": round(share, 2), "answers that diverge": diverged,
-                "whole answers alike %": round(100 - 100 * diverged / chosen.prompts, 2),
-                "bits of one rank": two[0]["bits"][1] == one["bits"][1],
-                "ranks agree": all(two[0][k] == two[1][k] for k in ("greedy", "sampled", "cut")),
-                "sampled %": round(agreement(two[0]["sampled"], one["sampled"])[0], 2),
-                "top-k, top-p %": round(agreement(two[0]["cut"], one["cut"])[0], 2),
-                "bits alone = in a batch": two[0]["bits"][0] == two[0]["bits"][1],
-                "one rank's": one["bits"][0] == one["bits"][1],
-                "graphs": two[0]["graphs"], "step_ms one rank": one["step_ms"], "step_ms two": two[0]["step_ms"],
-                "sum_us": two[0].get("sum_us"),
-            }  # fmt: skip
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            case = Case(name, layout, invariant, chosen.prompts, chosen.tokens, chosen.step, chosen.brief)
+            (one,) = run_ranks(play, 1, replace(case, layout=ServingLayout()), timeout_s=chosen.limit)
+            several = run_ranks(play, layout.world, case, timeout_s=chosen.limit)
+            rows.append(compared(case, one, several))
+            print(json.dumps(rows[-1]), flush=True)
     if chosen.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         Path(chosen.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
