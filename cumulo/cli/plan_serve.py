@@ -22,7 +22,7 @@ EXAMPLE = (
     "--slo ttft=500ms,itl=40ms[/bold]"
 )
 _WHERE, _REPORT = "Deployment", "Report"
-_NOT_FOR_RENT = ("h800",)  # sold in China only, and its price is a paper's
+_NOT_FOR_RENT = ("a800", "h800")  # sold in China only, and their prices are a guess and a paper's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class PlanServeOptions:
     rate: float = option("Request rate of all replicas together, in requests/s.", panel=shared.TRAFFIC)
     slo: shared.SloOption
     devices: str = option(
-        "Devices to consider, separated by commas. Default: every GPU in the catalogue but h800.",
+        "Devices to consider, separated by commas. Default: every GPU in the catalogue but a800 and h800.",
         "",
         panel=_WHERE,
     )

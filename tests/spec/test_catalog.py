@@ -86,10 +86,18 @@ def test_everything_in_the_catalogue_can_be_built() -> None:
 
 def test_the_devices_that_were_promised_are_there() -> None:
     promised = (
-        "a100-40gb a100-80gb h100-sxm h100-pcie h100-nvl h200 h800 b200 b300 gb200 gb300 mi300x l40s rtx-4090 "
+        "a100-40gb a100-80gb a800 h100-sxm h100-pcie h100-nvl h200 h800 b200 b300 gb200 gb300 mi300x l40s rtx-4090 "
         "rtx-5090 cpu"
     )
     assert set(promised.split()) <= set(catalog.shipped().names("devices"))
+
+
+def test_an_a800_is_an_a100_whose_nvlink_has_400_gb_s_both_ways() -> None:
+    a100, a800 = catalog.device("a100-80gb"), catalog.device("a800")
+    assert 2 * a800.link_bytes_per_s == 400e9
+    own = {field: getattr(a800, field) for field in ("name", "year", "link_bytes_per_s", "source")}
+    assert a800 == dataclasses.replace(a100, **own)
+    assert catalog.cluster(16, "a800").node.name == "hgx-a800"
 
 
 def test_a_rate_that_a_device_lacks_is_that_of_the_next_wider_format() -> None:

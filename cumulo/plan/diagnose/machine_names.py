@@ -20,6 +20,7 @@ _NODES = (
     (r"H200", "dgx-h200"),
     (r"H100|HGX H100", "dgx-h100"),
     (r"H800", "hgx-h800"),
+    (r"A800", "hgx-a800"),
     (r"A100.*40GB", "dgx-a100-40gb"),
     (r"A100.*SXM|A100", "dgx-a100"),
     (r"MI300X", "mi300x-server"),
@@ -31,7 +32,6 @@ _NODES = (
 # the network of each GPU where it is another one (bytes/s).
 _LIKE: tuple[tuple[str, str, str, float | None, float | None], ...] = (
     (r"\bA100[- ]?(?:80GB |40GB )?PCI", "a100-pcie", "l40s-server", 32e9, 25e9),
-    (r"\bA800", "a800", "dgx-a100", 200e9, None),
     (r"\bH20\b", "h20", "dgx-h100", 450e9, None),
     (r"\bV100[- ]?(?:PCI|FHHL)|\bP100[- ]?PCI", "v100-pcie", "l40s-server", 16e9, 6.25e9),
     # Two rings of three NVLinks each way round, of which 130 GB/s arrive on 8 GPUs.
