@@ -3,6 +3,7 @@ next one adds most to the power mean of all jobs' speedups over a fair share, an
 restart it costs.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -112,18 +113,18 @@ def _placed(
     jobs: ActiveJobs, wanted: Ints, node_gpus: int, free: FreeCapacity, book: QuotaBook
 ) -> list[Decision]:
     """Jobs that keep their size keep their places; the others are placed anew, the largest first."""
-    changed = np.flatnonzero((wanted != jobs.current) | (jobs.current == 0)).tolist()
-    for row in changed:
-        job, had = jobs.job(row)
+    changed = np.flatnonzero((wanted != jobs.current) | (jobs.current == 0))
+    changed = changed[np.lexsort((jobs.arrival_s[changed], -wanted[changed]))]
+    those = [jobs.job(row) for row in changed.tolist()]
+    for job, had in those:
         if had:
             free.give(job, had)
             book.count(job, -len(had))
     decided: list[Decision] = []
     resized: list[Decision] = []
     told = 0
-    for row in sorted(changed, key=lambda row: (-wanted[row], jobs.arrival_s[row])):
-        job, had = jobs.job(row)
-        size, places = int(wanted[row]), None
+    for (job, had), size in zip(those, wanted[changed].tolist(), strict=True):
+        places = None
         empty = _empty_nodes(job, free, node_gpus) if size > node_gpus else 0
         while size and places is None:
             if size == len(had) and has_room(job, had, free):
@@ -170,9 +171,9 @@ def _places(job: JobRequest, size: int, free: FreeCapacity, node_gpus: int) -> t
         node = tightest(free, size, usable)
         return None if node is None else task_places(job, free, [(node, size)])
     empty = members(free.room[node_gpus] & usable, whole_nodes)
-    return (
-        task_places(job, free, [(node, node_gpus) for node in empty]) if len(empty) == whole_nodes else None
-    )
+    if len(empty) < whole_nodes:
+        return None
+    return tuple(itertools.chain.from_iterable(map(free.single_places, empty)))
 
 
 def _places_with_cores(
