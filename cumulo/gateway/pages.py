@@ -109,6 +109,7 @@ class GatewayPages:
             "object": "model",
             "created": 0,
             "owned_by": "cumulo" if contexts else "unknown",
+            "parent": next((one.parent_of(name) for one in replicas if one.parent_of(name)), None),
             "max_model_len": min(contexts, default=None),
             "replicas": len(replicas),
         }
@@ -229,6 +230,7 @@ def _described(replica: UpstreamReplica) -> dict[str, Any]:
         "detail": refuses or None,
         "kind": "cumulo" if identity is not None else "openai",
         "models": list(replica.models),
+        "adapters": sorted(replica.adapters),
         "weight": replica.member.weight,
         "version": identity.version if identity is not None else None,
         "fingerprint": identity.fingerprint if identity is not None else None,

@@ -61,7 +61,7 @@ class PassedRequest:
         self.record, self._home = record, home
         self._headers = [*passed_on(scope["headers"]), (VIA_HEADER, fleet.options.id.encode())]
         self._stream = SealedStream()
-        self._like = ""  # the fingerprint of the model that has begun the answer
+        self._like = ""  # the likeness of the replica that has begun the answer
         self._begun = False  # has the client got a byte?
         self._refusal: tuple[Response, bytes] | None = None  # what a replica answered that others may not
         self._gone = False
@@ -224,8 +224,7 @@ class PassedRequest:
             headers = passed_headers(exchange.response)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._begun = True
-            if replica.identity is not None:
-                self._like = replica.identity.fingerprint
+            self._like = replica.likeness(self._prompt.model)
         learnt = False
         while pieces := await exchange.next_pieces():
             data = pieces[0] if len(pieces) == 1 else b"".join(pieces)

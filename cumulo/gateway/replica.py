@@ -67,6 +67,7 @@ class UpstreamReplica:
         self.told: Told | None = None  # None: it has never answered
         self.identity: FleetIdentity | None = None  # of a Cumulo server that let us in
         self.news = FleetNews(ready=False)
+        self.adapters: dict[str, str] = {}  # fingerprints by name, of a Cumulo server
         self.blocks: set[BlockHash] = set()
         self._promised: list[set[BlockHash]] = [
             set(),
@@ -93,7 +94,16 @@ class UpstreamReplica:
     def models(self) -> tuple[str, ...]:
         if self.told is None:
             return ()
-        return self.told.models if self.member.model is None else (self.member.model,)
+        own = self.told.models if self.member.model is None else (self.member.model,)
+        return (*own, *self.adapters)
+
+    def parent_of(self, model: str) -> str | None:
+        """The model that an adapter belongs to; None: it is none."""
+        return self.identity.model if self.identity is not None and model in self.adapters else None
+
+    def likeness(self, model: str | None) -> str:
+        """Replicas of one likeness continue each other's answers; empty: of none."""
+        return f"{self.identity.fingerprint} {self.adapters.get(model or '', '')}" if self.identity else ""
 
     def refuses(self, now_s: float) -> str:
         if self.trouble:
@@ -119,6 +129,8 @@ class UpstreamReplica:
     # -- news ---------------------------------------------------------------------------------------------
     def take(self, news: FleetNews) -> None:
         self.news = news
+        if news.adapters is not None:
+            self.adapters = news.adapters
         if news.reset:
             self.blocks.clear()
         if news.added or news.removed:

@@ -170,13 +170,13 @@ class Replicas:
     def choose(
         self, prompt: PromptHint, tried: frozenset[str] = frozenset(), like: str = "", home: str | None = None
     ) -> ChosenReplica:
-        """Raises NoReplica or UnknownModel. `like`: the fingerprint of the model that has begun the answer. `home`:
+        """Raises NoReplica or UnknownModel. `like`: the likeness of the replica that has begun the answer. `home`:
         the only replica that can answer."""
         pool, memory, now_s = self.pool(prompt.model), self.memory(prompt.model), time.monotonic()
         if home is not None:
             pool = [one for one in self.replicas.values() if one.name == home]
         if like:
-            pool = [one for one in pool if one.identity is not None and one.identity.fingerprint == like]
+            pool = [one for one in pool if one.likeness(prompt.model) == like]
         tokens = memory.tokens(prompt.text_bytes)
         by_tokens = all(replica.is_cumulo for replica in pool)
         ask = Ask(

@@ -36,6 +36,7 @@ async def _lines(service: Service, identity: FleetIdentity) -> AsyncIterator[byt
     loop = asyncio.get_running_loop()
     told_s, ticks, version, speeds = 0.0, 0, None, (0.0, 0.0)
     told: FleetNews | None = None
+    told_adapters: dict[str, str] | None = None
     first: FleetIdentity | None = identity
     while True:
         if ticks % _RARELY_TICKS == 0:
@@ -47,11 +48,15 @@ async def _lines(service: Service, identity: FleetIdentity) -> AsyncIterator[byt
         ticks += 1
         news = _news(service, *speeds)
         now, reset, added, removed = service.block_log.since(version)
-        if news != told or now != version or loop.time() - told_s >= _LONGEST_SILENCE_S:
+        adapters = {one.name: one.fingerprint for one in service.adapters.served.values()}
+        changed = news != told or now != version or adapters != told_adapters
+        if changed or loop.time() - told_s >= _LONGEST_SILENCE_S:
             told, told_s = news, loop.time()
             blocks = {"reset": reset, "added": added, "removed": removed}
-            yield written(msgspec.structs.replace(news, identity=first, **blocks)) + b"\n"
-            version, first = now, None
+            loaded = adapters if adapters != told_adapters else None
+            line = msgspec.structs.replace(news, identity=first, adapters=loaded, **blocks)
+            yield written(line) + b"\n"
+            version, first, told_adapters = now, None, adapters
         if service.draining and not service.engine.in_flight and not service.unsent:
             return
         await asyncio.sleep(_TICK_S)

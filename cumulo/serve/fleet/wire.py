@@ -94,6 +94,7 @@ class FleetNews(msgspec.Struct, frozen=True, omit_defaults=True):
     added: str = ""  # hashes of KV blocks that came, HASH_BYTES each, as base64
     removed: str = ""
     reset: bool = False  # forget all blocks first
+    adapters: dict[str, str] | None = None  # those that are loaded, with their fingerprints; None: as before
 
 
 def packed_hashes(hashes: "list[bytes]") -> str:
