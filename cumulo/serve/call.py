@@ -114,7 +114,7 @@ class Call:
         self._unfinished = len(prompts)
 
         def send(position: int, tokens: list[int]) -> None:
-            request_id = self.id if len(prompts) == 1 else f"{self.id}-{position}"
+            request_id = self._unused_id(self.id if len(prompts) == 1 else f"{self.id}-{position}")
             self._request_ids.append(request_id)
             drawn = params if passage is None else passage.params_of(position, own_seed, params)
             submit = Submit(
@@ -141,6 +141,17 @@ class Call:
             connection.when_gone(self._lose_client)
         else:
             self._watcher = asyncio.create_task(self._watch())
+
+    def _unused_id(self, name: str) -> str:
+        """A gateway may send a request to a server that still computes it, or remembers it: to one that was slow to
+        answer, for instance. What the engine says of the one is nothing for the other."""
+        if self.passage is None:
+            return name
+        service, found, times = self.service, name, 1
+        while found in service.engine.in_flight or service.stories.get(found) is not None:
+            times += 1
+            found = f"{name}.{times}"
+        return found
 
     def _send_more(self, count: int) -> None:
         for _ in range(min(count, len(self._unsent))):
