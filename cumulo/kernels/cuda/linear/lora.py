@@ -149,18 +149,23 @@ def _expand(low, b, y, rows, starts, slots, ranks, stride_y, stride_b, stride_ou
     index = begin + tl.arange(0, ROWS)
     here = index < end
     row = tl.load(rows + index, mask=here, other=0).to(tl.int64)
+    own = tl.arange(0, TILE)
+    b += slot.to(tl.int64) * stride_b + column[None, :] * stride_output
+    weights = tl.load(
+        b + own[:, None] * stride_rank
+    )  # of the first ranks: nothing else has to be read before
     places = y + row[:, None] * stride_y + column[None, :]
     if ADD:
         sums = tl.load(places, mask=here[:, None], other=0.0).to(tl.float32)
     else:
         sums = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-    b += slot.to(tl.int64) * stride_b + column[None, :] * stride_output
+    low += index[:, None].to(tl.int64) * stride_low + part * RANK_MAX + own[None, :]
     for tile in range(0, rank, TILE):
-        own = tile + tl.arange(0, TILE)
         found = tl.zeros((ROWS, TILE), dtype=tl.float32)
         for split in tl.static_range(SPLITS):
-            held = low + split * stride_split + index[:, None].to(tl.int64) * stride_low
-            found += tl.load(held + part * RANK_MAX + own[None, :], mask=here[:, None], other=0.0)
-        weights = tl.load(b + own[:, None] * stride_rank)
+            found += tl.load(low + split * stride_split + tile, mask=here[:, None], other=0.0)
         sums = tl.dot(found.to(weights.dtype), weights, sums, input_precision="ieee")
+        if RANK_MAX > TILE:
+            ahead = tile + TILE + own
+            weights = tl.load(b + ahead[:, None] * stride_rank, mask=ahead[:, None] < rank, other=0.0)
     tl.store(places, sums.to(y.dtype.element_ty), mask=here[:, None])

@@ -69,11 +69,11 @@ TILES = (
 
 
 def ends_in_a_short_wave(n: int, swiglu: bool, multiprocessors: int = 132) -> bool:
-    """Whether, with one program for 64 outputs on every multiprocessor at a time, three in ten of their turns are
-    spent waiting for a few at the end."""
+    """Whether, with one program for 64 outputs on every multiprocessor at a time, a quarter of their turns or more
+    are spent waiting for a few at the end."""
     tiles = -(-(n // 2 if swiglu else n) // 64)
     turns = -(-tiles // multiprocessors) * multiprocessors
-    return tiles > multiprocessors and 10 * (turns - tiles) >= 3 * turns
+    return tiles > multiprocessors and 4 * (turns - tiles) >= turns
 
 
 def default_config(
