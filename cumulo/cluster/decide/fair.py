@@ -4,17 +4,17 @@ NSDI 2011), within quotas, with borrowing of what others leave unused, and recla
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
-from cumulo.cluster.decide.fit import only_gpus, slots
+from cumulo.cluster.decide.fit import Placer, only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes
-from cumulo.cluster.decide.queue import Shape, shape_key, tenant_queues
-from cumulo.cluster.decide.queueing import Placer, by_priority, queue_policy
+from cumulo.cluster.decide.queue import Shape, WaitingRow, shape_key, tenant_queues, tenant_rows
+from cumulo.cluster.decide.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import RunningTable, gpus_by_tenant, jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
@@ -23,31 +23,36 @@ _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
 
 
-def by_share(snapshot: Snapshot) -> Iterator[JobRequest]:
+def by_share(snapshot: Snapshot) -> Iterator[WaitingRow]:
     """Jobs one by one from the tenant with the smallest weighted dominant share; what is tried counts as had, so
     that a tenant whose job does not fit does not hold up all others."""
     total_gpus, total_cpu = snapshot.free.capacity
     running = table_of(snapshot.running)
-    heap: list[tuple[float, float, str, int, float, float, float, Sequence[JobRequest]]] = []
-    for tenant, queue in tenant_queues(snapshot.waiting).items():
+    heap: list[tuple[float, float, str, WaitingRow, float, float, float, Iterator[WaitingRow]]] = []
+    for tenant, rows in tenant_rows(snapshot.waiting).items():
         quota = snapshot.quotas.get(tenant)
         weight = max(quota.weight if quota else 1.0, 1e-9)
         gpus, cpu = running.milli[tenant] / WHOLE_GPU, float(running.cpu_milli[tenant])
         share = max(gpus / total_gpus, cpu / total_cpu) / weight
-        heap.append((share, queue[0].arrival_s, tenant, 0, gpus, cpu, weight, queue))
+        row = next(rows)
+        heap.append((share, row[0].arrival_s, tenant, row, gpus, cpu, weight, rows))
     heapq.heapify(heap)
     while heap:
-        _, _, tenant, at, gpus, cpu, weight, queue = heap[0]
-        job = queue[at]
-        at += 1
-        if at < len(queue):
-            gpus += job.tasks * job.gpus_per_task * job.gpu_milli / WHOLE_GPU
-            cpu += job.tasks * job.cpu_milli
-            share = max(gpus / total_gpus, cpu / total_cpu) / weight
-            heapq.heapreplace(heap, (share, queue[at].arrival_s, tenant, at, gpus, cpu, weight, queue))
-        else:
+        _, _, tenant, row, gpus, cpu, weight, rows = heap[0]
+        following = next(rows, None)
+        if following is None:
             heapq.heappop(heap)
-        yield job
+        else:
+            gpus += row[3]
+            share = gpus / total_gpus
+            if cpu or row[4]:
+                cpu += row[4]
+                share = max(share, cpu / total_cpu)
+            heapq.heapreplace(
+                heap,
+                (share / weight, following[0].arrival_s, tenant, following, gpus, cpu, weight, rows),
+            )
+        yield row
 
 
 def fair(place: Placer) -> Policy:
@@ -140,7 +145,7 @@ def preempting(place: Placer) -> Policy:
         book, preemptible = QuotaBook(snapshot), running.preemptible
         lowest = min((priority for priority, jobs in preemptible.items() if jobs), default=None)
         _watch(snapshot, _priority)
-        for job in itertools.islice(by_priority(snapshot), _MOST_URGENT):
+        for job, *_ in itertools.islice(by_priority(snapshot), _MOST_URGENT):
             if lowest is None or job.priority <= lowest:
                 break  # nor may any behind it
             if (job.priority, shape_key(job)) in hopeless or book.refuses(job) is not None:

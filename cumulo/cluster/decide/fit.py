@@ -1,10 +1,14 @@
 """Whether a gang fits, and on which nodes: tight packing, blind to topology. Policies place with it, or
 better."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints, first_member, members
+
+Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
 
 
 def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:
@@ -79,7 +83,11 @@ def tightest(free: FreeCapacity, gpus: int, among: int) -> int | None:
 
 def _first_gpus(job: JobRequest, free: FreeCapacity, node: int) -> TaskPlace:
     """The first whole GPUs of a node."""
-    shares = free.gpu_milli[node].tolist()
+    if job.gpus_per_task == free.nodes[node].gpus:
+        return free.whole_place(node)
+    shares: list[int] = free.gpu_milli[node].tolist()
+    if job.gpus_per_task == 1:
+        return free.single_places(node)[shares.index(WHOLE_GPU)]
     able = [gpu for gpu, share in enumerate(shares) if share == WHOLE_GPU]
     return TaskPlace(free.nodes[node].name, tuple(able[: job.gpus_per_task]))
 
@@ -137,8 +145,12 @@ def task_places(job: JobRequest, free: FreeCapacity, counts: list[tuple[int, int
     places: list[TaskPlace] = []
     single = job.gpus_per_task == 1 and not job.fractional
     for node, tasks in counts:
-        if single and tasks == free.whole[node] == free.gpus[node]:
+        gpus = free.nodes[node].gpus
+        if single and tasks == gpus == free.whole[node]:
             places += free.single_places(node)
+            continue
+        if tasks == 1 and job.gpus_per_task == gpus and gpus > 1:
+            places.append(free.whole_place(node))
             continue
         name, shares = free.nodes[node].name, free.gpu_milli[node].tolist()
         if job.gpus_per_task and not job.fractional:

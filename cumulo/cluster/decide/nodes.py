@@ -44,6 +44,7 @@ class FreeCapacity:
         "_device_masks",
         "_device_sets",
         "_single_places",
+        "_whole_places",
         "capacity",
         "cpu_milli",
         "free_gpus",
@@ -77,6 +78,7 @@ class FreeCapacity:
         self._device_masks: dict[tuple[str, ...], NDArray[np.bool_]] = {}
         self._device_sets: dict[tuple[str, ...], int] = {}
         self._single_places: dict[int, tuple[TaskPlace, ...]] = {}
+        self._whole_places: dict[int, TaskPlace] = {}
         # GPUs and thousandths of cores of all nodes, for shares
         self.capacity = (
             max(1.0, float(self.gpus.sum())), max(1.0, float(sum(node.cpu_milli for node in nodes)))
@@ -116,6 +118,14 @@ class FreeCapacity:
             one = self.nodes[node]
             known = tuple(TaskPlace(one.name, (gpu,)) for gpu in range(one.gpus))
             self._single_places[node] = known
+        return known
+
+    def whole_place(self, node: int) -> TaskPlace:
+        """A place on all GPUs of a node, made once."""
+        known = self._whole_places.get(node)
+        if known is None:
+            one = self.nodes[node]
+            known = self._whole_places[node] = TaskPlace(one.name, tuple(range(one.gpus)))
         return known
 
     def usable_set(self, devices: tuple[str, ...]) -> int:

@@ -6,10 +6,13 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from cumulo.cluster.decide.jobs import JobRequest
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest
 
 SortKey = Callable[[JobRequest], Any]
 Shape = tuple[int, int, int, int, int, tuple[str, ...]]
+# A job, the number of its shape, its predicted seconds (infinite: unknown), its GPUs and thousandths of cores.
+WaitingRow = tuple[JobRequest, int, float, float, int]
+_STRETCH = 256  # rows that are made together
 
 
 def shape_key(job: JobRequest) -> Shape:
@@ -21,20 +24,45 @@ def by_arrival_key(job: JobRequest) -> float:
     return job.arrival_s
 
 
+def _seconds(job: JobRequest) -> float:
+    return float("inf") if job.predicted_s is None else job.predicted_s
+
+
 def _length(job: JobRequest) -> tuple[float, str]:
-    return float("inf") if job.predicted_s is None else job.predicted_s, job.job_id
+    return _seconds(job), job.job_id
+
+
+def _row(job: JobRequest, shape: int) -> WaitingRow:
+    gpus = job.tasks * job.gpus_per_task * job.gpu_milli / WHOLE_GPU
+    return job, shape, _seconds(job), gpus, job.tasks * job.cpu_milli
 
 
 class _Sorted:
-    """Jobs in the order of a key, the earlier number first among equals."""
+    """Jobs in the order of a key, the earlier number first among equals. The rows of the first are kept, as far as
+    somebody read them: decisions read the same ones again and again."""
 
-    __slots__ = ("jobs", "key", "keys")
+    __slots__ = ("_first", "_row", "jobs", "key", "keys")
 
-    def __init__(self, key: SortKey, jobs: Iterable[tuple[int, JobRequest]]) -> None:
-        self.key = key
+    def __init__(
+        self,
+        key: SortKey,
+        jobs: Iterable[tuple[int, JobRequest]],
+        row: Callable[[JobRequest], WaitingRow],
+    ) -> None:
+        self.key, self._row = key, row
         rows = sorted(((key(job), number), job) for number, job in jobs)
         self.keys = [row[0] for row in rows]
         self.jobs = [row[1] for row in rows]
+        self._first: list[WaitingRow] = []
+
+    def rows(self) -> Iterator[WaitingRow]:
+        at, first, jobs = 0, self._first, self.jobs
+        while at < len(jobs):
+            if at >= len(first):
+                first += map(self._row, jobs[at : at + _STRETCH])
+            some = first[at : at + _STRETCH]
+            yield from some
+            at += len(some)
 
     def add(self, job: JobRequest, number: int) -> None:
         entry = (self.key(job), number)
@@ -45,10 +73,14 @@ class _Sorted:
         at = bisect.bisect(self.keys, entry)
         self.keys.insert(at, entry)
         self.jobs.insert(at, job)
+        if at < len(self._first):
+            self._first.insert(at, self._row(job))
 
     def remove(self, job: JobRequest, number: int) -> None:
         at = bisect.bisect_left(self.keys, (self.key(job), number))
         del self.keys[at], self.jobs[at]
+        if at < len(self._first):
+            del self._first[at]
 
 
 class ShapeNumbers:
@@ -66,7 +98,7 @@ class JobQueue(Sequence[JobRequest]):
     for; `tenants` the queue of each tenant."""
 
     def __init__(self) -> None:
-        self._arrived = _Sorted(by_arrival_key, ())
+        self._arrived = _Sorted(by_arrival_key, (), self.row)
         self._views: dict[SortKey, _Sorted] = {by_arrival_key: self._arrived}
         self._tenants: dict[str, _Sorted] | None = None
         self._known: dict[str, tuple[int, JobRequest]] = {}
@@ -105,7 +137,7 @@ class JobQueue(Sequence[JobRequest]):
         for view in self._views.values():
             view.add(job, number)
         if self._tenants is not None:
-            self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, ())).add(job, number)
+            self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, (), self.row)).add(job, number)
 
     def remove(self, job_id: str) -> JobRequest:
         number, job = self._known.pop(job_id)
@@ -130,12 +162,22 @@ class JobQueue(Sequence[JobRequest]):
             self.remove(job.job_id)
             self.add(job, number)
 
-    def ordered(self, key: SortKey) -> Sequence[JobRequest]:
-        """`key`: always the same function for one order, and of the job alone."""
+    def row(self, job: JobRequest) -> WaitingRow:
+        return _row(job, self.shapes[job.job_id])
+
+    def _view(self, key: SortKey) -> _Sorted:
         known = self._views.get(key)
         if known is None:
-            known = self._views[key] = _Sorted(key, self._known.values())
-        return known.jobs
+            known = self._views[key] = _Sorted(key, self._known.values(), self.row)
+        return known
+
+    def ordered(self, key: SortKey) -> Sequence[JobRequest]:
+        """`key`: always the same function for one order, and of the job alone."""
+        return self._view(key).jobs
+
+    def rows(self, key: SortKey) -> Iterator[WaitingRow]:
+        """The same order, one by one."""
+        return self._view(key).rows()
 
     @property
     def tenants(self) -> dict[str, Sequence[JobRequest]]:
@@ -147,7 +189,7 @@ class JobQueue(Sequence[JobRequest]):
         if self._tenants is None:
             self._tenants = {}
             for number, job in self._known.values():
-                self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, ())).add(job, number)
+                self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, (), self.row)).add(job, number)
         return self._tenants
 
 
@@ -164,6 +206,24 @@ def tenant_queues(waiting: Sequence[JobRequest]) -> dict[str, Sequence[JobReques
     for job in waiting:
         found.setdefault(job.tenant, []).append(job)
     return dict(found)
+
+
+def rows_in_order(waiting: Sequence[JobRequest], key: SortKey) -> Iterator[WaitingRow]:
+    if isinstance(waiting, JobQueue):
+        return waiting.rows(key)
+    return _rows_of(waiting if key is by_arrival_key else sorted(waiting, key=key), ShapeNumbers())
+
+
+def tenant_rows(waiting: Sequence[JobRequest]) -> dict[str, Iterator[WaitingRow]]:
+    """Each tenant's jobs in the order of arrival."""
+    if isinstance(waiting, JobQueue):
+        return {name: some.rows() for name, some in waiting.by_tenant.items()}
+    numbers = ShapeNumbers()
+    return {name: _rows_of(jobs, numbers) for name, jobs in tenant_queues(waiting).items()}
+
+
+def _rows_of(jobs: Iterable[JobRequest], numbers: ShapeNumbers) -> Iterator[WaitingRow]:
+    return (_row(job, numbers.shape(job)) for job in jobs)
 
 
 def shape_samples(waiting: Sequence[JobRequest]) -> Iterable[JobRequest]:

@@ -5,22 +5,19 @@ order, a placer, and this loop.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cumulo.cluster.decide.check import has_room
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fifo import why_not
-from cumulo.cluster.decide.fit import only_gpus, pack_gang, slots
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.queue import JobQueue, ShapeNumbers, SortKey, by_arrival_key, ordered
+from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots
+from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
+from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key, rows_in_order
 from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.releases import Releases, Start
+from cumulo.cluster.decide.reservations import Reservation, Reservations
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
-Order = Callable[[Snapshot], Iterable[JobRequest]]
-Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
+Order = Callable[[Snapshot], Iterator[WaitingRow]]
 _MOST_TRIED = (
     200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
 )
@@ -30,22 +27,22 @@ _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decisio
 _LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told
 
 
-def by_arrival(snapshot: Snapshot) -> Iterable[JobRequest]:
-    return snapshot.waiting
+def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:
+    return rows_in_order(snapshot.waiting, by_arrival_key)
 
 
-def by_prediction(snapshot: Snapshot) -> Iterable[JobRequest]:
+def by_prediction(snapshot: Snapshot) -> Iterator[WaitingRow]:
     """Short jobs first; a job of unknown duration counts as an hour. Nobody starves: ten times its duration after
     its arrival a job is before everybody who arrives then."""
-    return ordered(snapshot.waiting, _stretched)
+    return rows_in_order(snapshot.waiting, _stretched)
 
 
 def _stretched(job: JobRequest) -> float:
     return job.arrival_s + _STRETCH * (3600.0 if job.predicted_s is None else job.predicted_s)
 
 
-def by_priority(snapshot: Snapshot) -> Iterable[JobRequest]:
-    return ordered(snapshot.waiting, _urgent)
+def by_priority(snapshot: Snapshot) -> Iterator[WaitingRow]:
+    return rows_in_order(snapshot.waiting, _urgent)
 
 
 def _urgent(job: JobRequest) -> tuple[int, float]:
@@ -79,7 +76,7 @@ def queue_policy(
             return []
         trial = _Trial(snapshot, place, backfill, reservations, reason)
         if last is not None and newcomers is not None:
-            trial.decide_on(newcomers, last.reserved)
+            trial.decide_on(newcomers, last.reserved, last.queue)
         else:
             trial.decide(order(snapshot))
         last = _Last.of(trial, _KEYS.get(order), by_tenant)
@@ -103,14 +100,14 @@ class _Last:
     @classmethod
     def of(cls, trial: "_Trial", key: SortKey | None, by_tenant: bool) -> "_Last | None":
         queue = trial.snapshot.waiting
-        if not isinstance(queue, JobQueue) or not trial.reserved or trial.book.quotas:
+        if not isinstance(queue, JobQueue) or not trial.reserved.made or trial.book.quotas:
             return None
         if key is None and not by_tenant:
             return None
         if trial.reservations > 1:
             return None  # jobs in between may have a reservation next time
         started = [one.job_id for one in trial.decided if isinstance(one, JobPlacement)]
-        reserved = [one.job for one in trial.reserved]
+        reserved = [one.job for one in trial.reserved.made]
         if key is None and started:
             return None  # tenants have more than they had
         return cls(queue, key, len(queue.arrivals), trial.free.gains, reserved, started)
@@ -156,17 +153,9 @@ def _is_far(job: JobRequest, queue: JobQueue) -> bool:
     return len(own) > _MOST_TRIED and own[_MOST_TRIED].arrival_s < job.arrival_s
 
 
-@dataclass(slots=True)
-class _Reservation:
-    job: JobRequest
-    start_s: float
-    start: Start | None  # of a gang of whole GPUs; others have the whole cluster at that moment instead
-    free_then: FreeCapacity | None = None  # with the reserved job placed
-
-
 @dataclass
 class _Trial:
-    """One decision while it is made. What it tries is taken back at its end."""
+    """One decision while it is made."""
 
     snapshot: Snapshot
     place: Placer
@@ -174,119 +163,119 @@ class _Trial:
     reservations: int
     reason: str
     decided: list[Decision] = field(default_factory=list)
-    reserved: list[_Reservation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.free = self.snapshot.free
-        self.releases = self.snapshot.releases
         self.book = QuotaBook(self.snapshot)
-        self.started: list[RunningJob] = []
-        waiting = self.snapshot.waiting
-        self.shapes = waiting if isinstance(waiting, JobQueue) else ShapeNumbers()
+        self.reserved = Reservations(self.snapshot, self.place)
         # What is free only shrinks: these shapes never fit in this decision, and why.
         self.failed: dict[int, str] = {}
-        self.narrow: tuple[_Reservation, FreeCapacity] | None = None
         self.harmful: dict[int, float] = {}  # they delay a reserved job if they end after this moment
+        self.hopeless = False  # nobody else can start
+        self._fitting: int | None = None  # a shape that fits, and delays nobody as far as is known
 
-    def decide(self, ordered: Iterable[JobRequest]) -> None:
+    def decide(self, ordered: Iterator[WaitingRow]) -> None:
         try:
-            rest = iter(ordered)
-            if self._in_turn(rest):
-                self._behind(rest)
+            if self._in_turn(ordered):
+                self._behind(ordered)
         finally:
-            self._take_back()
+            self.reserved.take_back()
 
-    def decide_on(self, newcomers: list[JobRequest], reserved: list[JobRequest]) -> None:
+    def decide_on(self, newcomers: list[JobRequest], reserved: list[JobRequest], queue: JobQueue) -> None:
         """Looks at these jobs only, behind those that have a reservation."""
         try:
             for job in reserved:
-                self.failed[self.shapes.shape(job)] = ""
-                found = self.reserve(job)
-                if found is not None:
-                    self.reserved.append(found)
+                self.failed[queue.shapes[job.job_id]] = ""
+                self.reserved.reserve(job)
             if newcomers:
-                self._behind(iter(newcomers))
+                self._behind(map(queue.row, newcomers))
         finally:
-            self._take_back()
+            self.reserved.take_back()
 
-    def _in_turn(self, jobs: Iterator[JobRequest]) -> bool:
+    def _in_turn(self, rows: Iterator[WaitingRow]) -> bool:
         """Starts jobs until one does not fit; whether those behind it may be tried."""
-        for job in jobs:
+        for job, shape, *_ in rows:
             refused = self.book.refuses(job)
             if refused is not None:
                 self.decided.append(Waits(job.job_id, refused))
                 continue
             places = self.place(job, self.free)
             if places is None:
-                return self.wait(job, self.shapes.shape(job))
+                return self.wait(job, shape)
             self.start(job, places)
         return False
 
-    def _behind(self, jobs: Iterator[JobRequest]) -> None:
+    def _behind(self, rows: Iterator[WaitingRow]) -> None:
         """Jobs behind one that waits. Most of them do not fit either: a glance at their shape tells."""
-        waiting, failed, harmful = self.snapshot.waiting, self.failed, self.harmful
-        shapes = waiting.shapes if isinstance(waiting, JobQueue) else {}
-        unknown = self.shapes.shape
-        now_s, hopeless = self.snapshot.now_s, self.full() or self.nobody_fits()
-        told = _MOST_REASONS if len(waiting) < _LONG_QUEUE else 0
-        number = 0
-        for job in itertools.islice(jobs, _MOST_TRIED):
-            number += 1
-            if hopeless and number > told:
-                break
-            name = job.job_id
-            shape = shapes[name] if name in shapes else unknown(job)
-            if shape in failed or hopeless:
-                if number <= told:
-                    self.decided.append(Waits(name, self.why(job, shape)))
+        failed, harmful, now_s = self.failed, self.harmful, self.snapshot.now_s
+        self.hopeless = self.full() or self.nobody_fits()
+        tried = itertools.islice(rows, _MOST_TRIED)
+        told = _MOST_REASONS if len(self.snapshot.waiting) < _LONG_QUEUE else 0
+        for job, shape, seconds, _, _ in itertools.islice(tried, told):
+            if shape in failed or self.hopeless:
+                self.decided.append(Waits(job.job_id, self.why(job, shape)))
+            elif shape in harmful and now_s + seconds > harmful[shape]:
                 continue
-            if shape in harmful and (job.predicted_s is None or now_s + job.predicted_s > harmful[shape]):
+            elif not self._tried(job, shape):
+                return
+        if self.hopeless:
+            return
+        for job, shape, seconds, _, _ in tried:
+            if shape in failed or (shape in harmful and now_s + seconds > harmful[shape]):
                 continue
-            refused = self.book.refuses(job)
-            if refused is not None:
-                self.decided.append(Waits(name, refused))
-                continue
-            places = self.place(job, self.free)
-            if places is None:
-                if not self.wait(job, shape):
-                    break
-                hopeless = self.nobody_fits()
-                continue
-            places = self.without_harm(job, shape, places)
-            if places is not None:
-                self.start(job, places)
-                hopeless = self.full()
-            hopeless = hopeless or self.nobody_fits()
+            if not self._tried(job, shape) or self.hopeless:
+                return
+
+    def _tried(self, job: JobRequest, shape: int) -> bool:
+        """Starts a job if it fits and delays nobody; whether those behind it may be tried."""
+        refused = self.book.refuses(job)
+        if refused is not None:
+            self.decided.append(Waits(job.job_id, refused))
+            return True
+        places = self.place(job, self.free)
+        if places is None:
+            if not self.wait(job, shape):
+                return False
+            self.hopeless = self.nobody_fits()
+            return True
+        harmless = self.reserved.without_harm(job, places)
+        if isinstance(harmless, Reservation):
+            self.harmful[shape] = harmless.start_s
+            reason = f"it fits, but would delay {harmless.job.job_id}, which is before it"
+            self.decided.append(Waits(job.job_id, reason))
+        else:
+            self.start(job, harmless)
+            self.hopeless = self.full()
+        self.hopeless = self.hopeless or self.nobody_fits()
+        return True
 
     def why(self, job: JobRequest, shape: int) -> str:
         """Why a job of this shape waits, worded once."""
         if shape in self.harmful:
-            return f"it fits, but would delay {self.reserved[0].job.job_id}, which is before it"
+            return f"it fits, but would delay {self.reserved.made[0].job.job_id}, which is before it"
         reason = self.failed.get(shape) or why_not(job, self.free)
         self.failed[shape] = reason
         return reason
 
     def nobody_fits(self) -> bool:
         """Whether it is clear from the shapes alone that no waiting job can start now."""
-        waiting, failed, harmful, now_s = (
-            self.snapshot.waiting,
-            self.failed,
-            self.harmful,
-            self.snapshot.now_s,
-        )
+        waiting, failed, harmful = self.snapshot.waiting, self.failed, self.harmful
         if not isinstance(waiting, JobQueue) or len(waiting.by_shape) > _MOST_SHAPES:
             return False
-        if len(self.reserved) < self.reservations:
+        if len(self.reserved.made) < self.reservations:
             return False  # the next that does not fit gets a reservation
+        if self._fitting is not None and self._fitting not in failed and self._fitting not in harmful:
+            return False
         for shape, lengths in waiting.by_shape.items():
             if shape in failed:
                 continue
             if shape in harmful:
-                if now_s + lengths[0][0] > harmful[shape]:
+                if self.snapshot.now_s + lengths[0][0] > harmful[shape]:
                     continue
                 return False
             job = waiting.find(lengths[0][1])
             if job is None or slots(job, self.free) >= job.tasks:
+                self._fitting = shape
                 return False
             failed[shape] = ""
         return True
@@ -300,28 +289,14 @@ class _Trial:
             return not waiting.sharing
         return all(job.gpus_per_task and not job.fractional for job in waiting)
 
-    def _take_back(self) -> None:
-        gains = self.free.gains
-        for one in self.started:
-            self.free.give(one.request, one.places)
-            if self.releases is not None:
-                self.releases.give(one.request, one.places, one.expected_end_s)
-        if self.releases is not None:
-            self.releases.forget()
-        self.free.gains = gains  # nothing is free that was not before
-
     def start(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
-        now_s = self.snapshot.now_s
-        ends_s = None if job.predicted_s is None else now_s + job.predicted_s
         if len(self.snapshot.waiting) > 1:  # else nobody looks again
-            self.free.take(job, places)
-            if self.releases is not None:
-                self.releases.take(job, places, ends_s)
-            self.started.append(RunningJob(job, places, now_s, ends_s))
+            self.reserved.start(job, places)
             self.harmful.clear()
-            self.narrow = None
+            self._fitting = None
         self.book.count(job, job.gpus)
-        why = self.reason if not self.reserved else f"it ends before {self.reserved[0].job.job_id} can start"
+        made = self.reserved.made
+        why = self.reason if not made else f"it ends before {made[0].job.job_id} can start"
         told = getattr(self.place, "why", {}).get(job.job_id)  # a placer that chose between ways says why
         why = f"{why}; {told}" if told else why
         self.decided.append(JobPlacement(job.job_id, places, why))
@@ -332,94 +307,16 @@ class _Trial:
         if not self.backfill:
             self.decided.append(Waits(job.job_id, reason))
             return False
-        if len(self.reserved) >= self.reservations:
+        if len(self.reserved.made) >= self.reservations:
             self.decided.append(Waits(job.job_id, reason))
             return True
-        found = self.reserve(job)
+        found = self.reserved.reserve(job)
         if found is None:
             self.decided.append(Waits(job.job_id, reason))
             return False  # nobody knows when it could start, so nobody overtakes it
-        self.reserved.append(found)
         ahead_s = found.start_s - self.snapshot.now_s
         when = f"it starts in {ahead_s:.0f} s at the latest, if predictions hold"
         if ahead_s < 1:
             when = "jobs before it run longer than predicted"
         self.decided.append(Waits(job.job_id, f"{reason}; {when}", found.start_s))
         return True
-
-    def reserve(self, job: JobRequest) -> _Reservation | None:
-        """The earliest start for a gang that does not fit now, when running jobs end as predicted."""
-        if self.releases is None:
-            self.releases = Releases(self.free, self.snapshot.running).begin()
-            for one in self.started:
-                self.releases.take(one.request, one.places, one.expected_end_s)
-        now_s = self.snapshot.now_s
-        if only_gpus(job):
-            start = self.releases.earliest(job)
-            return None if start is None else _Reservation(job, max(start.at_s, now_s), start)
-        found = _play_ends(job, self.snapshot, self.free, self.started, self.releases.by_end, self.place)
-        return None if found is None else _Reservation(job, max(found[0], now_s), None, found[1])
-
-    def without_harm(
-        self, job: JobRequest, shape: int, places: tuple[TaskPlace, ...]
-    ) -> tuple[TaskPlace, ...] | None:
-        """Places with which no reserved job starts later: these, if the job ends before or leaves enough, or others
-        on nodes that the reserved job has no use for."""
-        ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
-        late = [one for one in self.reserved if ends_s > one.start_s]
-        harmed = next((one for one in late if not self._has_room(job, places, one)), None)
-        if harmed is not None and harmed.start is not None and self.releases is not None:
-            places = self.place(job, self._of_no_use(harmed)) or ()
-            harmed = next((one for one in late if not places or not self._has_room(job, places, one)), None)
-        if harmed is not None:
-            self.harmful[shape] = harmed.start_s
-            reason = f"it fits, but would delay {harmed.job.job_id}, which is before it"
-            self.decided.append(Waits(job.job_id, reason))
-            return None
-        for one in late:
-            if one.free_then is not None:
-                one.free_then.take(job, places)
-        return places
-
-    def _of_no_use(self, reserved: _Reservation) -> FreeCapacity:
-        """The nodes that a reserved job has no use for."""
-        if self.narrow is None or self.narrow[0] is not reserved:
-            assert self.releases is not None and reserved.start is not None
-            able = self.releases.of_no_use(reserved.job, reserved.start.at_s)
-            self.narrow = reserved, self.free.narrowed(able)
-        return self.narrow[1]
-
-    def _has_room(self, job: JobRequest, places: tuple[TaskPlace, ...], reserved: _Reservation) -> bool:
-        if reserved.start is None:
-            assert reserved.free_then is not None
-            return has_room(job, places, reserved.free_then)
-        assert self.releases is not None
-        start = reserved.start
-        return self.releases.lost(places, reserved.job, start.at_s) <= self.releases.spare(start)
-
-
-def _play_ends(
-    job: JobRequest,
-    snapshot: Snapshot,
-    free: FreeCapacity,
-    started: Sequence[RunningJob],
-    ends: Sequence[tuple[float, str]],
-    place: Placer,
-) -> tuple[float, FreeCapacity] | None:
-    """The first moment at which a gang fits, and the cluster then: for jobs that ask for more than whole GPUs, end
-    by end."""
-    new = {one.job_id: one for one in started}
-    then = free.copy()
-    missing = job.tasks - slots(job, then)
-    for number, (end_s, name) in enumerate(ends, 1):
-        one = new.get(name) or snapshot.running[name]
-        then.give(one.request, one.places)
-        missing -= -(-one.tasks * max(1, one.request.gpus_per_task) // max(1, job.gpus_per_task))
-        if missing > 0 and number < len(ends):
-            continue  # cannot be enough yet
-        places = place(job, then)
-        if places is not None:
-            then.take(job, places)
-            return end_s, then
-        missing = max(1, job.tasks - slots(job, then))
-    return None

@@ -154,26 +154,25 @@ class Releases:
         known.asked = self._round
         return None if known.at_s == _NEVER else known
 
-    def lost(self, places: Iterable[TaskPlace], job: JobRequest, at_s: float) -> int:
-        """How many tasks of `job` fewer fit at a moment if another job still has these places then."""
-        taken: dict[int, int] = {}
+    def loses_more(self, spare: int, places: Iterable[TaskPlace], job: JobRequest, at_s: float) -> bool:
+        """Whether more than `spare` tasks of `job` fewer fit at a moment if another job still has these places
+        then."""
+        left: dict[int, int] = {}  # GPUs of each node that are free at that moment
+        lost, each = 0, job.gpus_per_task
         for place in places:
             node = self.free.index[place.node]
             if job.devices and self.free.nodes[node].device not in job.devices:
                 continue
-            ends, count = self.gpu_end_s[node], taken.get(node, 0)
-            for gpu in place.gpus:
-                if ends[gpu] <= at_s:
-                    count += 1
-            taken[node] = count
-        lost, each = 0, job.gpus_per_task
-        for node, count in taken.items():
-            there = 0
-            for end_s in self.gpu_end_s[node]:
-                if end_s <= at_s:
-                    there += 1
-            lost += there // each - (there - count) // each
-        return lost
+            ends = self.gpu_end_s[node]
+            before = left.get(node)
+            if before is None:
+                before = sum([end_s <= at_s for end_s in ends])
+            after = before - sum([ends[gpu] <= at_s for gpu in place.gpus])
+            left[node] = after
+            lost += before // each - after // each
+            if lost > spare:
+                return True
+        return lost > spare
 
     def spare(self, start: Start) -> int:
         """Slots more than it needs at the moment of that start."""
