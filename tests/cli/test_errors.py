@@ -21,6 +21,7 @@ from tests.cli.conftest import Run
         (["--max-context=-5"], "--max-context must be 1 or more"),
         (["--kv-memory-gib", "nan"], "--kv-memory-gib must be more than 0"),
         (["--dtype", "float8"], "--dtype must be float64, float32, float16 or bfloat16, got 'float8'"),
+        (["--batch-invariant", "--device", "cpu"], "batch_invariant needs a GPU; on a CPU, omit it"),
         (["--draft-tree", "3"], "draft_tree needs speculate with the folder of an EAGLE-3 head"),
         (["--speculate", "ngrma"], "there is nothing at 'ngrma'; did you mean ngram?"),
     ],

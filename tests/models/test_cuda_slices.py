@@ -53,6 +53,8 @@ SPECS = {
         **BASE, mla=MLASpec(24, kv_rank=16, nope_head_dim=8, rope_head_dim=16, value_head_dim=16),
         moe=MoESpec(experts=4, experts_per_token=2, expert_hidden=16, shared_hidden=16, dense_layers=(0,)),
     ),
+    "wide": ModelSpec(**BASE | dict(ffn_hidden=128), output_bias=True, mlp_bias=True),
+    "experts": ModelSpec(**BASE, moe=MoESpec(experts=4, experts_per_token=3, expert_hidden=16)),
 }  # fmt: skip
 
 
@@ -119,14 +121,15 @@ def steps(model: CudaDecoder) -> tuple[Tensor, Tensor]:
     return torch.cat(found).cpu(), torch.cat(drawn).cpu()
 
 
-def play_rank(rank: int, name: str, ranks: int, ep: int) -> tuple[Tensor, Tensor]:
+def play_rank(rank: int, name: str, ranks: int, ep: int, invariant: bool = False) -> tuple[Tensor, Tensor]:
     if not HAS_GPU:
         small_linear.default_config, few_linear.default_config = few_programs, still_fewer
     part = rank_part(SPECS[name], ServingLayout(tp=ranks, ep=ep), rank)
     own = cut(make_decoder(SPECS[name]), part)
-    size = shared_bytes(own.spec, 32, 2, torch.float32, ranks, False)
+    size = shared_bytes(own.spec, 32, 2, torch.float32, ranks, invariant)
     memory = peer_memory(size, _get_default_store(), "slices", rank, ranks, DEVICE)
-    return steps(CudaDecoder(own, 32, 2, rank_slice=RankSlice(memory, part, 32, 2, torch.float32, False)))
+    own_slice = RankSlice(memory, part, 32, 2, torch.float32, invariant)
+    return steps(CudaDecoder(own, 32, 2, rank_slice=own_slice, batch_invariant=invariant))
 
 
 @pytest.mark.parametrize(("name", "ep"), [("latent experts", 2), *rare(("biases", 1), ("latent experts", 1))])
@@ -142,3 +145,10 @@ def test_two_slices_give_the_logits_and_tokens_of_the_whole_model(
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
         assert tokens.equal(drawn)
     assert found[0][0].equal(found[1][0])  # bit by bit: ranks that differ drift apart
+
+
+@pytest.mark.parametrize(("name", "ep"), [("wide", 1), *rare(("experts", 2))])
+def test_in_the_batch_invariant_mode_two_slices_have_the_bits_of_the_whole_model(name: str, ep: int) -> None:
+    expected, drawn = steps(CudaDecoder(make_decoder(SPECS[name]), 32, 2, batch_invariant=True))
+    for logits, tokens in run_ranks(play_rank, 2, name, 2, ep, True, timeout_s=600):
+        assert logits.equal(expected) and tokens.equal(drawn)

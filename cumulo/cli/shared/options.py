@@ -56,6 +56,12 @@ class EngineOptions:
         "fp8 or int4: quantize the layers' weights to 8 or 4 bits, except routed experts (GPU only).", None
     )
     kv_dtype: str | None = option("fp8, or int8 on a CPU: store the KV cache in 8 bits.", None)
+    batch_invariant: bool | None = option(
+        "Give a request the same bits whatever else is in the batch, and on 1, 2 and 4 ranks of --tp; slower (GPU "
+        "only).",
+        None,
+        "--batch-invariant",
+    )
     speculate: str | None = option(
         "Draft tokens and verify several in one step; answers stay the same. ngram: draft from repeated text; "
         "MODEL: with a draft model of the same tokenizer; DIR: with an EAGLE-3 head; mtp: by DeepSeek-V3's layer.",

@@ -19,6 +19,7 @@ from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
+from cumulo.kernels.cuda.linear.invariant_matmul import parts_of
 from cumulo.kernels.cuda.linear.linear import Weight, choose, linear, prepare
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, reserve_scratch
 from cumulo.kernels.cuda.moe.moe import MoEBuffers, mixture
@@ -106,6 +107,8 @@ class CudaDecoder:
         decoder.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
+        ranks = 1 if rank_slice is None else rank_slice.ranks
+        self._parts = parts_of(spec.heads * ranks, ranks) if batch_invariant else 1
         adds_biases = rank_slice is None or rank_slice.rank == 0
         self.layers = [layer_weights(layer, weights, adds_biases) for layer in decoder.layers]
         if weights != "auto" and device.type == "cuda":
@@ -307,11 +310,11 @@ class CudaDecoder:
 
     def _add_product(self, x: Tensor, weight: Weight, bias: Tensor | None, stream: Tensor, half: int) -> None:
         """stream += x · weightᵀ + bias, which is a rank's partial sum where the model is cut."""
-        if self.slice is None:
-            linear(x, weight, out=stream, residual=stream, bias=bias, invariant=self.invariant)
-            return
-        linear(x, weight, out=self.slice.partial(half, len(stream)), bias=bias, invariant=self.invariant)
-        self.slice.add_partials(half, stream, rounded=self.invariant)
+        onto = stream if self.slice is None else None
+        out = stream if self.slice is None else self.slice.partial(half, len(stream))
+        linear(x, weight, out=out, residual=onto, bias=bias, invariant=self.invariant, parts=self._parts)
+        if self.slice is not None:
+            self.slice.add_partials(half, stream, rounded=self.invariant)
 
     def _attend(
         self, layer: LayerWeights, stream: Tensor, step: StepTensors, cache: KVCache, index: int,

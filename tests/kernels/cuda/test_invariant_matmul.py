@@ -43,6 +43,52 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(rows: slice, device: t
     assert torch.equal(turned.flip(0), together)
 
 
+def in_pairs(sums: list[torch.Tensor]) -> torch.Tensor:
+    while len(sums) in (2, 4):
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sum(sums[1:], sums[0])
+
+
+@pytest.mark.parametrize(("parts", "ranks"), [(4, 2), (4, 4), (3, 3), *rare((2, 2))])
+@pytest.mark.parametrize("at_once", [2, 512])  # rows
+def test_ranks_that_share_the_sum_have_the_bits_of_one(
+    parts: int, ranks: int, at_once: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "_ROWS_AT_ONCE", at_once)
+    config = InvariantConfig(16, 32, 16, 4, 2)
+    given = inputs(5, 24, 16 * 24, device, torch.float32)
+    x, weight, bias = given["x"], given["weight"], given["bias"]
+    whole = invariant_matmul(x, weight, bias=bias, parts=parts, config=config)
+    sums = [
+        invariant_matmul(
+            x.chunk(ranks, 1)[rank], weight.chunk(ranks, 1)[rank], bias=bias if rank == 0 else None,
+            parts=parts // ranks, config=config,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    assert torch.equal(in_pairs(sums), whole)
+    check_close(whole, op.reference, x, weight, bias)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("at_once", [8, 512])
+def test_a_residual_is_added_to_the_rounded_product(
+    parts: int, at_once: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "_ROWS_AT_ONCE", at_once)
+    given = inputs(18, 20, 64, device, torch.float16)
+    product = invariant_matmul(given["x"], given["weight"], parts=parts, config=TINY)
+    stream = given["residual"].clone()
+    found = invariant_matmul(given["x"], given["weight"], stream, residual=stream, parts=parts, config=TINY)
+    assert found is stream and torch.equal(stream, given["residual"] + product)
+
+
+def test_parts_are_as_many_as_ranks_may_share_evenly() -> None:
+    assert [op.parts_of(heads) for heads in (32, 28, 14, 9, 7)] == [4, 4, 2, 3, 1]
+    assert [op.parts_of(32, ranks) for ranks in (2, 4, 8)] == [2, 1, 1]
+    assert op.parts_of(9, 3) == op.parts_of(28, 7) == 1
+
+
 def test_weights_in_8_bits_are_scaled_by_row(device: torch.device) -> None:
     given = inputs(6, 20, 64, device)
     weight = Fp8Weight.quantised(given["weight"])
@@ -77,13 +123,14 @@ def test_small_and_large_tiles_give_the_same_bits_on_the_tensor_cores(k: int) ->
 
 
 @pytest.mark.slow
-def test_on_hopper_both_tiles_fit_and_use_the_wide_matrix_unit() -> None:
-    def case(config: InvariantConfig, weight: str) -> Case:
-        integers = ("M", "N", "K", "stride_xm", "stride_wn", "stride_out")
+def test_on_hopper_all_tiles_fit_and_use_the_wide_matrix_unit() -> None:
+    def case(config: InvariantConfig, weight: str, parts: int = 1) -> Case:
+        integers = ("M", "N", "K", "stride_xm", "stride_wn", "stride_out", "stride_residual", "stride_part")
         return Case(
             kernel="cumulo.kernels.cuda.linear.invariant_matmul:_invariant_matmul_kernel",
             types={
-                **dict.fromkeys(("x", "out", "bias"), "*bf16"),
+                **dict.fromkeys(("x", "bias", "residual"), "*bf16"),
+                "out": "*fp32" if parts > 1 else "*bf16",
                 **dict.fromkeys(integers, "i32:16"),
                 "weight": weight,
                 "scales": "*fp32",
@@ -91,6 +138,8 @@ def test_on_hopper_both_tiles_fit_and_use_the_wide_matrix_unit() -> None:
             constants={
                 **dict.fromkeys(("stride_xk", "stride_wk"), 1),
                 **dict.fromkeys(("BIAS", "SCALED"), False),
+                "RESIDUAL": parts == 1,
+                "PARTS": parts,
                 "EVEN_K": True,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
@@ -102,7 +151,13 @@ def test_on_hopper_both_tiles_fit_and_use_the_wide_matrix_unit() -> None:
         )
 
     for made in compile_for_sm90(
-        [case(MANY_ROWS, "*bf16"), case(FEW_ROWS, "*bf16"), case(FEW_ROWS, "*fp8e4nv")]
+        [
+            case(MANY_ROWS, "*bf16"),
+            case(MANY_ROWS, "*bf16", 4),
+            case(FEW_ROWS, "*bf16"),
+            case(FEW_ROWS, "*bf16", 4),
+            case(FEW_ROWS, "*fp8e4nv"),
+        ]
     ):
         made.check_fits()
-        assert made.count("HGMMA") and made.count("LDGSTS")
+        assert made.count("HGMMA") and made.count("LDGSTS.E.BYPASS.128")

@@ -72,6 +72,27 @@ def test_ranks_that_hold_some_experts_each_sum_to_the_whole_mixture(
     assert relative_error(found, exact) < 1e-6
 
 
+@pytest.mark.parametrize("ranks", [2, *rare(4)])
+def test_in_the_invariant_mode_ranks_have_the_bits_of_one(ranks: int, device: torch.device) -> None:
+    spec = MoESpec(experts=8, experts_per_token=3, expert_hidden=24)
+    x, router, gate_up, down = layer(spec, 7, 40, device)
+
+    def mixed(held: slice, onto: torch.Tensor) -> torch.Tensor:
+        buffers = moe.MoEBuffers(spec, 40, 7, torch.float32, device)
+        buffers.results.fill_(torch.nan)
+        first = held.start or 0
+        return moe.mixture(
+            x, router, gate_up[held], down[held], buffers, onto, None, True, first_expert=first
+        )
+
+    before, count = torch.ones(7, 40, device=device), 8 // ranks
+    whole = mixed(slice(None), before.clone())
+    sums = [mixed(slice(at, at + count), torch.zeros_like(before)) for at in range(0, 8, count)]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    assert torch.equal(before + sums[0], whole)
+
+
 def test_experts_of_a_few_tokens_in_several_tiles(device: torch.device) -> None:
     """Rows and columns that tiles do not divide, and more than one tile of both."""
     spec = MoESpec(experts=8, experts_per_token=2, expert_hidden=25)

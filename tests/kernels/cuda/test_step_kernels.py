@@ -144,8 +144,12 @@ def test_in_invariant_mode_a_token_is_turned_to_the_same_bits_alone_and_among_ma
         found.append((qkv[0], keys[0, :, 0], values[0, :, 0]))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
     # Which only a GPU can get wrong: the interpreter sums in one order.
-    alone, many = (rope_cache._heads_at_once(count, heads, kv_heads, True) for count in (1, tokens))
-    assert alone == many
+    for norm in (True, False):
+        alone, many = (rope_cache._heads_at_once(count, heads, kv_heads, True, norm) for count in (1, tokens))
+        assert alone == many
+    assert rope_cache._heads_at_once(tokens, 8, 4, True, True) == rope_cache._heads_at_once(
+        tokens, 4, 2, True, True
+    )
 
 
 def test_a_steps_inputs_are_read_off_the_slots_and_padding_goes_nowhere(device: torch.device) -> None:

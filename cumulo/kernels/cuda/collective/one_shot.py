@@ -1,8 +1,8 @@
 """One-shot collectives over ranks that read each other's memory: every rank reads all partial sums and adds them up
 itself. For the small sums of a decoding step: one kernel, one wait, no copy, and it can be captured in a graph.
 
-All ranks add in the order of the ranks, so they get the same bits. Must move: every rank's partial sum to every
-rank, (ranks - 1) times as much as it holds over the links.
+All ranks add in the order of the ranks, in pairs, so they get the same bits. Must move: every rank's partial sum to
+every rank, (ranks - 1) times as much as it holds over the links.
 
 What a rank writes for the others must stay until they have read it. Nobody waits for that: two buffers taken by
 turns are enough, because a rank that waits for its peers in one sum has finished reading for the sum before.
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cumulo.kernels.cuda.collective.in_pairs import add_in_pairs
 from cumulo.kernels.cuda.collective.peers import PeerMemory, PeerTensor
 
 _BLOCK = 2048
@@ -63,9 +64,11 @@ def _sum(flags, partials, out, elements, rank, waits, KIND: tl.constexpr, ADD: t
         at = first + tl.arange(0, BLOCK)
         inside = at < elements
         total = tl.zeros((BLOCK,), tl.float32)
+        one, two = total, total
         for peer in tl.static_range(RANKS):
             partial = tl.load(partials + peer).to(tl.pointer_type(KIND))
-            total += tl.load(partial + at, mask=inside, other=0.0).to(tl.float32)
+            total = tl.load(partial + at, mask=inside, other=0.0).to(tl.float32)
+            total, one, two = add_in_pairs(total, peer, one, two, RANKS)
         if ROUND:
             total = total.to(out.dtype.element_ty).to(tl.float32)
         if ADD:

@@ -100,9 +100,10 @@ def _kernel(qkv, added, cos, sin, positions, slots, q_norm, k_norm, keys, values
             tl.store(target + high[None, :], b.to(values.dtype.element_ty))
 
 
-def _heads_at_once(tokens: int, heads: int, kv_heads: int, invariant: bool) -> int:
-    """A norm's sum has another order in another group, so with `invariant` it does not depend on the tokens."""
-    if tokens <= 64 and not invariant:
+def _heads_at_once(tokens: int, heads: int, kv_heads: int, invariant: bool, norm: bool) -> int:
+    """With `invariant` it does not depend on the tokens. Nor on the heads, of which ranks have fewer, if there is a
+    norm: its sum has another order in another group."""
+    if norm if invariant else tokens <= 64:
         return 1  # more programs rather than longer ones: there are SMs to spare
     group = 1
     while group < 8 and heads % (2 * group) == 0 and kv_heads % (2 * group) == 0:
@@ -118,13 +119,14 @@ def rope_cache(
 ) -> None:  # fmt: skip
     """qkv [T, (heads + 2 kv_heads) · D]: queries are rotated in place, keys (rotated) and values go to
     keys, values [blocks, kv_heads, block_size, D] at flat `slots` (-1: nowhere). cos, sin: [positions, D / 2]. With
-    `invariant` a token's bits do not depend on how many there are. `added`: like qkv, added to it first.
+    `invariant` a token's bits do not depend on how many there are, nor a head's on the others. `added`: like qkv,
+    added to it first.
     """
     tokens = qkv.shape[0]
     if tokens == 0:
         return
     kv_heads, block_size, dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    group = _heads_at_once(tokens, heads, kv_heads, invariant)
+    group = _heads_at_once(tokens, heads, kv_heads, invariant, q_norm is not None)
     _kernel[(tokens, (heads + 2 * kv_heads) // group)](
         qkv, qkv if added is None else added, cos, sin, positions, slots, cos if q_norm is None else q_norm,
         cos if k_norm is None else k_norm,

@@ -153,18 +153,20 @@ def linear(
     swiglu: bool = False,
     bias: Tensor | None = None,
     invariant: bool = False,
+    parts: int = 1,
 ) -> Tensor:
     """residual + f(norm(x)·Wᵀ + bias) into `out`, which may be `residual`; every part but the product is optional.
 
     x [M, K]; weight [N, K]; with `swiglu` f pairs the first half of the rows with the second and out is [M, N/2].
-    `invariant`: a row's bits do not depend on the rows beside it (slower).
+    `invariant`: a row's bits do not depend on the rows beside it (slower); nor, with `parts`, on how many ranks
+    share the sum over K (`parts_of`).
     """
     if isinstance(x, Fp8Rows):
         if not isinstance(weight, Fp8Weight):
             raise ValueError("rows in e4m3 multiply a weight in e4m3 only")
         return fp8_linear_wide(x, weight, out, residual=residual, swiglu=swiglu, bias=bias)
     if invariant:
-        return _invariant(x, weight, out, norm_weight, eps, residual, swiglu, bias)
+        return _invariant(x, weight, out, norm_weight, eps, residual, swiglu, bias, parts)
     choice = choose(x.shape[0], weight, swiglu)
     if choice.kernel == "library":
         return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
@@ -233,7 +235,7 @@ def _plain(weight: Tensor | W4Weight, dtype: torch.dtype) -> Tensor:
 
 def _invariant(
     x: Tensor, weight: Weight, out: Tensor | None, norm_weight: Tensor | None, eps: float,
-    residual: Tensor | None, swiglu: bool, bias: Tensor | None,
+    residual: Tensor | None, swiglu: bool, bias: Tensor | None, parts: int,
 ) -> Tensor:  # fmt: skip
     """One kernel for every number of rows; what surrounds it works a row at a time anyway."""
     if isinstance(weight, Fp8Weight) and weight.in_blocks:
@@ -244,9 +246,10 @@ def _invariant(
         data, scales = weight.data, weight.scales
     else:
         data, scales = _plain(weight, x.dtype), None
-    y = invariant_matmul(x, data, out if not swiglu and residual is None else None, bias=bias, scales=scales)
-    if swiglu:
-        y = swiglu_rows(y, out if residual is None else None)
+    if not swiglu:
+        return invariant_matmul(x, data, out, bias=bias, scales=scales, residual=residual, parts=parts)
+    y = invariant_matmul(x, data, bias=bias, scales=scales, parts=parts)
+    y = swiglu_rows(y, out if residual is None else None)
     return y if residual is None else torch.add(residual, y, out=out)
 
 

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
+from cumulo.kernels.cuda.collective.in_pairs import add_in_pairs
+from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul, parts_of
 from cumulo.kernels.cuda.linear.small_linear import MAX_ROWS, small_linear
 from cumulo.kernels.cuda.moe.few import experts_of_few
 from cumulo.kernels.cuda.moe.route import route, route_reference, sort_by_expert
@@ -105,17 +106,34 @@ def _grouped(x, weight, out, weights, order, tile_experts, tiles, columns, depth
 
 
 @triton.jit
-def _combine(results, chosen, residual, size, K: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(results, chosen, residual, size, part_experts, K: tl.constexpr, SPLIT: tl.constexpr,
+             PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """PARTS: the experts' runs of `part_experts` each are added up by themselves, and these sums in pairs, as they
+    are where ranks hold them."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    total = tl.load(residual + token * size + column, mask=inside, other=0.0).to(tl.float32)
-    for index in tl.static_range(K):
-        choice = token * K + index
-        here = inside
-        if SPLIT:  # another rank's expert left nothing
-            here = inside & (column * 0 + tl.load(chosen + choice) >= 0)
-        total += tl.load(results + choice * size + column, mask=here, other=0.0).to(tl.float32)
+    before = tl.load(residual + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    total = before
+    if PARTS == 1:
+        for index in tl.static_range(K):
+            choice = token * K + index
+            here = inside
+            if SPLIT:  # another rank's expert left nothing
+                here = inside & (column * 0 + tl.load(chosen + choice) >= 0)
+            total += tl.load(results + choice * size + column, mask=here, other=0.0).to(tl.float32)
+    else:
+        one, two = tl.zeros_like(before), tl.zeros_like(before)
+        for part in tl.static_range(PARTS):
+            total = tl.zeros_like(before)
+            for index in tl.static_range(K):
+                choice = token * K + index
+                expert = tl.load(chosen + choice)
+                in_part = (expert >= part * part_experts) & (expert < (part + 1) * part_experts)
+                here = inside & (column * 0 + in_part.to(tl.int32) > 0)
+                total += tl.load(results + choice * size + column, mask=here, other=0.0).to(tl.float32)
+            total, one, two = add_in_pairs(total, part, one, two, PARTS)
+        total += before
     tl.store(residual + token * size + column, total.to(residual.dtype.element_ty), mask=inside)
 
 
@@ -224,9 +242,11 @@ def mixture(
     _product(x, gate_up, buffers.activated, buffers, up_config, tiles, per_token, swiglu=True)
     _product(buffers.activated, down, buffers.results, buffers, down_config, tiles, 1, swiglu=False)
     block = min(1024, triton.next_power_of_2(hidden))
+    parts = parts_of(experts, experts // len(held)) if invariant and experts % len(held) == 0 else 1
     _combine[(tokens, triton.cdiv(hidden, block))](
-        buffers.results, buffers.chosen, residual, hidden, K=per_token, SPLIT=split, BLOCK=block, num_warps=4
-    )
+        buffers.results, buffers.chosen, residual, hidden, len(held) // parts, K=per_token, SPLIT=split,
+        PARTS=parts, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return residual
 
 
