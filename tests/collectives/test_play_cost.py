@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
-from cumulo.collectives.decide.play_cost import play_cost
+from cumulo.collectives.decide.play_cost import _repeat, play_cost
 from cumulo.plan.network.played import played_chain, played_tree
 
 
@@ -42,3 +44,21 @@ def test_twice_the_nodes_are_one_level_more() -> None:
     exact = play_cost(make_schedule("all_reduce", "tree", CollectiveShape(512, 512 * 64)), 1)
     assert played_tree(512).far_hops == exact.far_hops == 18
     assert played_tree(512).far_load == pytest.approx(exact.far_load, rel=0.01)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 2, 50])), max_size=2), min_size=1, max_size=6),
+    st.lists(st.integers(0, 4), min_size=6, max_size=6),
+    st.integers(0, 90),
+)  # fmt: skip
+def test_steps_that_repeat_end_when_they_would_if_each_were_played(
+    heard: list[list[tuple[int, int]]], begins: list[int], count: int
+) -> None:
+    ranks = len(heard)
+    messages = [[(sender % ranks, takes) for sender, takes in some] for some in heard]
+    at = begins[:ranks]
+    for _ in range(count):
+        at = [
+            max([at[one], *(at[sender] + takes for sender, takes in messages[one])]) for one in range(ranks)
+        ]
+    assert _repeat(begins[:ranks], messages, count) == at

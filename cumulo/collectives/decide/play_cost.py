@@ -105,24 +105,29 @@ def _heard(rank: int, step: CollectiveStep, node_size: int) -> list[tuple[int, i
 
 
 def _repeat(at: list[int], heard: Sequence[Sequence[tuple[int, int]]], count: int) -> list[int]:
-    """The same step so many times. After some rounds of `period` steps, each round adds the same to all ranks."""
-    period, past = len(at), [at]
-    left = count
+    """The same step so many times. Once a step, or a round of as many steps as there are ranks, has added the same
+    to all ranks, every later one does: ranks that all begin a step later by some time end it later by that time."""
+    past, left = [at], count
     while left:
         at = [
-            max([at[rank], *(at[sender] + takes for sender, takes in some)])
+            max([at[rank], *[at[sender] + takes for sender, takes in some]])
             for rank, some in enumerate(heard)
         ]
         past.append(at)
         left -= 1
-        if len(past) > 2 * period and left > period:
-            gains = {now - before for now, before in zip(at, past[-1 - period], strict=True)}
-            if len(gains) == 1:
+        for period in (1, len(at)):
+            gain = _even_gain(past[-1 - period], at) if len(past) > period <= left else None
+            if gain is not None:
                 rounds = left // period
-                gain = rounds * gains.pop()
-                at, past = [one + gain for one in at], []
+                at, past = [one + rounds * gain for one in at], []
                 left -= rounds * period
     return at
+
+
+def _even_gain(before: list[int], now: list[int]) -> int | None:
+    """What was added, where it is the same for all."""
+    gain = now[0] - before[0]
+    return gain if all(one - other == gain for one, other in zip(now, before, strict=True)) else None
 
 
 def _hops(schedule: CollectiveSchedule, node_size: int, channel: int) -> int:
