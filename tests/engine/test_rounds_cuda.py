@@ -12,6 +12,7 @@ from cumulo.engine.decide.plan import Rounds
 from cumulo.engine.decide.speculation import rounds
 from cumulo.engine.play import cuda_rounds
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds
+from cumulo.engine.play.step_words import StepShape
 from cumulo.kernels.cuda.sampling.rounds import (
     RoundRows,
     accept,
@@ -274,6 +275,17 @@ def test_rounds_are_chosen_where_they_pay() -> None:
     assert chosen(0.5, 0.2).drafts == 1
     assert chosen(0.2, 0.3) is None
     policy = RoundPolicy(1000)
+    learnt = policy._learnt(1)
+    for _ in range(4):
+        for drafts, seconds in ((0, 1e-3), (1, 1.2e-3), (3, 1.6e-3)):
+            learnt.see(drafts, seconds)
+    for known in policy._right:
+        known[:] = [60, 100]
+    assert policy._choose(1).drafts == 3  # seven would lose even at 2.0 ms: nobody tries
+    for known in policy._right:
+        known[:] = [90, 100]
+    assert policy._choose(1).drafts == 7  # not known yet, and may win
+    policy = RoundPolicy(1000)
     policy.fixed_count = 16
     assert policy._choose(1) == Rounds(2, 8)  # a runner has room for no more
 
@@ -300,3 +312,15 @@ def test_the_ledger_knows_what_a_head_holds() -> None:
     of_tokens = sum(one.nbytes for one in (tapped, head.stream, head.embedded, head.normed, head.qkv))
     assert of_tokens == engine.runner.model.max_tokens * needs.step_token_bytes
     engine.runner.close()
+
+
+def test_every_shape_of_rounds_is_compiled_before_the_first_request() -> None:
+    """Of any number of rows that may share a step; three with seven drafts have a shape of their own."""
+    most = StepShape(512, 64, 64)
+    kinds = rounds.kinds_of_rounds(3)
+    warm = cuda_rounds.warm_rounds(most, kinds)
+    assert len(set(warm)) == len(warm)
+    for kind in kinds:
+        for rows in range(1, rounds.MOST_ROWS + 1):
+            assert cuda_rounds.round_shape(rows, kind, most, False) in warm
+    assert StepShape(24, 24, 24, True, False, rounds=Rounds(1, 7)) in warm

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import Rounds, StepPlan
-from cumulo.engine.decide.speculation.rounds import MOST_DRAFTS, MOST_ROUNDS
+from cumulo.engine.decide.speculation.rounds import MOST_DRAFTS, MOST_ROUNDS, MOST_ROWS
 from cumulo.engine.play.device_slots import DeviceSlots
 from cumulo.engine.play.step_words import StepShape, round_rows
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
@@ -255,11 +255,10 @@ def rows_of(shape: StepShape, rounds: Rounds) -> int:
 
 
 def warm_rounds(most: StepShape, kinds: list[Rounds]) -> list[StepShape]:
-    """Shapes that between them use every kernel of rounds."""
+    """Every shape that a round may have."""
     found = []
     for rounds in kinds:
-        rows = 1
-        while rows <= most.rows and rows * (rounds.drafts + 1) <= most.draws:
-            found += [round_shape(rows, rounds, most, cuts) for cuts in (False, True)]
-            rows = round_rows(rows + 1)
-    return found
+        for rows in range(1, MOST_ROWS + 1):
+            if rows <= most.rows and rows * (rounds.drafts + 1) <= most.draws:
+                found += [round_shape(rows, rounds, most, cuts) for cuts in (False, True)]
+    return list(dict.fromkeys(found))

@@ -77,6 +77,7 @@ def with_states(examples: list[Example], decoder: Decoder) -> list[Example]:
     """On a GPU: with the model's states as far as memory allows, so that they are not computed in every epoch."""
     spec = decoder.spec
     features, size = 4 * spec.hidden, decoder.final_norm.weight.element_size()
+    torch.cuda.empty_cache()  # what writing the answers took is free for others, too
     room = (torch.cuda.mem_get_info()[0] - _SPARE_BYTES) // (features * size)
     done, order = list(examples), sorted(range(len(examples)), key=lambda index: examples[index].length)
     first = 0

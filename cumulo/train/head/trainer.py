@@ -146,13 +146,13 @@ class HeadTrainer:
             optimizer.zero_grad(set_to_none=True)
             step += 1
             done = step / config.steps
+            if config.minutes is not None:
+                done = (time.perf_counter() - began_s) / (60 * config.minutes)
             if step % _TELL_EVERY == 1 or done >= 1.0:
                 total = float(loss.detach())
                 average = total if math.isnan(average) else 0.9 * average + 0.1 * total
                 self.tell(f"training, loss {average:.2f}", round(1000 * min(1.0, done)), 1000)
                 self._save_now_and_then(head)
-            if config.minutes is not None:
-                done = (time.perf_counter() - began_s) / (60 * config.minutes)
         for parameter in parameters:
             parameter.requires_grad_(False)
         return step, average

@@ -19,7 +19,7 @@ from cumulo.engine.decide.transfer.under_way import Transfers
 
 DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made for such numbers
 TREE_DRAFTS, MOST_LEVELS = 7, 4  # of a tree
-_MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
+MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
 _SEEN = 4  # steps of a kind: the first may have compiled or captured something
 _ROUNDS = (4, 2, 1)  # with more, more is drawn behind the end of an answer
 MOST_DRAFTS, MOST_ROUNDS = 8, 12  # that a runner has room for
@@ -41,8 +41,7 @@ def kinds_of_rounds(levels: int) -> list[Rounds]:
 class _Learnt:
     """Of steps with about so many rows."""
 
-    def __init__(self, kinds: list[Rounds]) -> None:
-        self._kinds = kinds
+    def __init__(self) -> None:
         self.plain = [0.0, 0]  # seconds, steps seen
         # By drafts and, of a tree, levels: seconds of a round, steps seen.
         self.rounds: dict[tuple[int, int], list[float]] = {}
@@ -60,10 +59,10 @@ class _Learnt:
         else:
             known[0] += (_NEWS if seconds < 1.5 * known[0] else _ODD_NEWS) * (seconds - known[0])
 
-    @property
-    def missing(self) -> Rounds | None:
-        """A kind of which too few steps were seen."""
-        return next((kind for kind in self._kinds if self.rounds.get(kind[1:], (0.0, 0))[1] < _SEEN), None)
+    def round_s(self, kind: Rounds) -> float | None:
+        """Seconds of a round, if enough were seen."""
+        seconds, steps = self.rounds.get(kind[1:], (0.0, 0))
+        return seconds if steps >= _SEEN else None
 
 
 class RoundPolicy:
@@ -101,7 +100,8 @@ class RoundPolicy:
         learnt = self._learnt(rows)
         found: tuple[float, Rounds] | None = None
         for kind in self._kinds:
-            round_s = learnt.rounds[kind[1:]][0]
+            if (round_s := learnt.round_s(kind)) is None:
+                continue
             count = next((n for n in _ROUNDS if n * round_s <= _STEP_S), 1)
             rate = self.expected(*kind[1:]) / round_s
             if found is None or rate > found[0]:
@@ -109,21 +109,39 @@ class RoundPolicy:
         assert found is not None
         return found[1], found[0] * learnt.plain[0]
 
+    def _worth_trying(self, learnt: _Learnt) -> Rounds | None:
+        """A kind of which too few steps were seen. A longer chain is passed over if it would lose even if each
+        further draft took half as long as those that are known: to capture a round that is not used costs time."""
+        chains: list[tuple[int, float]] = []  # drafts and seconds, known so far
+        for kind in self._kinds:
+            if (round_s := learnt.round_s(kind)) is not None:
+                if not kind.levels:
+                    chains.append((kind.drafts, round_s))
+                continue
+            if not kind.levels and len(chains) > 1:
+                (few, few_s), (more, more_s) = chains[-2:]
+                draft_s = max(0.0, (more_s - few_s) / (more - few))
+                hoped_s = more_s + 0.5 * draft_s * (kind.drafts - more)
+                if self.expected(kind.drafts) / hoped_s < self.expected(more) / more_s:
+                    continue
+            return kind
+        return None
+
     def _learnt(self, rows: int) -> _Learnt:
-        return self._by_rows.setdefault(1 << (rows - 1).bit_length(), _Learnt(self._kinds))
+        return self._by_rows.setdefault(1 << (rows - 1).bit_length(), _Learnt())
 
     def _choose(self, rows: int) -> Rounds | None:
         if self.fixed_count is not None:
             drafts = min(self.fixed_count, MOST_DRAFTS)
             return Rounds(_ROUNDS[0], drafts, self.fixed_levels) if drafts else None
         learnt = self._learnt(rows)
-        if rows > _MOST_ROWS:
-            learnt.hopeless = rows > 2 * _MOST_ROWS  # when some have ended, the head can continue
+        if rows > MOST_ROWS:
+            learnt.hopeless = rows > 2 * MOST_ROWS  # when some have ended, the head can continue
             return None
         if learnt.plain[1] < _SEEN:
             return None
-        if (missing := learnt.missing) is not None:
-            return missing._replace(times=_ROUNDS[0])
+        if (unknown := self._worth_trying(learnt)) is not None:
+            return unknown._replace(times=_ROUNDS[0])
         chosen, gain = self.best(rows)
         learnt.hopeless = gain < _LEAST_GAIN and learnt.idle < _TRY_AGAIN
         return None if learnt.hopeless else chosen
