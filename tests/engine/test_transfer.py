@@ -34,6 +34,7 @@ from cumulo.engine.decide.transfer.travel import BlockRuns, LayerPiece, Transfer
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
 from cumulo.engine.play.transfer_ways import copy_runs
+from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
 from tests.engine.equivalence import Lengths, _ends, _log_probabilities, draw_requests, run_alone
@@ -297,6 +298,34 @@ def test_a_prefill_engine_tells_of_blocks_from_host_memory_when_its_step_has_fet
     assert [send.tokens for send in step.sends] == [20]
 
 
+def told(mailbox, kind, before=lambda: None):
+    """What comes first of this kind."""
+    while True:
+        before()
+        mailbox.wait(0.1)
+        if found := [one for one in mailbox.take() if isinstance(one, kind)]:
+            return found[0]
+
+
+def test_the_caches_of_many_ranks_are_opened_through_one_socket(tmp_path) -> None:
+    spec, address = make_decoder("dense").spec, address_in(tmp_path, "shared")
+    theirs, ours = ([KVCache(spec, 3, 4, torch.float64, shared=True) for _ in range(8)] for _ in range(2))
+    for rank, cache in enumerate(theirs):
+        cache.key_storage.fill_(rank + 1.0)
+    sender, load = TransferSender(RankCaches(theirs), "tiny", address), PeerLoad(0, 0, 1000.0, 8)
+    receiver = TransferReceiver(RankCaches(ours), "tiny", [("p", address)])
+    assert isinstance(told(receiver.news, PeerLoad | PeerLost, lambda: sender.tell_load(load)), PeerLoad)
+    receiver.give([ComputeOrder(1, "p", array("i", range(4)), "r")])
+    sender.give([(told(sender.news, Ordered).key, OrderBegun(1, (2,), 4))])  # it was cached there
+    told(receiver.news, OrderBegun)
+    receiver.give([FetchOrder(TransferPlan(1, "p", spec.layers, 4, 4, 0, (2,), (1,)))])
+    told(receiver.news, Landed)
+    for rank, cache in enumerate(ours):
+        assert (cache.key_storage[:, 1] == rank + 1).all() and not cache.key_storage[:, 0].any()
+    receiver.close()
+    sender.close()
+
+
 def test_an_engine_in_the_place_of_a_lost_one_is_not_read_for_its_orders(tmp_path) -> None:
     spec, address = make_decoder("dense").spec, address_in(tmp_path, "shared")
 
@@ -305,14 +334,6 @@ def test_an_engine_in_the_place_of_a_lost_one_is_not_read_for_its_orders(tmp_pat
         made.key_storage.fill_(value)
         made.value_storage.fill_(value)
         return made
-
-    def told(mailbox, kind, before=lambda: None):
-        """What comes first of this kind."""
-        while True:
-            before()
-            mailbox.wait(0.1)
-            if found := [one for one in mailbox.take() if isinstance(one, kind)]:
-                return found[0]
 
     ours, first = cache(0.0), TransferSender(cache(1.0), "tiny", address)
     receiver, load = TransferReceiver(ours, "tiny", [("p", address)]), PeerLoad(0, 0, 1000.0, 8)

@@ -48,6 +48,7 @@ _RETRY_S = 0.3  # between attempts to reach a prefill engine
 _GREETING_S = 10.0  # the longest wait for its first word
 _PIECE_BYTES = 16 << 20  # of one layer
 _TELL_EVERY_S = 0.25  # that a long transfer moves
+_MOST_DESCRIPTORS = 253  # that Linux passes at once; each rank has two
 
 
 @dataclass(slots=True)
@@ -238,7 +239,7 @@ class TransferReceiver:
                 try:
                     self._connect(sender)
                 except (OSError, CumuloError, ValueError, TypeError) as error:
-                    if isinstance(error, CumuloError) and sender.complaint != str(error):
+                    if not isinstance(error, OSError) and sender.complaint != _reason(error):
                         log.error("the prefill engine %s is of no use: %s", sender.name, error)
                         self.news.put(PeerLost(sender.name, str(error)))
                     sender.complaint = _reason(error)
@@ -292,7 +293,7 @@ class TransferReceiver:
 
 def _receive_with_descriptors(connection: socket.socket) -> tuple[bytes, list[int]]:
     if connection.family == socket.AF_UNIX:
-        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 4)
+        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, _MOST_DESCRIPTORS)
     else:
         data, descriptors = connection.recv(1 << 16), []
     if not data:
