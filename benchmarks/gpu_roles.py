@@ -34,7 +34,8 @@ SPAWN = multiprocessing.get_context("spawn")
 
 def told(what: str) -> None:
     """Where a run that hangs had come to."""
-    print(f"  {what} ({multiprocessing.current_process().name})", file=sys.stderr, flush=True)
+    name, now = multiprocessing.current_process().name, time.strftime("%H:%M:%S")
+    print(f"  {now} {name}: {what}", file=sys.stderr, flush=True)
 
 
 def watched(assembly: Assembly, after_s: float) -> threading.Timer:
