@@ -155,7 +155,7 @@ def _one_misbehaves(rank: int, transport: str, how: str) -> str:
     store.set(f"warm {rank}", "yes")
     store.wait([f"warm {one}" for one in range(3)])
     if how == "late":  # from here on: a busy machine may take longer to meet
-        (player.boxes if isinstance(player, SharedMemoryPlayer) else player._exchange)._timeout_s = 0.5
+        (player.boxes if isinstance(player, SharedMemoryPlayer) else player._exchange)._timeout_s = 2.0
     if rank == 1 and how == "lost":
         os._exit(7)
     if rank == 1 and how == "late":
@@ -180,15 +180,15 @@ def _one_misbehaves(rank: int, transport: str, how: str) -> str:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_late_rank_is_named_with_its_step_and_collective(transport: str) -> None:
-    said = run_ranks(_one_misbehaves, 3, transport, "late", timeout_s=60)
+    said = run_ranks(_one_misbehaves, 3, transport, "late", timeout_s=600)
     assert "ring all_reduce: rank 2 could not receive from rank 1 in step 1 of 4" in said[2]
-    assert "nothing came for 0.5 s" in said[2]
+    assert "nothing came for 2 s" in said[2]
     assert "ring all_reduce: rank 0 could not" in said[0]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_truncated_message_is_named(transport: str) -> None:
-    with_error = run_ranks(_one_misbehaves, 3, transport, "truncated", timeout_s=60)
+    with_error = run_ranks(_one_misbehaves, 3, transport, "truncated", timeout_s=600)
     assert any(
         "could not receive from rank 1" in text and "200 bytes, and 400 were expected" in text
         for text in with_error
@@ -198,7 +198,7 @@ def test_a_truncated_message_is_named(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_lost_rank_is_named_long_before_the_timeout(transport: str) -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(_one_misbehaves, 3, transport, "lost", timeout_s=60)
+        run_ranks(_one_misbehaves, 3, transport, "lost", timeout_s=600)
     text = str(failed.value)
     assert "rank 1: died, exit code 7" in text
     assert "rank 2 could not receive from rank 1 in step 1 of 4" in text and "rank 1 is gone" in text
@@ -206,6 +206,6 @@ def test_a_lost_rank_is_named_long_before_the_timeout(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
 def test_a_rank_that_plays_another_schedule_is_named_and_adds_nothing_wrong(transport: str) -> None:
-    said = run_ranks(_one_misbehaves, 3, transport, "another schedule", timeout_s=60)
+    said = run_ranks(_one_misbehaves, 3, transport, "another schedule", timeout_s=600)
     assert any("rank 1" in text and "plays another schedule" in text for text in said)
     assert "no error" not in said

@@ -239,7 +239,7 @@ def test_a_page_that_is_not_seen_is_sent_nothing(browser: Any, server: RunningSe
             "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
             "document.dispatchEvent(new Event('visibilitychange'))"
         )
-        wait_for(lambda: not news(1500), "silence")  # a page that is seen hears something every second
+        wait_for(lambda: not news(3000), "silence")  # a page that is seen hears something every second
         server.client().chat.completions.create(
             model=MODEL, max_tokens=8, messages=[{"role": "user", "content": "Hi again"}]
         )

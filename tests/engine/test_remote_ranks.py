@@ -94,7 +94,7 @@ def test_a_rank_with_another_key_is_refused_and_says_so() -> None:
 
 
 def test_strangers_that_say_nothing_or_nonsense_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_GREETING_S", 1)
+    monkeypatch.setattr(remote, "_GREETING_S", 3)
     door = RankDoor(f"127.0.0.1:{reserved_port()}", KEY)
     where = remote.host_and_port(door.address)
     try:

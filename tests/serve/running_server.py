@@ -95,16 +95,20 @@ class RunningServer:
         return None
 
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return _http().get(self.url + path, timeout=60, **more)
+        return _http().get(self.url + path, timeout=PATIENCE_S, **more)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        return _http().post(self.url + path, json=body, timeout=60, **more)
+        return _http().post(self.url + path, json=body, timeout=PATIENCE_S, **more)
 
     def client(self, key: str = "none", **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, **more
+        )
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+        )
 
     def engine_pid(self, *, spare: bool = False) -> int:
         """The child whose command line is the engine's, and that is not waiting for its job; or one that is."""

@@ -41,4 +41,4 @@ def train_config(
 
 
 def train_parallel(spec: ModelSpec, config: TrainConfig) -> list[Outcome]:
-    return run_ranks(train_rank, config.layout.world, spec, config, timeout_s=180)
+    return run_ranks(train_rank, config.layout.world, spec, config, timeout_s=600)

@@ -85,6 +85,6 @@ def train(
         heard, held_out = watcher.heard, result.held_out_loss
     else:
         heard, held_out = run_ranks(
-            train_rank, config.layout.world, config, resume, stop_after, timeout_s=300
+            train_rank, config.layout.world, config, resume, stop_after, timeout_s=600
         )[0]
     return heard, read_log(Path(config.folder) / "log.csv"), held_out

@@ -13,7 +13,7 @@ import pytest
 
 from cumulo.serve.access.keys import new_key
 from tests.base.sandbox.test_worker import wait_until_gone
-from tests.serve.running_server import RunningServer, running_server, wait_for
+from tests.serve.running_server import PATIENCE_S, RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
 pytest.importorskip("llguidance")
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Keys]) ->
 _CLIENT = httpx.Client(limits=httpx.Limits(max_connections=None))
 
 
-def ask(server: RunningServer, key: str, schema: object, patience_s: float = 60) -> httpx.Response:
+def ask(server: RunningServer, key: str, schema: object, patience_s: float = PATIENCE_S) -> httpx.Response:
     body = {
         "model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8,
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
@@ -95,7 +95,6 @@ def test_it_is_refused_and_neither_memory_nor_a_busy_process_is_left(
         lambda: resident_mib([engine, *processes_below(engine)]) < before_mib + 100,
         "the end of what the schema took",
         server,
-        patience_s=20,
     )
 
 

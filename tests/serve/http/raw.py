@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-PATIENCE_S = 60.0  # a hang guard, not a measure
+PATIENCE_S = 300.0  # a hang guard, not a measure
 
 
 @dataclass(frozen=True, slots=True)
