@@ -52,6 +52,11 @@ def number(value: float, unit: str = "") -> str:
     return f"{float(f'{value:.3g}'):,.0f}" if size >= 999.5 else f"{value:.3g}"
 
 
+def percent(share: float) -> str:
+    """A share of a whole to a tenth of a percent: three digits that count at most."""
+    return f"{share:.1%}" if abs(share) < 0.9995 else f"{number(100 * share)}%"
+
+
 def column(values: Sequence[float], unit: str) -> tuple[list[str], str]:
     """Figures that stand below one another, all in the unit of the largest, and that unit."""
     size, shared_unit = scale(max(values, key=abs, default=0.0), unit)

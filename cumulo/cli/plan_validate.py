@@ -174,6 +174,8 @@ def _as_user(
 def _table(summaries: "list[ErrorSummary]", how: str) -> "Table":
     from rich.table import Table
 
+    from cumulo.base.quantities import percent
+
     table = Table(title=f"Published step times, {how}", box=None)
     table.add_column("source", no_wrap=True)
     for name in ("rows", "median", "p90", "worst", "bias", "inside", "width"):
@@ -184,12 +186,12 @@ def _table(summaries: "list[ErrorSummary]", how: str) -> "Table":
         table.add_row(
             summary.name,
             str(summary.rows),
-            f"{summary.median:.1%}",
-            f"{summary.p90:.1%}",
+            percent(summary.median),
+            percent(summary.p90),
             f"{summary.worst:+.0%}",
             f"{summary.bias:+.1%}",
             f"{summary.coverage:.0%}",
-            f"{summary.width:.2f}",
+            f"{summary.width:.2f} ×",
         )
     return table
 

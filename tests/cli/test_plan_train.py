@@ -290,7 +290,7 @@ def test_a_deadline_that_no_cluster_keeps_says_what_to_change(cumulo: Run) -> No
 def test_a_budget_is_kept_by_fewer_gpus_or_not_at_all(cumulo: Run) -> None:
     ran = cumulo(*SMALL, "--tokens", "1e12", "--budget", "1", "--no-why")
     assert ran.code == 2
-    assert "the budget is $1; nothing down to an eighth of the GPUs keeps it: raise --budget" in ran.err
+    assert "the budget is 1 USD; nothing down to an eighth of the GPUs keeps it: raise --budget" in ran.err
 
 
 def test_what_one_change_of_a_given_layout_would_gain_leaves_the_rest_as_it_is(cumulo: Run) -> None:

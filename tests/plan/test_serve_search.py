@@ -177,7 +177,7 @@ def test_the_capacity_holds_and_a_little_more_does_not() -> None:
 
 
 def test_an_objective_no_request_can_keep_is_refused_with_what_is_reached() -> None:
-    with pytest.raises(ConfigError, match=r"itl \d+\.\d ms against 1 ms; bounded by reading weights"):
+    with pytest.raises(ConfigError, match=r"itl \d+\.\d+ ms against 1 ms; bounded by reading weights"):
         find_capacity(lambda rate: play(replica(), some_traffic(40).at_rate(rate)), Slo(itl_s=0.001))
 
 

@@ -124,7 +124,7 @@ def test_what_lies_outside_the_rows_is_said() -> None:
     layout = replace(row.job.layout, dp=96)
     job = replace(row.job, layout=layout, global_batch=2 * row.job.global_batch)
     sentences = estimate(job, catalog.cluster(12288, "h100-sxm")).evidence
-    assert any("GPUs 12,288 (rows reach 6,144)" in sentence for sentence in sentences)
+    assert any("12,288 GPUs (rows reach 6,144)" in sentence for sentence in sentences)
 
 
 def test_quantiles_are_interpolated() -> None:

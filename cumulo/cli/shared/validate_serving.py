@@ -40,7 +40,7 @@ def validate_serving(
         for row in rows:
             error = error_of(row)
             errors.setdefault(str(getattr(row, key)), []).append(error)
-            largest.add((error, row.name))
+            largest.add((error, row.described))
         errors[f"all, by {key}"] = [error for some in list(errors.values()) for error in some]
         for name, some in errors.items():
             found += _summary(table, name, some, left_out and name.startswith("all"))

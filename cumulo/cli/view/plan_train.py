@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cumulo.base.quantities import column, quantity
+from cumulo.base.quantities import column, percent, quantity
 from cumulo.base.report import Row, table
 from cumulo.base.report_table import ReportTable
 from cumulo.plan.search.run_cost import RunCost
@@ -30,6 +30,9 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
     """The figures of one plan, as every report has them."""
     found, each = plan.estimate, _each(goal)
     interval = found.interval
+    # Of the step's time; rates go the other way.
+    low, high = interval.low / found.step_s, interval.high / found.step_s
+    per_each = found.tokens_per_s / goal.cluster.gpus
     result = [
         Row(
             "step time",
@@ -38,16 +41,32 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
             "lower",
             note=f"90% interval: {_seconds(interval.low)} to {_seconds(interval.high)}",
         ),
-        Row("throughput", found.tokens_per_s, "tokens/s"),
-        Row(f"throughput per {each}", found.tokens_per_s / goal.cluster.gpus, "tokens/s"),
-        Row("MFU", 100 * found.mfu, "%", note=_FLOPS),
-        Row("HFU", 100 * found.hfu, "%", note="counts recomputation, too"),
+        Row(
+            "throughput",
+            found.tokens_per_s,
+            "tokens/s",
+            note=_range(found.tokens_per_s, 1 / high, 1 / low, "tokens/s"),
+        ),
+        Row(
+            f"throughput per {each}",
+            per_each,
+            "tokens/s",
+            note=_range(per_each, 1 / high, 1 / low, "tokens/s"),
+        ),
+        Row("MFU", 100 * found.mfu, "%", note=f"{_range(100 * found.mfu, 1 / high, 1 / low, '%')}; {_FLOPS}"),
+        Row(
+            "HFU",
+            100 * found.hfu,
+            "%",
+            note=f"{_range(100 * found.hfu, 1 / high, 1 / low, '%')}; counts recomputation, too",
+        ),
     ]
     if found.memory is not None:
         left = goal.memory_limit_bytes - found.memory.total
         free = f"{left / GIB:.3g} GiB free" if left >= 0 else f"{-left / GIB:.3g} GiB too much"
         fits = found.memory.fits_with_probability(goal.memory_limit_bytes)
-        note = f"{free}; fits with {min(0.99, max(0.01, fits)):.0%} probability"
+        ends = " to ".join(f"{end / GIB:.3g} GiB" for end in found.memory.interval)
+        note = f"90% interval: {ends}; {free}; fits with {min(0.99, max(0.01, fits)):.0%} probability"
         if goal.cluster.device.generation != "cpu":
             note += (
                 f"; as nvidia-smi shows it: the allocator reserves {found.memory.reserved / GIB:.3g} GiB, and "
@@ -59,29 +78,29 @@ def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> l
             result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
     result += _stall_rows(stalls)
     if cost is not None:
-        low, high = found.interval.low / found.step_s, found.interval.high / found.step_s
         result += [
             Row(
                 "run time",
                 cost.days,
                 "days",
                 "lower",
-                note=f"{_range(cost.days, low, high, 'days')}; {quantity(cost.tokens, 'tokens')}, without "
-                f"failures; {quantity(cost.stalled_days, 'days')} of it stalled",
+                note=f"{_range(cost.days, cost.low, cost.high, 'days')}; {quantity(cost.tokens, 'tokens')}, "
+                f"without failures; {quantity(cost.stalled_days, 'days')} of it stalled",
             ),
             Row(
                 "energy",
                 cost.energy_mwh,
                 "MWh",
                 "lower",
-                note=f"{_range(cost.energy_mwh, low, high, 'MWh')}; nodes at full load; cooling is not included",
+                note=f"{_range(cost.energy_mwh, cost.low, cost.high, 'MWh')}; nodes at full load; cooling is "
+                "not included",
             ),
             Row(
                 "price",
                 cost.money,
                 "USD",
                 "lower",
-                note=f"{_range(cost.money, low, high, 'USD')}; "
+                note=f"{_range(cost.money, cost.low, cost.high, 'USD')}; "
                 f"{quantity(goal.cluster.device.price_per_hour, 'USD')} per {each} hour",
             ),
         ]
@@ -176,8 +195,8 @@ def show(
         f"[bold]{model}[/bold] on {goal.cluster}: {job.global_batch:,} sequences of {job.sequence_length:,} tokens"
     )
     out.print(
-        f"[bold green]{job.layout}[/bold green], micro-batch size {job.micro_batch} "
-        f"({job.micro_batches} per step), {_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}"
+        f"[bold green]{job.layout}[/bold green], micro-batches of {_sequences(job.micro_batch)} "
+        f"({job.micro_batches:,} per step), {_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}"
     )
     out.print(table("", [_rounded(row) for row in rows(best, goal, cost, stalls)]))
     parts = (*best.estimate.breakdown, *stalls.rows())
@@ -205,6 +224,10 @@ _RECOMPUTE = {
 }
 
 
+def _sequences(count: int) -> str:
+    return "1 sequence" if count == 1 else f"{count} sequences"
+
+
 def _shares(title: str, parts: Sequence[tuple[str, float]], unit: str) -> Table:
     result = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
     result.add_column("")
@@ -215,7 +238,7 @@ def _shares(title: str, parts: Sequence[tuple[str, float]], unit: str) -> Table:
     shown = sorted(((part, size) for part, size in parts if size), key=lambda entry: -entry[1])
     figures, shared_unit = column([size for _, size in shown], unit)
     for (part, size), figure in zip(shown, figures, strict=True):
-        result.add_row(part, figure, shared_unit, f"{size / whole:.1%}")
+        result.add_row(part, figure, shared_unit, percent(size / whole))
     return result
 
 
@@ -227,11 +250,11 @@ def _ranking(result: SearchResult) -> ReportTable:
         (
             [
                 str(plan.job.layout),
-                str(plan.job.micro_batch),
+                _sequences(plan.job.micro_batch),
                 plan.job.recompute,
                 f"{time} {unit}",
-                f"{plan.estimate.mfu:.1%}",
-                f"{plan.estimate.memory.total / GIB:.3g} GiB" if plan.estimate.memory else "",
+                percent(plan.estimate.mfu),
+                quantity(plan.estimate.memory.total / GIB, "GiB") if plan.estimate.memory else "",
             ],
             "" if plan is best else loses_by(best, plan),
         )

@@ -16,6 +16,14 @@ def value(figure: Figure) -> str:
     return quantities.quantity(*_decimal(float(amount), unit))
 
 
+def in_own_unit(figure: Figure) -> str:
+    """A figure in the unit that formulas reckon with."""
+    amount, unit = figure.value, "" if figure.unit == "share" else figure.unit
+    if amount == int(amount) and abs(amount) < 1e6 and unit not in _ROUNDED:
+        return f"{int(amount):,} {unit}".strip()
+    return f"{quantities.number(float(amount))} {unit}".strip()
+
+
 def _decimal(amount: float, unit: str) -> tuple[float, str]:
     """Storage and networks are sold in powers of ten."""
     return (amount / 1e9, f"G{unit}") if unit in ("B", "B/s") else (amount, unit)

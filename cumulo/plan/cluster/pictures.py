@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from cumulo.base import svg
+from cumulo.base.quantities import percent, quantity
 from cumulo.plan.cluster.checkpoints import SweepPoint
 from cumulo.plan.cluster.fabric import TierCount
-from cumulo.plan.cluster.sheet import number
 from cumulo.spec.cluster import Cluster
 
 COLOURS = ("#2f6fb2", "#e0802f", "#3f9a5a", "#c2453d", "#7d62ad", "#8a6d3b", "#4fb0b5", "#b0568f", "#8c8c8c")
@@ -48,7 +48,7 @@ def share_picture(title: str, shares: Sequence[tuple[str, float]]) -> str:
     for index, (name, share) in enumerate(shares):
         wide = (_WIDTH - 20) * share / whole
         colour = COLOURS[index % len(COLOURS)]
-        label = f"{name}: {share / whole:.1%}"
+        label = f"{name}: {percent(share / whole)}"
         parts.append(svg.tag("rect", svg.title(label), x=x, y=8, width=wide, height=34, fill=colour))
         column, row = index % 4, index // 4
         parts.append(
@@ -77,10 +77,10 @@ def interval_picture(sweeps: Sequence[tuple[str, Sequence[SweepPoint]]]) -> str:
     parts = [f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="#888"/>']
     for step in range(5):
         share = low + (high - low) * step / 4
-        parts.append(_text(left - 6, y(share) + 4, f"{share:.1%}", "end"))
+        parts.append(_text(left - 6, y(share) + 4, percent(share), "end"))
         interval_s = math.exp(first + (last - first) * step / 4)
-        parts.append(_text(x(interval_s), bottom + 18, number(float(f"{interval_s:.3g}"))))
-    parts.append(_text((left + right) / 2, bottom + 38, "seconds of training between checkpoints"))
+        parts.append(_text(x(interval_s), bottom + 18, quantity(interval_s, "s")))
+    parts.append(_text((left + right) / 2, bottom + 38, "training time between two checkpoints"))
     for index, (name, sweep) in enumerate(sweeps):
         colour = COLOURS[index]
         line = " ".join(f"{x(p.interval_s):.1f},{y(p.by_formula):.1f}" for p in sweep)
@@ -95,8 +95,8 @@ def interval_picture(sweeps: Sequence[tuple[str, Sequence[SweepPoint]]]) -> str:
 
 def _dot(at: float, y: Callable[[float], float], point: SweepPoint, name: str, colour: str) -> str:
     run = point.simulated
-    shares = f"{point.by_formula:.2%} by formula, {run.ettr:.2%} simulated"
-    label = f"{name}, every {number(point.interval_s)} s: {shares}"
+    shares = f"{percent(point.by_formula)} by formula, {percent(run.ettr)} simulated"
+    label = f"{name}, every {quantity(point.interval_s, 's')}: {shares}"
     interval = f"M{at:.1f} {y(run.ettr_low):.1f}V{y(run.ettr_high):.1f}"
     return svg.tag("path", d=interval, stroke=colour) + svg.dot(at, y(run.ettr), 4, label, fill=colour)
 

@@ -41,6 +41,7 @@ from cumulo.plan.search.search import Plan
 from cumulo.plan.serve.search import ServePlan
 from cumulo.spec.cluster import Cluster
 
+_ENDS = (("", ""), ("_low", "_high"), ("_high", "_low"))  # of what grows as another figure falls
 _LEAST_ETTR = 0.01  # below it nothing is gained by planning on, and there are too many failures to play
 
 
@@ -211,7 +212,7 @@ def _results(
         formula = f"training_tok_s_{end} * ettr_{end}"
         sheet.work_out(f"goodput_tok_s_{end}", formula, "tokens/s", f"goodput, {end} end")
     sheet.given("tokens", goal.tokens, "tokens", "tokens to train on", "asked for")
-    for end, other in (("", ""), ("_low", "_high"), ("_high", "_low")):
+    for end, other in _ENDS:
         label = "run time" + (f", {end[1:]} end" if end else "")
         sheet.work_out(f"days{end}", f"tokens / goodput_tok_s{other} / 86400", "days", label)
     sheet.work_out("failures_in_run", "days * 86400 * ettr / mttf_s", "failures", "failures during the run")
@@ -231,12 +232,10 @@ def _results(
     sheet.work_out(
         "charged_share", "charged_gpus / gpus", "share", "share of the cluster that the run is charged for"
     )
-    sheet.work_out(
-        "energy_mwh",
-        "facility_w * charged_share * 1e12 / goodput_tok_s / 3.6e9",
-        "MWh",
-        "energy for a trillion tokens",
-    )
+    for end, other in _ENDS:
+        label = "energy for a trillion tokens" + (f", {end[1:]} end" if end else "")
+        formula = f"facility_w * charged_share * 1e12 / goodput_tok_s{other} / 3.6e9"
+        sheet.work_out(f"energy_mwh{end}", formula, "MWh", label)
     sheet.given(
         "price",
         device.price_per_hour,
@@ -244,17 +243,15 @@ def _results(
         "price of a GPU",
         f"--price, or the catalogue's guide for {device.name}",
     )
-    sheet.work_out(
-        "cost_trillion",
-        "charged_gpus * price * 1e12 / goodput_tok_s / 3600",
-        "USD",
-        "price of a trillion tokens",
-    )
+    for end, other in _ENDS:
+        label = "price of a trillion tokens" + (f", {end[1:]} end" if end else "")
+        formula = f"charged_gpus * price * 1e12 / goodput_tok_s{other} / 3600"
+        sheet.work_out(f"cost_trillion{end}", formula, "USD", label)
     for end in ("", "_low", "_high"):
         label = "price of the run" + (f", {end[1:]} end" if end else "")
         sheet.work_out(f"cost_run{end}", f"charged_gpus * price * days{end} * 24", "USD", label)
     if goal.budget is not None:
         sheet.given("budget", goal.budget, "USD", "budget", "--budget")
-        for end, other in (("", ""), ("_low", "_high"), ("_high", "_low")):
+        for end, other in _ENDS:
             label = "tokens that the budget pays for" + (f", {end[1:]} end" if end else "")
             sheet.work_out(f"budget_tokens{end}", f"tokens * budget / cost_run{other}", "tokens", label)

@@ -10,7 +10,7 @@ from html import escape
 
 from cumulo.base import quantities
 from cumulo.plan.cluster.facility import COOLING, MATERIALS, MONITORING, STORAGE
-from cumulo.plan.cluster.figures import value, value_range
+from cumulo.plan.cluster.figures import in_own_unit, value, value_range
 from cumulo.plan.cluster.pictures import fabric_picture, interval_picture, share_picture
 from cumulo.plan.cluster.plan import ClusterPlan
 from cumulo.plan.cluster.sheet import Sheet
@@ -34,6 +34,9 @@ _CAVEAT = (
     "A job's mean time to failure is taken as inversely proportional to its nodes. Meta measured 7.9 h at 1,024 "
     "GPUs where its own rate per node says 28.9 h (Kokolis et al. 2024): small jobs may fail more often than this."
 )
+
+
+_FIGURES = ("", "", "90% range")
 
 
 def report(plan: ClusterPlan) -> str:
@@ -80,7 +83,8 @@ def _division(plan: ClusterPlan) -> str:
     parts += [("spares", sheet["spare_nodes"]), ("idle", sheet["idle_nodes"])]
     return (
         f"<h2>Who gets the nodes</h2>{share_picture('Who gets the nodes', parts)}"
-        f"{_table(('', ''), _rows(sheet, *names))}<p>{escape(why_so_many(plan))} {escape(budget_verdict(plan))}</p>"
+        f"{_table(_FIGURES, _rows(sheet, *names))}<p><b>Why:</b> {escape(why_so_many(plan))} "
+        f"{escape(budget_verdict(plan))}</p>"
     )
 
 
@@ -128,7 +132,7 @@ def _inference(plan: ClusterPlan) -> str:
     )  # fmt: skip
     return (
         f"<h2>Inference</h2><p><b>{escape(str(best.replica))}</b>. {escape(best.replica.confidence.evidence)}.</p>"
-        f"{_table(('', '', 'range'), rows)}"
+        f"{_table(_FIGURES, rows)}"
     )
 
 
@@ -139,7 +143,7 @@ def _around(plan: ClusterPlan) -> str:
         ("Racks and cooling", COOLING),
         ("Bill of materials of the network", MATERIALS),
     )
-    return "".join(f"<h2>{name}</h2>{_table(('', ''), _rows(sheet, *figures))}" for name, figures in parts)
+    return "".join(f"<h2>{name}</h2>{_table(_FIGURES, _rows(sheet, *figures))}" for name, figures in parts)
 
 
 def _layout(plan: ClusterPlan) -> str:
@@ -152,10 +156,10 @@ def _layout(plan: ClusterPlan) -> str:
     evidence = "".join(f"<li>{escape(sentence)}</li>" for sentence in estimate.evidence)
     recompute = "nothing" if job.recompute == "none" else job.recompute
     return (
-        f"<h2>Layout</h2><p><b>{escape(str(job.layout))}</b>, micro-batches of {job.micro_batch}, "
-        f"{job.micro_batches} of them in a step, recomputing {recompute}. A step is expected within "
-        f"{low:.3g}–{high:.3g} s "
-        f"({estimate.interval.level:.0%}).</p>{_table(('', ''), rows)}"
+        f"<h2>Layout</h2><p><b>{escape(str(job.layout))}</b>, {job.micro_batches:,} micro-batches of "
+        f"{job.micro_batch} sequences in a step, recomputing {recompute}. A step is expected within "
+        f"{quantities.between(low, high, 's')} "
+        f"({estimate.interval.level:.0%}).</p>{_table(_FIGURES, rows)}"
         f"{share_picture('Time of a step', estimate.breakdown)}<ul>{evidence}</ul>"
     )
 
@@ -202,7 +206,7 @@ def _fabric(plan: ClusterPlan) -> str:
     return (
         f"<h2>Fabric: {escape(plan.goal.cluster.fabric.name)}</h2>"
         f"{fabric_picture(plan.goal.cluster, plan.tiers)}{_table(tier_heads, tiers)}"
-        f"{_table(('', ''), _rows(sheet, 'switches', 'cables', 'network_w'))}"
+        f"{_table(_FIGURES, _rows(sheet, 'switches', 'cables', 'network_w'))}"
         f"<h3>Where traffic goes</h3>{_table(traffic_heads, traffic)}"
         f"<h3>The same job on other fabrics of these switches</h3>{_table(fabric_heads, fabrics)}"
     )
@@ -213,7 +217,7 @@ def _storage(plan: ClusterPlan) -> str:
         "checkpoint_bytes", "shard_bytes", "copy_s", "send_s", "write_s", "write_behind", "write_for_stall",
         "read_bytes_per_s", *STORAGE,
     )  # fmt: skip
-    return f"<h2>Storage</h2>{_table(('', ''), _rows(plan.sheet, *names))}"
+    return f"<h2>Storage</h2>{_table(_FIGURES, _rows(plan.sheet, *names))}"
 
 
 def _failures(plan: ClusterPlan) -> str:
@@ -247,12 +251,12 @@ def _failures(plan: ClusterPlan) -> str:
              "ettr_simulated_low", "ettr_simulated_high", "lost_share", "checkpoint_share", "restart_share",
              "repair_share", "interval_simulated_s", "both_lost_share")  # fmt: skip
     return (
-        f"<h2>Failures</h2>{_table(('', ''), _rows(sheet, *names))}"
+        f"<h2>Failures</h2>{_table(_FIGURES, _rows(sheet, *names))}"
         f"<p>{escape(_CAVEAT)}</p>"
         f"{_table(heads, tiers)}<h3>Where time goes ({escape(plan.checkpoints[0].name)})</h3>"
         f"{share_picture('Where time goes', shares)}{interval_picture(sweeps)}"
         f"<h3>After a failure</h3>{_recoveries(plan)}"
-        f"<h3>What one change would add to the goodput</h3>{_table(('', ''), _rows(sheet, *plan.gains))}"
+        f"<h3>What one change would add to the goodput</h3>{_table(_FIGURES, _rows(sheet, *plan.gains))}"
     )
 
 
@@ -271,7 +275,7 @@ def _recoveries(plan: ClusterPlan) -> str:
 
 def _money(plan: ClusterPlan) -> str:
     names = ("charged_gpus", "facility_w", "energy_mwh", "goodput_tok_s", "days", "cost_trillion", "cost_run")
-    return f"<h2>Power and money</h2>{_table(('', ''), _rows(plan.sheet, *names))}"
+    return f"<h2>Power and money</h2>{_table(_FIGURES, _rows(plan.sheet, *names))}"
 
 
 def _every_number(sheet: Sheet) -> str:
@@ -281,7 +285,7 @@ def _every_number(sheet: Sheet) -> str:
         if figure.formula:
             inputs = ", ".join(_link(sheet, name, name) for name in figure.inputs)
             how = f"<code>{escape(sheet.shown(figure.name))}</code>"
-            how += f"<br><code>= {escape(sheet.inserted(figure.name))}</code>"
+            how += f"<br><code>= {escape(sheet.inserted(figure.name, in_own_unit))}</code>"
             how += f"<br><small>from {inputs}{'. ' + escape(figure.source) if figure.source else ''}</small>"
         rows.append(
             f'<tr id="{figure.name}"><td><code>{figure.name}</code></td><td>{escape(figure.label)}</td>'
@@ -293,9 +297,15 @@ def _every_number(sheet: Sheet) -> str:
 
 def _cards(sheet: Sheet, *names: str) -> str:
     cards = "".join(
-        f"<div><b>{_link(sheet, name)}</b>{escape(sheet.figures[name].label)}</div>" for name in names
+        f"<div><b>{_link(sheet, name)}</b>{escape(sheet.figures[name].label)}{_card_range(sheet, name)}</div>"
+        for name in names
     )
     return f'<div class="cards">{cards}</div>'
+
+
+def _card_range(sheet: Sheet, name: str) -> str:
+    ends = value_range(sheet, name)
+    return f"<br><small>90% range: {escape(ends)}</small>" if ends else ""
 
 
 def _rows(sheet: Sheet, *names: str) -> list[tuple[str, ...]]:
@@ -307,7 +317,7 @@ def _rows(sheet: Sheet, *names: str) -> list[tuple[str, ...]]:
 
 def _link(sheet: Sheet, name: str, text: str | None = None) -> str:
     figure = sheet.figures[name]
-    how = f"{sheet.shown(name)} = {sheet.inserted(name)}" if figure.formula else figure.source
+    how = f"{sheet.shown(name)} = {sheet.inserted(name, in_own_unit)}" if figure.formula else figure.source
     hint = f"{name} = {how}"
     return f'<a class="n" href="#{name}" title="{escape(hint)}">{escape(text or value(figure))}</a>'
 

@@ -78,10 +78,11 @@ class Sheet:
         """The formula as people write it."""
         return _written(ast.parse(self.figures[name].formula, mode="eval").body, lambda name: name)
 
-    def inserted(self, name: str) -> str:
-        """The formula with numbers in place of names."""
+    def inserted(self, name: str, written: Callable[[Figure], str] | None = None) -> str:
+        """The formula with numbers in place of names, as `written` writes them."""
         tree = ast.parse(self.figures[name].formula, mode="eval").body
-        return _written(tree, lambda name: number(self.figures[name].value))
+        figures = self.figures
+        return _written(tree, lambda name: written(figures[name]) if written else number(figures[name].value))
 
     def _keep(self, figure: Figure) -> None:
         if figure.name in self.figures:

@@ -3,6 +3,7 @@ planner."""
 
 import math
 
+from cumulo.base.quantities import number, quantity
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.plan.cluster.goal import ClusterGoal, job_sizes
 from cumulo.plan.cluster.recovery import best_job_gpus
@@ -49,8 +50,8 @@ def plan_training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
     held = goal.cluster.device.memory_bytes
     if estimate.memory is not None and estimate.memory.total > held:
         raise ConfigError(
-            f"the layout {layout} needs {estimate.memory.total / 2**30:.1f} GiB per GPU, but a "
-            f"{goal.cluster.device.name} has {held / 2**30:.1f} GiB; use a larger tp or pp, zero=3 or "
+            f"the layout {layout} needs {quantity(estimate.memory.total, 'B')} per GPU, but a "
+            f"{goal.cluster.device.name} has {quantity(held, 'B')}; use a larger tp or pp, zero=3 or "
             "recompute=full, or omit --fixed"
         )
     _job_lines(best, sheet)
@@ -73,8 +74,9 @@ def _in_time(goal: ClusterGoal, largest: Plan, parameters: float) -> Plan:
     days = _longest_days(goal, largest)
     if days > deadline:
         raise ConfigError(
-            f"{goal.tokens:.3g} tokens take up to {days:.3g} days on {largest.job.layout.world:,} GPUs, more than "
-            f"--deadline-days {deadline:g}: ask for more GPUs or fewer tokens, a larger --batch or --dtype float8"
+            f"{quantity(goal.tokens, 'tokens')} take up to {number(days)} days on "
+            f"{largest.job.layout.world:,} GPUs, more than --deadline-days {deadline:g}: ask for more GPUs or "
+            "fewer tokens, a larger --batch or --dtype float8"
         )
     best = largest
     for _ in range(_SIZES_TRIED):

@@ -44,6 +44,12 @@ class ServedRow:
     def name(self) -> str:
         return f"{self.model} {self.device} tp{self.tp} {self.weights} {self.prompt}/{self.answer}"
 
+    @property
+    def described(self) -> str:
+        """For people."""
+        what = f"{self.model}, {self.device}, tp{self.tp}, {self.weights}"
+        return f"{what}: prompts of {self.prompt:,} tokens, answers of {self.answer:,} tokens"
+
 
 @cache
 def served_rows() -> tuple[ServedRow, ...]:

@@ -30,16 +30,16 @@ BORROWED = 0.20  # half-width at least where constants or rows are of other devi
 
 # What a doubling of a quantity counts in the distance between two jobs.
 _WEIGHTS = {
-    "hidden": 0.5,
+    "columns of the hidden state": 0.5,
     "layers": 0.3,
-    "sequence": 0.4,
-    "tokens of a micro-batch": 0.2,
-    "tp": 0.6,
-    "pp": 0.4,
-    "cp": 0.6,
-    "ep": 0.6,
+    "tokens per sequence": 0.4,
+    "tokens per micro-batch and GPU": 0.2,
+    "tensor-parallel ranks": 0.6,
+    "pipeline stages": 0.4,
+    "context-parallel ranks": 0.6,
+    "expert-parallel ranks": 0.6,
     "GPUs": 0.3,
-    "micro-batches": 0.2,
+    "micro-batches per step": 0.2,
 }
 _OTHER_SOFTWARE, _OTHER_DEVICE, _OTHER_FORMAT, _OTHER_RECOMPUTE, _EXPERTS, _OTHER_SHARING = (
     1.0,
@@ -197,7 +197,7 @@ def _sentences(job: TrainJob, cluster: Cluster, profile: Profile) -> tuple[str, 
     same = [witness for witness in near if _same_kind(mine, witness.features)]
     found = [f"constants: {profile.name} ({profile.note})"]
     named = ", ".join(
-        f"{witness.row.name} (distance {distance(mine, witness.features):.1f}, predicted "
+        f"{witness.row.name} ({distance(mine, witness.features):.1f} doublings away, predicted "
         f"{math.expm1(witness.log_error):+.0%})"
         for witness in near[:3]
     )
@@ -224,7 +224,7 @@ def _outside(mine: Features, theirs: list[Features]) -> str:
         values = [each.logs[index] for each in theirs]
         low, high, value = min(values), max(values), mine.logs[index]
         if value > high + 1e-9:
-            parts.append(f"{name} {2**value:,.0f} (rows reach {2**high:,.0f})")
+            parts.append(f"{2**value:,.0f} {name} (rows reach {2**high:,.0f})")
         elif value < low - 1e-9:
-            parts.append(f"{name} {2**value:,.0f} (rows begin at {2**low:,.0f})")
+            parts.append(f"{2**value:,.0f} {name} (rows begin at {2**low:,.0f})")
     return ", ".join(parts)

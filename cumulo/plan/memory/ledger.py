@@ -48,6 +48,12 @@ class MemoryLedger:
         return 1 - 0.5 * math.exp(-beyond) if beyond >= 0 else 0.5 * math.exp(beyond)
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """Of `total`: where nine of ten measured peaks would lie, by the same curve."""
+        factor = 10**_ERROR_SCALE
+        return self.total / factor, self.total * factor
+
+    @property
     def lines(self) -> tuple[LedgerLine, ...]:
         """What `total` is made of."""
         names = ("weights", "gradients", "optimizer", "activations", "logits", "temporary", "fragments",

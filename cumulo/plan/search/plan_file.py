@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from cumulo.base.quantities import quantity
 from cumulo.errors import ConfigError
 from cumulo.plan.job import OPERATIONS
 from cumulo.plan.search.run_stalls import Stalls, Storage
@@ -60,11 +61,12 @@ def plan_text(
     rank = "GPU"
     if cluster.device.generation == "cpu":
         settings["device"], rank = "cpu", "CPU"
-    peak = f", {estimate.memory.total / GIB:.1f} GiB" if estimate.memory else ""
+    peak = f", {quantity(estimate.memory.total / GIB, 'GiB')}" if estimate.memory else ""
+    ends = estimate.interval
     head = (
         f"# {command}\n"
-        f"# predicted: {estimate.step_s:.4g} s a step (90%: {estimate.interval.low:.4g} to "
-        f"{estimate.interval.high:.4g} s), {estimate.tokens_per_s:,.0f} tokens/s{peak} on a {rank}\n"
+        f"# predicted: {quantity(estimate.step_s, 's')} a step (90% interval: {quantity(ends.low, 's')} to "
+        f"{quantity(ends.high, 's')}), {quantity(estimate.tokens_per_s, 'tokens/s')}{peak} on a {rank}\n"
         f"# {yours} and the learning rate are yours to set: `cumulo train FILE`\n"
     )
     return head + yaml.safe_dump(settings, sort_keys=False)

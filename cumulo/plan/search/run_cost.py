@@ -3,6 +3,7 @@ deadline or a budget. Reports and limits use it."""
 
 from dataclasses import dataclass, replace
 
+from cumulo.base.quantities import between, number, quantity
 from cumulo.errors import ConfigError
 from cumulo.plan.search.run_stalls import Stalls, Storage, stalls_of
 from cumulo.plan.search.search import Plan, search
@@ -23,6 +24,8 @@ class RunCost:
     stalled_days: float  # of them, waiting for data and checkpoints
     energy_mwh: float
     money: float  # USD
+    low: float = 1.0  # ends of the 90% interval, of all these but `tokens`, as factors
+    high: float = 1.0
 
     @staticmethod
     def from_plan(plan: Plan, cluster: Cluster, tokens: float, stalls: Stalls) -> "RunCost":
@@ -34,7 +37,19 @@ class RunCost:
             stalled_days=steps * stalls.step_s / _DAY_S,
             energy_mwh=cluster.power_w * seconds / 3.6e9,
             money=cluster.price_per_hour * seconds / 3600,
+            low=plan.estimate.interval.low / plan.estimate.step_s,
+            high=plan.estimate.interval.high / plan.estimate.step_s,
         )
+
+
+def _days(cost: RunCost) -> str:
+    ends = f"{number(cost.low * cost.days)} to {number(cost.high * cost.days)} days"
+    return f"{number(cost.days)} days (90% interval: {ends})"
+
+
+def _money(cost: RunCost) -> str:
+    ends = between(cost.low * cost.money, cost.high * cost.money, "USD")
+    return f"{quantity(cost.money, 'USD')} (90% interval: {ends})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +67,9 @@ class RunLimits:
     def missed(self, cost: RunCost) -> str | None:
         """What the run exceeds, in words; None: nothing."""
         if self.late(cost):
-            return f"the best plan takes {cost.days:.3g} days, and the deadline is {self.deadline_days:g}"
+            return f"the best plan takes {_days(cost)}, and the deadline is {self.deadline_days:g} days"
         if self.budget is not None and cost.money > self.budget:
-            return f"the best plan costs ${cost.money:,.0f}, and the budget is ${self.budget:,.0f}"
+            return f"the best plan costs {_money(cost)}, and the budget is {quantity(self.budget, 'USD')}"
         return None
 
     def late(self, cost: RunCost) -> bool:
@@ -120,11 +135,11 @@ def _sooner(asked: _Asked, now: RunCost) -> str:
         best_gpus *= 2
         if not limits.late(best):
             enough, cost = _fewest(asked, before, best_gpus, best)
-            words = f"{enough:,} GPUs would take {cost.days:.3g} days and ${cost.money:,.0f}"
+            words = f"{enough:,} GPUs would take {_days(cost)} and {_money(cost)}"
             over = limits.budget is not None and cost.money > limits.budget
             return f"{words}, which is over the budget: relax one of the two" if over else words
     most = (
-        f"{best_gpus:,} take {best.days:.3g} days"
+        f"{best_gpus:,} GPUs take {_days(best)}"
         if best_gpus > gpus
         else "twice as many cannot share the batch"
     )
@@ -151,5 +166,5 @@ def _cheaper(asked: _Asked) -> str:
     for part in (2, 4, 8):
         cost = asked.on(gpus // part) if gpus % part == 0 else None
         if cost is not None and asked.limits.missed(cost) is None:
-            return f"{gpus // part:,} GPUs would take {cost.days:.3g} days and ${cost.money:,.0f}"
+            return f"{gpus // part:,} GPUs would take {_days(cost)} and {_money(cost)}"
     return "nothing down to an eighth of the GPUs keeps it: raise --budget, or train on fewer --tokens"

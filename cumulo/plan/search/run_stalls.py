@@ -12,6 +12,7 @@ H the rate between a device and its host, M the job's mean time to failure, τ t
 import math
 from dataclasses import dataclass, replace
 
+from cumulo.base.quantities import quantity
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.plan.cluster.failures import Recovery, best_interval_s
@@ -75,13 +76,14 @@ def stalls_of(job: TrainJob, cluster: Cluster, step_s: float, storage: Storage) 
     least_minutes = math.ceil(max(step_s, away_s) / 6) / 10
     if interval_s < away_s:
         raise ConfigError(
-            f"a checkpoint of {saved / 1e9:,.0f} GB takes {write_s:,.0f} s to be written, and the next is due "
-            f"after {interval_s:,.0f} s; raise --checkpoint-minutes to {least_minutes:g} or --storage-gb-s"
+            f"a checkpoint of {quantity(saved / 1e9, 'GB')} takes {quantity(write_s, 's')} to be written, and the "
+            f"next is due after {quantity(interval_s, 's')}; raise --checkpoint-minutes to {least_minutes:g} or "
+            "--storage-gb-s"
         )
     if interval_s < step_s:
         raise ConfigError(
-            f"a checkpoint is saved between two steps, and a step takes {step_s:,.3g} s, longer than the "
-            f"{interval_s:,.3g} s between two checkpoints; raise --checkpoint-minutes to {least_minutes:g}"
+            f"a checkpoint is saved between two steps, and a step takes {quantity(step_s, 's')}, longer than the "
+            f"{quantity(interval_s, 's')} between two checkpoints; raise --checkpoint-minutes to {least_minutes:g}"
         )
     return Stalls(
         data_s=max(0.0, read / storage.node_bytes_per_s - step_s),

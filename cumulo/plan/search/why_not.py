@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from cumulo.base.quantities import quantity
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
@@ -27,8 +28,8 @@ def refuse(goal: TrainGoal) -> None:
     ledger, what = least
     largest = max(ledger.lines, key=lambda line: line.predicted)
     message = (
-        f"no layout fits: the least any needs is {ledger.total / GIB:.1f} GiB on a GPU ({what}; most of it "
-        f"{largest.name}, {largest.predicted / GIB:.1f} GiB), and there are {limit / GIB:.1f} GiB"
+        f"no layout fits: the least any needs is {quantity(ledger.total, 'B')} on a GPU ({what}; most of it "
+        f"{largest.name}, {quantity(largest.predicted, 'B')}), and there are {quantity(limit, 'B')}"
     )
     if (enough := _enough_gpus(goal)) is not None:
         message += f"; {enough:,} of these GPUs would hold it"

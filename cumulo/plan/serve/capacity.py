@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cumulo.base.quantities import quantity
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport, report
@@ -102,7 +103,8 @@ def _hopeless(alone: ServeReport, slo: Slo) -> str:
     reached = []
     for name in alone.misses(slo):
         spread = getattr(alone, f"{name}_s")
-        reached.append(f"{name} {spread.at_slo * 1e3:.1f} ms against {getattr(slo, f'{name}_s') * 1e3:g} ms")
+        objective = getattr(slo, f"{name}_s")
+        reached.append(f"{name} {quantity(spread.at_slo, 's')} against {quantity(objective, 's')}")
     return (
         f"even one request at a time misses the objective: {', '.join(reached)}; bounded by {alone.bound_by}: "
         "take a faster device, more tensor parallelism, 8-bit weights, or a looser objective"

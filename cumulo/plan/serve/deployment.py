@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from cumulo.base.quantities import quantity
 from cumulo.errors import OutOfMemory
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport
@@ -97,12 +98,12 @@ def candidate(replica: Replica, split: bool, traffic: Traffic, slo: Slo) -> Cand
     room = 1.0
     if slo.itl_s is not None and not split:
         if step_s > slo.itl_s:
-            return Candidate(replica, split, 0.0, f"one sequence alone takes {step_s * 1e3:.1f} ms a token")
+            return Candidate(replica, split, 0.0, f"one sequence alone takes {quantity(step_s, 's')} a token")
         room = 1 - step_s / replica.pp / slo.itl_s
     first_s = slow * sum(cost.parts(StepLoad(fresh, 1, 1, 0, 0, pairs(round(shared), fresh), fresh)))
     if slo.ttft_s is not None and first_s > slo.ttft_s:
         return Candidate(
-            replica, split, 0.0, f"a prompt of {fresh:,} new tokens alone takes {first_s * 1e3:.1f} ms"
+            replica, split, 0.0, f"a prompt of {fresh:,} new tokens alone takes {quantity(first_s, 's')}"
         )
     return Candidate(replica, split, room * replica.pp / busy_s)
 

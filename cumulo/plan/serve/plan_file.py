@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from cumulo.base.quantities import quantity
 from cumulo.base.strict import build
 from cumulo.base.yaml_text import yaml_problem
 from cumulo.engine.config import EngineConfig
@@ -29,11 +30,11 @@ class PlannedFor:
 
     def __str__(self) -> str:
         times = [
-            f"{name} p{self.slo_percentile:g} {seconds * 1e3:,.4g} ms"
+            f"{name} p{self.slo_percentile:g} {quantity(seconds, 's')}"
             for name, seconds in (("TTFT", self.ttft_s), ("ITL", self.itl_s))
             if seconds is not None
         ]
-        said = ", ".join([*times, f"{self.output_tok_s:,.0f} tok/s"])
+        said = ", ".join([*times, quantity(self.output_tok_s, "tok/s")])
         return f"{said} at {self.rate:g} requests/s on {self.devices} × {self.device}"
 
 

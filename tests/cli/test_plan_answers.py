@@ -1,0 +1,105 @@
+"""What every kind of answer of `cumulo plan` owes its reader: units, three digits at most, a range and a reason."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cumulo.cli.app import app
+from tests.plan.printed import too_long, without_unit
+
+_TRAIN = ("plan", "train")
+_SMALL = ("--gpus", "16", "--batch", "64")
+_ANSWERS = {
+    "mixture": (*_TRAIN, "qwen3-30b-a3b", *_SMALL, "--tokens", "1e12", "--phases"),
+    "lora": (*_TRAIN, "llama-3.1-8b", "--gpus", "1", "--device", "rtx-4090", "--batch", "8", "--sequence", "2048",
+             "--lora-rank", "16", "--frozen-bits", "4"),
+    "pipeline": (*_TRAIN, "llama-3.1-70b", *_SMALL, "--software", "nemo-2025", "--fixed", "tp=4,pp=4,zero=1",
+                 "--phases", "--tokens", "1e11"),
+    "offloaded": (*_TRAIN, "llama-3.1-8b", "--gpus", "8", "--device", "l40s", "--batch", "32",
+                  "--offload-optimizer"),
+    "published": (*_TRAIN, "deepseek-v3", "--gpus", "2048", "--device", "h800", "--like", "deepseek-v3"),
+    "cpu": (*_TRAIN, "qwen3-0.6b", "--gpus", "2", "--device", "cpu", "--batch", "8", "--sequence", "1024"),
+    "serve": ("plan", "serve", "llama-3.1-8b", "--rate", "5", "--devices", "h100-sxm,l40s", "--slo",
+              "ttft=1s,itl=50ms", "--requests", "200"),
+    "serve a mixture": ("plan", "serve", "qwen3-30b-a3b", "--rate", "2", "--devices", "h200", "--slo",
+                        "ttft=2s,itl=50ms", "--requests", "100"),
+    "cluster": ("plan", "cluster", "llama-3.1-8b", "--gpus", "512", "--tokens", "1e12", "--batch", "960",
+                "--fixed", "dp=480,zero=1"),
+}  # fmt: skip
+_REFUSED = {
+    "too large": (*_TRAIN, "deepseek-v3", "--gpus", "8", "--device", "rtx-4090"),
+    "too late": (*_TRAIN, "llama-3.1-8b", *_SMALL, "--tokens", "15e12", "--deadline-days", "10"),
+    "too expensive": (*_TRAIN, "llama-3.1-8b", *_SMALL, "--tokens", "15e12", "--budget", "1000"),
+    "not divisible": (*_TRAIN, "llama-3.1-8b", "--gpus", "13", "--batch", "17"),
+    "too slow to serve": ("plan", "serve", "llama-3.1-70b", "--rate", "5", "--devices", "h100-sxm", "--slo",
+                          "ttft=20ms,itl=2ms"),
+    "a layout too large": ("plan", "cluster", "llama-3.1-70b", "--gpus", "512", "--fixed", "dp=480"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", _ANSWERS.values(), ids=_ANSWERS)
+def test_an_answer_has_units_three_digits_a_range_and_a_reason(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "answer.json"
+    done = CliRunner().invoke(app, [*words, "--json", str(file)], env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    assert not too_long(done.output)
+    assert not without_unit(done.output)
+    assert re.search(r"\brange\b|90% interval", done.output)
+    assert re.search(r"^why\b", done.output, re.MULTILINE | re.IGNORECASE)
+    rows = json.loads(file.read_text())["rows"]
+    assert not [row["name"] for row in rows if isinstance(row["value"], int | float) and not row["unit"]]
+
+
+@pytest.mark.parametrize("name", ["step time", "throughput", "throughput per GPU", "MFU", "HFU", "memory per GPU",
+                                  "run time", "energy", "price"])  # fmt: skip
+def test_every_prediction_of_a_run_has_a_90_percent_interval_around_it(name: str) -> None:
+    words = (*_TRAIN, "llama-3.1-8b", *_SMALL, "--tokens", "1e11", "--fixed", "zero=1", "--no-why")
+    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "300"})
+    line = next(line for line in done.output.splitlines() if re.match(rf" {name}  ", line))
+    number = r"([\d,.]+)"
+    found = re.search(rf"{name} +{number} .*90% interval: {number} \S+ to {number} ", line)
+    assert found, line
+    value, low, high = (float(part.replace(",", "")) for part in found.groups())
+    assert low < value < high
+
+
+@pytest.mark.parametrize("words", _REFUSED.values(), ids=_REFUSED)
+def test_a_refusal_has_units_three_digits_and_what_to_change(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "300"})
+    told = done.output or str(done.exception)
+    assert done.exit_code != 0
+    assert not too_long(told)
+    assert not without_unit(told)
+    assert re.search(
+        r"would|use|can be shared|can\b|raise|lower|allow|loosen|take a|omit|add --|looser", told
+    ), told
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("plan", "validate", "--held-out", "--worst", "5"), id="training"),
+        pytest.param(("plan", "validate", "serving", "--worst", "5"), id="serving"),
+    ],
+)
+def test_validation_prints_units_and_three_digits(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    assert not too_long(done.output)
+    assert not without_unit(done.output)
+
+
+def test_the_html_report_of_a_cluster_has_units_ranges_and_three_digits(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    done = CliRunner().invoke(app, [*_ANSWERS["cluster"], "--report", str(file)])
+    assert done.exit_code == 0, done.output
+    page = re.sub(r"<style.*?</style>|<script.*?</script>", "", file.read_text("utf-8"), flags=re.DOTALL)
+    text = html.unescape(re.sub(r"<[^>]+>", "\n", page))
+    assert not too_long(text)
+    assert "90% range" in text and "Why:" in text
