@@ -32,6 +32,7 @@ import pytest
 
 from tests import forked_ranks, warm
 from tests.kernels.cuda import compile_sm90
+from tests.spares import end_after
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("transformers.models.llama.modeling_llama",)  # the oracle of many tests, imported when first asked
@@ -203,7 +204,7 @@ def _main() -> None:
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     # Processes that a worker spawns look into its main module, and would run this one.
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    warm.end_after(lambda: exec(code, main.__dict__))
+    end_after(lambda: exec(code, main.__dict__))
 
 
 if __name__ == "__main__":

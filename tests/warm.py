@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import gc
 import importlib
 import json
@@ -26,24 +25,30 @@ import os
 import random
 import runpy
 import secrets
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+from tests.spares import (
+    ENGINE,
+    RANKS_START,
+    Child,
+    end_after,
+    prepare_engines,
+    prepare_forkserver,
+    prepare_ranks,
+    receive,
+    renumber,
+)
+
 ROOT = Path(__file__).parents[1]
-ENGINE = "cumulo.serve.engine_link.engine_process"
-ENGINE_START = "cumulo.serve.engine_link.early_start"
-RANKS_START = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 DRAWING = ("cumulo.serve.engine_link.engine_supervisor", "cumulo.gateway.app")  # modules that draw seeds
 PRELOAD = (
     "cumulo.cli.app",
@@ -60,48 +65,8 @@ PRELOAD = (
 )
 RANKED = {"--plan", "--tp", "--pp", "--ep"}  # options with which an engine starts ranks
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_NAME = 15
 _PROGRAM, _CODE, _MODULE = "python", "python -c", "python -m"
-_MORE_FDS = 8
-SPARE = "spare engine"  # the name in /proc of a process that waits for its job
 _starting = threading.Lock()
-
-
-class Child:
-    """A child of this process that `subprocess` did not start; what tests and the server use of its Popen."""
-
-    def __init__(self, pid: int, stdin: IO[bytes] | None = None) -> None:
-        self.pid, self.stdin = pid, stdin
-        self.returncode: int | None = None
-        self._waiting = threading.Lock()
-
-    def poll(self) -> int | None:
-        with self._waiting:
-            if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-            return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline_s = None if timeout is None else time.monotonic() + timeout
-        pause_s = 0.001
-        while (code := self.poll()) is None:
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 def start(
@@ -225,19 +190,9 @@ def _keep(line: socket.socket, wait: Callable[[], object]) -> None:
 
 
 # -- the other process ----------------------------------------------------------------------------------------
-def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    head, fds, _, _ = socket.recv_fds(line, 4, 3 + _MORE_FDS)
-    if not head:
-        return None
-    length, text = int.from_bytes(head, "big"), b""
-    while len(text) < length:
-        text += line.recv(length - len(text))
-    return json.loads(text), fds
-
-
 def _fork_when_told(line: socket.socket) -> dict[str, Any] | None:
     """Returns in each new process, with what it shall run; and None when nobody asks any more."""
-    while (received := _receive(line)) is not None:
+    while (received := receive(line)) is not None:
         order, fds = received
         gate, hinge = os.pipe()
         told, tell = os.pipe()
@@ -251,23 +206,13 @@ def _fork_when_told(line: socket.socket) -> dict[str, Any] | None:
             for fd in (gate, told, tell):
                 os.close(fd)
             line.close()
-            _renumber(fds, [0, 1, 2, *order["more_fds"]])
+            renumber(fds, [0, 1, 2, *order["more_fds"]])
             return order
         os.waitpid(between, 0)
         line.sendall(os.read(told, 64))
         for fd in (gate, hinge, told, tell, *fds):
             os.close(fd)
     return None
-
-
-def _renumber(fds: Sequence[int], wanted: Sequence[int]) -> None:
-    """Files that came over a socket get the numbers that they had there."""
-    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(wanted) + 1) for fd in fds]
-    for fd in fds:
-        os.close(fd)
-    for number, fd in zip(wanted, above, strict=True):
-        os.dup2(fd, number)
-        os.close(fd)
 
 
 def _become(order: dict[str, Any]) -> None:
@@ -302,11 +247,11 @@ def _become(order: dict[str, Any]) -> None:
     _draw_the_same_seeds()
     if order["arguments"][:1] == ["serve"]:
         if "--rank-of" in order["arguments"]:
-            _prepare_forkserver()
+            prepare_forkserver()
         ranked = not RANKED.isdisjoint(order["arguments"])
-        _prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 0)), ranked)
+        prepare_engines(1 + int(os.environ.get("SPARE_ENGINES", 0)), ranked)
     if order["arguments"][:1] == ["train"]:
-        _prepare_ranks(int(os.environ.get("SPARE_RANKS", 0)))
+        prepare_ranks(int(os.environ.get("SPARE_RANKS", 0)))
     main()
 
 
@@ -318,113 +263,6 @@ def _draw_the_same_seeds() -> None:
         module: Any = sys.modules.get(name)
         if module is not None:
             module.secrets = SimpleNamespace(randbits=draw.getrandbits, token_hex=secrets.token_hex)
-
-
-def _prepare_engines(count: int, ranked: bool) -> None:
-    """Engine processes that wait for their job; the server's first starts of one get them. `ranked`: they will have
-    ranks."""
-    waiting: list[Child] = []
-    for _ in range(count):
-        waiting.append(_spare_engine(waiting, ranked))
-
-    def engine(arguments: Sequence[str], **options: Any) -> Any:
-        return waiting.pop() if waiting else subprocess.Popen(arguments, **options)
-
-    module: Any = importlib.import_module(ENGINE_START)
-    module.subprocess = SimpleNamespace(Popen=engine, PIPE=subprocess.PIPE)
-
-
-def _be_called(name: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
-
-
-def _spare_engine(others: Sequence[Child], ranked: bool) -> Child:
-    def be_engine() -> None:
-        if ranked:
-            _prepare_forkserver()
-        _be_called("engine")
-        importlib.import_module(ENGINE).main()
-
-    return _spare(others, be_engine)
-
-
-def _prepare_forkserver() -> None:
-    """A process that waits to be the forkserver of this one's ranks. A new one would import torch first, and the
-    rest: two CPU seconds."""
-    ours, theirs = socket.socketpair()
-    child = os.fork()
-    if child == 0:
-        ours.close()
-        if (received := _receive(theirs)) is None:
-            os._exit(0)
-        order, fds = received
-        _renumber(fds, order["more_fds"])
-        end_after(lambda: exec(order["code"], {"__name__": "__main__"}))
-    theirs.close()
-    spawn = util.spawnv_passfds
-
-    def spawn_once(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
-        if ours.fileno() < 0 or "multiprocessing.forkserver" not in args[-1]:
-            return spawn(path, args, passfds)
-        message = json.dumps({"code": args[-1], "more_fds": list(passfds)}).encode()
-        with ours:
-            socket.send_fds(ours, [len(message).to_bytes(4, "big")], list(passfds))
-            ours.sendall(message)
-        return child
-
-    util.spawnv_passfds = spawn_once
-
-
-def _prepare_ranks(count: int) -> None:
-    """Ranks of a training run that wait for their order; torchrun's agent gets them, and then starts others."""
-    waiting: list[Child] = []
-    for _ in range(count):
-        waiting.append(_spare(waiting, _be_rank))
-
-    def rank(args: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
-        if not waiting or list(args[1:3]) != ["-m", "cumulo"]:
-            return subprocess.Popen(args, env=env, **options)
-        child = waiting.pop()
-        assert child.stdin is not None
-        with child.stdin as line:
-            line.write(json.dumps({"arguments": list(args[3:]), "environment": dict(env)}).encode())
-        return child
-
-    module: Any = importlib.import_module(RANKS_START)
-    module.Popen = rank
-
-
-def _be_rank() -> None:
-    order = json.loads(sys.stdin.buffer.read())
-    os.environ.clear()
-    os.environ.update(order["environment"])
-    _be_called(f"rank {os.environ['RANK']}")
-    sys.argv = ["cumulo", *order["arguments"]]
-    from cumulo.cli import main
-
-    main()
-
-
-def _spare(others: Sequence[Child], be: Callable[[], None]) -> Child:
-    """A process that waits for its job on its standard input."""
-    theirs, ours = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ours)
-        os.dup2(theirs, 0)
-        os.close(theirs)
-        for other in others:  # whose jobs are not ours to keep open
-            if other.stdin is not None:
-                os.close(other.stdin.fileno())
-        os.setsid()
-        _be_called(SPARE)
-        poll = select.poll()
-        poll.register(0, select.POLLIN)
-        if poll.poll()[0][1] & select.POLLIN:
-            end_after(be)
-        os._exit(0)
-    os.close(theirs)
-    return Child(child, os.fdopen(ours, "wb"))
 
 
 def _main() -> None:
@@ -440,24 +278,6 @@ def _serve(line: socket.socket) -> None:
     order = _fork_when_told(line)
     if order is not None:
         end_after(lambda: _become(order))
-
-
-def end_after(be: Callable[[], None]) -> None:
-    """What Python does at its end, less taking apart all that is imported: half a CPU second for each process."""
-    code: Any = 0
-    try:
-        be()
-    except SystemExit as end:
-        code = end.code
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it is closed
-            stream.flush()
-    os._exit((code or 0) & 0xFF)
 
 
 if __name__ == "__main__":

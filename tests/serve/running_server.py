@@ -23,6 +23,7 @@ import pytest
 
 from tests import warm
 from tests.models.cut_smollm import cut_smollm
+from tests.spares import SPARE, Child
 
 ROOT = Path(__file__).parents[2]
 MODEL = "SmolLM2-135M-Instruct"
@@ -60,7 +61,7 @@ class RunningServer:
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-serve-", suffix=".log")  # noqa: SIM115
         arguments = ["serve", "--port", "0", "--threads", "1", "--kv-memory-gib", "0.5", *options]
         environment = os.environ | {"COLUMNS": "300", "SPARE_ENGINES": str(spare_engines)}
-        self.process: subprocess.Popen[bytes] | warm.Child
+        self.process: subprocess.Popen[bytes] | Child
         if fresh or most_files is not None:
             limit = ["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"] if most_files is not None else []
             self.process = subprocess.Popen(
@@ -121,7 +122,7 @@ class RunningServer:
                         or b"engine_process" not in (entry / "cmdline").read_bytes()
                     ):
                         continue
-                    if ((entry / "comm").read_text().strip() == warm.SPARE) == spare:
+                    if ((entry / "comm").read_text().strip() == SPARE) == spare:
                         return int(entry.name)
         raise AssertionError(f"the server has no {'spare ' * spare}engine process")
 
