@@ -29,13 +29,27 @@ def oracle(name: str, folder: Path) -> tuple[peers.transformers.PreTrainedModel,
     return model, spec_from_config(json.loads((folder / "config.json").read_text()))
 
 
+def changed(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """`spec` with fields replaced; `moe={...}` replaces inside the part of that name."""
+    parts = {
+        key: dataclasses.replace(getattr(spec, key), **value) if isinstance(value, dict) else value
+        for key, value in changes.items()
+    }
+    return dataclasses.replace(spec, **parts)
+
+
+@functools.cache
+def prompt_logits(model: peers.transformers.PreTrainedModel) -> torch.Tensor:
+    return tiny.reference_logits(model, PROMPT)
+
+
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("tiny")
 
-    def make(name: str, dtype: torch.dtype = torch.float32, spec: ModelSpec | None = None) -> Any:
+    def make(name: str, dtype: torch.dtype = torch.float32, **change: Any) -> Any:
         model, own = oracle(name, root / name)
-        decoder = Decoder(spec or own, dtype)
+        decoder = Decoder(changed(own, **change), dtype)
         load_safetensors(root / name, decoder, own)
         return model, decoder
 
@@ -45,7 +59,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_logits_agree_with_transformers_at_every_position(name: str, load: Any) -> None:
     model, decoder = load(name)
-    expected = tiny.reference_logits(model, PROMPT)
+    expected = prompt_logits(model)
     actual = Stepper(decoder).feed(PROMPT, chunk=17)
     assert expected.std() > 0.5  # not a model that says nothing
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=0)
@@ -63,15 +77,6 @@ def test_greedy_tokens_are_those_of_transformers(name: str, load: Any) -> None:
 def test_sharded_folders_are_among_the_proven_ones(load: Any, tmp_path: Path) -> None:
     tiny.save(SHARDED[0], tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-
-
-def changed(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    """`spec` with fields replaced; `moe={...}` replaces inside the part of that name."""
-    parts = {
-        key: dataclasses.replace(getattr(spec, key), **value) if isinstance(value, dict) else value
-        for key, value in changes.items()
-    }
-    return dataclasses.replace(spec, **parts)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +117,8 @@ def changed(spec: ModelSpec, **changes: Any) -> ModelSpec:
 )
 def test_the_tiny_models_notice_a_wrong_spec(name: str, change: dict[str, Any], load: Any) -> None:
     """The proof above can fail: each detail of a family moves the logits well beyond its tolerance."""
-    model, decoder = load(name)
-    _, wrong = load(name, spec=changed(decoder.spec, **change))
-    expected = tiny.reference_logits(model, PROMPT)
-    assert (Stepper(wrong).feed(PROMPT, chunk=17) - expected).abs().max() > 2e-3
+    model, wrong = load(name, **change)
+    assert (Stepper(wrong).feed(PROMPT, chunk=17) - prompt_logits(model)).abs().max() > 2e-3
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
