@@ -32,7 +32,7 @@ def by_share(snapshot: Snapshot) -> Iterator[WaitingRow]:
     for tenant, rows in tenant_rows(snapshot.waiting).items():
         quota = snapshot.quotas.get(tenant)
         weight = max(quota.weight if quota else 1.0, 1e-9)
-        gpus, cpu = running.milli[tenant] / WHOLE_GPU, float(running.cpu_milli[tenant])
+        gpus, cpu = running.milli.get(tenant, 0) / WHOLE_GPU, float(running.cpu_milli.get(tenant, 0))
         share = max(gpus / total_gpus, cpu / total_cpu) / weight
         row = next(rows)
         heap.append((share, row[0].arrival_s, tenant, row, gpus, cpu, weight, rows))
@@ -119,6 +119,8 @@ def _priority(job: RunningJob) -> int:
 
 
 def _sum(columns: list[Ints], snapshot: Snapshot) -> Ints:
+    if len(columns) == 1:
+        return columns[0]
     nothing: Ints = np.zeros((3, len(snapshot.nodes)), dtype=np.int64)
     return sum(columns, nothing)
 
@@ -185,6 +187,7 @@ def _less_urgent(job: JobRequest, snapshot: Snapshot) -> tuple[list[RunningJob],
         search = RoomSearch(
             job, snapshot, _sum(some, snapshot), lambda one, _: one.request.priority <= level,  # noqa: B023
             lambda one: (one.gpus * one.request.checkpoint_s, one.gpus, -one.started_s),
+            kind=(level, shape_key(job)),
         )  # fmt: skip
         if level == levels[-1]:  # nobody else is asked after them: what is not worth it already never will be
             search.too_much = _Worth(job, snapshot.now_s).lost_with

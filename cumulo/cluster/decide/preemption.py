@@ -15,6 +15,7 @@ from cumulo.cluster.decide.running import RunningView, jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
 _MORE_NODES = 12  # that are priced, besides one for each missing task
+_MOST_PRICED = 200_000  # nodes for which it is kept what was found
 
 
 class PreemptibleOnNodes(RunningView):
@@ -51,6 +52,26 @@ def preemptible_on_nodes(snapshot: Snapshot, kind: Callable[[RunningJob], Hashab
     return table_of(snapshot.running).view(kind, lambda: PreemptibleOnNodes(index, kind)).of
 
 
+_Priced = tuple[float, float, list[RunningJob]]  # what it costs to stop these jobs, and what next decides
+
+
+class PricedNodes(RunningView):
+    """What was found for nodes: it holds as long as nothing starts or ends there, which their versions tell."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[Hashable, int], tuple[int, _Priced | None]] = {}
+
+    def add(self, job: RunningJob) -> None:
+        if len(self.of) > _MOST_PRICED:
+            self.of.clear()
+
+    def remove(self, job: RunningJob) -> None:
+        pass
+
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        self.of.clear()
+
+
 @dataclass(slots=True)
 class RoomSearch:
     """Who may be stopped for a job, and in which order: the cheapest first."""
@@ -62,6 +83,8 @@ class RoomSearch:
     price: Callable[[RunningJob], tuple[float, ...]]
     # Told of those that stop, node by node: whether it is clear now that it is not worth it.
     too_much: Callable[[list[RunningJob]], bool] | None = None
+    # Searches of an equal kind find the same jobs on the same node; None: `may_stop` looks at more than the job.
+    kind: Hashable = None
     _prices: dict[str, tuple[float, ...]] = field(default_factory=dict)  # as far as somebody asked
     _stopped: set[str] = field(default_factory=set)
 
@@ -74,33 +97,57 @@ class RoomSearch:
     def find(self) -> tuple[list[RunningJob], FreeCapacity] | None:
         """Jobs to stop, none that is not needed on its node, and the cluster without them; None: no room,
         or it costs too much."""
-        then, job = self.snapshot.free.copy(), self.job
-        on = jobs_on_nodes(self.snapshot.running)
+        free = then = self.snapshot.free  # copied when the first job stops
+        job, on = self.job, jobs_on_nodes(self.snapshot.running)
+        kept = None
+        if self.kind is not None:
+            kept = table_of(self.snapshot.running).view(PricedNodes, PricedNodes).of
         chosen: list[RunningJob] = []
         while (missing := job.tasks - slots(job, then)) > 0:
             priced: list[tuple[float, float, int, list[RunningJob]]] = []
             for node in self._candidates(then, missing, chosen):
-                victims = self._victims(node, then, on, chosen)
-                if victims:
-                    prices = [self._price(one) for one in victims]
-                    total = sum(price[0] for price in prices)
-                    priced.append((total, sum(price[-1] for price in prices), node, victims))
+                found = self._priced(node, then, on, chosen, kept)
+                if found is not None:
+                    priced.append((found[0], found[1], node, found[2]))
             if not priced:
                 return None
             touched: set[str] = set()  # by those that stop: what was found for these nodes is old
             for _, _, node, victims in sorted(priced, key=lambda one: one[:3]):
                 if then.nodes[node].name in touched:
                     victims = self._victims(node, then, on, chosen)
+                if self.too_much is not None and self.too_much(victims):
+                    return None
+                if then is free:
+                    then = free.copy()
                 for victim in victims:
                     then.give(victim.request, victim.places)
                     chosen.append(victim)
                     self._stopped.add(victim.job_id)
                     touched.update(place.node for place in victim.places)
-                if self.too_much is not None and self.too_much(victims):
-                    return None
                 if slots(job, then) >= job.tasks:
                     break
-        return chosen, then
+        return chosen, then if then is not free else free.copy()
+
+    def _priced(
+        self,
+        node: int,
+        free: FreeCapacity,
+        on: Mapping[str, Mapping[str, RunningJob]],
+        chosen: list[RunningJob],
+        kept: dict[tuple[Hashable, int], tuple[int, _Priced | None]] | None,
+    ) -> _Priced | None:
+        """`_victims`, and what they cost; None: there are none."""
+        version = int(free.version[node])
+        if kept is not None and (known := kept.get((self.kind, node))) is not None and known[0] == version:
+            return known[1]
+        victims = self._victims(node, free, on, chosen)
+        found: _Priced | None = None
+        if victims:
+            prices = [self._price(one) for one in victims]
+            found = sum(price[0] for price in prices), sum(price[-1] for price in prices), victims
+        if kept is not None:
+            kept[self.kind, node] = version, found
+        return found
 
     def _candidates(self, free: FreeCapacity, missing: int, chosen: list[RunningJob]) -> list[int]:
         """Nodes that have room for a task more if all stopped that may; where the fewest GPUs are missing first."""
@@ -115,8 +162,9 @@ class RoomSearch:
         gpus, cpu, memory = columns
         if only_gpus(job):
             each = job.gpus_per_task
-            need = WHOLE_GPU * (each - free.whole.astype(np.int64) % each)
-            able = free.whole + gpus // WHOLE_GPU >= (free.whole // each + 1) * each
+            missing_with = np.array([each - room % each for room in range(len(free.room))], dtype=np.int16)
+            need = missing_with.take(free.whole)  # small numbers are sorted much faster
+            able = gpus >= WHOLE_GPU * missing_with.astype(np.int64).take(free.whole)
         else:
             left = free.gpu_milli.sum(axis=1, dtype=np.int64)
             need = np.maximum(0, job.milli_per_task - left)
