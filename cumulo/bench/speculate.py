@@ -15,7 +15,6 @@ from typing import Any
 from cumulo.base.report import Row
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.speculation.acceptance import CLASSES
 from cumulo.engine.decide.speculation.choose import MOST_DRAFTED, Offer, choose
 from cumulo.engine.decide.speculation.rounds import RoundPolicy
 from cumulo.engine.llm import LLM
@@ -234,7 +233,8 @@ def _best_lengths(
     if isinstance(speculation, RoundPolicy):
         predicted = speculation.best(1)[0].drafts
     else:
-        offer = Offer(MOST_DRAFTED, speculation.everybody.rate(CLASSES - 1))
+        surest = speculation.everybody.classes - 1
+        offer = Offer(MOST_DRAFTED, speculation.everybody.rate(surest))
         fixed_s, token_s = speculation.cost.line
         predicted = choose([offer], 1, 1, fixed_s, token_s, MOST_DRAFTED).counts[0]
     worth = medians[min(lengths, key=lambda length: abs(length - predicted))] / medians[best]

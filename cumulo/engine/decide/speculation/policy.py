@@ -13,7 +13,7 @@ tokens are those of a run without drafts, each of them, sampled or greedy.
 from cumulo.engine.decide.plan import Draft, StepPlan, StepResult
 from cumulo.engine.decide.request import Sequence, State
 from cumulo.engine.decide.residency import Residency
-from cumulo.engine.decide.speculation.acceptance import CLASSES, Acceptance
+from cumulo.engine.decide.speculation.acceptance import Acceptance
 from cumulo.engine.decide.speculation.choose import (
     MOST_DRAFTED,
     AskedGain,
@@ -27,6 +27,7 @@ from cumulo.engine.decide.speculation.ngram import NgramDraft
 from cumulo.engine.decide.speculation.proposed import ProposedDraft
 
 _LEAST_GAIN = 1.03  # from which waiting for the tokens is worth the host's time between two steps
+_LEAST_ASKED = 1.01  # the same for a model's drafts, whose own time is counted already
 _HOST_S = 4e-4  # ... which is about this on a GPU, and there a step may be no longer
 _CAUTION = 1.1  # a draft must be worth so much more than it is thought to cost: both are estimates
 _NEWS = 0.15
@@ -88,9 +89,9 @@ class Speculation:
         self.proposal_s = 0.0  # for one token that a model proposes; measured
         self.proposed = 0  # tokens in all
         self._catches_up: set[int] = set()  # plans whose proposals follow a prompt, or what came unasked
-        self.everybody = Acceptance()
+        self.everybody = Acceptance(by_chance=by_model)
         # Of a model's first proposals, how many are of each class of sureness.
-        self._shares = [0.0] * (CLASSES - 1) + [1.0]
+        self._shares = [0.0] * (self.everybody.classes - 1) + [1.0]
         self._judged = 0  # such proposals
         self.fixed_count: int | None = None  # drafts of every row, for measurements; None: as many as pay
 
@@ -106,7 +107,8 @@ class Speculation:
         self, plan: StepPlan, seconds: float, now_s: float, proposed: int, proposing_s: float
     ) -> None:
         """A step took `seconds`, of which proposing took `proposing_s`."""
-        self.cost.observe(plan.tokens, seconds - proposing_s)
+        verified = len(plan.slots) + sum(len(draft.tokens) for draft in plan.drafts)
+        self.cost.observe(plan.tokens, seconds - proposing_s, has_prompts=plan.tokens > verified)
         if plan.index in self._catches_up:  # says what following a prompt takes, not a proposal
             self._catches_up.discard(plan.index)
         elif proposed and proposing_s > 0:
@@ -122,10 +124,10 @@ class Speculation:
             return True
         if not self.cost.known:
             return self.by_model
+        if self.by_model:  # on a CPU, where the host's time is short next to a step's
+            return self.proposed < _LEARNING or self._asked(rows).gain >= _LEAST_ASKED
         # Behind a step whose tokens must be known the device waits for the host: a short step must gain the more.
         least = max(_LEAST_GAIN, 1 + _HOST_S / self.cost.of(len(rows)))
-        if self.by_model:
-            return self.proposed < _LEARNING or self._asked(rows).gain >= least
         return self._prospects(rows).gain >= least
 
     def _asked(self, rows: list[Sequence]) -> AskedGain:
@@ -136,9 +138,9 @@ class Speculation:
     def _rates(self, sequence: Sequence) -> list[float]:
         """How often a model's token is right, by class."""
         if sequence.request.beam is not None:
-            return [0.0] * CLASSES
+            return [0.0] * self.everybody.classes
         drafting = self._follow(sequence)
-        rates = [drafting.acceptance.rate(kind) for kind in range(CLASSES)]
+        rates = [drafting.acceptance.rate(kind) for kind in range(self.everybody.classes)]
         # Drafts of a model that are not made are not judged either: after a while it is given another chance.
         return rates if drafting.idle_tokens < _TRY_AGAIN else [max(rate, _HOPE) for rate in rates]
 
@@ -253,5 +255,5 @@ class Speculation:
                 drafting.proposed_to = len(sequence.tokens)
                 self._judged += 1
                 news = max(_SHARE_NEWS, 1 / self._judged)
-                for kind in range(CLASSES):
+                for kind in range(self.everybody.classes):
                     self._shares[kind] += news * ((kind == drafting.draft.kinds[0]) - self._shares[kind])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as ListLike
 
-from cumulo.engine.decide.speculation.acceptance import CLASSES, class_of_chance
+from cumulo.engine.decide.speculation.acceptance import CHANCE_CLASSES, class_of_chance
 
 
 class ProposedDraft:
@@ -12,13 +12,15 @@ class ProposedDraft:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self.kinds: list[int] = [CLASSES - 1]  # of each token: how sure its drafter is, in classes
+        self.kinds: list[int] = [CHANCE_CLASSES - 1]  # of each token: how sure its drafter is, in classes
         self.size = 0  # tokens entered
 
     def propose(self, tokens: list[int], chances: ListLike[float] | None) -> None:
         """They follow the tokens entered so far."""
         self._tokens = tokens
-        self.kinds = [CLASSES - 1] * len(tokens) if chances is None else list(map(class_of_chance, chances))
+        self.kinds = (
+            [CHANCE_CLASSES - 1] * len(tokens) if chances is None else list(map(class_of_chance, chances))
+        )
 
     def advance(self, tokens: ListLike[int], to: int) -> tuple[int, int]:
         """Enter the tokens up to position `to`; of those that were proposed, how many came and how many did not."""
