@@ -2,8 +2,10 @@
 NSDI 2011), within quotas, with borrowing of what others leave unused, and reclaiming when they come back.
 """
 
+import bisect
 import heapq
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
@@ -13,7 +15,7 @@ from cumulo.cluster.decide.fit import Placer, only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes
-from cumulo.cluster.decide.queue import Shape, WaitingRow, shape_key, tenant_queues, tenant_rows
+from cumulo.cluster.decide.queue import JobQueue, Shape, WaitingRow, shape_key, tenant_queues, tenant_rows
 from cumulo.cluster.decide.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import RunningTable, gpus_by_tenant, jobs_on_nodes, table_of
@@ -23,42 +25,95 @@ _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
 
 
-def by_share(snapshot: Snapshot) -> Iterator[WaitingRow]:
+class ShareOrder:
     """Jobs one by one from the tenant with the smallest weighted dominant share; what is tried counts as had, so
-    that a tenant whose job does not fit does not hold up all others."""
-    total_gpus, total_cpu = snapshot.free.capacity
-    running = table_of(snapshot.running)
-    heap: list[tuple[float, float, str, WaitingRow, float, float, float, Iterator[WaitingRow]]] = []
-    for tenant, rows in tenant_rows(snapshot.waiting).items():
-        quota = snapshot.quotas.get(tenant)
-        weight = max(quota.weight if quota else 1.0, 1e-9)
-        gpus, cpu = running.milli.get(tenant, 0) / WHOLE_GPU, float(running.cpu_milli.get(tenant, 0))
-        share = max(gpus / total_gpus, cpu / total_cpu) / weight
-        row = next(rows)
-        heap.append((share, row[0].arrival_s, tenant, row, gpus, cpu, weight, rows))
-    heapq.heapify(heap)
-    while heap:
-        _, _, tenant, row, gpus, cpu, weight, rows = heap[0]
-        following = next(rows, None)
-        if following is None:
-            heapq.heappop(heap)
-        else:
-            gpus += row[3]
-            share = gpus / total_gpus
-            if cpu or row[4]:
-                cpu += row[4]
-                share = max(share, cpu / total_cpu)
-            heapq.heapreplace(
-                heap,
-                (share / weight, following[0].arrival_s, tenant, following, gpus, cpu, weight, rows),
-            )
-        yield row
+    that a tenant whose job does not fit does not hold up all others. From one decision to the next the first jobs
+    are kept in order, and only those of tenants whose queue or share has changed are put in anew."""
+
+    def __init__(self) -> None:
+        self._of: tuple[JobQueue, RunningTable, tuple[float, float]] | None = None
+        self._seen: dict[str, _TenantState] = {}
+        self._entries: list[_Entry] = []
+        self._until: tuple[float | str, ...] = ()  # every entry before this one is in the list
+
+    def __call__(self, snapshot: Snapshot) -> Iterator[WaitingRow]:
+        waiting, running, total = snapshot.waiting, table_of(snapshot.running), snapshot.free.capacity
+        weights = {name: max(quota.weight, 1e-9) for name, quota in snapshot.quotas.items()}
+        if isinstance(waiting, JobQueue):
+            of = waiting, running, total
+            if self._of is None or any(one is not other for one, other in zip(self._of, of, strict=True)):
+                self._of, self._seen, self._entries, self._until = of, {}, [], ()
+            self._update(waiting, running, weights)
+            return self._read(waiting)
+        found = []
+        for name, rows in tenant_rows(waiting).items():
+            state = 0, running.milli.get(name, 0), running.cpu_milli.get(name, 0), weights.get(name, 1.0)
+            found.append(_by_share(name, state, rows, total))
+        return (entry[-1] for entry in heapq.merge(*found))
+
+    def _update(self, queue: JobQueue, running: RunningTable, weights: dict[str, float]) -> None:
+        milli, cpu = running.milli, running.cpu_milli
+        now = {
+            name: (own.version, milli.get(name, 0), cpu.get(name, 0), weights.get(name, 1.0))
+            for name, own in queue.by_tenant.items()
+        }
+        seen, self._seen = self._seen, now
+        changed = {name for name, state in now.items() if seen.get(name) != state}
+        changed |= seen.keys() - now.keys()
+        if not changed:
+            return
+        entries = [entry for entry in self._entries if entry[2] not in changed]
+        for name in changed & now.keys():
+            for entry in self._tenant(name, queue):
+                if entry >= self._until:
+                    break
+                bisect.insort(entries, entry)
+        if len(entries) > _MOST_KEPT:
+            del entries[_KEPT:]
+            self._until = entries[-1][:-1]
+        self._entries = entries
+
+    def _read(self, queue: JobQueue) -> Iterator[WaitingRow]:
+        at = 0
+        while True:
+            some = self._entries[at:]
+            yield from map(_row_of, some)
+            at += len(some)
+            if self._until == _EVERYTHING:
+                return
+            many = max(_KEPT, 2 * at)
+            every = heapq.merge(*(self._tenant(name, queue) for name in self._seen))
+            self._entries = list(itertools.islice(every, many))
+            self._until = self._entries[-1][:-1] if len(self._entries) == many else _EVERYTHING
+
+    def _tenant(self, name: str, queue: JobQueue) -> Iterator["_Entry"]:
+        assert self._of is not None
+        return _by_share(name, self._seen[name], queue.by_tenant[name].rows(), self._of[2])
+
+
+_TenantState = tuple[int, int, int, float]  # version of its queue; thousandths of GPUs and of cores; weight
+_Entry = tuple[float, float, str, int, WaitingRow]  # share, arrival, tenant, and the number among its jobs
+_row_of = operator.itemgetter(4)
+_EVERYTHING = (float("inf"),)
+_KEPT, _MOST_KEPT = 300, 400  # entries
+
+
+def _by_share(
+    tenant: str, state: _TenantState, rows: Iterator[WaitingRow], total: tuple[float, float]
+) -> Iterator[_Entry]:
+    """The jobs of a tenant, each with the share that the tenant has before it."""
+    _, milli, cpu_milli, weight = state
+    gpus, cpu = milli / WHOLE_GPU, float(cpu_milli)
+    for number, row in enumerate(rows):
+        yield max(gpus / total[0], cpu / total[1]) / weight, row[0].arrival_s, tenant, number, row
+        gpus += row[3]
+        cpu += row[4]
 
 
 def fair(place: Placer) -> Policy:
-    """`by_share` with backfill, and reclaiming: a tenant below its quota gets back what others borrowed, the
+    """`ShareOrder` with backfill, and reclaiming: a tenant below its quota gets back what others borrowed, the
     youngest borrower first, because it loses least."""
-    fill = queue_policy(by_share, place, backfill=True, reason="its tenant has the least", by_tenant=True)
+    fill = queue_policy(ShareOrder(), place, backfill=True, reason="its tenant has the least", by_tenant=True)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         if snapshot.quotas:

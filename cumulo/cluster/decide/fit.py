@@ -40,7 +40,8 @@ def slots(job: JobRequest, free: FreeCapacity) -> int:
         return int(tasks_that_fit(job, free).sum())
     each = job.gpus_per_task
     if not job.devices:
-        return sum(nodes * (room // each) for room, nodes in enumerate(free.tally) if room >= each)
+        tally = free.tally
+        return sum([tally[room] * (room // each) for room in range(each, len(tally))])
     usable = free.usable_set(job.devices)
     return sum(
         (nodes & usable).bit_count() * (room // each) for room, nodes in enumerate(free.room) if room >= each

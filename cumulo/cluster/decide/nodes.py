@@ -150,7 +150,10 @@ class FreeCapacity:
             setattr(other, name, getattr(self, name))
         other.ready = self.ready & able
         other.ready_set = node_set(other.ready)
-        other.tally = [(some & other.ready_set).bit_count() for some in self.room]
+        other.tally = [
+            (some & other.ready_set).bit_count() if nodes else 0
+            for some, nodes in zip(self.room, self.tally, strict=True)
+        ]
         return other  # type: ignore[no-any-return]
 
     def take(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:

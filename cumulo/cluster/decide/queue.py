@@ -3,6 +3,7 @@ and nothing is sorted again when one job of fifty thousand changes.
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -13,6 +14,7 @@ Shape = tuple[int, int, int, int, int, tuple[str, ...]]
 # A job, the number of its shape, its predicted seconds (infinite: unknown), its GPUs and thousandths of cores.
 WaitingRow = tuple[JobRequest, int, float, float, int]
 _STRETCH = 256  # rows that are made together
+_versions = itertools.count()
 
 
 def shape_key(job: JobRequest) -> Shape:
@@ -41,7 +43,7 @@ class _Sorted:
     """Jobs in the order of a key, the earlier number first among equals. The rows of the first are kept, as far as
     somebody read them: decisions read the same ones again and again."""
 
-    __slots__ = ("_first", "_row", "jobs", "key", "keys")
+    __slots__ = ("_first", "_row", "jobs", "key", "keys", "version")
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class _Sorted:
         self.keys = [row[0] for row in rows]
         self.jobs = [row[1] for row in rows]
         self._first: list[WaitingRow] = []
+        self.version = next(_versions)  # a number that no other state of any queue has
 
     def rows(self) -> Iterator[WaitingRow]:
         at, first, jobs = 0, self._first, self.jobs
@@ -65,6 +68,7 @@ class _Sorted:
             at += len(some)
 
     def add(self, job: JobRequest, number: int) -> None:
+        self.version = next(_versions)
         entry = (self.key(job), number)
         if not self.keys or self.keys[-1] < entry:
             self.keys.append(entry)
@@ -77,6 +81,7 @@ class _Sorted:
             self._first.insert(at, self._row(job))
 
     def remove(self, job: JobRequest, number: int) -> None:
+        self.version = next(_versions)
         at = bisect.bisect_left(self.keys, (self.key(job), number))
         del self.keys[at], self.jobs[at]
         if at < len(self._first):
@@ -216,8 +221,6 @@ def rows_in_order(waiting: Sequence[JobRequest], key: SortKey) -> Iterator[Waiti
 
 def tenant_rows(waiting: Sequence[JobRequest]) -> dict[str, Iterator[WaitingRow]]:
     """Each tenant's jobs in the order of arrival."""
-    if isinstance(waiting, JobQueue):
-        return {name: some.rows() for name, some in waiting.by_tenant.items()}
     numbers = ShapeNumbers()
     return {name: _rows_of(jobs, numbers) for name, jobs in tenant_queues(waiting).items()}
 
