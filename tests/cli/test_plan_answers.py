@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cumulo.cli.app import app
+from cumulo.cli.shared.terminal import out
 from tests.plan.printed import too_long, without_unit
 
 _TRAIN = ("plan", "train")
@@ -41,12 +42,18 @@ _REFUSED = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that are not folded, also where the console was made before this test."""
+    monkeypatch.setattr(out, "_width", 300)
+
+
 @pytest.mark.parametrize("words", _ANSWERS.values(), ids=_ANSWERS)
 def test_an_answer_has_units_three_digits_a_range_and_a_reason(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
     file = tmp_path / "answer.json"
-    done = CliRunner().invoke(app, [*words, "--json", str(file)], env={"COLUMNS": "300"})
+    done = CliRunner().invoke(app, [*words, "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert not too_long(done.output)
     assert not without_unit(done.output)
@@ -60,7 +67,7 @@ def test_an_answer_has_units_three_digits_a_range_and_a_reason(
                                   "run time", "energy", "price"])  # fmt: skip
 def test_every_prediction_of_a_run_has_a_90_percent_interval_around_it(name: str) -> None:
     words = (*_TRAIN, "llama-3.1-8b", *_SMALL, "--tokens", "1e11", "--fixed", "zero=1", "--no-why")
-    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "300"})
+    done = CliRunner().invoke(app, list(words))
     line = next(line for line in done.output.splitlines() if re.match(rf" {name}  ", line))
     number = r"([\d,.]+)"
     found = re.search(rf"{name} +{number} .*90% interval: {number} \S+ to {number} ", line)
@@ -71,7 +78,7 @@ def test_every_prediction_of_a_run_has_a_90_percent_interval_around_it(name: str
 
 @pytest.mark.parametrize("words", _REFUSED.values(), ids=_REFUSED)
 def test_a_refusal_has_units_three_digits_and_what_to_change(words: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "300"})
+    done = CliRunner().invoke(app, list(words))
     told = done.output or str(done.exception)
     assert done.exit_code != 0
     assert not too_long(told)
@@ -89,7 +96,7 @@ def test_a_refusal_has_units_three_digits_and_what_to_change(words: tuple[str, .
     ],
 )
 def test_validation_prints_units_and_three_digits(words: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "300"})
+    done = CliRunner().invoke(app, list(words))
     assert done.exit_code == 0, done.output
     assert not too_long(done.output)
     assert not without_unit(done.output)

@@ -43,12 +43,12 @@ def rows(plan: "ServePlan", slo: "Slo", think_s: float) -> "list[Row]":
             "lower",
             note=f"in the steady state, range {_price_range(plan)} if all headroom is used",
         ),
-        Row("request rate, total", best.rate, "requests/s", note=several),
+        Row("request rate, total", best.rate, "requests/s", note=f"as asked, {several}"),
         Row(
             "output throughput, total",
             best.output_tok_s,
             "tok/s",
-            note=f"in the steady state, {quantity(best.output_tok_s / best.gpus, 'tok/s')} per GPU",
+            note=f"what was asked, in the steady state: {quantity(best.output_tok_s / best.gpus, 'tok/s')} per GPU",
         ),
         Row(
             "headroom",
@@ -76,11 +76,23 @@ def rows(plan: "ServePlan", slo: "Slo", think_s: float) -> "list[Row]":
             note=_range(plan, lambda one: 1e3 * one.mean_step_s, "ms")
             + f", {_parts(middle_report.time_by_part)}",
         ),
-        Row("running sequences per replica, peak", float(middle_report.most_running), "sequences"),
-        Row("KV cache usage, peak", 100 * middle_report.kv_used, "%", "lower"),
+        Row(
+            "running sequences per replica, peak",
+            float(middle_report.most_running),
+            "sequences",
+            note=_range(plan, lambda one: float(one.most_running), "sequences"),
+        ),
+        Row(
+            "KV cache usage, peak",
+            100 * middle_report.kv_used,
+            "%",
+            "lower",
+            note=_range(plan, lambda one: 100 * one.kv_used, "%"),
+        ),
     ]
     if middle_report.cached_share:
-        found.append(Row("prefix cache hit rate", 100 * middle_report.cached_share, "%"))
+        note = _range(plan, lambda one: 100 * one.cached_share, "%")
+        found.append(Row("prefix cache hit rate", 100 * middle_report.cached_share, "%", note=note))
     for second in plan.deployments[1:]:
         found.append(
             Row("second best, total", second.price_per_hour, "USD/h", "lower", note=_second(best, second))
