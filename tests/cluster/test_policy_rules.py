@@ -24,7 +24,10 @@ NAMES = (
 EACH = 140  # snapshots per policy: over two thousand in all
 
 
-def random_snapshot(seed: int) -> Snapshot:
+_KINDS = ("whole", "whole", "share", "cpu", "elastic")
+
+
+def random_snapshot(seed: int, kinds: tuple[str, ...] = _KINDS) -> Snapshot:
     draw = random.Random(seed)
     gpus = draw.choice((2, 4, 8))
     nodes = [
@@ -36,23 +39,23 @@ def random_snapshot(seed: int) -> Snapshot:
     ]  # fmt: skip
     free, running = FreeCapacity(nodes), []
     for number in range(draw.randint(0, 14)):
-        job = random_job(draw, f"r{number}", gpus)
+        job = random_job(draw, f"r{number}", gpus, kinds)
         places = pack_gang(job, free)
         if places is not None:
             free.take(job, places)
             ends = draw.choice((None, 100.0 + draw.uniform(1, 500)))
             running.append(RunningJob(job, places, draw.uniform(0, 100), ends, draw.randint(0, 3)))
     waiting = sorted(
-        (random_job(draw, f"w{number}", gpus) for number in range(draw.randint(0, 10))),
+        (random_job(draw, f"w{number}", gpus, kinds) for number in range(draw.randint(0, 10))),
         key=lambda job: job.arrival_s,
     )
     quotas = [TenantQuota(name, draw.randint(0, 30), draw.randint(0, 10)) for name in draw.sample("xyz", 2)]
     return snapshot_of(100.0, nodes, waiting, running, quotas if draw.random() < 0.6 else [])
 
 
-def random_job(draw: random.Random, name: str, gpus: int) -> JobRequest:
+def random_job(draw: random.Random, name: str, gpus: int, kinds: tuple[str, ...] = _KINDS) -> JobRequest:
     tasks = draw.choice((1, 1, 2, 3, 6))
-    kind = draw.choice(("whole", "whole", "share", "cpu", "elastic"))
+    kind = draw.choice(kinds)
     table = tuple(float(size) ** 0.8 for size in range(1, 17))
     return JobRequest(
         name, tasks, 0 if kind == "cpu" else 1 if kind in ("share", "elastic") else draw.randint(1, gpus),
@@ -135,6 +138,17 @@ def test_the_rules_are_found_broken():
     assert "quota is 1" in broken(Eviction("runs"), JobPlacement("gang", (one, TaskPlace("n0", (0, 1)))))
     assert "does not run" in broken(Eviction("nobody"))
     assert "does not exist" in broken(JobPlacement("gang", (one, TaskPlace("n9", (0, 1)))))
+
+
+@pytest.mark.parametrize("name", ("elastic", "goodput", "attained"))
+def test_a_tenants_elastic_jobs_do_not_grow_by_what_its_others_keep(name):
+    policy, resized = policy_named(name).decide, 0
+    for seed in range(200):
+        snapshot = random_snapshot(seed, ("elastic", "elastic", "whole"))
+        decisions = policy(snapshot)
+        assert violations(snapshot, decisions) == [], seed
+        resized += bool(snapshot.quotas) * sum(isinstance(one, Resize) for one in decisions)
+    assert resized > 20
 
 
 def test_an_elastic_job_that_cannot_grow_is_not_restarted():

@@ -119,11 +119,12 @@ def _placed(
     for job, had in those:
         if had:
             free.give(job, had)
-            book.count(job, -len(had))
     decided: list[Decision] = []
     resized: list[Decision] = []
     told = 0
     for (job, had), size in zip(those, wanted[changed].tolist(), strict=True):
+        # Not before: until a job's turn comes, its tenant needs room for what it has, as it may keep it.
+        book.count(job, -len(had))
         places = None
         empty = _empty_nodes(job, free, node_gpus) if size > node_gpus else 0
         while size and places is None:
@@ -131,7 +132,7 @@ def _placed(
                 places = had  # it wanted more, and there is none: no restart
             elif size > node_gpus and size // node_gpus > empty:
                 pass  # there are not so many
-            elif book.refuses(job, size) is None:
+            elif size <= len(had) or book.refuses(job, size) is None:
                 places = _places(job, size, free, node_gpus)
             if places is None:
                 size = size - node_gpus if size > node_gpus else size - 1
