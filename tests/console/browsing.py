@@ -127,6 +127,8 @@ def answered(page: Any, answers: int = 1) -> None:
 def begun(page: Any) -> None:
     """The answer that is being made has a few words already."""
     page.wait_for_function("document.querySelector('.answer-text.waiting')?.innerText.length > 3")
+    # Who leaves before the browser has stored the question finds nothing on return.
+    page.wait_for_function("Object.values(localStorage).some((kept) => kept.includes('\"pending\"'))")
 
 
 def text_of(page: Any, selector: str) -> str:

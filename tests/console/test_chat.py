@@ -92,7 +92,7 @@ def test_an_answer_streams_survives_reload_and_navigation_and_its_story_opens_be
         assert "Write a poem" in text_of(page, ".said.user")
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_leaving_the_page_does_not_end_an_answer_and_stop_does(browser: Any, server: RunningServer) -> None:
     with looking_at(browser, server, "/", DESKTOP) as page:
         settings(page, max_tokens="6000", temperature="0")
