@@ -11,7 +11,7 @@ from cumulo.cluster.decide.snapshot import TenantQuota
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.failures import FailureRates
 from cumulo.cluster.simulate.fill import PUBLISHED, fill
-from cumulo.cluster.simulate.job_speed import TraceJob
+from cumulo.cluster.simulate.job_speed import FixedSpeed, TraceJob
 from cumulo.cluster.simulate.leaf_speed import LeafSpeed
 from cumulo.cluster.simulate.page import page
 from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
@@ -71,6 +71,23 @@ def test_nobody_starves_on_a_full_cluster(name):
     run = play(uniform_nodes(8, 8, 4), trace, policy.decide)
     assert len(run.outcomes) == len(trace) and not run.unfinished
     assert all(one.jct_s >= 0.999 * one.alone_s for one in run.outcomes)
+
+
+class _Third(FixedSpeed):
+    """Steps that no binary number counts exactly."""
+
+    asked = 0
+
+    def rate(self, job, places, done):
+        self.asked += 1
+        assert self.asked < 100, "it comes closer to its end for ever"
+        return 3.0, float("inf")
+
+
+def test_a_job_ends_where_the_clock_is_coarser_than_what_is_left():
+    trace = [job("late", 1e9, 1.0, 2), job("later", 1e9 + 0.1, 1e-9, 2)]
+    run = play(uniform_nodes(1, 4), trace, policy_named("fifo").decide, speed=_Third())
+    assert sorted(one.job_id for one in run.outcomes) == ["late", "later"]
 
 
 def test_failures_cost_work_and_bad_nodes_are_cordoned():
