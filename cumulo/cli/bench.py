@@ -71,19 +71,38 @@ def cluster(
     loads: Annotated[
         str, typer.Option(help="Loads of the trace: GPU time asked for over GPU time there is.")
     ] = "0.5,0.9,1.2,2",
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes with 8 GPUs.")] = 10_000,
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="Shapes of the trace, separated by commas: usual, shares (of GPUs), cores (and memory), devices "
+            "(of eight kinds), tenants (a thousand, with quotas), priorities (a hundred), burst (all jobs wait at "
+            "once), wide (gangs on a twentieth of all nodes), unpredicted (durations), failures (of nodes); or all."
+        ),
+    ] = "usual",
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 10_000,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each node.")] = 8,
     jobs: Annotated[int, typer.Option(min=1, help="Number of jobs.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="Random seed of the trace.")] = 0,
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what scheduling decisions cost on a large cluster: the whole trace and the slowest decision."""
-    from cumulo.cli.shared.terminal import working
+    from cumulo.cli.shared.terminal import err, loading, out
     from cumulo.cluster.simulate import decision_cost
+    from cumulo.cluster.simulate.workloads import WORKLOADS, WorkloadSize
     from cumulo.load.units import parse_number
 
     wanted = [parse_number(part, "--loads", more_than=True) for part in loads.split(",")]
     names = [name.strip() for name in policy.split(",")]
-    with working("cluster") as tell:
-        rows = decision_cost.measure(names, wanted, nodes, jobs, tell)
+    shapes = [*WORKLOADS] if workload == "all" else [name.strip() for name in workload.split(",")]
+    size = WorkloadSize(nodes=nodes, jobs=jobs, load=1.0, gpus_per_node=gpus_per_node, seed=seed)
+    console = err if str(json_file) == "-" else out
+
+    def found(one: decision_cost.PolicyCost) -> None:
+        """Measuring everything takes an hour: who stops it keeps what was found."""
+        console.print(one.line, markup=False, soft_wrap=True)
+
+    with loading(lines=True) as show:
+        rows = decision_cost.measure(names, shapes, wanted, size, found, show)
     _finish(f"{jobs:,} jobs on {nodes:,} nodes, one core", rows, json_file)
 
 
