@@ -147,11 +147,26 @@ def _compressed_tensors(table: Mapping[str, Any]) -> Quantisation:
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ModelError("config.json: the compressed-tensors quantization has no config_groups")
+    _refuse_online_transforms(table.get("transform_config"))
     found = {_compressed_group(table, group) for group in groups.values()}
     if len(found) > 1:
         listing = " and ".join(sorted(one.in_words for one in found))
         raise ModelError(f"the weights mix {listing}; one scheme for all matrices is supported")
     return found.pop()
+
+
+def _refuse_online_transforms(table: Any) -> None:
+    """Rotations of weights are in the weights. Those of activations (SpinQuant, QuIP) must be computed while
+    serving, and without them the weights are nonsense."""
+    schemes = table.get("config_groups") if isinstance(table, Mapping) else None
+    for scheme in schemes.values() if isinstance(schemes, Mapping) else ():
+        for one in scheme.get("apply") or () if isinstance(scheme, Mapping) else ():
+            location = one.get("location") if isinstance(one, Mapping) else one
+            if location not in ("weight_input", "weight_output"):
+                raise ModelError(
+                    f"the weights expect activations that are rotated (transform_config, location {location!r}), "
+                    "which is not supported; use a model that was quantized without online transforms"
+                )
 
 
 def _compressed_group(table: Mapping[str, Any], group: Any) -> Quantisation:
@@ -171,6 +186,13 @@ def _compressed_group(table: Mapping[str, Any], group: Any) -> Quantisation:
     storage: StorageFormat = _FORMATS[name]
     if storage != "pack-quantized":
         storage = "float-quantized" if kind == "float" else "int-quantized"
+    if (kind == "float" and (storage == "pack-quantized" or weights.get("symmetric") is False)) or (
+        kind == "int" and weights.get("strategy") == "block"
+    ):
+        raise ModelError(
+            f"the weights are {kind} numbers stored as {storage} with scales by {weights.get('strategy')!r} and "
+            f"symmetric={weights.get('symmetric')}, which is not supported"
+        )
     activations = group.get("input_activations")
     activations = activations if isinstance(activations, Mapping) else {}
     return _with_scheme(
@@ -208,6 +230,7 @@ def _with_scheme(
         scheme,
         group,
         block,
+        symmetric=weights.get("symmetric") is not False,
         activation_bits=activation_bits,
         static_activations=static_activations,
     )

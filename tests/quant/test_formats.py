@@ -106,6 +106,15 @@ def test_int8_and_float8_keep_their_weights() -> None:
         assert isinstance(again, Float8Matrix) and torch.equal(again.dequantise(), kept.dequantise())
 
 
+def test_float8_may_have_a_scale_per_group_of_columns() -> None:
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randn(ROWS, COLUMNS, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(ROWS, COLUMNS // GROUP, generator=generator)
+    how = Quantisation("float-quantized", 8, "group", GROUP, symmetric=True)
+    matrix = compressed_tensors.read({"weight": codes, "weight_scale": scale}, ROWS, COLUMNS, how)
+    assert torch.equal(matrix.dequantise(), codes.float() * scale.repeat_interleave(GROUP, 1))
+
+
 def test_parts_are_parts_of_the_dequantised_matrix() -> None:
     rows, columns = slice(4, 9), slice(32, 64)
     whole = matrix()
@@ -132,6 +141,44 @@ CONFIGS = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True},
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
 }
+
+
+def compressed(
+    weights: dict[str, object], storage: str = "pack-quantized", **more: object
+) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"} | weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": storage,
+        "config_groups": {"group_0": group},
+    } | more
+
+
+def rotated(location: str) -> dict[str, object]:
+    """A transform_config as SpinQuant's modifier writes it, with one rotation."""
+    apply = [{"targets": ["re:.*down_proj$"], "location": location, "inverse": False, "ignore": []}]
+    return {"config_groups": {"R4": {"type": "hadamard", "apply": apply, "randomize": False}}}
+
+
+def test_rotations_that_are_in_the_weights_need_nothing() -> None:
+    config = compressed({}, transform_config=rotated("weight_input"))
+    assert quantisation_from_config({"quantization_config": config}) is not None
+
+
+def test_zero_points_are_where_the_configuration_says_that_there_are_some() -> None:
+    place = Placement("q.weight", "q.weight", (ROWS, COLUMNS))
+    found = {"q.weight": ("I8", (ROWS, COLUMNS)), "q.weight_scale": ("BF16", (ROWS, 1))}
+    balanced, shifted = (
+        quantisation_from_config({"quantization_config": compressed(one, "int-quantized")})
+        for one in ({}, {"symmetric": False})
+    )
+    assert balanced is not None and shifted is not None
+    assert list(stored_matrices(balanced, [place], found)) == [place.source]
+    with pytest.raises(ModelError, match=r"q\.weight_zero_point is missing"):
+        stored_matrices(shifted, [place], found)
+    found |= {"q.weight_zero_point": ("I8", (ROWS, 1)), "q.input_zero_point": ("I8", (1,))}
+    (matrix,) = stored_matrices(shifted, [place], found).values()
+    assert "q.input_zero_point" in matrix.sources  # of activations that are rounded in another way here
 
 
 def test_configurations_of_the_known_writers_are_understood() -> None:
@@ -164,6 +211,17 @@ def test_configurations_of_the_known_writers_are_understood() -> None:
                 "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
             },
             "nvfp4-pack-quantized",
+        ),
+        (
+            compressed({}, transform_config=rotated("input")),
+            r"activations that are rotated .*location 'input'",
+        ),
+        (compressed({}, transform_config=rotated("k_cache")), "location 'k_cache'"),
+        (compressed({"type": "float"}), "float numbers stored as pack-quantized"),
+        (compressed({"type": "float", "symmetric": False}, "float-quantized"), "symmetric=False"),
+        (
+            compressed({"strategy": "block", "block_structure": [64, 64]}, "int-quantized"),
+            "scales by 'block'",
         ),
     ],
 )

@@ -1,6 +1,8 @@
 """Runs of `cumulo quantize` on a tiny model: every method and format, interrupted runs, refusals."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,42 @@ def test_other_architectures_go_through_every_kind_of_method(
     packed, plain = logits(folder), logits(folder, keep_quantised=False)
     assert float((packed - plain).abs().max()) < 0.05
     assert float(torch.cosine_similarity(packed.flatten(), logits(source).flatten(), 0)) > 0.7
+
+
+@pytest.mark.parametrize("recipe", [
+    Recipe("rtn", format="awq", layers=2), Recipe("rtn", format="gptq", layers=2, symmetric=True),
+    Recipe("fp8", scheme="block", format="fp8", layers=2), Recipe("rtn", format="awq"),
+], ids=lambda recipe: f"{recipe.format}-{recipe.layers}")  # fmt: skip
+def test_readers_are_told_exactly_what_was_left_in_16_bits(recipe: Recipe, tmp_path: Path) -> None:
+    """By part of a name (vLLM's and SGLang's awq), whole names (their fp8) or expressions (gptq). A mixture with a
+    dense layer, whose gate_proj is no router, and a layer that stays as it is."""
+    sizes = {"moe_intermediate_size": 32, "q_lora_rank": 32, "v_head_dim": 16, "num_hidden_layers": 3}
+    recipe = recipe if recipe.method == "fp8" else replace(recipe, group=32)
+    folder = quantise(
+        tiny_folder(tmp_path / "source", "deepseek_v2", **sizes), tmp_path / "out", recipe
+    ).folder
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    quantised = {name.rpartition(".")[0] for name in index if name.endswith(("qweight", "weight_scale_inv"))}
+    linear = quantised | {
+        name.removesuffix(".weight")
+        for name in index
+        if name.endswith(".weight") and "norm" not in name and "embed" not in name
+    }
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.experts.3.up_proj"} <= quantised < linear
+    left_out = config["modules_to_not_convert"]
+    by_whole = {
+        one for one in linear if one in left_out or f"{one.partition('.experts.')[0]}.experts" in left_out
+    }
+    assert by_whole == linear - quantised
+    by_part = {one for one in linear if any(name in one for name in left_out)}
+    assert by_part == linear - quantised
+    if recipe.format == "gptq":
+        patterns = [one.removeprefix("-:") for one in config["dynamic"]]
+        # Readers that fuse projections ask for the fused one.
+        asked = {one: re.sub(r"\b(gate|up)_proj$", "gate_up_proj", one) for one in linear}
+        by_expression = {one for one in linear if any(re.match(pattern, asked[one]) for pattern in patterns)}
+        assert by_expression == linear - quantised
 
 
 def test_an_interrupted_run_resumes_and_ends_with_the_same_files(

@@ -1,5 +1,6 @@
 """The quantization_config of a written folder, in the words of the tool whose format it is."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from cumulo.quant.decide.matrices import ignored_patterns
@@ -9,25 +10,29 @@ from cumulo.spec.model import ModelSpec
 Fields = dict[str, Any]
 
 
-def quantization_config(recipe: Recipe, spec: ModelSpec) -> Fields:
-    """For a settled recipe."""
+def quantization_config(recipe: Recipe, spec: ModelSpec, plain: Sequence[str]) -> Fields:
+    """For a settled recipe. `plain`: full names of the modules that stay in 16 bits. Some readers of these lists
+    look for a part of a module's name and others for all of it, so only whole names mean the same to all."""
     if recipe.format == "awq":
         return {
             "quant_method": "awq", "bits": recipe.bits, "group_size": recipe.group, "zero_point": True,
-            "version": "gemm", "modules_to_not_convert": _plain_names(spec, recipe.layers),
+            "version": "gemm", "modules_to_not_convert": list(plain),
         }  # fmt: skip
     if recipe.format == "gptq":
         return {
             "quant_method": "gptq", "bits": recipe.bits, "group_size": recipe.group, "desc_act": False,
             "static_groups": recipe.act_order, "sym": recipe.symmetric, "lm_head": False,
             "damp_percent": recipe.damping, "true_sequential": True, "checkpoint_format": "gptq",
-            "modules_to_not_convert": _plain_names(spec, recipe.layers),
+            "modules_to_not_convert": list(plain),
+            "dynamic": {  # how GPTQModel, vLLM and SGLang are told what is left out
+                f"-:{pattern.removeprefix('re:')}": {} for pattern in ignored_patterns(spec, recipe.layers)
+            },
         }  # fmt: skip
     if recipe.format == "fp8":
         return {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK],
-            "modules_to_not_convert": _plain_names(spec, recipe.layers),
+            "modules_to_not_convert": list(plain),
         }  # fmt: skip
     storage = {"fp8": "float-quantized", "int8": "int-quantized"}.get(recipe.method, "pack-quantized")
     return {
@@ -46,15 +51,6 @@ def quantization_config(recipe: Recipe, spec: ModelSpec) -> Fields:
         "ignore": ignored_patterns(spec, recipe.layers),
         "kv_cache_scheme": None,
     }
-
-
-def _plain_names(spec: ModelSpec, layers: int | None) -> list[str]:
-    names = ["lm_head", *(f"layers.{layer}." for layer in range(layers or spec.layers, spec.layers))]
-    if spec.moe is not None:
-        names.append("gate")
-    if spec.mla is not None:
-        names.append("kv_b_proj")
-    return names
 
 
 def _weights(recipe: Recipe) -> Fields:

@@ -4,6 +4,9 @@ of latent attention stay in 16 bits, as other tools leave them.
 Names are those of Hugging Face folders, where projections are stored one by one.
 """
 
+import re
+from collections.abc import Iterable
+
 from cumulo.spec.model import ModelSpec
 
 
@@ -30,6 +33,18 @@ def is_quantised(module: str) -> bool:
         and module.endswith("_proj") | module.endswith((".w1", ".w2", ".w3", "kv_a_proj_with_mqa"))
         and not module.endswith("kv_b_proj")
     )
+
+
+def plain_modules(modules: Iterable[str], layers: int | None) -> list[str]:
+    """Those of `modules` that stay in 16 bits, by their full names; a layer's routed experts have one name.
+    `layers`: only the first so many are quantised."""
+    plain = ["lm_head"]
+    for module in modules:
+        layer = re.match(r"model\.layers\.(\d+)\.", module)
+        beyond = layer is not None and layers is not None and int(layer[1]) >= layers
+        if beyond or not is_quantised(module):
+            plain.append(re.sub(r"\.experts\.\d+\..*", ".experts", module))
+    return list(dict.fromkeys(plain))
 
 
 def ignored_patterns(spec: ModelSpec, layers: int | None) -> list[str]:

@@ -18,6 +18,7 @@ from cumulo.models.files.quantised.matrices import Float8Matrix, QuantisedMatrix
 from cumulo.models.files.weights_safetensors import INDEX_NAME
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.quant.decide.file_config import quantization_config
+from cumulo.quant.decide.matrices import plain_modules
 from cumulo.quant.decide.recipe import Recipe
 from cumulo.spec.to_huggingface import config_from_spec
 
@@ -79,7 +80,13 @@ def _config(reader: ParameterReader, recipe: Recipe) -> dict[str, Any]:
         config.pop("torch_dtype", None)
     else:
         config = config_from_spec(replace(reader.spec, dtype=dtype))
-    return config | {"quantization_config": quantization_config(recipe, reader.spec)}
+    linear = (
+        one.source.removesuffix(".weight")
+        for one in names_huggingface.placements(reader.spec)
+        if len(one.shape) == 2 and one.target != "embed.weight"
+    )
+    plain = plain_modules(linear, recipe.layers)
+    return config | {"quantization_config": quantization_config(recipe, reader.spec, plain)}
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

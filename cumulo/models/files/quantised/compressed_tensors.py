@@ -21,16 +21,21 @@ def stored_tensors(rows: int, columns: int, how: Quantisation) -> list[StoredTen
             StoredTensor("weight_packed", ((rows, -(-columns * bits // 32)),), ("I32",)),
             StoredTensor("weight_scale", ((rows, groups),), FLOATS),
             StoredTensor("weight_shape", ((2,),), ("I64", "I32"), required=False),
-            StoredTensor("weight_zero_point", ((-(-rows * bits // 32), groups),), ("I32",), required=False),
+            StoredTensor(
+                "weight_zero_point", ((-(-rows * bits // 32), groups),), ("I32",), required=not how.symmetric
+            ),
             StoredTensor("weight_g_idx", ((columns,),), ("I32", "I64"), required=False),
         ]
     scale = "weight_scale_inv" if how.format == "fp8" and how.scheme == "block" else "weight_scale"
     codes = ("I8",) if how.format == "int-quantized" else ("F8_E4M3",)
+    has_zero = how.format == "int-quantized" and not how.symmetric
     return [
         StoredTensor("weight", ((rows, columns),), codes),
         StoredTensor(scale, _scale_shapes(rows, columns, how), FLOATS),
         StoredTensor("input_scale", ((), (1,)), FLOATS, required=False),
-        StoredTensor("weight_zero_point", _scale_shapes(rows, columns, how), ("I8",), required=False),
+        # Activations are not rounded as the file says, so where their zero lies changes nothing.
+        StoredTensor("input_zero_point", ((), (1,)), ("I8", "F8_E4M3"), required=False),
+        StoredTensor("weight_zero_point", _scale_shapes(rows, columns, how), ("I8",), required=has_zero),
     ]
 
 
@@ -77,6 +82,8 @@ def read(
     if how.scheme == "block":
         assert how.block is not None
         block = how.block
+    elif how.group is not None:
+        block = (1, how.group)
     else:
         scale = scale.reshape(-1, 1)
         block = (rows if len(scale) == 1 else 1, columns)
