@@ -99,6 +99,7 @@ class Call:
         at_a_time = at_a_time or len(prompts)
         if self._least_priority is not None:
             priority, at_a_time = max(priority, self._least_priority), min(at_a_time, _BATCH_AT_A_TIME)
+        promised = self.caller.promised(slo, priority)
         self.service.admit(self.caller, prompts, params, at_a_time)
         salt = self.caller.salt(cache_salt)
         self._adapter = adapter = self.service.hold_adapter(self.model)
@@ -128,7 +129,7 @@ class Call:
                 self.caller.name if self.service.keys is not None else "",
                 resumed,
                 session=session,
-                slo=slo or self.caller.slo,
+                slo=promised,
                 adapter="" if adapter is None else adapter.key,
             )
             self.service.submit(self, submit, self._inbox, position)

@@ -4,7 +4,7 @@ serving planner and the simulator predicted percentiles.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cumulo.errors import ConfigError
@@ -56,6 +56,11 @@ class Slo:
     def percentile(self) -> float:
         """The share in percent, as percentiles are named."""
         return round(100 * self.share, 9)
+
+    def with_rest_of(self, usual: "Slo | None") -> "Slo":
+        """This one, and the bounds of `usual` where it has none."""
+        missing = {} if usual is None else {f"{name}_s": bound for name, bound in usual.bounds.items()}
+        return replace(self, **(missing | {f"{name}_s": bound for name, bound in self.bounds.items()}))
 
     def met_by(self, request: ServedTimes) -> bool:
         """A failed request never meets an objective."""

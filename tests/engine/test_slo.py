@@ -147,6 +147,12 @@ def test_who_is_promised_nothing_comes_after_those_who_are() -> None:
     assert person.sequences[0].computed > 0 and batch.sequences[0].computed == 0
 
 
+def test_a_less_important_request_is_promised_what_it_asks_for_and_no_more() -> None:
+    batch = _ask(_taught(), "batch", 300, 100.0, priority=1, slo=Slo(ttft_s=9.0))
+    assert batch.story.promise is not None
+    assert (batch.story.promise.ttft_s, batch.story.promise.itl_s) == (9.0, None)
+
+
 def test_a_key_that_had_most_of_the_time_leaves_room_to_others() -> None:
     scheduler = _taught()
     admitted = 0

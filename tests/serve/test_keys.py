@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cumulo.errors import CumuloError
 from cumulo.serve.access.keys import ApiKeys, Caller, new_key, read_keys
 from cumulo.serve.access.limits import RateLimits
+from cumulo.spec.slo import Slo
 from tests.cli.conftest import cumulo_process
 from tests.serve.running_server import (
     MODEL,
@@ -43,6 +44,35 @@ def test_a_key_is_known_again_and_not_kept(tmp_path: Path) -> None:
         assert keys.caller_of(wrong) is None
     salts = {entry.salt for entry in read_keys(path)}
     assert len(salts) == 2
+
+
+def with_slo(path: Path, slo: str) -> str:
+    """A file of one key with this promise; the key."""
+    key = new_key(path, "ann")
+    content = json.loads(path.read_text())
+    content["keys"][0]["slo"] = slo
+    path.write_text(json.dumps(content))
+    return key
+
+
+def test_a_request_fills_up_its_own_promise_from_its_keys(tmp_path: Path) -> None:
+    key = with_slo(tmp_path / "keys.json", "ttft=300ms,itl=30ms")
+    caller = ApiKeys(tmp_path / "keys.json", ANYONE).caller_of(key)
+    assert caller is not None
+    assert caller.promised(None, 0) == Slo(0.3, 0.03)
+    assert caller.promised(Slo(ttft_s=3.0), 0) == Slo(3.0, 0.03)
+    assert caller.promised(Slo(itl_s=1.0), -1) == Slo(0.3, 1.0)
+    # What is less important, such as a batch, is promised what it asks for.
+    assert caller.promised(None, 1) is None
+    assert caller.promised(Slo(ttft_s=3.0), 1) == Slo(ttft_s=3.0)
+    assert ANYONE.promised(None, 0) is None
+
+
+@pytest.mark.parametrize("slo", ["ttft=500", "ttft", "tpot=5ms", "ttft=0ms", "itl=-1s", "ttft=1s;itl=1s"])
+def test_a_wrong_promise_of_a_key_is_refused_at_the_start(slo: str, tmp_path: Path) -> None:
+    with_slo(tmp_path / "keys.json", slo)
+    with pytest.raises(CumuloError, match=r"keys\.json: the slo of the key 'ann' is wrong: "):
+        ApiKeys(tmp_path / "keys.json", ANYONE)
 
 
 def test_callers_share_cached_prefixes_only_within_a_group_and_salts_cannot_collide(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ class Caller:
         that no two pairs of scope and salt look the same."""
         return json.dumps([self.cache_scope, own]) if self.cache_scope or own else ""
 
+    def promised(self, asked: Slo | None, priority: int) -> Slo | None:
+        """What a request asks for, and the key's bounds where it says nothing. As the server's, they are not for
+        requests that are less important than usual, such as those of batches."""
+        usual = self.slo if priority <= 0 else None
+        return usual if asked is None else asked.with_rest_of(usual)
+
 
 class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: str
@@ -130,7 +136,7 @@ def hash_key(key: str, salt: str) -> str:
 
 def read_keys(path: Path) -> list[KeyEntry]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_KeyFile).keys
+        entries = msgspec.json.decode(path.read_bytes(), type=_KeyFile).keys
     except OSError as error:
         raise CumuloError(
             f"the API keys in {path} cannot be read ({error.strerror}); make some with "
@@ -138,6 +144,12 @@ def read_keys(path: Path) -> list[KeyEntry]:
         ) from error
     except msgspec.DecodeError as error:
         raise CumuloError(f"{path} is no file of API keys: {error}") from error
+    for entry in entries:
+        try:
+            _ = parse_promise(entry.slo) if entry.slo else None
+        except CumuloError as error:
+            raise CumuloError(f"{path}: the slo of the key {entry.name!r} is wrong: {error}") from error
+    return entries
 
 
 def new_key(

@@ -16,7 +16,8 @@ def promise(books: Books, request: Request) -> None:
         books.queue.by_order = True
     promises, story = books.promises, request.story
     # One that is less important than usual is promised only what it asks for: batches wait until there is time.
-    slo = _merged(request.slo, config.slo) if request.slo is not None or request.priority <= 0 else None
+    usual = config.slo if request.priority <= 0 else None
+    slo = usual if request.slo is None else request.slo.with_rest_of(usual)
     tokens = request.prompt_length
     begun = request.sequences[0].output_length > 0  # another engine let it in
     if slo is not None and not request.sends and not begun:
@@ -42,14 +43,6 @@ def promise(books: Books, request: Request) -> None:
     elif not begun:
         request.order = (request.order[0] + config.priority_step_s, request.order[1])
     promises.take(request, tokens)
-
-
-def _merged(asked: Slo | None, usual: Slo | None) -> Slo | None:
-    """What is asked for, and the engine's own bounds where nothing is said."""
-    if asked is None or usual is None:
-        return asked or usual
-    ttft_s = asked.ttft_s if asked.ttft_s is not None else usual.ttft_s
-    return Slo(ttft_s, asked.itl_s if asked.itl_s is not None else usual.itl_s)
 
 
 def _words(slo: Slo) -> str:
