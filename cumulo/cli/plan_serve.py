@@ -63,6 +63,14 @@ class PlanServeOptions:
     kv_host_gib: float = option(
         "Also consider host memory for prefixes that leave the KV cache, in GiB.", 0.0, panel=_WHERE, min=0
     )
+    max_loras: int = option(
+        "Number of low-rank adapters that every engine has in memory, asked for equally often.",
+        0,
+        panel=_WHERE,
+        min=0,
+        max=4096,
+    )
+    max_lora_rank: int = option("With --max-loras: their highest rank.", 16, panel=_WHERE, min=1, max=4096)
     hypothetical: bool = option(
         "Also consider what `cumulo serve` cannot run: 8-bit experts, and 4-bit weights on Blackwell, as fast as "
         "TensorRT-LLM's published throughputs.",
@@ -200,6 +208,8 @@ def _choices(chosen: PlanServeOptions, catalog: "Catalog") -> "ReplicaChoices":
         chosen.hypothetical,
         chosen.acceptance,
         chosen.kv_host_gib,
+        chosen.max_loras,
+        chosen.max_lora_rank,
     )
 
 

@@ -58,7 +58,7 @@ class SimulateOptions:
         panel=_WHERE,
     )
     decode: int = option("With --prefill: number of replicas that draw the answers.", 0, panel=_WHERE)
-    weights: str = option("Weight format: bfloat16, float8 or float32.", "bfloat16", panel=_WHERE)
+    weights: str = option("Weight format: bfloat16, float8, int4 or float32.", "bfloat16", panel=_WHERE)
     max_running: int = option(
         "Maximum number of running sequences; 0: the engine's default.", 0, panel=_WHERE
     )
@@ -77,6 +77,10 @@ class SimulateOptions:
         min=0,
         max=1,
     )
+    max_loras: int = option(
+        "Number of low-rank adapters in memory, asked for equally often.", 0, panel=_WHERE, min=0, max=4096
+    )
+    max_lora_rank: int = option("With --max-loras: their highest rank.", 16, panel=_WHERE, min=1, max=4096)
     front_door: str = option(
         "Time of a request outside the engine (HTTP, tokenization, to the engine and back), part of TTFT. A "
         "gateway in front adds about 1 ms. `cumulo bench overhead` and `cumulo bench gateway` measure both.",
@@ -133,7 +137,8 @@ def serve(chosen: SimulateOptions) -> None:
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
         max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
-        kv_host_gib=chosen.kv_host_gib, acceptance=chosen.acceptance,
+        kv_host_gib=chosen.kv_host_gib, acceptance=chosen.acceptance, max_loras=chosen.max_loras,
+        max_lora_rank=chosen.max_lora_rank,
         front_door_s=parse_duration_s(chosen.front_door, "--front-door"),
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.

@@ -297,6 +297,9 @@ def test_requests_longer_than_the_model_was_made_for_are_refused() -> None:
         ("cpu", {"pp": 2, "weights": "float32"}, True, "without a pipeline"),
         ("h200", {"tp": 2, "pp": 2}, True, "without a pipeline"),
         ("h200", {"tp": 2, "acceptance": 0.5}, False, "one rank"),
+        ("h200", {"max_loras": 8}, False, ""),
+        ("h200", {"tp": 2, "max_loras": 8}, False, "one GPU"),
+        ("cpu", {"tp": 2, "max_loras": 8, "weights": "float32"}, False, ""),
         ("b200", {"engine": "tensorrt-llm", "weights": "float4"}, False, "not Cumulo's engine"),
     ],
 )

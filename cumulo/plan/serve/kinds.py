@@ -29,6 +29,8 @@ class ReplicaChoices:
     hypothetical: bool = False  # also what `cumulo serve` cannot run, as other engines do
     acceptance: float = 0.0  # share of drafted tokens that would be right; 0: no speculation is considered
     kv_host_gib: float = 0.0  # host memory that prefixes could go to
+    max_loras: int = 0  # adapters that every replica must have room for
+    max_lora_rank: int = 16
 
 
 def kinds(
@@ -43,8 +45,9 @@ def kinds(
                 if weights in ("float8", "float4") and weights not in node.device.peak_flops:
                     continue
                 plain = Replica(
-                    spec, node, fabric, tp, ep, weights, max_context=longest, pp=pp, front_door_s=FRONT_DOOR_S
-                )
+                    spec, node, fabric, tp, ep, weights, max_context=longest, pp=pp, front_door_s=FRONT_DOOR_S,
+                    max_loras=choices.max_loras, max_lora_rank=choices.max_lora_rank,
+                )  # fmt: skip
                 for replica in _variants(plain, choices):
                     for apart in (False, True) if choices.split is None else (choices.split,):
                         yield _candidate(replica, apart, traffic, slo, choices.hypothetical)
@@ -61,6 +64,8 @@ def _variants(plain: Replica, choices: ReplicaChoices) -> Iterator[Replica]:
                 yield replace(replica, acceptance=choices.acceptance)
             if choices.kv_host_gib:
                 yield replace(replica, kv_host_gib=choices.kv_host_gib)
+            if choices.acceptance and choices.kv_host_gib:
+                yield replace(replica, acceptance=choices.acceptance, kv_host_gib=choices.kv_host_gib)
     if choices.hypothetical and not on_cpu and plain.weights in ("float8", "float4", "bfloat16"):
         yield replace(plain, engine=TENSORRT_LLM, kv="float8", max_running=_MOST_RUNNING)
 

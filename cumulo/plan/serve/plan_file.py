@@ -57,6 +57,8 @@ class ServePlanFile:
     kv_dtype: str | None = None
     kv_host_gib: float = 0.0
     speculate: str | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
 
     @property
     def engines(self) -> int:
@@ -103,6 +105,8 @@ def plan_file(best: Deployment, model: str, percentile: float) -> ServePlanFile:
         kv_dtype="fp8" if replica.kv == "float8" else None,
         kv_host_gib=replica.kv_host_gib,
         speculate="ngram" if replica.acceptance else None,
+        max_loras=replica.max_loras or None,
+        max_lora_rank=replica.max_lora_rank if replica.max_loras else None,
     )
 
 

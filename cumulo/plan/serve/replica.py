@@ -17,6 +17,7 @@ from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory
+from cumulo.layout.adapters import served_elements
 from cumulo.layout.local_spec import local_spec
 from cumulo.layout.serving import ServingLayout
 from cumulo.plan.network.collectives import Network
@@ -24,7 +25,7 @@ from cumulo.plan.serve.confidence import Confidence, confidence_of
 from cumulo.plan.serve.profile import ServingProfile, profile_for
 from cumulo.plan.serve.published_engine import published_profile
 from cumulo.plan.serve.step_cost import StepCostModel
-from cumulo.plan.serve.step_cost_work import Format, StepWork, check_split, step_work
+from cumulo.plan.serve.step_cost_work import BITS_OF_KV, Format, StepWork, check_split, step_work
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.device import Device, Node
 from cumulo.spec.fabric import Fabric
@@ -64,6 +65,8 @@ class Replica:
     kv_host_gib: float = 0.0  # host memory for prefixes that leave the device
     pp: int = 1  # layers over this many stages, of tp ranks each
     acceptance: float = 0.0  # speculation: how often a drafted token is right; 0: none are drafted
+    max_loras: int = 0  # adapters in memory, asked for equally often
+    max_lora_rank: int = 16
     front_door_s: float = 0.0  # of a request outside the engine: HTTP, tokenization, to the engine and back
 
     @property
@@ -115,6 +118,8 @@ class Replica:
             kv_dtype="fp8" if self.kv == "float8" else "auto",
             pp=self.pp,
             speculate="drafts" if self.acceptance else "",
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
         ).settled("cpu" if on_cpu else "cuda")
 
     def memory(self) -> MemoryPlan:
@@ -182,8 +187,17 @@ class Replica:
         return StepCostModel(
             self.work(), self.device, profile, weights=self.weights, compute=self.form.compute, tensor=tensor,
             expert=expert, stages=stages, block_size=self.engine_config().block_size,
-            swap_bytes_per_s=swap_bytes_per_s, slower=slower,
+            swap_bytes_per_s=swap_bytes_per_s, slower=slower, adapters=self.max_loras,
+            adapter_bytes=self._adapter_bytes,
         )  # fmt: skip
+
+    @property
+    def _adapter_bytes(self) -> float:
+        """Of one adapter, on one rank."""
+        if not self.max_loras:
+            return 0.0
+        elements = served_elements(local_spec(self.spec, self.tp, self.ep), self.max_lora_rank)
+        return elements * BITS_OF_KV[self.form.activations] / 8
 
     def serve(self, arrivals: tuple[Arrival, ...], slower: float = 1.0) -> tuple[Run, StepCostModel]:
         """Play traffic; the cost model comes back knowing where the time went."""
@@ -216,6 +230,7 @@ class Replica:
         split = " ".join(f"{name}{size}" for name, size in sizes if size > 1)
         numbers = self.weights + (f", {self.kv} KV" if self.kv else "")
         numbers += "" if self.engine == CUMULO else f", {self.engine}"
+        numbers += f", {self.max_loras} adapters" if self.max_loras else ""
         if not split:
             return f"{self.device.name} ({numbers})"
         return f"{self.ranks} × {self.device.name} ({split}, {numbers})"

@@ -16,6 +16,8 @@ def obstacle(replica: Replica, split: bool = False) -> str:
         return "speculation runs on one rank"
     if device.generation == "cpu":
         return ""
+    if replica.max_loras and replica.ranks > 1:
+        return "adapters are served on one GPU"
     if device.generation.startswith("cdna"):
         return f"the kernels are for NVIDIA's GPUs, and {device.name} is not one"
     if replica.ranks > 1 and not device.link_kind.startswith("nvlink"):
@@ -25,6 +27,9 @@ def obstacle(replica: Replica, split: bool = False) -> str:
     if spec.vocab_size % replica.tp:
         return f"tp {replica.tp} does not divide the vocabulary of {spec.vocab_size:,} tokens"
     quantised = replica.weights in ("float8", "int4") or replica.kv == "float8"
+    by_operators = replica.max_loras and (spec.moe is not None or spec.mla is not None)
+    if quantised and by_operators:
+        return "adapters of mixtures and of latent attention are not added to quantised formats on a GPU"
     if quantised and (why := obstacle_of(spec, "bfloat16")):
         return f"quantised formats need the GPU's kernels: {why}"
     return ""

@@ -2,7 +2,8 @@
 
 A step is a roofline by parts, one after the other as the engine runs them:
 
-    layers' products   (memory^p + compute^p)^(1/p): weights hit over bandwidth, 2·tokens·parameters over rate
+    layers' products   (memory^p + compute^p)^(1/p): weights hit over bandwidth, 2·tokens·parameters over rate;
+                       low-rank adapters that the rows name are weights, too
     attention          KV read by decoding sequences over bandwidth; query-key pairs of prompts over the matrix rate
     between products   bytes of norms, rotation and activation over bandwidth
     draws              the output matrix, and passes over the logits
@@ -39,6 +40,7 @@ PARTS = (
     "communication",
     "swap",
 )
+_ADAPTER_SPEED = 0.45  # share of the bandwidth; measured on an H200, 0.42 to 0.52 (docs/adapters.md)
 _DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 
 
@@ -117,8 +119,11 @@ class StepCostModel:
         block_size: int = 64,
         swap_bytes_per_s: float | None = None,
         slower: float = 1.0,
+        adapters: int = 0,
+        adapter_bytes: float = 0.0,
     ) -> None:
-        """`slower`: every step takes so many times as long, to see what the profile's own error would change."""
+        """`slower`: every step takes so many times as long, to see what the profile's own error would change.
+        `adapters`: low-rank ones that requests name equally often; a step reads those of its rows."""
         if weights not in profile.products:
             known = ", ".join(profile.products)
             raise ConfigError(f"{device.name} has no measured products of {weights} weights; it has: {known}")
@@ -131,6 +136,7 @@ class StepCostModel:
         self._power, self._slower = reached.overlap, slower
         self._weights_s = work.dense_parameters * work.weight_bytes / (bandwidth * reached.bandwidth)
         self._token_s = 2 * work.dense_parameters / (rate * reached.matmul)
+        self._adapters, self._adapter_s = adapters, adapter_bytes / (bandwidth * _ADAPTER_SPEED)
         self._expert_power = experts.overlap
         self._expert_s = work.expert_parameters * work.expert_bytes / (bandwidth * experts.bandwidth)
         local = work.experts / work.experts_of_model if work.experts else 0.0
@@ -231,7 +237,10 @@ class StepCostModel:
 
     def _products_s(self, tokens: int, draws: int) -> tuple[float, float, float, float]:
         """Of the layers, the experts, the draws and between ranks; padded, few sizes come up again and again."""
-        dense_s = _together(self._weights_s, tokens * self._token_s, self._power)
+        weights_s = self._weights_s
+        if self._adapters:
+            weights_s += self._adapter_s * self._adapters * (1 - (1 - 1 / self._adapters) ** tokens)
+        dense_s = _together(weights_s, tokens * self._token_s, self._power)
         expert_s = draw_s = 0.0
         if self.work.experts:
             hit_s = self.work.experts_hit(tokens) * self._expert_s
