@@ -1,10 +1,14 @@
 """A whole engine on a tiny random model that writes bytes, for tests of guided decoding."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import tokenizers
 import torch
 
+from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
@@ -13,7 +17,8 @@ from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.text.tokenizer import Tokenizer, byte_alphabet
-from tests.engine.tiny_engine import SPECS
+from tests.engine.equivalence import FreeDrafts
+from tests.engine.tiny_engine import SPECS, run
 
 _SPELLING = {byte: character for character, byte in byte_alphabet().items()}
 # Every byte, pieces that span several JSON tokens, a special token.
@@ -72,3 +77,27 @@ def make_engine(
         Scheduler(config), runner, TOKENIZER if guidance else None, vocab_size=VOCAB, eos_ids=(EOS,),
         overlap=overlap, guidance=guidance,
     )  # fmt: skip
+
+
+PROMPT = [40, 41, 42]
+
+
+def guide_of(schema: Any) -> Guide:
+    return Guide("json_schema", json.dumps(schema))
+
+
+def answers(requests: Mapping[str, SamplingParams], **options):
+    engine = make_engine(**options)
+    if engine.scheduler.speculation is not None:
+        engine.scheduler.speculation.cost = FreeDrafts()
+    for name, params in requests.items():
+        engine.add(PROMPT, params, request_id=name)
+    outputs = run(engine)
+    engine.runner.close()
+    return outputs
+
+
+def tokens_of(outputs):
+    return {
+        name: [(s.token_ids, s.finish_reason) for s in output.samples] for name, output in outputs.items()
+    }

@@ -2,30 +2,23 @@
 
 import json
 import re
-import sys
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.decide.params import Guide, SamplingParams
-from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.llm import LLM
-from cumulo.engine.sampling import sampler
-from cumulo.errors import InvalidRequest
-from tests import thorough, warm
-from tests.engine.equivalence import FreeDrafts
-from tests.engine.guided_engine import CLOSING, EOS, GUIDANCE, SPECIAL, TOKENIZER, VOCAB, make_engine
+from tests import thorough
+from tests.engine.guided_engine import CLOSING, EOS, PROMPT, answers, guide_of, make_engine, tokens_of
 from tests.engine.guided_schemas import SCHEMAS
 from tests.engine.tiny_engine import run
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
-PROMPT = [40, 41, 42]
 REGEXES = [
     r"\d{3}-\d{4}",
     r"[a-f]+x|y{2,5}",
@@ -40,29 +33,8 @@ REGEXES = [
 ]
 
 
-def guide_of(schema) -> Guide:
-    return Guide("json_schema", json.dumps(schema))
-
-
 def validate(text: str, schema) -> None:
     jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
-
-
-def answers(requests: dict[str, SamplingParams], **options):
-    engine = make_engine(**options)
-    if engine.scheduler.speculation is not None:
-        engine.scheduler.speculation.cost = FreeDrafts()
-    for name, params in requests.items():
-        engine.add(PROMPT, params, request_id=name)
-    outputs = run(engine)
-    engine.runner.close()
-    return outputs
-
-
-def tokens_of(outputs):
-    return {
-        name: [(s.token_ids, s.finish_reason) for s in output.samples] for name, output in outputs.items()
-    }
 
 
 # -- the form -----------------------------------------------------------------------------------------------
@@ -232,66 +204,6 @@ def test_white_space_in_json_is_bounded():
     assert len(sample.text) > 2, "white space was what this model wanted most"
 
 
-# -- the mask -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("source", ["[ab]{2}c?", "(the|then|10|true)( the)*", "x(é|€|ab)y"])
-def test_the_mask_is_exactly_the_tokens_that_can_still_lead_to_a_match(source):
-    """The oracle: of all short byte strings, those that match; a token is right if it begins the rest of one."""
-    pieces = ["a", "b", "c", "the", "then", "10", "true", " the", "x", "é", "€", "y"]
-    language, texts = set(), {""}
-    for _ in range(4):
-        texts = {text + piece for text in texts for piece in ["", *pieces]}
-    language = {text.encode() for text in texts if re.fullmatch(source, text)}
-    prefixes = {word[:end] for word in language for end in range(len(word) + 1)}
-    spellings = [TOKENIZER.token_bytes(token) for token in range(SPECIAL)]
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        matcher, text = Guidance.matcher(GUIDANCE, Guide("regex", source)), b""
-        while len(text) < 6:
-            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[
-                :VOCAB
-            ]
-            right = {token for token, spelling in enumerate(spellings) if text + spelling in prefixes}
-            if text in language:
-                right.add(EOS)
-            assert set(np.flatnonzero(bits).tolist()) == right
-            token = int(rng.choice(sorted(right)))
-            if token == EOS:
-                break
-            assert matcher.consume_token(token)
-            text += spellings[token]
-
-
-def test_text_that_looks_like_a_special_token_is_not_the_special_token():
-    source = r"<\|(mark|end)\|>"
-    for seed in range(4):
-        params = SamplingParams(
-            guide=Guide("regex", source), seed=seed, logit_bias={SPECIAL: 50.0, EOS: 50.0}
-        )
-        sample = answers({"one": params})["one"].samples[0]
-        assert re.fullmatch(source, sample.text)
-        assert SPECIAL not in sample.token_ids
-
-
-def test_masks_unpacked_on_a_device_equal_those_applied_on_a_cpu():
-    rng = np.random.default_rng(1)
-    bits = rng.integers(-(2**31), 2**31, (3, 5), dtype=np.int64).astype(np.int32)
-    logits = torch.from_numpy(rng.standard_normal((4, 139)).astype(np.float32))
-    masked = logits.clone()
-    sampler.apply_masks(masked, sampler.TokenMasks(np.array([0, 1, 3]), bits))
-    allowed = sampler.unpack_bits(torch.from_numpy(bits), 139)
-    expected = logits.clone()
-    expected[[0, 1, 3]] = expected[[0, 1, 3]].masked_fill(~allowed, -torch.inf)
-    assert torch.equal(masked, expected)
-    token = 77
-    assert allowed[1, token].item() == bool(int(bits[1, token // 32]) >> token % 32 & 1)
-
-
-def test_a_batch_without_guides_carries_no_masks():
-    table = make_engine().runner.table
-    slots = np.array([0, 1])
-    assert table.draw_batch(slots, np.array([1, 1]), slots, VOCAB).masks is None
-
-
 # -- the same tokens, whatever happens around ---------------------------------------------------------------
 def mixed_requests() -> dict[str, SamplingParams]:
     names = ["an object", "tagged variants", "a recursive tree", "definitions", "a list of integers"]
@@ -338,102 +250,3 @@ def test_a_slot_that_held_a_guided_sequence_is_free_of_it_afterwards():
     assert outputs["guided"].text == "ab"
     free = SamplingParams(seed=1, max_tokens=9)
     assert tokens_of(outputs)["free"] == tokens_of(answers({"free": free}))["free"]
-
-
-# -- together with other parameters -------------------------------------------------------------------------
-def test_min_tokens_gives_way_when_the_answer_is_complete():
-    params = SamplingParams(guide=Guide("regex", "ab?"), min_tokens=5, max_tokens=9, seed=1)
-    sample = answers({"one": params})["one"].samples[0]
-    assert (sample.text, sample.finish_reason) == ("ab", "stop"), "as long as it may be, and no longer"
-
-
-def test_log_probabilities_are_those_of_the_tokens_a_guide_allows():
-    params = SamplingParams(guide=Guide("regex", "[abc]"), logprobs=10, seed=1)
-    entry = answers({"one": params})["one"].samples[0].logprobs[0]
-    assert sorted(token for token, _ in entry.top) == [97, 98, 99]
-    assert sum(np.exp(value) for _, value in entry.top) == pytest.approx(1)
-
-
-def test_a_guide_with_nothing_left_to_say_fails_its_request_only():
-    outputs = answers(
-        {
-            "impossible": SamplingParams(guide=Guide("regex", "[ab]"), logit_bias={97: -np.inf, 98: -np.inf}),
-            "possible": SamplingParams(guide=Guide("regex", "[ab]"), logit_bias={97: -np.inf}),
-        }
-    )
-    assert "no token possible" in outputs["impossible"].error
-    assert outputs["possible"].text == "b"
-
-
-def test_an_answer_that_reaches_max_tokens_is_cut_and_says_so():
-    sample = answers({"one": SamplingParams(guide=Guide("regex", "a{10}"), max_tokens=4)})["one"].samples[0]
-    assert (sample.text, sample.finish_reason) == ("aaaa", "length")
-
-
-def test_beams_and_ignored_ends_cannot_be_guided():
-    guide = Guide("regex", "a")
-    with pytest.raises(InvalidRequest, match="beam"):
-        SamplingParams(guide=guide, beam_width=2)
-    with pytest.raises(InvalidRequest, match="ignore_eos"):
-        SamplingParams(guide=guide, ignore_eos=True)
-    with pytest.raises(InvalidRequest, match="kind"):
-        Guide("xml", "<a/>")
-
-
-# -- refusals -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("guide", "reason"),
-    [
-        (Guide("json_schema", "{"), "not valid JSON"),
-        (Guide("json_schema", "[1]"), "a schema is a JSON object"),
-        (Guide("json_schema", '{"type": "strng"}'), "strng"),
-        (Guide("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
-        (Guide("json_schema", '{"type": "integer", "minimum": 5, "maximum": 2}'), "minimum"),
-        (Guide("json_schema", '{"$ref": "#"}'), "no text at all"),
-        (Guide("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), "deep"),
-        (Guide("json_schema", json.dumps({"properties": {str(i): {} for i in range(1001)}})), "1,001 prop"),
-        (Guide("json_schema", " " * 200_000), "200,000 characters"),
-        (Guide("regex", "(?=a)b"), "look-around"),
-        (Guide("regex", "["), "unclosed"),
-        (Guide("regex", "\ud800"), "Unicode"),
-        (Guide("grammar", "start: missing"), "missing"),
-        (Guide("grammar", 'start: "a"\n' * 501), "502 lines"),
-    ],
-)  # fmt: skip
-def test_a_guide_that_cannot_be_is_refused_with_the_reason(guide, reason):
-    engine = make_engine()
-    with pytest.raises(InvalidRequest, match=reason) as refusal:
-        engine.add(PROMPT, SamplingParams(guide=guide))
-    assert len(str(refusal.value)) < 800
-    assert "no_forcing" not in str(refusal.value)
-    assert not engine.has_work
-
-
-def test_an_engine_without_a_tokenizer_refuses_guides():
-    with pytest.raises(InvalidRequest, match="tokenizer"):
-        make_engine(guidance=None).add(PROMPT, SamplingParams(guide=Guide("json_object")))
-
-
-def test_without_llguidance_the_error_names_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InvalidRequest, match=r"needs the package llguidance: pip install"):
-        Guidance(TOKENIZER, VOCAB, (EOS,)).check(Guide("json_object"))
-
-
-def test_a_long_chain_of_references_does_not_end_the_process(tmp_path):
-    """On a thread of usual stack size llguidance overruns its stack at a few thousand."""
-    program = """
-import json
-from cumulo.engine.decide.params import Guide
-from tests.engine.guided_engine import GUIDANCE
-chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3500)} | {"a3500": {"type": "boolean"}}
-schema = json.dumps({"$defs": chain, "$ref": "#/$defs/a0"}, separators=(",", ":"))
-matcher = GUIDANCE.matcher(Guide("json_schema", schema))
-assert matcher.consume_tokens(list(b"true")), matcher.get_error()
-del matcher
-print(len(schema), "alive")
-"""
-    (tmp_path / "program.py").write_text(program)
-    done = warm.run_program(tmp_path / "program.py")
-    assert done.returncode == 0, done.stderr
-    assert "alive" in done.stdout

@@ -1,0 +1,178 @@
+"""Prefill and decode on two engines: the same tokens and log-probabilities as on one, whatever dies on the way."""
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from cumulo.engine.decide.transfer.orders import (
+    ComputeOrder,
+    CopyStopped,
+    FetchOrder,
+    Landed,
+    OrderBegun,
+    Ordered,
+    PeerLoad,
+    PeerLost,
+    ReleaseOrder,
+)
+from cumulo.engine.decide.transfer.travel import TransferPlan
+from cumulo.engine.play.transfer_receiver import TransferReceiver
+from cumulo.engine.play.transfer_sender import TransferSender
+from cumulo.engine.play.transfer_wire import RankCaches
+from cumulo.models.batch import KVCache
+from tests.engine.equivalence import Lengths, _ends, _log_probabilities, draw_requests, run_alone
+from tests.engine.split_engines import (
+    PrefillThread,
+    address_in,
+    close,
+    decode_engine,
+    run_split,
+    wait_for_peers,
+)
+from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
+
+OPTIONS = dict(blocks=30, block_size=8, max_running=5, max_tokens_per_step=16, overlap=True)
+
+
+def told(mailbox, kind, before=lambda: None):
+    """What comes first of this kind."""
+    while True:
+        before()
+        mailbox.wait(0.1)
+        if found := [one for one in mailbox.take() if isinstance(one, kind)]:
+            return found[0]
+
+
+def test_the_caches_of_many_ranks_are_opened_through_one_socket(tmp_path) -> None:
+    spec, address = make_decoder("dense").spec, address_in(tmp_path, "shared")
+    theirs, ours = ([KVCache(spec, 3, 4, torch.float64, shared=True) for _ in range(8)] for _ in range(2))
+    for rank, cache in enumerate(theirs):
+        cache.key_storage.fill_(rank + 1.0)
+    sender, load = TransferSender(RankCaches(theirs), "tiny", address), PeerLoad(0, 0, 1000.0, 8)
+    receiver = TransferReceiver(RankCaches(ours), "tiny", [("p", address)])
+    assert isinstance(told(receiver.news, PeerLoad | PeerLost, lambda: sender.tell_load(load)), PeerLoad)
+    receiver.give([ComputeOrder(1, "p", array("i", range(4)), "r")])
+    sender.give([(told(sender.news, Ordered).key, OrderBegun(1, (2,), 4))])  # it was cached there
+    told(receiver.news, OrderBegun)
+    receiver.give([FetchOrder(TransferPlan(1, "p", spec.layers, 4, 4, 0, (2,), (1,)))])
+    told(receiver.news, Landed)
+    for rank, cache in enumerate(ours):
+        assert (cache.key_storage[:, 1] == rank + 1).all() and not cache.key_storage[:, 0].any()
+    receiver.close()
+    sender.close()
+
+
+def test_an_engine_in_the_place_of_a_lost_one_is_not_read_for_its_orders(tmp_path) -> None:
+    spec, address = make_decoder("dense").spec, address_in(tmp_path, "shared")
+
+    def cache(value: float) -> KVCache:
+        made = KVCache(spec, 4, 4, torch.float64, shared=True)
+        made.key_storage.fill_(value)
+        made.value_storage.fill_(value)
+        return made
+
+    ours, first = cache(0.0), TransferSender(cache(1.0), "tiny", address)
+    receiver, load = TransferReceiver(ours, "tiny", [("p", address)]), PeerLoad(0, 0, 1000.0, 8)
+    told(receiver.news, PeerLoad, lambda: first.tell_load(load))
+    receiver.give([ComputeOrder(1, "p", array("i", range(8)), "r")])
+    first.give([(told(first.news, Ordered).key, OrderBegun(1, (0, 1), 8))])  # all of it was cached there
+    told(receiver.news, OrderBegun)
+    first.close()
+    told(receiver.news, PeerLost)
+    second = TransferSender(cache(9.0), "tiny", address)
+    told(receiver.news, PeerLoad, lambda: second.tell_load(load))
+    # The scheduler has not heard of the loss yet.
+    receiver.give([FetchOrder(TransferPlan(1, "p", spec.layers, 4, 8, 0, (0, 1), (2, 3)))])
+    receiver.give([ComputeOrder(2, "p", array("i", range(8)), "s")])
+    told(second.news, Ordered)
+    receiver.give([ReleaseOrder(1, "p")])
+    assert told(receiver.news, CopyStopped | Landed) == CopyStopped(1, 0)
+    assert not ours.key_storage.any()
+    receiver.close()
+    second.close()
+
+
+# -- whole engines --------------------------------------------------------------------------------------------
+def _compare(model: str, seed: int, outputs, requests, aborted=frozenset()) -> None:
+    decoder = make_decoder(model)
+    for index, (prompt, params, _, _) in enumerate(requests):
+        got = outputs[f"r{index}"]
+        if f"r{index}" in aborted and any(sample.finish_reason == "abort" for sample in got.samples):
+            continue
+        expected = run_alone(lambda **more: make_engine(decoder, blocks=30, **more), prompt, params)
+        assert got.error is None and _ends(got) == _ends(expected), (model, seed, index)
+        ours, theirs = _log_probabilities(got), _log_probabilities(expected)
+        assert len(ours) == len(theirs)
+        assert all(abs(a - b) <= 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "transport"),
+    [("dense", "shared"), ("dense", "tcp"), ("experts", "shared"), ("latent", "shared"), ("window", "tcp")],
+)
+def test_split_roles_say_the_same_as_one_engine(model: str, transport: str, tmp_path) -> None:
+    rng = random.Random(7)
+    requests = draw_requests(rng, 14, VOCAB, Lengths())
+    prefill = PrefillThread(make_decoder(model), address_in(tmp_path, transport), **OPTIONS)
+    engine = decode_engine(make_decoder(model), [("prefill-0", prefill.sender.address)], **OPTIONS)
+    wait_for_peers(engine)
+    for index, (prompt, params, priority, salt) in enumerate(requests):
+        engine.add(prompt, params, request_id=f"r{index}", priority=priority, cache_salt=salt)
+    outputs = run_split(engine)
+    assert engine.scheduler.transfers.landed > len(requests) // 3
+    prefill.finish()
+    close(engine)
+    _compare(model, 7, outputs, requests)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 20))]
+)
+def test_nothing_is_lost_or_wrong_when_prefill_engines_die_or_stand_still_and_requests_are_aborted(
+    seed: int, tmp_path
+) -> None:
+    rng, model = random.Random(seed), ("dense", "latent")[seed % 2]
+    requests = draw_requests(rng, 16, VOCAB, Lengths())
+    prefills = [
+        PrefillThread(make_decoder(model), address_in(tmp_path, "shared", f"p{index}"), **OPTIONS)
+        for index in range(2)
+    ]
+    peers = [(f"prefill-{index}", one.sender.address) for index, one in enumerate(prefills)]
+    engine = decode_engine(make_decoder(model), peers, **OPTIONS)
+    engine.scheduler.transfers.stall_s = 0.2
+    wait_for_peers(engine, 2)
+    victims = {f"r{index}" for index in range(len(requests)) if rng.random() < 0.2}
+    for index, (prompt, params, priority, salt) in enumerate(requests):
+        engine.add(prompt, params, request_id=f"r{index}", priority=priority, cache_salt=salt)
+    abort_at, kill_at, stop_at = rng.randrange(1, 12), rng.randrange(1, 25), rng.randrange(1, 25)
+
+    def between(turn: int) -> None:
+        if turn == abort_at:
+            for victim in victims:
+                engine.abort(victim)
+        if turn == kill_at:
+            prefills[0].kill()
+        if turn == stop_at:
+            prefills[1].awake.clear()
+
+    outputs = run_split(engine, between)
+    assert len(outputs) == len(requests), "a request was lost"
+    prefills[1].awake.set()
+    prefills[1].finish()
+    close(engine)
+    _compare(model, seed, outputs, requests, victims)
+
+
+def test_engines_that_differ_are_refused_with_the_reason(tmp_path) -> None:
+    prefill = PrefillThread(make_decoder("dense"), address_in(tmp_path, "shared"), **OPTIONS)
+    peers = [("prefill-0", prefill.sender.address)]
+    engine = decode_engine(make_decoder("dense"), peers, **{**OPTIONS, "block_size": 4, "blocks": 60})
+    lost = []
+    while not lost:
+        engine.link._receiver.news.wait(1.0)
+        lost = [one for one in engine.link._receiver.news.take() if isinstance(one, PeerLost)]
+    assert "block size" in lost[0].why and "start both engines with the same block size" in lost[0].why
+    prefill.finish()
+    close(engine)
