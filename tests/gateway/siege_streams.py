@@ -1,9 +1,10 @@
 """The streams of a siege: what is asked, and what a client was told, so that two answers can be compared. Played by
 tests.gateway.faults."""
 
+import asyncio
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cumulo.load.connection import ConnectionLost, Pool
@@ -21,7 +22,8 @@ _TOOL = {"type": "function", "function": {"name": "note", "parameters": {
     "type": "object", "properties": {"words": _SCHEMA}, "required": ["words"]}}}  # fmt: skip
 KINDS = (
     "greedy", "sampled", "log-probabilities", "tools", "guided", "completion", "two greedy", "responses",
-    "stop strings", "alternatives", "three samples", "messages", "penalties", "echoed",
+    "stop strings", "alternatives", "three samples", "messages", "penalties", "echoed", "embeddings",
+    "responses with a tool", "not streamed",
 )  # fmt: skip
 
 
@@ -59,8 +61,14 @@ def asked(number: int, asides: int = 0, kinds: tuple[str, ...] = KINDS[:8], mode
         return "/v1/completions", text | texts[kind]
     if kind == "messages":
         return "/v1/messages", chat | {"temperature": 0}
+    if kind == "embeddings":
+        return "/v1/embeddings", {"model": model, "input": [ask, ask * 3]}
+    if kind == "not streamed":
+        return "/v1/chat/completions", chat | on | seeded | {"stream": False, "logprobs": True}
+    tool = {"tools": [{"type": "function", **_TOOL["function"]}], "tool_choice": "required"}
     return "/v1/responses", {
         "model": model, "input": ask, "stream": True, "temperature": 0, "max_output_tokens": _TOKENS,
+        **(tool if kind == "responses with a tool" else {}),
     }  # fmt: skip
 
 
@@ -74,6 +82,7 @@ class Told:
     error: str = ""
     longest_pause_s: float = 0.0
     id: str = ""
+    left: bool = False  # the client hung up
 
     def add(self, event: Any) -> None:
         kind = event.get("type")
@@ -83,7 +92,10 @@ class Told:
             self.error = json.dumps(event)
         for choice in event.get("choices", ()):
             self._choice(choice)
-        if kind == "response.output_text.delta":
+        for vector in event.get("data", ()):
+            self.logprobs += vector["embedding"]
+            self.ends.append("vector")
+        if kind in ("response.output_text.delta", "response.function_call_arguments.delta"):
             self._text("", event["delta"])
         if kind == "content_block_delta":
             self._text("", event["delta"].get("text", ""))
@@ -91,7 +103,7 @@ class Told:
             self.ends.append(kind)
 
     def _choice(self, choice: Any) -> None:
-        delta = choice.get("delta", {})
+        delta = choice.get("delta") or choice.get("message") or {}
         calls = "".join(one["function"].get("arguments") or "" for one in delta.get("tool_calls") or ())
         self._text(str(choice["index"]), (choice.get("text") or delta.get("content") or "") + calls)
         logprobs = choice.get("logprobs") or {}
@@ -105,7 +117,11 @@ class Told:
         self.texts[choice] = self.texts.get(choice, "") + new
 
     def difference(self, other: "Told") -> str:
-        """What differs, in words; empty: nothing. Log-probabilities of another batch may differ in float32."""
+        """What differs, in words; empty: nothing. Log-probabilities of another batch may differ in float32. Of a
+        stream that its client left, what came must be the beginning of the other."""
+        if self.left:
+            ours = {choice: other.texts.get(choice, "")[: len(text)] for choice, text in self.texts.items()}
+            return replace(self, left=False, ends=[], logprobs=[]).difference(Told(ours))
         if self.texts != other.texts or len(self.logprobs) != len(other.logprobs):
             mine, theirs = json.dumps(self.texts, sort_keys=True), json.dumps(other.texts, sort_keys=True)
             pairs = enumerate(zip(mine, theirs, strict=False))
@@ -118,11 +134,12 @@ class Told:
         return f"a log-probability is off by {far:.2g}" if far > _LOGPROB else ""
 
 
-async def listen(pool: Pool, path: str, body: Any) -> Told:
-    told, reader, last_s = Told(), EventReader(), 0.0
+async def listen(pool: Pool, path: str, body: Any, patience_s: float | None = None) -> Told:
+    """`patience_s`: the client hangs up when the stream has stood still for so long."""
+    told, reader, last_s, whole = Told(), EventReader(), 0.0, b""
 
     def on_body(response: Response, piece: bytes, _: float) -> None:
-        nonlocal last_s
+        nonlocal last_s, whole
         now_s = time.monotonic()
         if last_s:
             told.longest_pause_s = max(told.longest_pause_s, now_s - last_s)
@@ -130,14 +147,27 @@ async def listen(pool: Pool, path: str, body: Any) -> Told:
         if response.status != 200:
             told.error += piece.decode("utf-8", "replace")
             return
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            whole += piece
+            return
         for event in reader.feed(piece):
             if event != b"[DONE]":
                 told.add(json.loads(event))
 
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {pool.host_header}\r\nContent-Type: application/json\r\n"
+    request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
+    exchange = asyncio.create_task(pool.exchange(request, on_body))
     try:
-        await pool.exchange(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content, on_body)
+        while patience_s is not None and not (await asyncio.wait({exchange}, timeout=0.05))[0]:
+            if last_s and time.monotonic() - last_s > patience_s:
+                exchange.cancel()
+                await asyncio.wait({exchange})
+                told.left = True
+                return told
+        await exchange
+        if whole:
+            told.add(json.loads(whole))
     except (ConnectionLost, OSError) as error:
         told.error = f"connection lost: {error}"
     return told
