@@ -64,19 +64,20 @@ def main() -> None:
           f"{len(compiled)} kernels compiled or loaded", flush=True)  # fmt: skip
     before = len(compiled)
     waits: list[tuple[float, str, str]] = []
-    play = runner._play
+    launches = runner.launches
+    play = launches.play
 
     def timed(shape: Any, captured: bool) -> None:
-        graphs, seen, kernels = len(runner._graphs), shape in runner._seen, len(compiled)
-        if not (seen and runner._graphs.get(shape)):
+        graphs, seen, kernels = len(launches.graphs), shape in launches.seen, len(compiled)
+        if not (seen and launches.graphs.get(shape)):
             torch.cuda.synchronize()  # a full queue of launches also makes the host wait: that is not meant
         start_s = time.perf_counter()
         play(shape, captured)
-        kind = "captured" if len(runner._graphs) > graphs else "known" if seen else "first of its shape"
+        kind = "captured" if len(launches.graphs) > graphs else "known" if seen else "first of its shape"
         names = ",".join(name for _, name in compiled[kernels:])
         waits.append((time.perf_counter() - start_s, kind, f"{shape} {names}"))
 
-    runner._play = timed  # type: ignore[method-assign]
+    launches.play = timed  # type: ignore[method-assign]
     draw = random.Random(chosen.seed)
     left, finished = chosen.requests, 0
     while left or engine.has_work:

@@ -97,7 +97,7 @@ def measure(model: str, rank: int, chosen: argparse.Namespace) -> list[dict[str,
         for name, matrix in bank.matrices.items():
             give_ranks(matrix.stack, name, targets, rank)
         if runner.model.adapters.look_again():
-            runner._graphs.forget(lambda shape: shape.adapters)
+            runner.launches.graphs.forget(lambda shape: shape.adapters)
         counts = tuple(dict.fromkeys((0, 1, min(rows, chosen.adapters))))
         times: dict[int, list[float]] = {count: [] for count in counts}
         for count in counts:  # compiles and captures

@@ -187,7 +187,7 @@ def play(rank: int, case: Case) -> dict[str, Any]:
     if case.invariant or not case.brief:
         found["bits"] = bits(engine, prompts[:16])
         told("bits")
-    found["graphs"] = len(engine.runner._graphs)  # type: ignore[attr-defined]
+    found["graphs"] = len(engine.runner.launches.graphs)  # type: ignore[attr-defined]
     if case.brief:
         return found
     found["step_ms"] = {}

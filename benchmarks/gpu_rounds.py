@@ -36,7 +36,7 @@ from cumulo.engine.decide.speculation.rounds import RoundPolicy  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.llm import LLM  # noqa: E402
 from cumulo.engine.memory.memory_plan import plan_memory  # noqa: E402
-from cumulo.engine.play import cuda_rounds  # noqa: E402
+from cumulo.engine.play.cuda import rounds as cuda_rounds  # noqa: E402
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds  # noqa: E402
 from cumulo.models.heads.eagle import EagleHead  # noqa: E402
 from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402

@@ -24,7 +24,7 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.play import rank_player_cuda
-from cumulo.engine.play.cuda_step import CudaStep
+from cumulo.engine.play.cuda.step import CudaStep
 from cumulo.engine.play.packed_plan import pack_plan, unpack_message
 from cumulo.engine.play.rank_play import SharedGuides
 from cumulo.engine.play.runner_cuda import CudaRunner

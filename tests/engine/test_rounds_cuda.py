@@ -10,9 +10,9 @@ from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engi
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import Rounds
 from cumulo.engine.decide.speculation import rounds
-from cumulo.engine.play import cuda_rounds
+from cumulo.engine.play.cuda import rounds as cuda_rounds
+from cumulo.engine.play.cuda.step_words import StepShape
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds
-from cumulo.engine.play.step_words import StepShape
 from cumulo.kernels.cuda.sampling.rounds import (
     RoundRows,
     accept,

@@ -270,14 +270,15 @@ def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPa
     requests = [(prompt(3, 1), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))]
     expected = run(make_engine(decoder, on_kernels=False, overlap=False), requests)
     engine = make_engine(decoder, on_kernels=True)
-    engine.runner._use_graphs = True
+    launches = engine.runner.launches
+    launches._use_graphs = True
     tried = []
 
-    def fail(shape) -> None:
+    def fail(shape, launch) -> None:
         tried.append(shape)
         raise torch.OutOfMemoryError("no memory for a graph")
 
-    monkeypatch.setattr(engine.runner, "_capture", fail)
+    monkeypatch.setattr(launches.graphs, "capture", fail)
     assert run(engine, requests) == expected
     assert len(tried) == 1  # and is not tried again
 

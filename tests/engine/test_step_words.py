@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.engine.play.step_words import DRAW_WORDS, StepShape, shape_of
+from cumulo.engine.play.cuda.step_words import DRAW_WORDS, StepShape, shape_of
 
 
 @given(data=st.data(), most_tokens=st.integers(1, 10_000), most_rows=st.integers(1, 600), cuts=st.booleans())

@@ -12,7 +12,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
 from cumulo.engine.decide.speculation import rounds
 from cumulo.engine.decide.speculation.rounds import RoundPolicy, kinds_of_rounds
-from cumulo.engine.play import cuda_rounds
+from cumulo.engine.play.cuda import rounds as cuda_rounds
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.sampling.tree_growth import PART, grow

@@ -24,7 +24,7 @@ from cumulo.engine.decide.scheduler import Scheduler  # noqa: E402
 from cumulo.engine.decide.scheduler_config import SchedulerConfig  # noqa: E402
 from cumulo.engine.decide.speculation.choose import most_draws  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
-from cumulo.engine.play import step_words  # noqa: E402
+from cumulo.engine.play.cuda import step_words  # noqa: E402
 from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
 from cumulo.engine.play.runner_torch import TorchRunner  # noqa: E402
 from cumulo.kernels.cuda.linear import few_linear, small_linear  # noqa: E402

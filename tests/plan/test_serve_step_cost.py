@@ -117,7 +117,7 @@ def test_a_plans_load_counts_decodes_and_chunks_apart() -> None:
 
 
 def test_steps_are_padded_as_the_runner_pads_them() -> None:
-    words = pytest.importorskip("cumulo.engine.play.step_words")
+    words = pytest.importorskip("cumulo.engine.play.cuda.step_words")
     for count in [*range(1, 600), 1023, 1024, 2049, 5000, 8192]:
         assert padded_rows(count) == words.round_rows(count)
         assert padded_tokens(count) == words.round_tokens(count)

@@ -106,7 +106,7 @@ def check_tokenizer(source: DraftSource, tokenizer: Tokenizer | None) -> None:
 
 def attach_rounds(source: DraftSource, runner: Runner, levels: int = 0) -> None:
     """Give a GPU's runner a head, which drafts in rounds; with `levels` also trees of that depth."""
-    from cumulo.engine.play.cuda_rounds import HeadRounds
+    from cumulo.engine.play.cuda.rounds import HeadRounds
     from cumulo.engine.play.runner_cuda import CudaRunner
     from cumulo.models.play.cuda_eagle import CudaEagle
 

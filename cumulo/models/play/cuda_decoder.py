@@ -1,12 +1,13 @@
 """CudaDecoder: a step of a decoder in GPU kernels, into buffers that never move, so that it can be captured in
 a CUDA graph. `CudaRunner` plays it in place of the torch `Decoder` it was made from, whose weights it shares.
 
-A half-layer is: norm, product, (rotation and pages, attention | SwiGLU), product onto the residual stream. A few
-tokens take the products that stream weights and norm on the way; many take the matrix units.
+A half-layer is: norm, product, (rotation and pages, attention | SwiGLU), product onto the residual stream. This
+file has the walk through the layers and attention, `cuda_products` the products, `cuda_feed_forward` the second
+half.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,21 +18,18 @@ from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
-from cumulo.kernels.cuda.elementwise.swiglu import swiglu
-from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
-from cumulo.kernels.cuda.linear.invariant_matmul import parts_of
-from cumulo.kernels.cuda.linear.linear import Weight, choose, linear, prepare
+from cumulo.kernels.cuda.linear.linear import Weight, linear, prepare
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, reserve_scratch
-from cumulo.kernels.cuda.moe.moe import MoEBuffers, mixture
-from cumulo.kernels.low_rank import AdapterGroups
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.linear import Linear
 from cumulo.models.play.cuda_adapters import CudaAdapters, StepAdapters
+from cumulo.models.play.cuda_feed_forward import CudaFeedForward
 from cumulo.models.play.cuda_latent import LatentHalf
+from cumulo.models.play.cuda_products import AdaptedRows, StepProducts
 from cumulo.models.play.cuda_rows import RankRows, StepHomes
-from cumulo.models.play.cuda_slice import ATTENTION, FEED_FORWARD, RankSlice
+from cumulo.models.play.cuda_slice import ATTENTION, RankSlice
 from cumulo.models.play.cuda_stage import RankStage
 from cumulo.models.play.cuda_weights import HeadWeights, LayerWeights, layer_weights
 from cumulo.spec.gpu_kernels import obstacle_of
@@ -107,8 +105,6 @@ class CudaDecoder:
         decoder.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))  # makes the table
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
-        ranks = 1 if rank_slice is None else rank_slice.ranks
-        self._parts = parts_of(spec.heads * ranks, ranks) if batch_invariant else 1
         adds_biases = rank_slice is None or rank_slice.rank == 0
         self.layers = [layer_weights(layer, weights, adds_biases) for layer in decoder.layers]
         if weights != "auto" and device.type == "cuda":
@@ -124,15 +120,22 @@ class CudaDecoder:
         self.tap_layers: tuple[int, ...] = ()
         self.tapped: Tensor | None = None
         self.adapters = None if bank is None else CudaAdapters(bank, max_tokens, max_outputs)
-        self.moe_buffers = None
-        if spec.moe is not None:
-            self.moe_buffers = MoEBuffers(spec.moe, spec.hidden, max_tokens, self.dtype, device)
+        self.products = StepProducts(
+            spec,
+            max_tokens,
+            self.dtype,
+            device,
+            invariant=batch_invariant,
+            rank_slice=rank_slice,
+            adapters=self.adapters,
+        )
+        widest = max((layer.ffn_width for layer in self.layers), default=0)
+        self.feed_forward = CudaFeedForward(spec, widest, max_tokens, self.dtype, device, self.products, rows)
 
         def buffer(rows: int, columns: int) -> Tensor:
             return torch.empty((rows, columns), dtype=self.dtype, device=device)
 
         self.stream = buffer(max_tokens, spec.hidden)
-        self.normed = buffer(max_tokens, spec.hidden)
         self.latent = None
         if spec.mla is None:
             heads = spec.heads * spec.head_dim
@@ -142,9 +145,6 @@ class CudaDecoder:
             self.qkv = buffer(max_tokens, 0)
             self.latent = LatentHalf(spec, spec.mla, max_tokens, self.dtype, device, batch_invariant)
         self.mixed = buffer(max_tokens, heads)
-        widest = max((layer.ffn_width for layer in self.layers), default=0)
-        self.gate_up = buffer(max_tokens, 2 * widest)
-        self.activated = buffer(max_tokens, widest)
         self.last_stream, self.last_mixed = buffer(max_outputs, spec.hidden), buffer(max_outputs, heads)
         self.wanted = buffer(max_outputs, spec.hidden)
         # Of this rank's share of the vocabulary.
@@ -165,19 +165,9 @@ class CudaDecoder:
     @property
     def buffer_bytes(self) -> int:
         """What a step works in; the ledger's activations and logits together."""
-        own = (
-            self.stream,
-            self.normed,
-            self.qkv,
-            self.mixed,
-            self.gate_up,
-            self.activated,
-            self.last_stream,
-            self.last_mixed,
-            self.wanted,
-            self.logits,
-        )
-        parts = (self.moe_buffers, self.latent, self.adapters)
+        own = (self.stream, self.products.buffer, self.qkv, self.mixed, self.last_stream, self.last_mixed,
+               self.wanted, self.logits)  # fmt: skip
+        parts = (self.feed_forward, self.latent, self.adapters)
         held = sum(tensor.nbytes for tensor in own) + sum(part.nbytes for part in parts if part is not None)
         return held + self.scratch_bytes
 
@@ -238,8 +228,7 @@ class CudaDecoder:
         stream = self.stream[:tokens]
         self._enter(step.token_ids, stream)
         pick = outputs < tokens and not every_row and self.draws and step.homes is None
-        groups = None if step.adapters is None else step.adapters.tokens
-        apart = self._adapters_apart(groups, tokens)
+        adapted = self.products.adapted(None if step.adapters is None else step.adapters.tokens, tokens)
         late: Tensor | None = None  # what adapters add to the stream: the next norm takes it up
         last = self._played[-1][0]
         for index, layer in self._played:
@@ -247,18 +236,18 @@ class CudaDecoder:
                 self._taken_up(late, stream)
                 late = None
                 self._keep(index, stream)
-            mixed = self._attend(layer, stream, step, cache, index, late, apart)
+            mixed = self._attend(layer, stream, step, cache, index, adapted, late)
             late = None
             if pick and index == last:
                 stream = torch.index_select(stream, 0, step.logit_rows, out=self.last_stream[:outputs])
                 mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
                 if outputs == 0:  # the middle of a prompt
                     break
-                groups = None if step.adapters is None else step.adapters.outputs
-                apart = apart and self._adapters_apart(groups, outputs)
-            with self._adapted(index, "attention.output", mixed, stream, groups, apart) as late:
-                self._add_product(mixed, layer.output, layer.output_bias, stream, ATTENTION)
-            late = self._feed_forward(layer, stream, index, groups, step.homes, late, apart)
+                if adapted is not None and step.adapters is not None:
+                    adapted = self.products.adapted(step.adapters.outputs, outputs, adapted.apart)
+            with self.products.around(index, "attention.output", mixed, stream, adapted) as late:
+                self.products.onto_stream(mixed, layer.output, layer.output_bias, stream, ATTENTION)
+            late = self.feed_forward.add(layer, index, stream, adapted, step.homes, late)
         self._taken_up(late, stream)
         if self.stage is not None and not self.draws:
             self.stage.send(stream)
@@ -269,9 +258,8 @@ class CudaDecoder:
         rows = None if pick else step.logit_rows
         norm = self.decoder.final_norm.weight
         wanted = self.wanted[:outputs]
-        if (
-            self.rows is not None and step.homes is not None
-        ):  # rows of others are nonsense until they are gathered
+        if self.rows is not None and step.homes is not None:
+            # Rows of others are nonsense until they are gathered.
             rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.rows.own_wanted(outputs))
             self.rows.all_wanted(step.homes, wanted)
         else:
@@ -308,17 +296,9 @@ class CudaDecoder:
         """The last logits, with the columns of all ranks."""
         return self.logits[:rows] if self.slice is None else self.slice.gather(rows)
 
-    def _add_product(self, x: Tensor, weight: Weight, bias: Tensor | None, stream: Tensor, half: int) -> None:
-        """stream += x · weightᵀ + bias, which is a rank's partial sum where the model is cut."""
-        onto = stream if self.slice is None else None
-        out = stream if self.slice is None else self.slice.partial(half, len(stream))
-        linear(x, weight, out=out, residual=onto, bias=bias, invariant=self.invariant, parts=self._parts)
-        if self.slice is not None:
-            self.slice.add_partials(half, stream, rounded=self.invariant)
-
     def _attend(
         self, layer: LayerWeights, stream: Tensor, step: StepTensors, cache: KVCache, index: int,
-        late: Tensor | None = None, apart: bool = False,
+        adapted: AdaptedRows | None, late: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Attention's result [T, heads · head_dim], before the output product; keys and values are written."""
         spec, tokens, heads = self.spec, len(stream), layer.attention
@@ -326,161 +306,28 @@ class CudaDecoder:
         mixed = self.mixed[:tokens]
         if not isinstance(heads, HeadWeights):
             assert self.latent is not None and isinstance(step.attention, LatentPlan)
-            normed = rms_norm(stream, layer.attention_norm, spec.norm_eps, out=self.normed[:tokens])
+            normed = self.products.norm(stream, layer.attention_norm)
             rotation = (self.cosine, self.sine)
             return self.latent.attend(
                 heads, normed, keys, rotation, step.positions, step.slots, step.attention, layer.scale,
                 layer.window, mixed,
             )  # fmt: skip
         assert isinstance(step.attention, AttentionPlan)
-        groups = None if step.adapters is None else step.adapters.tokens
         qkv = self.qkv[:tokens]
-        added = self._normed_product(
-            stream, layer.attention_norm, heads.qkv, qkv, heads.qkv_bias, (index, "attention.qkv"), groups, late,
-            apart,
-        )  # fmt: skip
+        name = (index, "attention.qkv")
+        added = self.products.of_normed(
+            stream, layer.attention_norm, heads.qkv, heads.qkv_bias, qkv, name, adapted, late
+        )
         rope_cache(
             qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
             heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant, added=added,
         )  # fmt: skip
         query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
-        step.attention.attend(
-            query,
-            keys,
-            values,
-            mixed.view(tokens, spec.heads, spec.head_dim),
-            layer.scale,
-            window=layer.window,
-        )
+        result = mixed.view(tokens, spec.heads, spec.head_dim)
+        step.attention.attend(query, keys, values, result, layer.scale, window=layer.window)
         return mixed
-
-    def _adapters_apart(self, groups: AdapterGroups | None, rows: int) -> bool:
-        """Whether what adapters add is computed beside the products, to be added by the kernels behind them. Not
-        where bits must not depend on the number of rows: it is rounded once more."""
-        return (
-            groups is not None
-            and self.adapters is not None
-            and not self.invariant
-            and self.adapters.begin(rows)
-        )
-
-    def _adapted(
-        self, index: int, name: str, x: Tensor, y: Tensor, groups: AdapterGroups | None, apart: bool
-    ) -> AbstractContextManager[Tensor | None]:
-        """Around the product of a matrix, from x to y: adds what the rows' adapters make of x, or returns it
-        where that is kept apart."""
-        if groups is None:
-            return nullcontext()
-        assert self.adapters is not None
-        matrix = f"layers.{index}.{name}"
-        return self.adapters.beside(matrix, x, groups) if apart else self.adapters.added(matrix, x, y, groups)
 
     @staticmethod
     def _taken_up(late: Tensor | None, stream: Tensor) -> None:
         if late is not None:
             stream.add_(late)
-
-    def _feed_forward(
-        self, layer: LayerWeights, stream: Tensor, index: int, groups: AdapterGroups | None,
-        homes: StepHomes | None, late: Tensor | None = None, apart: bool = False,
-    ) -> Tensor | None:  # fmt: skip
-        """`late`: what adapters add to the stream before; returned: what they add behind, if kept apart."""
-        tokens = len(stream)
-        if (
-            layer.mixture is not None
-            and homes is not None
-            and self.rows is not None
-            and self.rows.spreads_experts
-        ):
-            self._experts_of_all(layer, stream, homes, self.rows)
-            return None
-        if layer.mixture is not None:
-            assert self.moe_buffers is not None
-            experts, router = layer.mixture.experts, layer.mixture.router
-            normed = rms_norm(stream, layer.ffn_norm, self.spec.norm_eps, out=self.normed[:tokens])
-            target = stream if self.slice is None else self.slice.partial(FEED_FORWARD, tokens).zero_()
-            mixture(
-                normed, router.weight, experts.gate_up, experts.down, self.moe_buffers, target,
-                router.selection_bias, self.invariant,
-                first_expert=0 if self.slice is None else self.slice.first_expert,
-            )  # fmt: skip
-            if layer.gate_up is not None:  # the expert that every token passes through
-                assert layer.down is not None
-                activated = self._activated(normed, layer, None)
-                linear(
-                    activated, layer.down, out=target, residual=target, bias=layer.down_bias,
-                    invariant=self.invariant,
-                )  # fmt: skip
-            if self.slice is not None:
-                self.slice.add_partials(FEED_FORWARD, stream)
-            return None
-        activated = self._activated(stream, layer, layer.ffn_norm, index, groups, late, apart)
-        assert layer.down is not None
-        with self._adapted(index, "ffn.down", activated, stream, groups, apart) as behind:
-            self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
-        return behind
-
-    def _experts_of_all(self, layer: LayerWeights, stream: Tensor, homes: StepHomes, rows: RankRows) -> None:
-        """A mixture whose experts are spread over ranks that have different rows."""
-        assert self.moe_buffers is not None and layer.mixture is not None
-        experts, router = layer.mixture.experts, layer.mixture.router
-        normed = rms_norm(stream, layer.ffn_norm, self.spec.norm_eps, out=rows.own_rows(len(stream)))
-        target = rows.partial(homes)
-        mixture(
-            rows.all_rows(homes), router.weight, experts.gate_up, experts.down, self.moe_buffers, target,
-            router.selection_bias, self.invariant, first_expert=rows.first_expert,
-        )  # fmt: skip
-        if layer.gate_up is not None:  # the expert that every token passes through
-            assert layer.down is not None
-            activated = self._activated(normed, layer, None)
-            self._add_product(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
-        rows.add_partials(homes, stream)
-
-    def _activated(
-        self, x: Tensor, layer: LayerWeights, norm: Tensor | None, index: int = 0,
-        groups: AdapterGroups | None = None, late: Tensor | None = None, apart: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """silu(gate) · up of x, normed first where a norm is given."""
-        tokens, width = len(x), layer.ffn_width
-        assert layer.gate_up is not None
-        activated = self.activated.view(-1)[: tokens * width].view(tokens, width)
-        if groups is None and self._fuses(tokens, layer.gate_up, swiglu=True):
-            return linear(
-                x, layer.gate_up, out=activated, norm_weight=norm, eps=self.spec.norm_eps, swiglu=True,
-                bias=layer.gate_up_bias,
-            )  # fmt: skip
-        both = self.gate_up.view(-1)[: tokens * 2 * width].view(tokens, 2 * width)
-        added = None
-        if norm is None:
-            linear(x, layer.gate_up, out=both, bias=layer.gate_up_bias, invariant=self.invariant)
-        else:
-            name = (index, "ffn.gate_up")
-            added = self._normed_product(
-                x, norm, layer.gate_up, both, layer.gate_up_bias, name, groups, late, apart
-            )
-        return swiglu(both, activated, added)
-
-    def _normed_product(
-        self, x: Tensor, norm: Tensor, weight: Weight, out: Tensor, bias: Tensor | None,
-        name: tuple[int, str], groups: AdapterGroups | None, late: Tensor | None, apart: bool,
-    ) -> Tensor | None:  # fmt: skip
-        """The product of x, to which `late` is added first, in `out`, and what adapters add to it, if kept apart.
-        `name`: the matrix of which layer, as adapters call it."""
-        eps = self.spec.norm_eps
-        if groups is None and self._fuses(len(x), weight):
-            linear(x, weight, out=out, norm_weight=norm, eps=eps, bias=bias)
-            return None
-        normed = self.normed[: len(x)]
-        if late is None:
-            rms_norm(x, norm, eps, out=normed)
-        else:
-            rms_norm(late, norm, eps, residual=x, out=normed)
-        with self._adapted(*name, normed, out, groups, apart) as added:
-            linear(normed, weight, out=out, bias=bias, invariant=self.invariant)
-        return added
-
-    def _fuses(self, tokens: int, weight: Weight, swiglu: bool = False) -> bool:
-        """Whether the product norms on the way; otherwise our own kernel does, into our own buffer."""
-        if self.invariant:
-            return False
-        return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel != "library"

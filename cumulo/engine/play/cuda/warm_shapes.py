@@ -7,7 +7,7 @@ once beside the smallest others; combinations need nothing new. Read by CudaRunn
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cumulo.engine.play.step_words import StepShape, round_rows, round_tokens
+from cumulo.engine.play.cuda.step_words import StepShape, round_rows, round_tokens
 
 _ROWS = (1, 2, 4, 16)  # beside every number of tokens: what is rounded to less than 16 may be compiled apart
 

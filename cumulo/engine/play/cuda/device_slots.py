@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import NewSlot
-from cumulo.engine.play.step_words import DRAW_WORDS, StepShape
+from cumulo.engine.play.cuda.step_words import DRAW_WORDS, StepShape
 from cumulo.kernels.cuda.elementwise.step_inputs import fill_rows, scatter, step_inputs
 from cumulo.models.play.cuda_rows import StepHomes
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult, TokenLogprobs
-from cumulo.engine.play.cuda_rounds import HeadRounds, RoundsAhead
+from cumulo.engine.play.cuda.rounds import HeadRounds, RoundsAhead
+from cumulo.engine.play.cuda.step_words import StepShape
 from cumulo.engine.play.slot_table import SlotTable
-from cumulo.engine.play.step_words import StepShape
 from cumulo.engine.play.verify import StepDraws, take_accepted, take_rounds
 from cumulo.engine.sampling.sampler import Drawn
 
