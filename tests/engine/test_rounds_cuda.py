@@ -89,7 +89,7 @@ def test_rounds_give_the_tokens_of_a_run_without_drafts(monkeypatch: pytest.Monk
         ),
         ([11, *prompt(20, 3)], SamplingParams(temperature=0, max_tokens=3)),
     ]
-    expected = run(make_engine(decoder, on_kernels=True), requests)
+    expected = run(make_engine(decoder, on_kernels=False), requests)
     known = {text[0]: [*text, *expected[str(index)][0]] for index, (text, _) in enumerate(requests)}
     whisper(monkeypatch, known)
     engine = engine_with_head(decoder)
@@ -114,7 +114,7 @@ def test_rounds_go_on_over_the_ends_of_blocks(drafts: int, monkeypatch: pytest.M
     """A block that is given ahead is in the table when a later step comes to it."""
     decoder = make_decoder(SPEC)
     requests = [([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=28, ignore_eos=True))]
-    expected = run(make_engine(decoder, on_kernels=True), requests)
+    expected = run(make_engine(decoder, on_kernels=False), requests)
     whisper(monkeypatch, {9: [*requests[0][0], *expected["0"][0]]})
     assert run(engine_with_head(decoder, drafts), requests) == expected
 
@@ -129,7 +129,7 @@ def test_rounds_that_run_ahead_are_the_first_of_the_next_step(
     decoder = make_decoder(SPEC)
     first = ([9, *prompt(6, 1)], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
     later = ([10, *prompt(3, 2)], SamplingParams(temperature=0.8, seed=5, max_tokens=2, ignore_eos=True))
-    plain = run(make_engine(decoder, on_kernels=True), [first, later])
+    plain = run(make_engine(decoder, on_kernels=False), [first, later])
     whisper(monkeypatch, {9: [*first[0], *plain["0"][0]], 10: [*later[0], *plain["1"][0]]})
     end = max(plain["0"][0], key=plain["0"][0].index)  # the token that comes last for the first time
     answer = plain["0"][0][: plain["0"][0].index(end) + 1]
@@ -166,7 +166,7 @@ def test_a_row_that_needs_the_host_ends_the_rounds_of_its_step() -> None:
         (prompt(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)),
         (prompt(4, 2), SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3, logprobs=1)),
     ]
-    expected = run(make_engine(decoder, on_kernels=True), requests)
+    expected = run(make_engine(decoder, on_kernels=False), requests)
     assert run(engine_with_head(decoder, 2), requests) == expected
 
 
