@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cumulo.cluster.decide import fair
+from cumulo.cluster.decide import nodes as nodes_module
 from cumulo.cluster.decide.decisions import JobPlacement
 from cumulo.cluster.decide.elastic_jobs.columns import SpeedTables
 from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
@@ -16,9 +17,11 @@ from cumulo.cluster.decide.fragmentation import TaskMix, TaskShape, fragmentatio
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decide.preemption import preemptible_on_nodes
 from cumulo.cluster.decide.queue import JobQueue
+from cumulo.cluster.decide.quotas import tenant_uses
 from cumulo.cluster.decide.releases import Releases
-from cumulo.cluster.decide.running import RunningTable, gpus_by_tenant
+from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.simulate.play import play
 from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
@@ -66,7 +69,77 @@ def test_sets_of_nodes_are_those_with_so_many_free_gpus():
             [n for n in range(9) if free.whole[n] == count] for count in range(9)
         ]
     assert node_set(free.ready) == free.ready_set
-    assert gpus_by_tenant(running) == pytest.approx(gpus_by_tenant(dict(running)))
+    assert running.milli == RunningTable(list(running.values())).milli
+
+
+def test_what_fits_on_each_node_is_kept_while_jobs_come_and_go(monkeypatch):
+    """Also in copies, in parts of the cluster, when nodes go and come back, and when old changes are forgotten."""
+    monkeypatch.setattr(nodes_module, "_MOST_CHANGES", 40)
+    asked = [
+        JobRequest("cores", 3, 1, cpu_milli=1500, memory_mib=700), JobRequest("share", 2, 1, 300),
+        JobRequest("none", 2, 0, cpu_milli=2500), JobRequest("device", 1, 2, devices=("a",)),
+        JobRequest("both", 4, 2, cpu_milli=1000, devices=("b",)),
+    ]  # fmt: skip
+    draw = random.Random(12)
+    nodes = [
+        ClusterNode(f"n{n}", draw.choice((2, 4, 8)), draw.choice("ab"), cpu_milli=9000, memory_mib=4000)
+        for n in range(9)
+    ]
+    free, running = FreeCapacity(nodes), {}
+
+    def anew(job: JobRequest, some: FreeCapacity) -> list[int]:
+        fresh = FreeCapacity(nodes)
+        fresh.gpu_milli, fresh.whole = some.gpu_milli, some.whole
+        fresh.cpu_milli, fresh.memory_mib, fresh.ready = some.cpu_milli, some.memory_mib, some.ready
+        return tasks_that_fit(job, fresh).tolist()
+
+    def check(some: FreeCapacity) -> None:
+        for job in draw.sample(asked, 3):
+            assert tasks_that_fit(job, some).tolist() == anew(job, some)
+            assert slots(job, some) == sum(anew(job, some))
+
+    for step in range(400):
+        if running and draw.random() < 0.5:
+            gone, places = running.pop(draw.choice(list(running)))
+            free.give(gone, places)
+        else:
+            job = replace(draw.choice(asked), job_id=f"j{step}")
+            if (places := pack_gang(job, free)) is not None:
+                running[job.job_id] = job, places
+                free.take(job, places)
+        if step % 3:  # not after each change
+            check(free)
+        if running and not step % 5:
+            then = free.copy()
+            then.give(*running[draw.choice(list(running))])
+            check(then)
+            check(free)
+            check(free.narrowed(np.array([draw.random() < 0.5 for _ in nodes])))
+            check(free.narrowed(np.array([draw.random() < 0.5 for _ in nodes])).copy())
+        if not step % 60:
+            free.set_ready(np.array([draw.random() < 0.8 for _ in nodes]))
+            check(free)
+
+
+def test_tenants_that_borrow_are_known_while_jobs_come_and_go():
+    quotas = {name: TenantQuota(name, gpus) for name, gpus in (("x", 6.0), ("y", 3.0), ("z", 4.0))}
+    seen = set()
+    for _, nodes, free, running, _ in states(8, 200):
+        snapshot = Snapshot(0.0, nodes, [], running, free, quotas)
+        uses = tenant_uses(snapshot, preemptible_on_nodes(snapshot, fair._tenant))
+        used = {
+            name: sum(one.gpus for one in running.values() if one.request.tenant == name) for name in quotas
+        }
+        assert uses.below == {name for name in quotas if used[name] < quotas[name].gpus}
+        over = {name for name in quotas if used[name] > quotas[name].gpus}
+        assert uses.borrowing == over
+        expected = np.zeros(len(nodes), dtype=np.int64)
+        for one in running.values():
+            for place in one.places if one.request.tenant in over else ():
+                expected[free.index[place.node]] += one.request.milli_per_task
+        assert uses.borrowed[0].tolist() == expected.tolist()
+        seen |= {frozenset(over)}
+    assert len(seen) == 4  # nobody, one, the other, both
 
 
 def test_a_gang_gets_the_nodes_that_a_search_over_all_nodes_finds():

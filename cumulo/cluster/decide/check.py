@@ -6,7 +6,7 @@ from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Re
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.queue import JobQueue
-from cumulo.cluster.decide.running import gpus_by_tenant
+from cumulo.cluster.decide.running import table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
 _STOPS = (Eviction, Resize)
@@ -137,11 +137,14 @@ def _quotas_broken(snapshot: Snapshot, change: dict[str, float]) -> list[str]:
     """A tenant has at most its quota and what it may borrow. One that is over already must not grow."""
     if not snapshot.quotas:
         return []
-    before = gpus_by_tenant(snapshot.running)
+    milli = table_of(snapshot.running).milli
     found = []
-    for name, quota in snapshot.quotas.items():
-        had = before.get(name, 0.0)
-        has = had + change.get(name, 0.0)
+    for name, gained in change.items():
+        quota = snapshot.quotas.get(name)
+        if quota is None:
+            continue
+        had = milli.get(name, 0) / WHOLE_GPU
+        has = had + gained
         if has > max(quota.gpus + quota.borrow_gpus, had) + 1e-9:
             found.append(
                 f"tenant {name} gets {has:g} GPUs, its quota is {quota.gpus:g} and {quota.borrow_gpus:g} borrowed"

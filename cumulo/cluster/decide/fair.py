@@ -6,7 +6,7 @@ import bisect
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes
 from cumulo.cluster.decide.queue import JobQueue, Shape, WaitingRow, shape_key, tenant_queues, tenant_rows
 from cumulo.cluster.decide.queueing import by_priority, queue_policy
-from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.running import RunningTable, gpus_by_tenant, jobs_on_nodes, table_of
-from cumulo.cluster.decide.snapshot import Policy, Snapshot
+from cumulo.cluster.decide.quotas import QuotaBook, TenantUses, tenant_uses
+from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes, table_of
+from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
 
 _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
@@ -35,10 +35,14 @@ class ShareOrder:
         self._seen: dict[str, _TenantState] = {}
         self._entries: list[_Entry] = []
         self._until: tuple[float | str, ...] = ()  # every entry before this one is in the list
+        self._weights: tuple[Mapping[str, TenantQuota], dict[str, float]] = {}, {}
 
     def __call__(self, snapshot: Snapshot) -> Iterator[WaitingRow]:
         waiting, running, total = snapshot.waiting, table_of(snapshot.running), snapshot.free.capacity
-        weights = {name: max(quota.weight, 1e-9) for name, quota in snapshot.quotas.items()}
+        if self._weights[0] is not snapshot.quotas:
+            found_weights = {name: max(quota.weight, 1e-9) for name, quota in snapshot.quotas.items()}
+            self._weights = snapshot.quotas, found_weights
+        weights = self._weights[1]
         if isinstance(waiting, JobQueue):
             of = waiting, running, total
             if self._of is None or any(one is not other for one, other in zip(self._of, of, strict=True)):
@@ -116,31 +120,28 @@ def fair(place: Placer) -> Policy:
     fill = queue_policy(ShareOrder(), place, backfill=True, reason="its tenant has the least", by_tenant=True)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
+        reclaimed: list[Decision] = []
         if snapshot.quotas:
             _watch(snapshot, _tenant)
-        reclaimed = _reclaim(snapshot, place) if snapshot.quotas else []
+            reclaimed = _reclaim(
+                snapshot, place, tenant_uses(snapshot, preemptible_on_nodes(snapshot, _tenant))
+            )
         return reclaimed or fill(snapshot)
 
     return policy
 
 
-def _reclaim(snapshot: Snapshot, place: Placer) -> list[Decision]:
-    used = gpus_by_tenant(snapshot.running)
-    below = {
-        name: quota.gpus - used.get(name, 0.0) for name, quota in snapshot.quotas.items()
-        if used.get(name, 0.0) < quota.gpus
-    }  # fmt: skip
-    over = {name: used.get(name, 0.0) - quota.gpus for name, quota in snapshot.quotas.items()}
+def _reclaim(snapshot: Snapshot, place: Placer, uses: TenantUses) -> list[Decision]:
     queues = tenant_queues(snapshot.waiting)
-    first = heapq.merge(*(queues.get(name, ()) for name in below), key=lambda job: job.arrival_s)
+    first = heapq.merge(*(queues[name] for name in uses.below_among(queues)), key=lambda job: job.arrival_s)
     tried: set[tuple[str, Shape]] = set()
     for job in itertools.islice(first, _MOST_TRIED):
-        if job.gpus > below[job.tenant] + 1e-9 or (job.tenant, shape_key(job)) in tried:
+        if job.gpus > -uses.over(job.tenant) + 1e-9 or (job.tenant, shape_key(job)) in tried:
             continue
         tried.add((job.tenant, shape_key(job)))
         if fits(job, snapshot.free, place):
             return []  # it fits without
-        found = _borrowers(job, snapshot, over).find()
+        found = _borrowers(job, snapshot, uses).find()
         places = None if found is None else place(job, found[1])
         if found is None or places is None:
             continue
@@ -152,17 +153,17 @@ def _reclaim(snapshot: Snapshot, place: Placer) -> list[Decision]:
     return []
 
 
-def _borrowers(job: JobRequest, snapshot: Snapshot, over: dict[str, float]) -> RoomSearch:
+def _borrowers(job: JobRequest, snapshot: Snapshot, uses: TenantUses) -> RoomSearch:
     """Jobs whose tenants are over their quotas, the youngest first; as many as bring the tenant back to it."""
-    columns = preemptible_on_nodes(snapshot, _tenant)
-    some = [columns[name] for name, gpus in over.items() if gpus > 1e-9 and name in columns]
 
     def may_stop(one: RunningJob, chosen: list[RunningJob]) -> bool:
         tenant = one.request.tenant
+        if tenant not in uses.borrowing:
+            return False
         back = sum(other.gpus for other in chosen if other.request.tenant == tenant)
-        return over.get(tenant, 0.0) - back > 1e-9
+        return uses.over(tenant) - back > 1e-9
 
-    return RoomSearch(job, snapshot, _sum(some, snapshot), may_stop, lambda one: (-one.started_s,))
+    return RoomSearch(job, snapshot, uses.borrowed, may_stop, lambda one: (-one.started_s,))
 
 
 def _tenant(job: RunningJob) -> str:

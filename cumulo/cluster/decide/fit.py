@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from cumulo.cluster.decide.fit_tables import fit_table
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints, first_member, members
 
@@ -12,21 +13,8 @@ Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
 
 
 def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:
-    """Of each node: how many tasks of this job it could take now."""
-    if job.gpus_per_task == 0:
-        fits = np.full(len(free.nodes), job.tasks, dtype=np.int64)
-    elif job.fractional:
-        fits = (free.gpu_milli // job.gpu_milli).sum(axis=1)
-    else:
-        fits = free.whole // job.gpus_per_task
-    if job.cpu_milli:
-        fits = np.minimum(fits, free.cpu_milli // job.cpu_milli)
-    if job.memory_mib:
-        fits = np.minimum(fits, free.memory_mib // job.memory_mib)
-    fits = np.where(free.ready, fits, 0)
-    if job.devices:
-        fits = np.where(free.device_mask(job.devices), fits, 0)
-    return fits
+    """Of each node: how many tasks of this job it could take now. To look at only."""
+    return fit_table(job, free).fits
 
 
 def only_gpus(job: JobRequest) -> bool:
@@ -36,16 +24,10 @@ def only_gpus(job: JobRequest) -> bool:
 
 def slots(job: JobRequest, free: FreeCapacity) -> int:
     """How many tasks of this job fit now, on all nodes together."""
-    if not only_gpus(job):
-        return int(tasks_that_fit(job, free).sum())
-    each = job.gpus_per_task
-    if not job.devices:
-        tally = free.tally
-        return sum([tally[room] * (room // each) for room in range(each, len(tally))])
-    usable = free.usable_set(job.devices)
-    return sum(
-        (nodes & usable).bit_count() * (room // each) for room, nodes in enumerate(free.room) if room >= each
-    )
+    if job.devices or not only_gpus(job):
+        return fit_table(job, free).total
+    each, tally = job.gpus_per_task, free.tally
+    return sum([tally[room] * (room // each) for room in range(each, len(tally))])
 
 
 def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:

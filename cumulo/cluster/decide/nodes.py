@@ -17,6 +17,7 @@ Ints = NDArray[Any]  # small integers, so that a copy of ten thousand nodes cost
 
 UNLIMITED = 1 << 30
 _MANY = 24  # members of a set that are faster found together
+_MOST_CHANGES = 50_000  # of nodes that are written down
 _versions = itertools.count()
 
 
@@ -37,6 +38,26 @@ class ClusterNode:
     failures: int = 0  # recent ones; policies cordon nodes that fail again and again
 
 
+class NodeChanges:
+    """Which nodes changed, in order; the oldest are forgotten."""
+
+    __slots__ = ("forgotten", "nodes")
+
+    def __init__(self) -> None:
+        self.nodes: list[int] = []
+        self.forgotten = 0
+
+    @property
+    def count(self) -> int:
+        return self.forgotten + len(self.nodes)
+
+    def add(self, node: int) -> None:
+        self.nodes.append(node)
+        if len(self.nodes) > _MOST_CHANGES:
+            self.forgotten += len(self.nodes) // 2
+            del self.nodes[: len(self.nodes) // 2]
+
+
 class FreeCapacity:
     """What is free on every node. Policies try placements on a `copy()`; players keep one up to date."""
 
@@ -46,7 +67,10 @@ class FreeCapacity:
         "_single_places",
         "_whole_places",
         "capacity",
+        "changes",
+        "copied",
         "cpu_milli",
+        "fit_tables",
         "free_gpus",
         "gains",
         "gpu_milli",
@@ -60,6 +84,7 @@ class FreeCapacity:
         "tally",
         "version",
         "whole",
+        "within",
     )
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
@@ -84,6 +109,12 @@ class FreeCapacity:
             max(1.0, float(self.gpus.sum())), max(1.0, float(sum(node.cpu_milli for node in nodes)))
         )  # fmt: skip
         self.gains = 0  # how often something became free: while it stays, what did not fit does not fit
+        # What `fit_table` found for shapes of tasks, and the changes since; what the original of a copy knew, and
+        # up to which change; of which capacity this is a part.
+        self.fit_tables: dict[Any, Any] = {}
+        self.changes = NodeChanges()
+        self.copied: tuple[dict[Any, Any], int] | None = None
+        self.within: FreeCapacity | None = None
         self._count_room()
 
     def _count_room(self) -> None:
@@ -102,6 +133,9 @@ class FreeCapacity:
             setattr(other, name, getattr(self, name))
         for name in ("gpu_milli", "whole", "cpu_milli", "memory_mib", "ready", "version", "room", "tally"):
             setattr(other, name, getattr(self, name).copy())
+        other.copied = None if self.within is not None else (self.fit_tables, self.changes.count)
+        other.within = None
+        other.fit_tables, other.changes = {}, NodeChanges()
         return other  # type: ignore[no-any-return]
 
     def device_mask(self, devices: tuple[str, ...]) -> NDArray[np.bool_]:
@@ -140,6 +174,7 @@ class FreeCapacity:
     def set_ready(self, ready: NDArray[np.bool_]) -> None:
         """Which nodes may get tasks."""
         self.ready = ready
+        self.fit_tables, self.copied = {}, None
         self.gains += 1
         self._count_room()
 
@@ -148,6 +183,7 @@ class FreeCapacity:
         other: Any = object.__new__(FreeCapacity)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
+        other.within = self
         other.ready = self.ready & able
         other.ready_set = node_set(other.ready)
         other.tally = [
@@ -191,6 +227,8 @@ class FreeCapacity:
 
     def _move(self, job: JobRequest, node: int, gpus: Sequence[int], sign: int, tasks: int) -> None:
         self.version[node] = next(_versions)
+        if self.fit_tables or self.copied is not None:
+            self.changes.add(node)
         if job.cpu_milli:
             self.cpu_milli[node] += sign * tasks * job.cpu_milli
         if job.memory_mib:

@@ -1,8 +1,17 @@
-"""Quotas of tenants: how many GPUs each has, and whether one more job may start. Every policy asks."""
+"""Quotas of tenants. Every policy asks whether one more job may start; `fair` also asks which tenants have less
+than their quotas and which have borrowed, before it reclaims.
+"""
 
-from cumulo.cluster.decide.jobs import JobRequest
-from cumulo.cluster.decide.running import gpus_by_tenant
-from cumulo.cluster.decide.snapshot import Snapshot
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
+from cumulo.cluster.decide.nodes import Ints
+from cumulo.cluster.decide.running import RunningTable, RunningView, table_of
+from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
+
+_LITTLE = 1e-9
 
 
 class QuotaBook:
@@ -10,14 +19,15 @@ class QuotaBook:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.quotas = snapshot.quotas
-        self.used = gpus_by_tenant(snapshot.running) if snapshot.quotas else {}
+        self._milli = table_of(snapshot.running).milli if snapshot.quotas else {}
+        self._used: dict[str, float] = {}  # of the tenants that were asked for
 
     def refuses(self, job: JobRequest, gpus: float | None = None) -> str | None:
         """Why a job may not start now although it may fit; None: it may."""
         quota = self.quotas.get(job.tenant)
         if quota is None:
             return None
-        has, most = self.used.get(job.tenant, 0.0), quota.gpus + quota.borrow_gpus
+        has, most = self.used(job.tenant), quota.gpus + quota.borrow_gpus
         if has + (job.gpus if gpus is None else gpus) <= most + 1e-9:
             return None
         return f"tenant {job.tenant} has {has:g} GPUs, its limit is {most:g}"
@@ -25,4 +35,75 @@ class QuotaBook:
     def count(self, job: JobRequest, gpus: float) -> None:
         """A job of the tenant gains so many GPUs, or loses them."""
         if self.quotas:
-            self.used[job.tenant] = self.used.get(job.tenant, 0.0) + gpus
+            self._used[job.tenant] = self.used(job.tenant) + gpus
+
+    def used(self, tenant: str) -> float:
+        known = self._used.get(tenant)
+        return self._milli.get(tenant, 0) / WHOLE_GPU if known is None else known
+
+
+class TenantUses(RunningView):
+    """The tenants below and above their quotas, kept up to date with the jobs that start and end: with a thousand
+    tenants a decision looks at those that changed. `columns`: what the preemptible jobs of each tenant have on each
+    node; a view that is older than this one, so that it is up to date first."""
+
+    def __init__(
+        self,
+        quotas: Mapping[str, TenantQuota],
+        running: RunningTable,
+        columns: Mapping[Hashable, Ints],
+        index: Mapping[str, int],
+    ) -> None:
+        self.quotas, self._milli, self._columns, self._index = quotas, running.milli, columns, index
+        self._order = {name: number for number, name in enumerate(quotas)}
+        self.below = {name for name in quotas if self.over(name) < 0}
+        self.borrowing = {name for name in quotas if self.over(name) > _LITTLE}
+        self.borrowed: Ints = np.zeros((3, len(index)), dtype=np.int64)  # by all of them, on each node
+        for name in self.borrowing & columns.keys():
+            self.borrowed += columns[name]
+        self.begun = False  # the jobs that ran before are counted already
+
+    def over(self, tenant: str) -> float:
+        """GPUs more than its quota; negative: it has less."""
+        return self._milli.get(tenant, 0) / WHOLE_GPU - self.quotas[tenant].gpus
+
+    def below_among(self, tenants: Mapping[str, object]) -> list[str]:
+        """Those of these tenants that have less than their quotas, in the order of the quotas."""
+        return sorted(self.below & tenants.keys(), key=self._order.__getitem__)
+
+    def add(self, job: RunningJob) -> None:
+        self._move(job, 1)
+
+    def remove(self, job: RunningJob) -> None:
+        self._move(job, -1)
+
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        pass  # it keeps its places
+
+    def _move(self, job: RunningJob, sign: int) -> None:
+        request = job.request
+        tenant = request.tenant
+        if not self.begun or tenant not in self.quotas:
+            return
+        over, borrowed = self.over(tenant), tenant in self.borrowing
+        if borrowed and request.preemptible:
+            for place in job.places:
+                node = self._index[place.node]
+                self.borrowed[0, node] += sign * request.milli_per_task
+                self.borrowed[1, node] += sign * request.cpu_milli
+                self.borrowed[2, node] += sign * request.memory_mib
+        if borrowed != (over > _LITTLE):
+            self.borrowing ^= {tenant}
+            column = self._columns.get(tenant)
+            if column is not None:
+                self.borrowed += -column if borrowed else column
+        (self.below.add if over < 0 else self.below.discard)(tenant)
+
+
+def tenant_uses(snapshot: Snapshot, columns: Mapping[Hashable, Ints]) -> TenantUses:
+    """Kept from the first time it is asked for."""
+    running = table_of(snapshot.running)
+    key = TenantUses, id(snapshot.quotas)
+    uses = running.view(key, lambda: TenantUses(snapshot.quotas, running, columns, snapshot.free.index))
+    uses.begun = True
+    return uses

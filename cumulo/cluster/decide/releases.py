@@ -14,7 +14,6 @@ from cumulo.cluster.decide.nodes import FreeCapacity
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _Kind = tuple[int, tuple[str, ...]]  # GPUs per task, accepted devices
-_NO_STARTS: dict[int, "Start"] = {}
 
 
 @dataclass(slots=True)
@@ -38,12 +37,11 @@ class Releases:
         self.gpu_end_s: list[list[float]] = [[_NOW] * node.gpus for node in free.nodes]
         self.by_end: list[tuple[float, str]] = []  # of the jobs whose end is predicted
         self._shares: dict[tuple[int, int], dict[str, float]] = {}  # ends of the shares of a GPU
-        self._slots: dict[_Kind, np.ndarray] = {}  # [nodes, tasks]: when a node has room for so many tasks
-        self._first: dict[_Kind, np.ndarray] = {}  # the first column of each of them, in one piece
+        self._ends: np.ndarray | None = None  # [nodes, GPUs]: the same moments, in order on each node
         self._starts: dict[_Kind, dict[int, Start]] = {}
         self._changed: set[int] = (
             set()
-        )  # nodes whose rows of `_slots` are old: what is tried is often taken back
+        )  # nodes whose rows of `_ends` are old: what is tried is often taken back
         self._round = 0
 
     def begin(self) -> "Releases":
@@ -87,43 +85,45 @@ class Releases:
                     shares[job.job_id] = end_s
                 ends[gpu] = max(shares.values(), default=_NOW)
 
-    def _settle(self) -> None:
-        """Brings `_slots` and what is counted of the known starts up to date."""
+    def _settle(self) -> np.ndarray:
+        """Brings `_ends` and what is counted of the known starts up to date."""
+        if self._ends is None:
+            self._ends = self._all_ends()
+            self._changed.clear()
+        kinds = [(kind, starts.values()) for kind, starts in self._starts.items() if starts]
+        width = self._ends.shape[1]
         for node in self._changed:
-            ends = sorted(self.gpu_end_s[node]) if self.free.ready[node] else []
-            for kind, slots in self._slots.items():
-                after, before = self._slots_of(node, ends, kind), slots[node].tolist()
-                if after == before:
+            after = sorted(self.gpu_end_s[node]) if self.free.ready[node] else []
+            after += [_NEVER] * (width - len(after))
+            before: list[float] = self._ends[node].tolist()
+            if after == before:
+                continue
+            self._ends[node] = after
+            for (gpus, devices), starts in kinds:
+                if devices and self.free.nodes[node].device not in devices:
                     continue
-                slots[node] = after
-                self._first[kind][node] = after[0]
-                for start in self._starts.get(kind, _NO_STARTS).values():
+                now, then = after[gpus - 1 :: gpus], before[gpus - 1 :: gpus]
+                for start in starts:
                     at_s = start.at_s
-                    start.before += bisect.bisect_left(after, at_s) - bisect.bisect_left(before, at_s)
-                    start.by_then += bisect.bisect(after, at_s) - bisect.bisect(before, at_s)
+                    start.before += bisect.bisect_left(now, at_s) - bisect.bisect_left(then, at_s)
+                    start.by_then += bisect.bisect(now, at_s) - bisect.bisect(then, at_s)
         self._changed.clear()
+        return self._ends
 
-    def _slots_of(self, node: int, ends: list[float], kind: _Kind) -> list[float]:
-        """`ends`: of its GPUs, in order; none of a node that is not ready."""
-        gpus, devices = kind
-        found = ends[gpus - 1 :: gpus]
-        if devices and self.free.nodes[node].device not in devices:
-            found = []
-        return found + [_NEVER] * (self.free.gpu_milli.shape[1] // gpus - len(found))
-
-    def _all_slots(self, kind: _Kind) -> np.ndarray:
-        """`_slots_of` every node."""
-        gpus, devices = kind
+    def _all_ends(self) -> np.ndarray:
         free = self.free
         present = np.arange(free.gpu_milli.shape[1]) < free.gpus[:, None]
         ends = np.full(present.shape, _NEVER)
         ends[present] = np.fromiter(itertools.chain.from_iterable(self.gpu_end_s), np.float64)
+        ends[~free.ready] = _NEVER
         ends.sort(axis=1)
-        found = ends[:, gpus - 1 :: gpus].copy()
-        found[~free.ready] = _NEVER
-        if devices:
-            found[~free.device_mask(devices)] = _NEVER
-        return found
+        return ends
+
+    def _slots(self, kind: _Kind) -> np.ndarray:
+        """[nodes, tasks]: when a node has room for so many tasks; of the nodes with an accepted device."""
+        gpus, devices = kind
+        ends = self._settle()
+        return (ends[self.free.device_mask(devices)] if devices else ends)[:, gpus - 1 :: gpus]
 
     def set_health(self, node: int) -> None:
         """`free` says whether the node is ready."""
@@ -135,13 +135,10 @@ class Releases:
         kind = (job.gpus_per_task, job.devices)
         if kind[0] > self.free.gpu_milli.shape[1]:
             return None
-        slots = self._slots.get(kind)
-        if slots is None:
-            slots = self._slots[kind] = self._all_slots(kind)
-            self._first[kind] = slots[:, 0].copy()
         starts = self._starts.setdefault(kind, {})
         known = starts.get(job.tasks)
         if known is None or not known.before < job.tasks <= known.by_then:
+            slots = self._slots(kind)
             if job.tasks > slots.size:
                 return None
             at_s = float(
@@ -181,12 +178,14 @@ class Releases:
 
     def of_no_use(self, job: JobRequest, at_s: float) -> np.ndarray:
         """Nodes that cannot take a task of this job at that moment anyway."""
-        self._settle()
-        return self._first[job.gpus_per_task, job.devices] > at_s
+        late: np.ndarray = self._settle()[:, job.gpus_per_task - 1] > at_s
+        return late | ~self.free.device_mask(job.devices) if job.devices else late
 
     def forget(self) -> None:
         """Drops the starts that nobody asked for since the last call."""
-        for starts in self._starts.values():
+        for kind, starts in list(self._starts.items()):
             for tasks in [tasks for tasks, start in starts.items() if start.asked < self._round]:
                 del starts[tasks]
+            if not starts:
+                del self._starts[kind]
         self._round += 1

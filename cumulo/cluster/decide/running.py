@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
-from cumulo.cluster.decide.jobs import WHOLE_GPU, RunningJob
+from cumulo.cluster.decide.jobs import RunningJob
 
 
 class RunningView(Protocol):
@@ -89,6 +89,10 @@ class JobsOnNodes(RunningView):
         for place in job.places:
             self.on[place.node].pop(job.job_id, None)
 
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        for place in job.places:
+            self.on[place.node][job.job_id] = job
+
 
 def table_of(running: Mapping[str, RunningJob]) -> RunningTable:
     return running if isinstance(running, RunningTable) else RunningTable(running.values())
@@ -96,8 +100,3 @@ def table_of(running: Mapping[str, RunningJob]) -> RunningTable:
 
 def jobs_on_nodes(running: Mapping[str, RunningJob]) -> Mapping[str, Mapping[str, RunningJob]]:
     return table_of(running).view(JobsOnNodes, JobsOnNodes).on
-
-
-def gpus_by_tenant(running: Mapping[str, RunningJob]) -> dict[str, float]:
-    """GPUs that each tenant's running jobs have."""
-    return {name: milli / WHOLE_GPU for name, milli in table_of(running).milli.items() if milli}

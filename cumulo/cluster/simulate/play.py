@@ -17,7 +17,7 @@ from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.queue import JobQueue, Shape, shape_key
 from cumulo.cluster.decide.releases import Releases
-from cumulo.cluster.decide.running import RunningTable
+from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
 from cumulo.cluster.simulate.failures import FailureRates, failure_times
 from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
@@ -262,7 +262,7 @@ class _Player:
         if node.health == "down":
             return
         self.run.node_failures += 1
-        hit = [one for one in self.running.values() if any(place.node == name for place in one.places)]
+        hit = list(jobs_on_nodes(self.running).get(name, {}).values())
         for job in hit:
             one = self.live[job.job_id]
             self.advance(one)
