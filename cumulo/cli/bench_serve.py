@@ -127,6 +127,7 @@ def _run(campaign: "Campaign", view: Any) -> bool:
 
 def settings(chosen: BenchServeOptions) -> "Settings":
     """The command line's options as a campaign's settings."""
+    from cumulo.base.time_text import parse_duration_s
     from cumulo.errors import CumuloError
     from cumulo.load.arrivals import Arrivals
     from cumulo.load.campaign import Replay, Settings
@@ -134,7 +135,6 @@ def settings(chosen: BenchServeOptions) -> "Settings":
     from cumulo.load.lengths import parse_lengths
     from cumulo.load.schedule import Workload
     from cumulo.load.slo import parse_slo
-    from cumulo.load.units import parse_duration_s
 
     if chosen.endpoint not in ("chat", "completions"):
         raise CumuloError(f"--endpoint must be chat or completions, got {chosen.endpoint!r}")

@@ -113,10 +113,10 @@ def serve(chosen: PlanServeOptions) -> None:
     The SLO is met at the pessimistic end of their ranges.
     """
     from cumulo.base import report as reports
+    from cumulo.base.time_text import parse_duration_s
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.cli.view import plan_serve as view
     from cumulo.cli.view.chart_file import write_chart
-    from cumulo.load.units import parse_duration_s
     from cumulo.plan.serve.kinds import kinds
     from cumulo.plan.serve.plan_file import plan_file, plan_text
     from cumulo.plan.serve.search import search

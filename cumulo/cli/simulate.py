@@ -119,10 +119,10 @@ def serve(chosen: SimulateOptions) -> None:
     TTFT and end-to-end latency include --front-door, the time outside the engine.
     """
     from cumulo.base import report as reports
+    from cumulo.base.time_text import parse_duration_s
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
     from cumulo.load.simulated import parse_objective
-    from cumulo.load.units import parse_duration_s
     from cumulo.plan.serve.capacity import RateTrial, play, play_between
     from cumulo.plan.serve.capacity import find_capacity as search
     from cumulo.plan.serve.replica import Replica

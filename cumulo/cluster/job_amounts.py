@@ -2,17 +2,13 @@
 
 import re
 
+from cumulo.base.time_text import parse_duration_s
 from cumulo.errors import ConfigError
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?")
-_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str, what: str) -> float:
     """`seconds("30min", "deadline")` is 1800.0."""
-    if (match := _DURATION.fullmatch(str(text).strip())) is None:
-        raise ConfigError(f"{what} must be a time such as 90s, 30min, 2h or 1d, got {text!r}")
-    return float(match[1]) * _SECONDS[match[2] or "s"]
+    return parse_duration_s(str(text), what, "be a time such as 90s, 30min, 2h or 1d")
 
 
 def memory_mib(text: str) -> int:

@@ -1,11 +1,14 @@
 """Divisors: what would share evenly where a number cannot be shared as asked. Every check of a layout uses it."""
 
 
+def divisors(number: int, largest: int) -> list[int]:
+    """In order, none above `largest`."""
+    return [size for size in range(1, min(number, largest) + 1) if number % size == 0]
+
+
 def nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of a number that is nearest to `wanted`, the smaller one of two."""
-    return min(
-        (size for size in range(1, number + 1) if number % size == 0), key=lambda size: abs(size - wanted)
-    )
+    return min(divisors(number, number), key=lambda size: abs(size - wanted))
 
 
 def uneven(axis: str, size: int, what: str, count: int) -> str:

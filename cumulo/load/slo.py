@@ -7,8 +7,8 @@ confidence the search relies on.
 import math
 from typing import Literal
 
+from cumulo.base.time_text import parse_duration_s
 from cumulo.errors import CumuloError
-from cumulo.load.units import parse_duration_s
 from cumulo.spec.slo import Slo
 
 Verdict = Literal["holds", "fails", "unclear"]

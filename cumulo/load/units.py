@@ -1,19 +1,7 @@
-"""Durations and numbers as people type them on the command line; called wherever an option is parsed."""
-
-import re
+"""Numbers as people type them on the command line, and durations as they read them. The load generator's options
+and reports call it."""
 
 from cumulo.errors import CumuloError
-
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)\s*", re.IGNORECASE)
-
-
-def parse_duration_s(text: str, what: str = "a duration") -> float:
-    """'500ms', '2s', '1.5m' or plain seconds, as seconds."""
-    match = _DURATION.fullmatch(text)
-    if match is None or match[2].lower() not in _SECONDS:
-        raise CumuloError(f"{what} must look like 500ms, 2s or 1.5m, got {text!r}")
-    return float(match[1]) * _SECONDS[match[2].lower()]
 
 
 def parse_number(text: str, what: str, least: float = 0.0, more_than: bool = False) -> float:

@@ -92,6 +92,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     import dataclasses
 
     from cumulo.base import report as reports
+    from cumulo.base.time_text import parse_duration_s
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.cli.view import autoscale as view
     from cumulo.cluster.decide.autoscale.limits import ScalingLimits
@@ -99,7 +100,6 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     from cumulo.cluster.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
     from cumulo.errors import ConfigError
     from cumulo.load.slo import parse_slo
-    from cumulo.load.units import parse_duration_s
     from cumulo.plan.serve.replica import Replica
     from cumulo.spec.catalog import shipped
 

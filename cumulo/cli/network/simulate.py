@@ -139,11 +139,11 @@ def network(chosen: NetworkOptions) -> None:
 
 
 def graph_of(chosen: NetworkOptions) -> "FabricGraph":
+    from cumulo.base.time_text import parse_duration_s
     from cumulo.collectives.simulate.fabrics.build import fabric_graph
     from cumulo.collectives.simulate.fabrics.sites import JoinedSites
     from cumulo.collectives.simulate.fabrics.torus import TorusGraph
     from cumulo.errors import ConfigError
-    from cumulo.load.units import parse_duration_s
     from cumulo.spec.catalog import shipped
 
     cluster = chosen.cluster.cluster(shipped(chosen.catalog_file))
@@ -206,8 +206,8 @@ def _per_node(chosen: NetworkOptions) -> int:
 
 def _play(chosen: NetworkOptions, graph: "FabricGraph", jobs: list["NetworkTraffic"]) -> "NetworkRun":
     from cumulo.base.byte_text import parse_bytes
+    from cumulo.base.time_text import parse_duration_s
     from cumulo.collectives.simulate.player import play_network
-    from cumulo.load.units import parse_duration_s
 
     window = parse_bytes(chosen.window)
     return play_network(
@@ -222,9 +222,10 @@ def _play(chosen: NetworkOptions, graph: "FabricGraph", jobs: list["NetworkTraff
 
 
 def _change(text: str, graph: "FabricGraph") -> "LinkChange":
+    from cumulo.base.time_text import parse_duration_s
     from cumulo.collectives.simulate.player import LinkChange
     from cumulo.errors import ConfigError
-    from cumulo.load.units import parse_duration_s, parse_number
+    from cumulo.load.units import parse_number
 
     name, at, rest = text.rpartition("@")
     when, equals, rate = rest.partition("=")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row, write_json
 from cumulo.base.report_table import ReportTable
+from cumulo.base.time_text import parse_duration_s
 from cumulo.cli.shared.terminal import out, working
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.links import Routing
 from cumulo.collectives.simulate.place import placed, pods_of
 from cumulo.errors import ConfigError
-from cumulo.load.units import parse_duration_s
 from cumulo.plan.search.fixed import fixed_job
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.time.step import estimate

@@ -15,10 +15,10 @@ def print_switch(chosen: "NetworkOptions") -> None:
     from cumulo.base import report
     from cumulo.base.byte_text import parse_bytes
     from cumulo.base.report import Row
+    from cumulo.base.time_text import parse_duration_s
     from cumulo.cli.shared.terminal import out, working
     from cumulo.collectives.simulate.switch_packets import PACKET_BYTES, SwitchLinks, play_switch
     from cumulo.errors import ConfigError
-    from cumulo.load.units import parse_duration_s
     from cumulo.spec.catalog import shipped
 
     cluster = chosen.cluster.cluster(shipped(chosen.catalog_file))

@@ -4,6 +4,7 @@ import json
 
 from cumulo.base.machine_devices import gpus_here
 from cumulo.base.report import available_cores
+from cumulo.base.whole_file import write_whole
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.job_store import JobStore
 from cumulo.errors import ConfigError
@@ -38,6 +39,4 @@ def _settings(store: JobStore) -> dict[str, int]:
 def _write(store: JobStore, name: str, value: int | str) -> None:
     with store.locked():
         content = _settings(store) | {name: value}
-        fresh = store.folder / "local.json.new"
-        fresh.write_text(json.dumps(content), "utf-8")
-        fresh.replace(store.folder / "local.json")
+        write_whole(store.folder / "local.json", json.dumps(content).encode())

@@ -19,6 +19,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cumulo.base.whole_file import write_whole
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.decide.recovery import LostNode, recovery
 from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
@@ -233,9 +234,7 @@ class JobKeeper:
 
     def _finish(self, state: str, reason: str) -> bool:
         self._tell(state=state, places=(), reason=reason)
-        fresh = self._end.with_suffix(".new")
-        fresh.write_text(json.dumps({"state": state, "reason": reason}), "utf-8")
-        fresh.replace(self._end)
+        write_whole(self._end, json.dumps({"state": state, "reason": reason}).encode())
         return True
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from cumulo.base.whole_file import write_whole
 from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import run_progress
@@ -39,9 +40,7 @@ def main(folder: Path, code: int) -> int:
         "state": after.state, "reason": after.reason, "step": progress.step,
         "failures": before.get("failures", 0) + after.counts,
     }  # fmt: skip
-    fresh = folder / "end.json.new"
-    fresh.write_text(json.dumps(facts), "utf-8")
-    fresh.replace(folder / "end.json")
+    write_whole(folder / "end.json", json.dumps(facts).encode())
     print(after.reason, flush=True)
     if after.state == "again":
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from cumulo.base.byte_text import parse_bytes
 from cumulo.base.nearest import did_you_mean
+from cumulo.base.time_text import parse_duration_s
 from cumulo.errors import ConfigError
 
 _KEYS = ("gpus", "collective", "algorithm", "size", "start", "background")
-_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,6 @@ def parse_job(text: str, collective: str, algorithm: str, size: str) -> TypedJob
         given.get("collective", collective),
         given.get("algorithm", algorithm),
         parse_bytes(given.get("size", size)),
-        _seconds(given.get("start", "0s")),
+        parse_duration_s(given.get("start", "0s"), "a time", "look like 500us, 2ms or 1s"),
         given.get("background", "no").lower() in ("yes", "true", "1"),
     )
-
-
-def _seconds(text: str) -> float:
-    for unit, scale in _SECONDS.items():
-        number = text.removesuffix(unit)
-        if number != text and number.replace(".", "", 1).isdigit():
-            return float(number) * scale
-    raise ConfigError(f"a time must look like 500us, 2ms or 1s, got {text!r}")

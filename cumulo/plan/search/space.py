@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from cumulo.errors import ConfigError
 from cumulo.layout.check import tensor_sliced
+from cumulo.layout.divide import divisors
 from cumulo.layout.layout import Layout
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.plan.job import LORA_TARGETS, OPERATIONS, OptimizerKind, Recompute, TrainJob
@@ -189,7 +190,7 @@ def shapes(goal: TrainGoal, choices: Choices) -> Iterator[JobShape]:
     """All that use every GPU and divide the model and the batch."""
     model, gpus = goal.model, goal.cluster.gpus
     for tp in tensor_sizes(model, goal.cluster):
-        for pp in _divisors(gpus // tp, model.layers):
+        for pp in divisors(gpus // tp, model.layers):
             for cp in context_sizes(goal, choices, gpus // (tp * pp)):
                 dp = gpus // (tp * pp * cp)
                 if gpus % (tp * pp * cp) or goal.global_batch % dp:
@@ -263,7 +264,7 @@ def tensor_sizes(model: ModelSpec, cluster: Cluster) -> list[int]:
     if model.kv_heads == 1:  # multi-query attention: ranks repeat the one key/value head
         parts.pop("key/value heads", None)
     sliced = math.gcd(*parts.values())
-    return [size for size in _divisors(cluster.gpus, cluster.scale_up_gpus) if sliced % size == 0]
+    return [size for size in divisors(cluster.gpus, cluster.scale_up_gpus) if sliced % size == 0]
 
 
 def context_sizes(goal: TrainGoal, choices: Choices, ranks: int) -> list[int]:
@@ -271,7 +272,7 @@ def context_sizes(goal: TrainGoal, choices: Choices, ranks: int) -> list[int]:
     length = goal.sequence_length
     return [
         size
-        for size in _divisors(ranks, max(1, length // choices.least_tokens_of_piece))
+        for size in divisors(ranks, max(1, length // choices.least_tokens_of_piece))
         if size == 1 or length % (2 * size) == 0
     ]
 
@@ -279,8 +280,4 @@ def context_sizes(goal: TrainGoal, choices: Choices, ranks: int) -> list[int]:
 def expert_sizes(model: ModelSpec, ranks: int) -> list[int]:
     if model.moe is None:
         return [1]
-    return [size for size in _divisors(model.moe.experts, ranks) if ranks % size == 0]
-
-
-def _divisors(number: int, largest: int) -> list[int]:
-    return [size for size in range(1, min(number, largest) + 1) if number % size == 0]
+    return [size for size in divisors(model.moe.experts, ranks) if ranks % size == 0]

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cumulo.base.whole_file import write_whole
 from cumulo.errors import ConfigError
 
 SUFFIX = ".quantizing"
@@ -113,9 +114,7 @@ class WorkFolder:
 
     def _write_state(self) -> None:
         state = {"run": self._run, "finished_layers": self.finished_layers, "files": self._files}
-        aside = self.path / f"{_STATE}.writing"
-        aside.write_text(json.dumps(state, indent=1), "utf-8")
-        aside.replace(self.path / _STATE)
+        write_whole(self.path / _STATE, json.dumps(state, indent=1).encode())
 
 
 def _hash(path: Path) -> str | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from cumulo.base.whole_file import write_whole
 from cumulo.errors import CumuloError
 from cumulo.load.slo import parse_promise
 from cumulo.spec.slo import Slo
@@ -179,12 +180,8 @@ def new_key(
         )
     )
     content = json.dumps({"keys": msgspec.to_builtins(entries)}, indent=2) + "\n"
-    # Written aside and renamed, so that a server reading it never sees half a file.
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        aside.touch(mode=0o600, exist_ok=False)
-        aside.write_text(content, "utf-8")
-        aside.replace(path)
+        write_whole(path, content.encode(), 0o600)
     except OSError as error:
         raise CumuloError(f"the key cannot be written to {path}: {error.strerror}") from error
     return key

@@ -14,11 +14,12 @@ from typing import get_args
 import msgspec
 from starlette.types import ASGIApp
 
+from cumulo.base.whole_file import write_whole
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.batches.record import BatchRecord, Status
 from cumulo.serve.batches.run import BatchRun
 from cumulo.serve.batches.schemas import BatchRequest
-from cumulo.serve.batches.store import FileStore, write_aside
+from cumulo.serve.batches.store import FileStore
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.service import Service
 
@@ -174,7 +175,7 @@ class Batches:
             record.times = {**record.times, status: int(time.time())}
         async with self._writing:  # what is encoded last is written last
             content = msgspec.json.encode(record)
-            await asyncio.to_thread(write_aside, self.store.folder / f"{record.id}.json", content)
+            await asyncio.to_thread(write_whole, self.store.folder / f"{record.id}.json", content, 0o600)
         self._show()
 
     # -- metrics ------------------------------------------------------------------------------------------

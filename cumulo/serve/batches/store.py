@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from cumulo.base.whole_file import write_whole
 from cumulo.errors import CumuloError
 from cumulo.serve.errors import ApiError
 
@@ -137,7 +138,7 @@ class FileStore:
             source.replace(target)
         name = "".join(letter for letter in filename if letter.isprintable())[:_LONGEST_NAME]
         stored = StoredFile(file_id, owner, name, purpose, target.stat().st_size, int(time.time()))
-        write_aside(self.folder / f"{file_id}.json", msgspec.json.encode(stored))
+        write_whole(self.folder / f"{file_id}.json", msgspec.json.encode(stored), 0o600)
         self._files[file_id] = stored
         return stored
 
@@ -145,13 +146,3 @@ class FileStore:
         del self._files[stored.id]
         (self.folder / f"{stored.id}.json").unlink(missing_ok=True)
         self.path(stored.id).unlink(missing_ok=True)
-
-
-def write_aside(path: Path, content: bytes) -> None:
-    """Written aside and renamed: after a crash the file is the old one or the new one, never half of one."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from cumulo.base.nearest import did_you_mean
+from cumulo.base.time_text import parse_duration_s
 from cumulo.cluster.decide.autoscale.limits import ScalingLimits
 from cumulo.cluster.decide.autoscale.rule import ForecastRule
 from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
@@ -15,8 +16,7 @@ from cumulo.errors import ConfigError
 from cumulo.spec.slo import Slo
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h)?")
-_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_RATE = re.compile(r"\d+(?:\.\d+)?")
 _TIMES = ("interval", "idle", "cooldown", "start-up", "ttft", "tpot")
 _RATES = ("prompt-tok-s", "output-tok-s")
 _NAMES = (*_TIMES, *_RATES, "prefill", "devices")
@@ -98,9 +98,12 @@ def parse_autoscale(text: str) -> AutoscaleSettings:
 
 
 def _number(name: str, value: str) -> float:
-    match = _TIME.fullmatch(value)
-    found = 0.0 if match is None else float(match[1]) * _SECONDS[match[2] or "s"]
-    if found <= 0 or (name in _RATES and match is not None and match[2]):
-        wanted = "a number of tokens per second" if name in _RATES else "a time such as 500ms, 10s or 5m"
-        raise ConfigError(f"--autoscale {name} must be {wanted}, got {value!r}")
+    what, wanted = f"--autoscale {name}", "be a time such as 500ms, 10s or 5m"
+    if name in _RATES:
+        wanted = "be a number of tokens per second"
+        found = float(value) if _RATE.fullmatch(value) else 0.0
+    else:
+        found = parse_duration_s(value, what, wanted)
+    if found <= 0:
+        raise ConfigError(f"{what} must {wanted}, got {value!r}")
     return found
