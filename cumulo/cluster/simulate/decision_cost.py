@@ -17,7 +17,7 @@ from cumulo.cluster.simulate.elastic_speed import ElasticSpeed
 from cumulo.cluster.simulate.job_speed import JobSpeed
 from cumulo.cluster.simulate.leaf_speed import LeafSpeed
 from cumulo.cluster.simulate.play import PlayOptions, play
-from cumulo.cluster.simulate.workloads import Workload, WorkloadSize, check_name, workload_named
+from cumulo.cluster.simulate.workloads import ClusterWorkload, WorkloadSize, check_name, workload_named
 
 MUST_WHOLE_S, MUST_DECISION_MS = 60.0, 50.0
 # These look at every running job, as the systems they follow do once in a while, and not at every event.
@@ -105,7 +105,7 @@ def _speed(policy: NamedPolicy, cluster: Sequence[ClusterNode]) -> JobSpeed | No
     return LeafSpeed(leaf_fabric(cluster)) if "topology" in policy.name else None
 
 
-def workload_for(policy: NamedPolicy, workload: str, size: WorkloadSize) -> Workload:
+def workload_for(policy: NamedPolicy, workload: str, size: WorkloadSize) -> ClusterWorkload:
     """For policies that resize, every job is elastic; for those that look at the network, gangs exchange data in
     every step."""
     size = replace(size, elastic=policy.resizes, steps="topology" in policy.name)

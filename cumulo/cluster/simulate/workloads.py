@@ -22,7 +22,7 @@ _CORES_PER_GPU, _MIB_PER_GPU = 16_000, 128 * 1024  # thousandths of cores
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class ClusterWorkload:
     """A cluster, the jobs that arrive there, and what else happens."""
 
     nodes: list[ClusterNode]
@@ -47,7 +47,7 @@ def check_name(name: str) -> None:
         raise ConfigError(f"there is no workload {name!r}{did_you_mean(name, WORKLOADS)}")
 
 
-def workload_named(name: str, size: WorkloadSize) -> Workload:
+def workload_named(name: str, size: WorkloadSize) -> ClusterWorkload:
     check_name(name)
     gpus = size.nodes * size.gpus_per_node
     trace = synthetic_trace(size.jobs, gpus, size.load, size.seed, size.gpus_per_node, size.steps)
@@ -55,7 +55,7 @@ def workload_named(name: str, size: WorkloadSize) -> Workload:
         job if size.elastic else _asking(job, priority=int(number % 10 == 0))
         for number, job in enumerate(trace)
     ]
-    usual = Workload(nodes=uniform_nodes(size.nodes, size.gpus_per_node, NODES_PER_LEAF), trace=trace)
+    usual = ClusterWorkload(nodes=uniform_nodes(size.nodes, size.gpus_per_node, NODES_PER_LEAF), trace=trace)
     found = WORKLOADS[name](usual, random.Random(f"{name} {size.seed}"))
     if size.elastic:
         elastic = [_elastic(job, number, size.gpus_per_node) for number, job in enumerate(found.trace)]
@@ -86,11 +86,11 @@ def _table(kind: int, most: int, node_gpus: int) -> SpeedTable:
     return SpeedTable(inside, tuple(0.8 * size / (1 + loss * (size - 1)) for size in range(1, most + 1)))
 
 
-def _usual(usual: Workload, draw: random.Random) -> Workload:
+def _usual(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     return usual
 
 
-def _shares(usual: Workload, draw: random.Random) -> Workload:
+def _shares(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """Three of four jobs of one GPU ask for a share of it."""
 
     def asking(job: TraceJob) -> TraceJob:
@@ -101,7 +101,7 @@ def _shares(usual: Workload, draw: random.Random) -> Workload:
     return replace(usual, trace=[asking(job) for job in usual.trace])
 
 
-def _cores(usual: Workload, draw: random.Random) -> Workload:
+def _cores(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """Every task asks for cores and memory, some for more than their GPUs' share of a node, some for no GPU."""
     nodes = [
         replace(node, cpu_milli=node.gpus * _CORES_PER_GPU, memory_mib=node.gpus * _MIB_PER_GPU)
@@ -122,7 +122,7 @@ def _cores(usual: Workload, draw: random.Random) -> Workload:
     return replace(usual, nodes=nodes, trace=[asking(job) for job in usual.trace])
 
 
-def _devices(usual: Workload, draw: random.Random) -> Workload:
+def _devices(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """Nodes of eight kinds; half of the jobs accept one to three of them."""
     names = [f"device-{number}" for number in range(_DEVICES)]
     nodes = [replace(node, device=names[number % _DEVICES]) for number, node in enumerate(usual.nodes)]
@@ -135,7 +135,7 @@ def _devices(usual: Workload, draw: random.Random) -> Workload:
     return replace(usual, nodes=nodes, trace=[asking(job) for job in usual.trace])
 
 
-def _tenants(usual: Workload, draw: random.Random) -> Workload:
+def _tenants(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """A thousand tenants with quotas that add up to the cluster; each may borrow the same and a gang more."""
     gpus = sum(node.gpus for node in usual.nodes)
     quotas = tuple(
@@ -149,17 +149,17 @@ def _tenants(usual: Workload, draw: random.Random) -> Workload:
     return replace(usual, trace=trace, quotas=quotas)
 
 
-def _priorities(usual: Workload, draw: random.Random) -> Workload:
+def _priorities(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """A hundred priorities."""
     return replace(usual, trace=[_asking(job, priority=draw.randrange(_PRIORITIES)) for job in usual.trace])
 
 
-def _burst(usual: Workload, draw: random.Random) -> Workload:
+def _burst(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """All jobs arrive in the first hundredth of the time, so that nearly all of them wait together."""
     return replace(usual, trace=[_asking(job, arrival_s=job.request.arrival_s / 100) for job in usual.trace])
 
 
-def _wide(usual: Workload, draw: random.Random) -> Workload:
+def _wide(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """Every thousandth job is a gang on a twentieth of all nodes: 512 of 10,240."""
     tasks = max(1, len(usual.nodes) // 20)
     return replace(
@@ -171,19 +171,19 @@ def _wide(usual: Workload, draw: random.Random) -> Workload:
     )
 
 
-def _unpredicted(usual: Workload, draw: random.Random) -> Workload:
+def _unpredicted(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """Nobody knows how long a third of the jobs run."""
     return replace(
         usual, trace=[_asking(job, predicted_s=None) if draw.random() < 1 / 3 else job for job in usual.trace]
     )
 
 
-def _failures(usual: Workload, draw: random.Random) -> Workload:
+def _failures(usual: ClusterWorkload, draw: random.Random) -> ClusterWorkload:
     """Nodes fail at the rate of RSC-1, half of the failures on a hundredth of the nodes."""
     return replace(usual, failures=FailureRates(PUBLISHED_RATES["rsc-1"], bad_nodes=0.01, bad_share=0.5))
 
 
-WORKLOADS: dict[str, Callable[[Workload, random.Random], Workload]] = {
+WORKLOADS: dict[str, Callable[[ClusterWorkload, random.Random], ClusterWorkload]] = {
     "usual": _usual, "shares": _shares, "cores": _cores, "devices": _devices, "tenants": _tenants,
     "priorities": _priorities, "burst": _burst, "wide": _wide, "unpredicted": _unpredicted,
     "failures": _failures,
