@@ -39,3 +39,7 @@ class TrainingError(CumuloError):
 
 class RanksFailed(CumuloError):
     """What went wrong on which rank, and the stacks of those that were still waiting."""
+
+
+class StoppedTogether(RanksFailed):
+    """What went wrong on which rank, as all of them have agreed: nobody else needs to be asked."""

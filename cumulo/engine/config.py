@@ -7,6 +7,7 @@ from cumulo.collectives.decide.choices import parse_choices
 from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.engine.decide.transfer.address import named_address, parse_address
 from cumulo.errors import CumuloError
+from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.layout.serving import ServingLayout
 from cumulo.spec.slo import Slo
 
@@ -51,6 +52,9 @@ class EngineConfig:
     # Keys and values take one byte a number: fp8, or on a CPU int8, with a scale for each head and token
     kv_dtype: Literal["auto", "fp8", "int8"] = "auto"
     batch_invariant: bool = False  # same request, same bits, whatever else is in the batch; slower (GPU)
+    # With batch_invariant: one rank and this many, or each power of two up to it, give the same bits; 0: 4, or as
+    # many ranks as a stage has. Engines that are compared need the same number
+    invariant_tp: int = 0
     cuda_graphs: bool = True  # steps are captured and replayed; off: every kernel is launched by the host
     # -- low-rank adapters: docs/adapters.md
     max_loras: int = 0  # adapters that can be loaded at the same time; 0: none are served
@@ -116,6 +120,12 @@ class EngineConfig:
             raise CumuloError(
                 "draft_tree needs speculate with the folder of an EAGLE-3 head; omit draft_tree"
             )
+        if not 0 <= self.invariant_tp <= 64:
+            raise CumuloError(f"invariant_tp must be 1 to 64 ranks, or 0 for 4; got {self.invariant_tp}")
+        if self.invariant_tp and not self.batch_invariant:
+            raise CumuloError(
+                "invariant_tp says what batch_invariant adds up alike: add batch_invariant, or omit it"
+            )
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
         if self.slo is not None and (self.slo.tpot_s is not None or self.slo.e2e_s is not None):
@@ -152,6 +162,11 @@ class EngineConfig:
             parse_address(self.transfer_address)
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
+
+    @property
+    def sum_parts(self) -> int:
+        """In how many parts a sum that ranks may share is added up in the batch-invariant mode, at most."""
+        return self.invariant_tp or max(USUAL_PARTS, self.layout.stage_ranks)
 
     @property
     def layout(self) -> ServingLayout:

@@ -3,7 +3,9 @@ that all of them map. What lies in it, and when who may read, is the kernels' ma
 
 import mmap
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,19 +14,33 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.collective.peers import PeerMemory
 
+Together = Callable[[Callable[[], Any]], Any]
 _met = False
 
 
+def _alone(work: Callable[[], Any]) -> Any:
+    return work()
+
+
 def peer_memory(
-    size: int, store: Store, name: str, rank: int, ranks: int, device: torch.device
+    size: int,
+    store: Store,
+    name: str,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    together: Together = _alone,
 ) -> PeerMemory:
-    """`size` zero bytes on every rank. All of them call it; they meet in the store under a name that is theirs."""
+    """`size` zero bytes on every rank. All of them call it; they meet in the store under a name that is theirs.
+    `together`: does what one rank may fail at, such that all hear of it before they wait for each other."""
     if device.type == "cuda":
-        return _symmetric(size, store, name, rank, ranks, device)
-    return _mapped(size, PrefixStore(name, store), rank, ranks)
+        return _symmetric(size, store, name, rank, ranks, device, together)
+    return _mapped(size, PrefixStore(name, store), rank, ranks, together)
 
 
-def _symmetric(size: int, store: Store, name: str, rank: int, ranks: int, device: torch.device) -> PeerMemory:
+def _symmetric(
+    size: int, store: Store, name: str, rank: int, ranks: int, device: torch.device, together: Together
+) -> PeerMemory:
     from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
 
     global _met
@@ -37,20 +53,22 @@ def _symmetric(size: int, store: Store, name: str, rank: int, ranks: int, device
     group = ProcessGroup(PrefixStore(name, store), rank, ranks)  # only its store is asked for
     group._set_group_name(name)  # type: ignore[arg-type]
     _register_process_group(name, group)  # type: ignore[arg-type]
-    own = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
-    own.zero_()
-    torch.cuda.synchronize(device)
-    handle = _SymmetricMemory.rendezvous(own, name)
+
+    def zeros() -> Tensor:
+        made: Tensor = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name).zero_()
+        torch.cuda.synchronize(device)
+        return made
+
+    own = together(zeros)
+    handle = together(lambda: _SymmetricMemory.rendezvous(own, name))
     handle.barrier()  # all of them are zero
     torch.cuda.synchronize(device)
     shares = torch.cuda.device_count() < ranks
     return PeerMemory(own, list(handle.buffer_ptrs), rank, keep=(handle, group), shares_device=shares)
 
 
-def _mapped(size: int, store: Store, rank: int, ranks: int) -> PeerMemory:
-    shared = Path("/dev/shm")
-    with tempfile.NamedTemporaryFile(prefix="cumulo-peers-", dir=shared if shared.is_dir() else None) as own:
-        own.truncate(size)
+def _mapped(size: int, store: Store, rank: int, ranks: int, together: Together) -> PeerMemory:
+    with together(lambda: _room(size)) as own:
         store.set(f"path {rank}", own.name)
         views: list[Tensor] = []
         for peer in range(ranks):
@@ -59,3 +77,12 @@ def _mapped(size: int, store: Store, rank: int, ranks: int) -> PeerMemory:
         store.set(f"mapped {rank}", "yes")
         store.wait([f"mapped {peer}" for peer in range(ranks)])  # the names may go
     return PeerMemory(views[rank], [view.data_ptr() for view in views], rank, keep=views)
+
+
+def _room(size: int) -> Any:
+    """A file of so many zeros that others can map."""
+    shared = Path("/dev/shm")
+    folder = shared if shared.is_dir() else None
+    own = tempfile.NamedTemporaryFile(prefix="cumulo-peers-", dir=folder)  # noqa: SIM115
+    own.truncate(size)
+    return own

@@ -174,6 +174,12 @@ class RankProcesses:
         if self._ended:
             raise RanksFailed("\n".join(self.failures(_GRACE_S)))
 
+    def go_on(self) -> None:
+        """To every rank that has asked (`ask_starter`). One that is gone by now is told of by the next call."""
+        for pipe in self.pipes.values():
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"")
+
     def failures(self, wait_s: float) -> list[str]:
         """Ranks that have failed or died, causes first; waits so long for the first one."""
         deadline = time.monotonic() + wait_s
@@ -314,6 +320,12 @@ def starter() -> Connection:
     if _starter is None:
         raise RanksFailed("this process is no rank that RankProcesses started")
     return _starter
+
+
+def ask_starter(message: Any) -> None:
+    """From a rank to who started it, as `tell_starter`; returns when that one says `go_on`."""
+    tell_starter(message)
+    starter().recv_bytes()
 
 
 def tell_starter(message: Any) -> None:

@@ -5,6 +5,7 @@ Import it before anything that defines a kernel, as `tiny_cuda_engine`, whose mo
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,7 @@ def cut(whole: Decoder, part: RankPart) -> Decoder:
     return decoder
 
 
-def rank_runner(spec: ModelSpec, layout: ServingLayout, rank: int) -> CudaRunner:
+def rank_runner(spec: ModelSpec, layout: ServingLayout, rank: int, invariant: bool = False) -> CudaRunner:
     part, world_store = rank_part(spec, layout, rank), _get_default_store()
     if rank == 0:
         store = meeting_point()
@@ -60,6 +61,7 @@ def rank_runner(spec: ModelSpec, layout: ServingLayout, rank: int) -> CudaRunner
     config = EngineConfig(
         device="cpu", dtype="float32", block_size=SIZES["block_size"], max_running=SIZES["max_running"],
         max_tokens_per_step=SIZES["max_tokens_per_step"], tp=layout.tp, pp=layout.pp, dp=layout.dp, ep=layout.ep,
+        batch_invariant=invariant,
     )  # fmt: skip
     memory = SimpleNamespace(
         kv_blocks=SIZES["blocks"] * layout.dp, max_context=SIZES["max_context"], all_host_blocks=0
@@ -103,13 +105,19 @@ def answers(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) ->
 
 
 def play_rank(
-    rank: int, name: str, layout: ServingLayout, requests: list[tuple[list[int], SamplingParams]]
+    rank: int,
+    name: str,
+    layout: ServingLayout,
+    requests: list[tuple[list[int], SamplingParams]],
+    prepare: Callable[[CudaRunner], None] = lambda runner: None,
+    invariant: bool = False,
 ) -> Said:
-    """What rank 0's engine answers; the others say nothing."""
+    """What rank 0's engine answers; the others say nothing. `prepare` is given the runner first."""
     if not HAS_GPU:
         use_few_programs(SimpleNamespace(setattr=setattr))  # type: ignore[arg-type]
     spec = spec_of(name, layout)
-    runner = rank_runner(spec, layout, rank)
+    runner = rank_runner(spec, layout, rank, invariant)
+    prepare(runner)
     if rank:
         plans, store = 0, _get_default_store()
         while message := store.get(f"plan {plans}"):

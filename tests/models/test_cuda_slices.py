@@ -55,6 +55,11 @@ SPECS = {
     ),
     "wide": ModelSpec(**BASE | dict(ffn_hidden=128), output_bias=True, mlp_bias=True),
     "experts": ModelSpec(**BASE, moe=MoESpec(experts=4, experts_per_token=3, expert_hidden=16)),
+    "shared expert": ModelSpec(
+        **BASE | dict(ffn_hidden=64, layers=3), qk_norm=True,
+        moe=MoESpec(experts=4, experts_per_token=2, expert_hidden=16, shared_hidden=64, dense_layers=(0,)),
+    ),
+    "eight heads": ModelSpec(**BASE | dict(vocab_size=40, heads=8, head_dim=32, ffn_hidden=256)),
 }  # fmt: skip
 
 
@@ -121,7 +126,14 @@ def steps(model: CudaDecoder) -> tuple[Tensor, Tensor]:
     return torch.cat(found).cpu(), torch.cat(drawn).cpu()
 
 
-def play_rank(rank: int, name: str, ranks: int, ep: int, invariant: bool = False) -> tuple[Tensor, Tensor]:
+def largest_of_all(own: Tensor) -> Tensor:
+    torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX)
+    return own
+
+
+def play_rank(
+    rank: int, name: str, ranks: int, ep: int, invariant: bool = False, weights: str = "auto"
+) -> tuple[Tensor, Tensor]:
     if not HAS_GPU:
         small_linear.default_config, few_linear.default_config = few_programs, still_fewer
     part = rank_part(SPECS[name], ServingLayout(tp=ranks, ep=ep), rank)
@@ -129,7 +141,11 @@ def play_rank(rank: int, name: str, ranks: int, ep: int, invariant: bool = False
     size = shared_bytes(own.spec, 32, 2, torch.float32, ranks, invariant)
     memory = peer_memory(size, _get_default_store(), "slices", rank, ranks, DEVICE)
     own_slice = RankSlice(memory, part, 32, 2, torch.float32, invariant)
-    return steps(CudaDecoder(own, 32, 2, rank_slice=own_slice, batch_invariant=invariant))
+    model = CudaDecoder(
+        own, 32, 2, weights=weights, rank_slice=own_slice, batch_invariant=invariant, sum_parts=max(4, ranks),
+        largest=largest_of_all,
+    )  # fmt: skip
+    return steps(model)
 
 
 @pytest.mark.parametrize(("name", "ep"), [("latent experts", 2), *rare(("biases", 1), ("latent experts", 1))])
@@ -147,8 +163,25 @@ def test_two_slices_give_the_logits_and_tokens_of_the_whole_model(
     assert found[0][0].equal(found[1][0])  # bit by bit: ranks that differ drift apart
 
 
-@pytest.mark.parametrize(("name", "ep"), [("wide", 1), *rare(("experts", 2))])
-def test_in_the_batch_invariant_mode_two_slices_have_the_bits_of_the_whole_model(name: str, ep: int) -> None:
-    expected, drawn = steps(CudaDecoder(make_decoder(SPECS[name]), 32, 2, batch_invariant=True))
-    for logits, tokens in run_ranks(play_rank, 2, name, 2, ep, True, timeout_s=600):
+@pytest.mark.parametrize(
+    ("name", "ranks", "ep", "weights"),
+    [
+        ("wide", 2, 1, "fp8"),
+        ("shared expert", 2, 2, "auto"),
+        *rare(
+            ("wide", 2, 1, "auto"),
+            ("experts", 2, 2, "auto"),
+            ("eight heads", 4, 1, "auto"),
+            ("eight heads", 8, 1, "fp8"),
+        ),
+    ],
+)
+def test_in_the_batch_invariant_mode_slices_have_the_bits_of_the_whole_model(
+    name: str, ranks: int, ep: int, weights: str
+) -> None:
+    whole = CudaDecoder(
+        make_decoder(SPECS[name]), 32, 2, weights=weights, batch_invariant=True, sum_parts=max(4, ranks)
+    )
+    expected, drawn = steps(whole)
+    for logits, tokens in run_ranks(play_rank, ranks, name, ranks, ep, True, weights, timeout_s=600):
         assert logits.equal(expected) and tokens.equal(drawn)

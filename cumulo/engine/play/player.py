@@ -98,6 +98,7 @@ def gpu_player(
         weights=config.weights,
         batch_invariant=config.batch_invariant,
         bank=_bank(decoder, config),
+        sum_parts=config.sum_parts,
     )
     cache = KVCache(
         decoder.spec,

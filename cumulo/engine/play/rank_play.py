@@ -133,7 +133,7 @@ class DeviceRank:
     def __init__(
         self, part: RankPart, stage: "RankStage | None", homes: SequenceHomes, links: RankLinks
     ) -> None:
-        self.part, self._stage, self.homes, self._links = part, stage, homes, links
+        self.part, self._stage, self.homes, self.links = part, stage, homes, links
         self._expected: deque[list[int]] = deque()  # slots of tokens drawn elsewhere, by step
 
     def take_tokens(self, plan: StepPlan, tokens: Tensor) -> None:
@@ -160,9 +160,9 @@ class DeviceRank:
 
     def all_states(self, own: Tensor) -> Tensor:
         """Hidden states of which one data-parallel rank has some and the others zeros: on all of them."""
-        if self._links.data is None:
+        if self.links.data is None:
             return own
-        return self._links.data.sum(own.float().cpu()).to(own)
+        return self.links.data.sum(own.float().cpu()).to(own)
 
 
 class SharedGuides:

@@ -31,7 +31,8 @@ from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.engine.sampling.sliced import SlicedSampler
-from cumulo.errors import ModelError
+from cumulo.errors import ModelError, RanksFailed
+from cumulo.layout.equal_sums import equality_note
 from cumulo.layout.serving import RankPart, rank_part
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import read_adapter
@@ -45,10 +46,11 @@ from cumulo.ranks.plan_ring import PlanReader, RingFile
 from cumulo.ranks.rank_group import THIS_HOST, TCPStore, meeting_point
 from cumulo.ranks.rank_meter import WORDS, RankMeter
 from cumulo.ranks.remote import RankDoor
-from cumulo.ranks.start import RankProcesses, starter, tell_starter
+from cumulo.ranks.start import RankProcesses, ask_starter, lost_another, starter, tell_starter
 from cumulo.spec.model import ModelSpec
 
-_OPENED, _READY = "opened", "ready"
+_OPENED, _LOADED, _READY = "opened", "loaded", "ready"
+_GRACE_S = 3.0  # after a connection has been lost, the rank that caused it has this long to be heard of
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ def start_ranks(
         )
         loaded = load(part)
         guidance = guidance_of(loaded)
+        ranks.wait_for(_LOADED)  # however long it takes; from here on ranks wait for each other
+        ranks.go_on()
         runner, runs_on = _make_runner(
             setup,
             part,
@@ -134,9 +138,13 @@ def start_ranks(
         )
         meter.holds(sum(runner.memory_bytes().values()))
         ranks.wait_for(_READY)
-    except BaseException:
+    except BaseException as error:
+        lost = isinstance(error, RuntimeError) and lost_another(error)
+        causes = ranks.failures(_GRACE_S) if lost else []
         ranks.end()
         setup.ring.unlink(missing_ok=True)
+        if causes:
+            raise RanksFailed("\n".join(causes)) from error
         raise
     ranked = RankedRunner(runner, ranks, ring, meter, setup.config.rank_timeout_s, setup.on_gpu)
     if caches:
@@ -184,6 +192,7 @@ def play_rank(rank: int, setup: RankSetup) -> None:
         with_tokenizer=setup.with_tokenizer,  # which knows what ends an answer
         part=part,
     )
+    ask_starter(_LOADED)
     runner, _ = _make_runner(setup, part, loaded.decoder, links, store, None, loaded.eos_ids, overlap=False)
     meter.holds(sum(runner.memory_bytes().values()))
     if setup.on_gpu and setup.config.role != "both":
@@ -242,7 +251,11 @@ def _make_runner(
 
         guides, device = SharedGuides(guided, links), torch.device("cuda", torch.cuda.current_device())
         on_gpu = make_cuda_runner(config, memory, part, decoder, store, eos_ids, guides, links, device)
-        return on_gpu, f"GPU kernels on {torch.cuda.get_device_name()}"
+        runs_on = f"GPU kernels on {torch.cuda.get_device_name()}"
+        if config.batch_invariant:
+            given = (setup.spec, config.layout, config.sum_parts, config.weights, config.dtype)
+            runs_on += f", {equality_note(*given)}"
+        return on_gpu, runs_on
     spread = None
     if config.redundant_experts:
         spread = SpreadExperts(decoder, part, links, config.redundant_experts, config.expert_balance_steps)

@@ -107,7 +107,7 @@ def make_cuda_runner(
     layout, rank_slice, stage, rows = part.layout, None, None, None
     sizes = _shared_sizes(part, config, decoder.dtype)
     size = flags_bytes(layout.world) + sum(map(aligned, sizes))
-    peers = peer_memory(size, store, "cumulo-peers", part.rank, layout.world, device)
+    peers = peer_memory(size, store, "cumulo-peers", part.rank, layout.world, device, links.together)
     if layout.tp > 1:
         shared = peers.among(layout.tensor_group(part.rank), sizes[0])
         rank_slice = RankSlice(shared, part, tokens, draws, decoder.dtype, invariant)
@@ -126,6 +126,8 @@ def make_cuda_runner(
         rank_slice=rank_slice,
         stage=stage,
         rows=rows,
+        sum_parts=config.sum_parts,
+        largest=links.largest_of_slices,
     )
     blocks = memory.kv_blocks // layout.dp
     cache = KVCache(part.local, blocks, config.block_size, kv_dtype(config, decoder.dtype), device)
@@ -137,7 +139,6 @@ def make_cuda_runner(
         eos_token_ids=eos_ids,
         host_blocks=memory.all_host_blocks,
         graphs=config.cuda_graphs,
-        meet_ranks=links.meet,
         rank=DeviceRank(part, stage, SequenceHomes(part, draws, blocks), links),
     )
     runner.table.guided = guided

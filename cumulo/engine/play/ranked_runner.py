@@ -14,7 +14,7 @@ from cumulo.engine.play.packed_plan import AdapterOrder, pack_order, pack_plan
 from cumulo.engine.play.player import DeviceRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_wire import RankCaches
-from cumulo.errors import RanksFailed
+from cumulo.errors import RanksFailed, StoppedTogether
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.ranks.plan_ring import PlanWriter, RingFile
 from cumulo.ranks.rank_meter import PID, READ, STEPS, WAITS, RankMeter, RankState, rank_states
@@ -77,10 +77,8 @@ class RankedRunner:
         """Which rank is to blame for a step that failed here. After it the ranks no longer agree on what they
         hold: the engine must end."""
         if self._failed is None:
-            found = self.ranks.failures(_GRACE_S)
-            if not found:
-                found = [self._behind(error)]
-            self._failed = RanksFailed("\n".join(found))
+            found = [str(error)] if isinstance(error, StoppedTogether) else self.ranks.failures(_GRACE_S)
+            self._failed = RanksFailed("\n".join(found or [self._behind(error)]))
             self.ranks.end()  # so that what still waits for them here fails now
         return self._failed
 

@@ -62,11 +62,9 @@ class CudaRunner:
         host_blocks: int = 0,
         guidance: Guidance | None = None,
         graphs: bool = True,
-        meet_ranks: Callable[[], None] | None = None,
         rank: DeviceRank | None = None,
     ) -> None:
-        """`meet_ranks`: waits for the other ranks that play the same plans, where the model is one rank's part;
-        `rank`: what this one tells them besides."""
+        """`rank`: what this one says to others that play the same plans, where the model is one rank's part."""
         self.model, self.cache, self.device = model, cache, cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         draws = max(max_slots, model.max_outputs)  # more than slots where a few may verify drafts
@@ -81,13 +79,14 @@ class CudaRunner:
         )
         self.pool = SwapPool(cache, host_blocks) if host_blocks else None
         self._most = StepShape(model.max_tokens, draws, model.max_outputs)
-        self.launches = StepLaunches(model, cache, self.slots, draws, graphs, meet_ranks)
+        links = None if rank is None else rank.links
+        self.launches = StepLaunches(model, cache, self.slots, draws, graphs, links)
         on_gpu = self.device.type == "cuda"
         self._arrived = [torch.zeros(draws, dtype=torch.int32, pin_memory=on_gpu) for _ in range(_RESULTS)]
         self.in_flight: deque[CudaStep] = deque()
         self.owners = np.zeros(max_slots, dtype=np.int64)  # how many sequences each slot has held so far
         self._submitted = 0
-        self._alone, self.rank = meet_ranks is None, rank
+        self.rank = rank
         self._ahead: RoundsAhead | None = None  # rounds behind the last step's
         self._closed = False
 
@@ -131,7 +130,7 @@ class CudaRunner:
     def warm_up(self, tell: Callable[[str], None]) -> None:
         """Compile, or load, every kernel that a step may need, before anyone waits for one. Where ranks play
         together they rehearse each shape when it comes."""
-        if not self._alone:
+        if self.rank is not None:
             return
         shapes = warm_shapes(self._most, self.model.adapters is not None)
         if self.head is not None:

@@ -6,7 +6,7 @@ file has the walk through the layers and attention, `cuda_products` the products
 half.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.linear.linear import Weight, linear, prepare
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, reserve_scratch
+from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
@@ -78,6 +79,8 @@ class CudaDecoder:
         stage: RankStage | None = None,
         rows: RankRows | None = None,
         bank: AdapterBank | None = None,
+        sum_parts: int = USUAL_PARTS,
+        largest: Callable[[Tensor], Tensor] = lambda own: own,
     ) -> None:
         """Buffers for steps of up to `max_tokens` tokens and `max_outputs` rows of logits.
 
@@ -90,6 +93,8 @@ class CudaDecoder:
         `stage`: it has some of the model's layers only, and gets its stream from the stage before.
         `rows`: it computes some of the sequences only, and its experts for all.
         `bank`: the adapters that rows may have.
+        `sum_parts`: in how many parts sums that ranks may share are added up, where it is invariant.
+        `largest`: of each number the largest that a slice has, for the scales of matrices that slices share.
         """
         obstacle = why_not(decoder)
         if obstacle is not None:
@@ -106,7 +111,7 @@ class CudaDecoder:
         assert decoder.rotary.table is not None
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
         adds_biases = rank_slice is None or rank_slice.rank == 0
-        self.layers = [layer_weights(layer, weights, adds_biases) for layer in decoder.layers]
+        self.layers = [layer_weights(layer, weights, adds_biases, largest) for layer in decoder.layers]
         if weights != "auto" and device.type == "cuda":
             torch.cuda.empty_cache()  # what the plain matrices took: the KV cache is one large piece
         matrices = (one for layer in self.layers for one in (layer.gate_up, layer.down, layer.output))
@@ -128,6 +133,7 @@ class CudaDecoder:
             invariant=batch_invariant,
             rank_slice=rank_slice,
             adapters=self.adapters,
+            sum_parts=sum_parts,
         )
         widest = max((layer.ffn_width for layer in self.layers), default=0)
         self.feed_forward = CudaFeedForward(spec, widest, max_tokens, self.dtype, device, self.products, rows)

@@ -11,7 +11,7 @@ from cumulo.kernels.cuda.linear.linear import linear
 from cumulo.kernels.cuda.moe.moe import MoEBuffers, mixture
 from cumulo.models.play.cuda_products import AdaptedRows, StepProducts
 from cumulo.models.play.cuda_rows import RankRows, StepHomes
-from cumulo.models.play.cuda_slice import FEED_FORWARD
+from cumulo.models.play.cuda_slice import FEED_FORWARD, SHARED_EXPERT
 from cumulo.models.play.cuda_weights import LayerWeights
 from cumulo.spec.model import ModelSpec
 
@@ -66,16 +66,18 @@ class CudaFeedForward:
         mixture(
             normed, router.weight, experts.gate_up, experts.down, self._moe, target, router.selection_bias,
             products.invariant, first_expert=0 if rank_slice is None else rank_slice.first_expert,
+            sum_parts=products.sum_parts,
         )  # fmt: skip
-        if layer.gate_up is not None:  # the expert that every token passes through
+        # Of the expert that every token passes through.
+        shared = None if layer.gate_up is None else self._inner(normed, layer, None)
+        if shared is not None and not products.invariant:
             assert layer.down is not None
-            activated = self._inner(normed, layer, None)
-            linear(
-                activated, layer.down, out=target, residual=target, bias=layer.down_bias,
-                invariant=products.invariant,
-            )  # fmt: skip
+            linear(shared, layer.down, out=target, residual=target, bias=layer.down_bias)
         if rank_slice is not None:
             rank_slice.add_partials(FEED_FORWARD, stream)
+        if shared is not None and products.invariant:  # behind the others, on any number of ranks
+            assert layer.down is not None
+            products.onto_stream(shared, layer.down, layer.down_bias, stream, SHARED_EXPERT)
 
     def _add_experts_of_all(
         self, layer: LayerWeights, stream: Tensor, homes: StepHomes, rows: RankRows
@@ -88,12 +90,13 @@ class CudaFeedForward:
         mixture(
             rows.all_rows(homes), router.weight, experts.gate_up, experts.down, self._moe, target,
             router.selection_bias, products.invariant, first_expert=rows.first_expert,
+            sum_parts=products.sum_parts,
         )  # fmt: skip
-        if layer.gate_up is not None:  # the expert that every token passes through
-            assert layer.down is not None
-            activated = self._inner(normed, layer, None)
-            products.onto_stream(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
+        shared = None if layer.gate_up is None else self._inner(normed, layer, None)
         rows.add_partials(homes, stream)
+        if shared is not None:  # the expert of all tokens: behind the others, as on one rank
+            assert layer.down is not None
+            products.onto_stream(shared, layer.down, layer.down_bias, stream, FEED_FORWARD)
 
     def _inner(
         self, x: Tensor, layer: LayerWeights, norm: Tensor | None, index: int = 0,

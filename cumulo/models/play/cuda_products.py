@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
-from cumulo.kernels.cuda.linear.invariant_matmul import parts_of
 from cumulo.kernels.cuda.linear.linear import Weight, choose, linear
 from cumulo.kernels.low_rank import AdapterGroups
+from cumulo.layout.equal_sums import parts_of
 from cumulo.models.play.cuda_adapters import CudaAdapters
 from cumulo.models.play.cuda_slice import RankSlice
 from cumulo.spec.model import ModelSpec
@@ -42,10 +42,13 @@ class StepProducts:
         invariant: bool,
         rank_slice: RankSlice | None,
         adapters: CudaAdapters | None,
+        sum_parts: int,
     ) -> None:
+        """`sum_parts`: in how many parts sums that ranks may share are added up, where it is invariant."""
         self._eps, self.invariant, self.slice, self._adapters = spec.norm_eps, invariant, rank_slice, adapters
         ranks = 1 if rank_slice is None else rank_slice.ranks
-        self._parts = parts_of(spec.heads * ranks, ranks) if invariant else 1
+        self.sum_parts = sum_parts
+        self._parts = parts_of(spec.heads * ranks, ranks, sum_parts) if invariant else 1
         self.buffer = torch.empty((max_tokens, spec.hidden), dtype=dtype, device=device)
 
     def adapted(

@@ -3,6 +3,7 @@ sums and draws from logits whose columns lie on all ranks. `CudaDecoder` and `Cu
 
 Where each partial sum is written is shared by turns: attention's, then the feed-forward's (and before the first
 layer the embedding's). So nobody waits until the others have read (kernels/cuda/collective/one_shot.py says why).
+In the batch-invariant mode the expert that every token passes through has a sum of its own, as on one rank.
 
 Partial sums of small steps, where bytes are cheap, stay in float32: the sum is then rounded once, as one rank's
 product is, and the ranks together say what one says but for the order of additions.
@@ -22,7 +23,7 @@ from cumulo.kernels.cuda.sampling.sample import part_count, pick_token, weigh_pa
 from cumulo.layout.serving import RankPart
 from cumulo.spec.model import ModelSpec
 
-ATTENTION, FEED_FORWARD = 0, 1
+ATTENTION, FEED_FORWARD, SHARED_EXPERT = 0, 1, 2
 _FLOAT32_ROWS = 512
 
 
@@ -30,10 +31,15 @@ def shared_bytes(
     spec: ModelSpec, max_tokens: int, max_outputs: int, dtype: torch.dtype, ranks: int, invariant: bool
 ) -> int:
     """What a rank must let the others read; `spec` is the rank's own."""
-    partial = aligned(_partial_bytes(spec, max_tokens, dtype, invariant))
+    partial = aligned(_partial_bytes(spec, max_tokens, dtype, invariant)) * _partials(spec, invariant)
     logits = aligned(max_outputs * spec.vocab_size * dtype.itemsize)
     parts = aligned(max_outputs * part_count(spec.vocab_size) * 4)
-    return flags_bytes(ranks) + 2 * partial + logits + 3 * parts
+    return flags_bytes(ranks) + partial + logits + 3 * parts
+
+
+def _partials(spec: ModelSpec, invariant: bool) -> int:
+    """How many sums take turns."""
+    return 3 if invariant and spec.moe is not None and spec.moe.shared_hidden else 2
 
 
 def _partial_bytes(spec: ModelSpec, max_tokens: int, dtype: torch.dtype, invariant: bool) -> int:
@@ -57,7 +63,7 @@ class RankSlice:
         spec, self.first_expert, self._first = part.local, part.experts.start, part.vocabulary.start
         self._hidden, self._dtype, self._invariant = spec.hidden, dtype, invariant
         size = _partial_bytes(spec, max_tokens, dtype, invariant)
-        self._partials = [memory.carve((size,), torch.uint8) for _ in range(2)]
+        self._partials = [memory.carve((size,), torch.uint8) for _ in range(_partials(spec, invariant))]
         self._logits = memory.carve((max_outputs, spec.vocab_size), dtype)
         shape = (max_outputs, part_count(spec.vocab_size))
         self._maxima = memory.carve(shape, torch.float32)

@@ -51,16 +51,28 @@ class LayerWeights:
     ffn_width: int
 
 
-def layer_weights(layer: torch.nn.Module, kind: str, adds_biases: bool) -> LayerWeights:
+def layer_weights(
+    layer: torch.nn.Module,
+    kind: str,
+    adds_biases: bool,
+    largest: Callable[[Tensor], Tensor] = lambda own: own,
+) -> LayerWeights:
     """With `kind` fp8 or int4 the layer's matrices are quantised and the plain ones freed; routed experts stay as
-    they are. Of the ranks whose partial sums are added up exactly one adds the biases of the sums."""
+    they are. Of the ranks whose partial sums are added up exactly one adds the biases of the sums. `largest`: over
+    all ranks, of their rows' largest weights, so that a matrix they share has one rank's scales."""
     assert isinstance(layer, Layer)
     attention, ffn = layer.attention, layer.ffn
 
-    def matrix(linear: Linear) -> Weight:
+    def matrix(linear: Linear, shares_rows: bool = False) -> Weight:
         if kind == "auto" or (kind == "int4" and linear.shape[1] % STEP):
             return linear.weight
-        weight = (Fp8Weight if kind == "fp8" else W4Weight).quantised(linear.weight)
+        weight: Fp8Weight | W4Weight
+        if kind == "int4":
+            weight = W4Weight.quantised(linear.weight)
+        elif shares_rows:
+            weight = Fp8Weight.quantised(linear.weight, largest=largest)
+        else:
+            weight = Fp8Weight.quantised(linear.weight)
         linear.pack(_PackedForGpu(weight))
         return weight
 
@@ -70,7 +82,7 @@ def layer_weights(layer: torch.nn.Module, kind: str, adds_biases: bool) -> Layer
         attention=_heads(attention, matrix)
         if isinstance(attention, Attention)
         else _latent(attention, matrix),
-        output=matrix(attention.output),
+        output=matrix(attention.output, shares_rows=True),
         output_bias=attention.output.bias if adds_biases else None,
         scale=attention.scale,
         window=attention.window,
@@ -78,7 +90,7 @@ def layer_weights(layer: torch.nn.Module, kind: str, adds_biases: bool) -> Layer
         mixture=ffn if isinstance(ffn, MixtureOfExperts) else None,
         gate_up=None if plain is None else matrix(plain.gate_up),
         gate_up_bias=None if plain is None else plain.gate_up.bias,
-        down=None if plain is None else matrix(plain.down),
+        down=None if plain is None else matrix(plain.down, shares_rows=True),
         down_bias=None if plain is None or not adds_biases else plain.down.bias,
         ffn_width=0 if plain is None else plain.down.shape[1],
     )

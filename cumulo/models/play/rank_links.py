@@ -1,17 +1,23 @@
 """RankLinks: what a rank's decoder and its runner say to the other ranks, in their words. Made once per rank; on a
 GPU the same words are said by other means."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cumulo.errors import StoppedTogether
 from cumulo.layout.serving import RankPart
 from cumulo.ranks.collectives import Work
 from cumulo.ranks.rank_group import THIS_HOST, RankGroup, TCPStore
 from cumulo.ranks.rank_meter import RankMeter
+
+T = TypeVar("T")
+_LONGEST_COMPLAINT = 4000  # bytes
 
 
 @dataclass(slots=True)
@@ -31,15 +37,52 @@ class RankLinks:
         """What the slices of heads or width add up to, in place."""
         return partial if self.tensor is None else self.tensor.sum(partial)
 
+    def largest_of_slices(self, own: Tensor) -> Tensor:
+        """Of each number the largest that a slice has."""
+        if self.tensor is None:
+            return own
+        return torch.stack(self.tensor.gather(own.cpu())).amax(0).to(own.device)
+
     def gather_slices(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
         """What each slice of the vocabulary has to say, [slices, ...]."""
         return array[None] if self.tensor is None else self.tensor.gather_array(array)
 
-    def meet(self) -> None:
-        """Returns when all ranks are here: all of each stage, then all stages."""
+    # -- agreement ------------------------------------------------------------------------------------
+    def together(self, work: Callable[[], T]) -> T:
+        """Every rank does its own; if one of them fails, all stop with its reason. For what a rank does alone, but
+        not the others without it: nobody waits for a rank that will not come."""
+        own: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            own = error
+        if complaints := self.complaints(own):
+            raise StoppedTogether("\n".join(complaints)) from own
+        return result
+
+    def complaints(self, own: Exception | None) -> list[str]:
+        """Waits until all ranks are here, each with the error that it met, or none: what they complain of."""
+        said = "" if own is None else f"{type(own).__name__}: {own}"
+        letters = said.encode()[:_LONGEST_COMPLAINT]
+        lengths = torch.zeros(self.part.layout.world)
+        lengths[self.part.rank] = len(letters)
+        self._sum_all(lengths)
+        if not lengths.any():
+            return []
+        texts = torch.zeros((len(lengths), int(lengths.max())))
+        texts[self.part.rank, : len(letters)] = torch.tensor(list(letters), dtype=torch.float32)
+        self._sum_all(texts)
+        return [
+            f"rank {rank}: {bytes(texts[rank, : int(length)].int().tolist()).decode(errors='replace')}"
+            for rank, length in enumerate(lengths.tolist())
+            if length
+        ]
+
+    def _sum_all(self, numbers: Tensor) -> None:
+        """Over all ranks, in place: over those of each stage, then over the stages."""
         for group in (self.stage, self.pipeline):
             if group is not None:
-                group.sum(torch.zeros(1))
+                group.sum(numbers)
 
     # -- data-parallel attention, expert parallel -----------------------------------------------------
     def gather_rows(self, own: Tensor, shares: tuple[int, ...]) -> Tensor:

@@ -44,12 +44,14 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(rows: slice, device: t
 
 
 def in_pairs(sums: list[torch.Tensor]) -> torch.Tensor:
-    while len(sums) in (2, 4):
+    while len(sums) in (2, 4, 8):
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     return sum(sums[1:], sums[0])
 
 
-@pytest.mark.parametrize(("parts", "ranks"), [(4, 2), (4, 4), (3, 3), *rare((2, 2))])
+@pytest.mark.parametrize(
+    ("parts", "ranks"), [(4, 2), (4, 4), (3, 3), (8, 8), (8, 2), (6, 6), *rare((2, 2), (8, 4))]
+)
 @pytest.mark.parametrize("at_once", [2, 512])  # rows
 def test_ranks_that_share_the_sum_have_the_bits_of_one(
     parts: int, ranks: int, at_once: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -70,6 +72,26 @@ def test_ranks_that_share_the_sum_have_the_bits_of_one(
     check_close(whole, op.reference, x, weight, bias)
 
 
+@pytest.mark.parametrize(("parts", "ranks"), [(4, 2), (8, 8)])
+def test_ranks_that_share_a_sum_of_8_bit_weights_have_the_bits_of_one(
+    parts: int, ranks: int, device: torch.device
+) -> None:
+    config = InvariantConfig(16, 32, 16, 4, 2)
+    given = inputs(5, 24, 16 * 24, device, torch.float32)
+    x, cuts = given["x"].chunk(ranks, 1), given["weight"].chunk(ranks, 1)
+    largest = given["weight"].abs().amax(1)  # what ranks tell each other
+    whole = Fp8Weight.quantised(given["weight"])
+    expected = invariant_matmul(given["x"], whole.data, scales=whole.scales, parts=parts, config=config)
+    sums = []
+    for one, cut in zip(x, cuts, strict=True):
+        weight = Fp8Weight.quantised(cut, largest=lambda own: largest)
+        assert weight.scales.equal(whole.scales)
+        sums.append(
+            invariant_matmul(one, weight.data, scales=weight.scales, parts=parts // ranks, config=config)
+        )
+    assert torch.equal(in_pairs(sums), expected)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("at_once", [8, 512])
 def test_a_residual_is_added_to_the_rounded_product(
@@ -81,12 +103,6 @@ def test_a_residual_is_added_to_the_rounded_product(
     stream = given["residual"].clone()
     found = invariant_matmul(given["x"], given["weight"], stream, residual=stream, parts=parts, config=TINY)
     assert found is stream and torch.equal(stream, given["residual"] + product)
-
-
-def test_parts_are_as_many_as_ranks_may_share_evenly() -> None:
-    assert [op.parts_of(heads) for heads in (32, 28, 14, 9, 7)] == [4, 4, 2, 3, 1]
-    assert [op.parts_of(32, ranks) for ranks in (2, 4, 8)] == [2, 1, 1]
-    assert op.parts_of(9, 3) == op.parts_of(28, 7) == 1
 
 
 def test_weights_in_8_bits_are_scaled_by_row(device: torch.device) -> None:

@@ -3,7 +3,6 @@ graph. CudaRunner says which shape is next; what the step computes is on the dev
 """
 
 import logging
-from collections.abc import Callable
 
 import torch
 
@@ -17,6 +16,7 @@ from cumulo.kernels.cuda.sampling.sample import SampleBuffers, sample
 from cumulo.kernels.cuda.sampling.sample_cuts import CutBuffers, sample_with_cuts
 from cumulo.models.batch import KVCache
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors
+from cumulo.models.play.rank_links import RankLinks
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ class StepLaunches:
         slots: DeviceSlots,
         draws: int,
         graphs: bool,
-        meet_ranks: Callable[[], None] | None,
+        links: RankLinks | None,
     ) -> None:
-        """`draws`: of one step, at most. `meet_ranks`: waits for the other ranks that play the same steps."""
-        self._model, self._cache, self._slots, self._meet_ranks = model, cache, slots, meet_ranks
+        """`draws`: of one step, at most. `links`: to the other ranks that play the same steps."""
+        self._model, self._cache, self._slots, self._links = model, cache, slots, links
         self.head: HeadRounds | None = None  # drafts behind each step
         self.picked = torch.zeros(draws, dtype=torch.int32, device=slots.device)
         self._buffers = SampleBuffers(draws, model.vocab_size, slots.device)
@@ -55,15 +55,13 @@ class StepLaunches:
 
     def play(self, shape: StepShape, captured: bool) -> None:
         """A step of this shape: as a graph, if it may be `captured`."""
-        if self._meet_ranks is not None and (shape, captured) not in self._rehearsed:
-            self._rehearse(shape, captured, self._meet_ranks)
+        if self._links is not None and (shape, captured) not in self._rehearsed:
+            self._rehearse(shape, captured, self._links)
         graph = self.graphs.get(shape) if captured else None
         if graph is None and captured and self._use_graphs and shape.tokens <= _CAPTURED_TOKENS:
             # The first step of a shape runs as it is, which compiles what it needs; the second is captured.
             if shape in self.seen and len(self.graphs) < _MOST_GRAPHS:
                 graph = self._captured(shape)
-                if self._meet_ranks is not None:
-                    self._meet_ranks()
             self.seen.add(shape)
         if graph is not None:
             graph.replay()
@@ -74,25 +72,42 @@ class StepLaunches:
         if self._slots.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def _rehearse(self, shape: StepShape, captured: bool, meet_ranks: Callable[[], None]) -> None:
+    def _rehearse(self, shape: StepShape, captured: bool, links: RankLinks) -> None:
         """Load every kernel of a new shape before any of them waits for another rank: loading may have to wait
-        until the GPU has nothing left to do. What it computes is overwritten by the step that follows."""
-        self.synchronise()
-        meet_ranks()  # nobody reads any more what the step before left for the others
-        with self._model.rehearsal():
-            self.launch(shape, every_row=not captured)
-        self.synchronise()
+        until the GPU has nothing left to do. What it computes is overwritten by the step that follows. If a rank
+        cannot launch it, all stop."""
+
+        def rehearse() -> None:
+            with self._model.rehearsal():
+                self.launch(shape, every_row=not captured)
+            self.synchronise()
+
+        links.together(self.synchronise)  # nobody reads any more what the step before left for the others
+        links.together(rehearse)
         self._rehearsed.add((shape, captured))
-        meet_ranks()
 
     def _captured(self, shape: StepShape) -> "torch.cuda.CUDAGraph | None":
-        """A step that cannot be captured (for want of memory, say) can still be launched: no request fails."""
+        """A step that cannot be captured (for want of memory, say) can still be launched: no request fails. What
+        one rank cannot capture none plays: all go on in the same way, and meet as often."""
+        graph, failed = None, None
         try:
-            return self.graphs.capture(shape, lambda: self.launch(shape))
-        except Exception:
-            log.exception("%s could not be captured; from now on steps of new shapes are launched", shape)
-            self._use_graphs = False
-            return None
+            graph = self.graphs.capture(shape, lambda: self.launch(shape))
+        except Exception as error:
+            failed = error
+        reasons = [str(failed)] if failed is not None else []
+        if self._links is not None:
+            reasons = self._links.complaints(failed)
+        if not reasons:
+            return graph
+        log.error(
+            "%s could not be captured (%s); from now on steps of new shapes are launched",
+            shape,
+            "; ".join(reasons),
+            exc_info=failed,
+        )
+        self._use_graphs = False
+        self.graphs.forget(lambda other: other == shape)
+        return None
 
     # -- launches, in the order of a step -----------------------------------------------------------------
     def launch(self, shape: StepShape, every_row: bool = False) -> None:

@@ -64,11 +64,11 @@ def _sum(flags, partials, out, elements, rank, waits, KIND: tl.constexpr, ADD: t
         at = first + tl.arange(0, BLOCK)
         inside = at < elements
         total = tl.zeros((BLOCK,), tl.float32)
-        one, two = total, total
+        one, two, four = total, total, total
         for peer in tl.static_range(RANKS):
             partial = tl.load(partials + peer).to(tl.pointer_type(KIND))
             total = tl.load(partial + at, mask=inside, other=0.0).to(tl.float32)
-            total, one, two = add_in_pairs(total, peer, one, two, RANKS)
+            total, one, two, four = add_in_pairs(total, peer, one, two, four, RANKS)
         if ROUND:
             total = total.to(out.dtype.element_ty).to(tl.float32)
         if ADD:

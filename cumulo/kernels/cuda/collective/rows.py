@@ -43,11 +43,11 @@ def _sum_rows(
     place = tl.load(starts + home) + row
     if place < tl.load(starts + home + 1):
         total = tl.zeros((BLOCK,), tl.float32)
-        one, two = total, total
+        one, two, four = total, total, total
         for peer in tl.static_range(RANKS):
             partial = tl.load(partials + peer).to(tl.pointer_type(KIND)) + place.to(tl.int64) * size
             total = tl.load(partial + column, mask=inside, other=0.0).to(tl.float32)
-            total, one, two = add_in_pairs(total, peer, one, two, RANKS)
+            total, one, two, four = add_in_pairs(total, peer, one, two, four, RANKS)
         target = out + row.to(tl.int64) * size + column
         total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, total.to(out.dtype.element_ty), mask=inside)

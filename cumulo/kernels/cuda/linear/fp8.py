@@ -6,7 +6,7 @@ time and both go to the 8-bit tensor cores, twice the rate of bfloat16. Scaling 
 scaling by block (DeepSeek-V3, 2024, section 3.3) ours, in `fp8_block_matmul`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +30,15 @@ class Fp8Weight:
     scales: Tensor
 
     @classmethod
-    def quantised(cls, weight: Tensor, in_blocks: bool = False) -> "Fp8Weight":
-        """The nearest e4m3 matrix, with the smallest scales that hold every weight."""
+    def quantised(
+        cls, weight: Tensor, in_blocks: bool = False, largest: Callable[[Tensor], Tensor] = lambda own: own
+    ) -> "Fp8Weight":
+        """The nearest e4m3 matrix, with the smallest scales that hold every weight. `largest`: of a matrix that
+        other ranks have more columns of, the whole rows' largest weights, of this one's."""
         wide = weight.float()
         n, k = wide.shape
         if not in_blocks:
-            scales = (wide.abs().amax(1) / LARGEST).clamp_min(SMALLEST_SCALE)
+            scales = (largest(wide.abs().amax(1)) / LARGEST).clamp_min(SMALLEST_SCALE)
             return cls((wide / scales[:, None]).to(torch.float8_e4m3fn), scales)
         padded = F.pad(wide, (0, -k % BLOCK, 0, -n % BLOCK))
         blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)

@@ -27,6 +27,7 @@ from cumulo.kernels.cuda.linear.skinny_linear import _widen
 from cumulo.kernels.cuda.linear.small_linear import random_bf16
 from cumulo.kernels.cuda.timing import graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
+from cumulo.layout.equal_sums import parts_within
 
 GROUP = 8
 _BLOCK = 1024
@@ -114,22 +115,15 @@ def _add_parts(sums, out, residual, x, N, elements, stride_part, stride_out, str
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     total = tl.zeros((BLOCK,), tl.float32)
-    one, two = total, total
+    one, two, four = total, total, total
     for part in tl.static_range(PARTS):
         total = tl.load(sums + part * stride_part + at, mask=inside, other=0.0)
-        total, one, two = add_in_pairs(total, part, one, two, PARTS)
+        total, one, two, four = add_in_pairs(total, part, one, two, four, PARTS)
     row, column = (at // N).to(tl.int64), at % N
     if RESIDUAL:
         added = tl.load(residual + row * stride_residual + column, mask=inside, other=0.0).to(tl.float32)
         total = total.to(x.dtype.element_ty).to(tl.float32) + added
     tl.store(out + row * stride_out + column, total.to(out.dtype.element_ty), mask=inside)
-
-
-def parts_of(shares: int, ranks: int = 1) -> int:
-    """In how many parts a rank adds up what it has of a sum that may be spread over ranks in `shares` (heads,
-    experts): such that 1, 2 and 4 ranks get the same bits, or 1 and 3. 1: as it comes."""
-    whole = next((parts for parts in (4, 2, 3) if shares % parts == 0), 1)
-    return whole // ranks if whole % ranks == 0 else 1
 
 
 def invariant_matmul(
@@ -144,15 +138,13 @@ def invariant_matmul(
     config: InvariantConfig | None = None,
 ) -> Tensor:
     """x [M, K] times weight [N, K] transposed, both of any strides; `scales` [N] for weights in e4m3. `residual`,
-    which may be `out`, is added to the rounded product. `parts`: of k, added in pairs (see `parts_of`);
-    half as many where they would not be whole steps of the loop, and one with `scales`."""
+    which may be `out`, is added to the rounded product. `parts`: of k, added in pairs (`layout/equal_sums.py`);
+    half as many where they would not be whole steps of the loop."""
     (m, k), n = x.shape, weight.shape[0]
     if out is None:
         out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     block_k = (config or config_for(m, n, x.dtype)).block_k
-    parts = 1 if scales is not None else parts
-    while parts > 1 and k % (parts * block_k):
-        parts //= 2
+    parts = parts_within(k, parts, block_k)
     if parts == 1:
         if m:
             _multiply(x, weight, out, bias, scales, residual, 1, config)
@@ -160,7 +152,7 @@ def invariant_matmul(
     sums = torch.empty((parts, min(m, _ROWS_AT_ONCE), n), dtype=torch.float32, device=x.device)
     for first in range(0, m, _ROWS_AT_ONCE):
         rows = slice(first, min(m, first + _ROWS_AT_ONCE))
-        _multiply(x[rows], weight, sums[0], bias, None, None, parts, config)
+        _multiply(x[rows], weight, sums[0], bias, scales, None, parts, config)
         onto = None if residual is None else residual[rows]
         _add_parts[(triton.cdiv(sums[0].numel(), _BLOCK),)](
             sums, out[rows], out if onto is None else onto, x, n, n * (rows.stop - first), sums.stride(0),

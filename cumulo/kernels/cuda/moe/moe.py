@@ -16,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from cumulo.kernels.cuda.collective.in_pairs import add_in_pairs
-from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul, parts_of
+from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.linear.small_linear import MAX_ROWS, small_linear
 from cumulo.kernels.cuda.moe.few import experts_of_few
 from cumulo.kernels.cuda.moe.route import route, route_reference, sort_by_expert
 from cumulo.kernels.cuda.work import Work
+from cumulo.layout.equal_sums import USUAL_PARTS, parts_of
 from cumulo.spec.model import MoESpec
 
 FEW_CHOICES = 64  # so few, if half of the experts are free, seldom meet: each is a product of its own
@@ -123,7 +124,7 @@ def _combine(results, chosen, residual, size, part_experts, K: tl.constexpr, SPL
                 here = inside & (column * 0 + tl.load(chosen + choice) >= 0)
             total += tl.load(results + choice * size + column, mask=here, other=0.0).to(tl.float32)
     else:
-        one, two = tl.zeros_like(before), tl.zeros_like(before)
+        one, two, four = tl.zeros_like(before), tl.zeros_like(before), tl.zeros_like(before)
         for part in tl.static_range(PARTS):
             total = tl.zeros_like(before)
             for index in tl.static_range(K):
@@ -132,7 +133,7 @@ def _combine(results, chosen, residual, size, part_experts, K: tl.constexpr, SPL
                 in_part = (expert >= part * part_experts) & (expert < (part + 1) * part_experts)
                 here = inside & (column * 0 + in_part.to(tl.int32) > 0)
                 total += tl.load(results + choice * size + column, mask=here, other=0.0).to(tl.float32)
-            total, one, two = add_in_pairs(total, part, one, two, PARTS)
+            total, one, two, four = add_in_pairs(total, part, one, two, four, PARTS)
         total += before
     tl.store(residual + token * size + column, total.to(residual.dtype.element_ty), mask=inside)
 
@@ -208,10 +209,12 @@ def mixture(
     invariant: bool = False,
     configs: tuple[GroupedConfig, GroupedConfig] | None = None,
     first_expert: int = 0,
+    sum_parts: int = USUAL_PARTS,
 ) -> Tensor:
     """residual += the weighted sum of each token's experts. x and residual [T, hidden], gate_up [E, 2F, hidden],
     down [E, hidden, F]. `invariant`: a token's result does not depend on its step-mates. Where other ranks hold
-    other experts, E are those from `first_expert` on, and the sum is theirs alone."""
+    other experts, E are those from `first_expert` on, and the sum is theirs alone. `sum_parts`: in how many parts
+    an invariant sum is added up at most."""
     tokens, hidden = x.shape
     moe = buffers.moe
     per_token, experts = moe.experts_per_token, moe.experts
@@ -242,7 +245,9 @@ def mixture(
     _product(x, gate_up, buffers.activated, buffers, up_config, tiles, per_token, swiglu=True)
     _product(buffers.activated, down, buffers.results, buffers, down_config, tiles, 1, swiglu=False)
     block = min(1024, triton.next_power_of_2(hidden))
-    parts = parts_of(experts, experts // len(held)) if invariant and experts % len(held) == 0 else 1
+    parts = 1
+    if invariant and experts % len(held) == 0:
+        parts = parts_of(experts, experts // len(held), sum_parts)
     _combine[(tokens, triton.cdiv(hidden, block))](
         buffers.results, buffers.chosen, residual, hidden, len(held) // parts, K=per_token, SPLIT=split,
         PARTS=parts, BLOCK=block, num_warps=4,
