@@ -28,6 +28,8 @@ def parse_slo(text: str, share: float = 0.95) -> Slo:
             raise CumuloError(
                 f"--slo needs units: write {name}={value}ms or {name}={value}s; got {part.strip()!r}"
             )
+        if f"{name.lower()}_s" in bounds:
+            raise CumuloError(f"--slo says {name.lower()} twice; got {text!r}")
         bounds[f"{name.lower()}_s"] = parse_duration_s(value, f"the SLO's {name}")
     if not 0 < share < 1:
         raise CumuloError(f"--slo-share must lie between 0 and 1, got {share:g}; 0.95 is usual")

@@ -34,6 +34,7 @@ class Quantisation:
     group: int | None = None  # columns that share a scale, where the configuration says it
     block: tuple[int, int] | None = None  # rows and columns that share one
     stores_zero_minus_one: bool = False
+    act_order: bool = False  # the file must say of every column which group it belongs to
     symmetric: bool = False  # all zero points are in the middle, whether the file has them or not
     activation_bits: int = 16
     static_activations: bool = False  # their scales are in the file
@@ -119,6 +120,7 @@ def _gptq(table: Mapping[str, Any]) -> Quantisation:
         scheme,
         group,
         stores_zero_minus_one=version == "gptq",
+        act_order=table.get("desc_act") is True and group is not None,
         symmetric=table.get("sym") is True,
     )
 
@@ -230,6 +232,7 @@ def _with_scheme(
         scheme,
         group,
         block,
+        act_order=group is not None and weights.get("actorder") == "group",
         symmetric=weights.get("symmetric") is not False,
         activation_bits=activation_bits,
         static_activations=static_activations,

@@ -77,6 +77,17 @@ def test_a_refusal_says_why_and_when_to_come_back() -> None:
     assert refused and "are promised" in refused[-1] and "try again in" in refused[-1]
 
 
+def test_a_refusal_for_want_of_kv_blocks_says_how_many_are_wanted() -> None:
+    scheduler = _taught()
+    for number in range(40):
+        _ask(scheduler, f"waits {number}", 3000, 100.0, slo=Slo(ttft_s=1500.0))
+    with pytest.raises(
+        Overloaded, match=r"and 25 min are promised: it and 43 that wait need 8,?272 KV blocks"
+    ):
+        for number in range(40, 60):
+            _ask(scheduler, f"waits {number}", 3000, 100.0, slo=Slo(ttft_s=1500.0))
+
+
 def test_with_late_queue_nobody_is_refused_and_more_are_in_time_than_without_promises() -> None:
     run = play(config(late="queue"), traffic(60.0))
     assert all(one.finished for one in run.served)

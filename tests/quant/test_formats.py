@@ -1,5 +1,7 @@
 """Storage formats: written and read again, and read from bits that were laid out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -184,7 +186,9 @@ def test_zero_points_are_where_the_configuration_says_that_there_are_some() -> N
 def test_configurations_of_the_known_writers_are_understood() -> None:
     found = {name: quantisation_from_config({"quantization_config": one}) for name, one in CONFIGS.items()}
     assert found["awq"] == Quantisation("awq", 4, "group", 32)
-    assert found["gptq"] == Quantisation("gptq", 4, "group", 32, stores_zero_minus_one=True, symmetric=True)
+    assert found["gptq"] == Quantisation(
+        "gptq", 4, "group", 32, stores_zero_minus_one=True, act_order=True, symmetric=True
+    )
     assert found["fp8"] == Quantisation("fp8", 8, "block", block=(128, 128), activation_bits=8)
     second = quantisation_from_config(
         {"quantization_config": CONFIGS["gptq"] | {"checkpoint_format": "gptq_v2"}}
@@ -248,5 +252,9 @@ def test_tensors_that_do_not_fit_the_configuration_are_refused_by_name() -> None
     missing = {name: one for name, one in right.items() if not name.endswith("qzeros")}
     with pytest.raises(ModelError, match=r"q_proj\.qzeros is missing"):
         stored_matrices(how, [place], missing)
+    unordered = {name: one for name, one in right.items() if not name.endswith("g_idx")}
+    assert stored_matrices(how, [place], unordered)  # its groups are runs of columns
+    with pytest.raises(ModelError, match=r"q_proj\.g_idx is missing"):
+        stored_matrices(replace(how, act_order=True), [place], unordered)
     with pytest.raises(ModelError, match="groups of 48 do not divide"):
         stored_matrices(Quantisation("gptq", 4, "group", 48), [place], right)

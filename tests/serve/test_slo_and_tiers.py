@@ -55,10 +55,20 @@ def test_a_disk_needs_a_folder_and_a_size(given: str) -> None:
         TierOptions(kv_disk=given).config()
 
 
-@pytest.mark.parametrize("given", ["ttft=500", "ttft=500ms,itl=40", "tpot=5ms"])
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize("name", ["kv_host_gib", "swap_gib"])
+def test_host_memory_has_a_size(name: str, size: float) -> None:
+    from cumulo.cli.shared.tier_options import TierOptions
+    from cumulo.errors import CumuloError
+
+    with pytest.raises(CumuloError, match=f"--{name.replace('_', '-')} must be a size in GiB"):
+        TierOptions(**{name: size}).config()
+
+
+@pytest.mark.parametrize("given", ["ttft=500", "ttft=500ms,itl=40", "tpot=5ms", "ttft=1s,ttft=2s"])
 def test_a_promise_needs_units_and_is_of_ttft_and_itl(given: str) -> None:
     from cumulo.errors import CumuloError
     from cumulo.load.slo import parse_promise
 
-    with pytest.raises(CumuloError, match=r"needs units|can promise ttft and itl"):
+    with pytest.raises(CumuloError, match=r"needs units|can promise ttft and itl|says ttft twice"):
         parse_promise(given)

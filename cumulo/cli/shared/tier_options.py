@@ -30,8 +30,8 @@ class TierOptions:
         from cumulo.errors import CumuloError
 
         for name, value in (("--kv-host-gib", self.kv_host_gib), ("--swap-gib", self.swap_gib)):
-            if not value >= 0:
-                raise CumuloError(f"{name} must be 0 or more, got {value:g}")
+            if not 0 <= value < float("inf"):
+                raise CumuloError(f"{name} must be a size in GiB, 0 or more; got {value:g}")
         folder, gib = "", 0.0
         if self.kv_disk:
             folder, _, size = self.kv_disk.rpartition(":")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
+from cumulo.base.quantities import quantity
 from cumulo.engine.decide.books import Books
 from cumulo.engine.decide.fairness import Tenant
 from cumulo.engine.decide.request import Request, State
@@ -82,8 +83,8 @@ def _first_tokens(
 def refuse(outlook: Outlook, promised_ttft_s: float | None) -> Overloaded:
     late_s = outlook.ttft_s - (promised_ttft_s or 0.0)
     retry_s = min(_LONGEST_RETRY_S, max(1.0, late_s)) if late_s < inf else _LONGEST_RETRY_S
-    expected = f"the first token is expected after {outlook.ttft_s:.3g} s" if outlook.ttft_s < inf else ""
-    promised = f", and {promised_ttft_s:.3g} s are promised" if promised_ttft_s is not None else ""
+    expected = f"the first token is expected after {quantity(outlook.ttft_s, 's')}"
+    promised = f", and {quantity(promised_ttft_s, 's')} are promised" if promised_ttft_s is not None else ""
     return Overloaded(
         f"{expected}{promised}: {outlook.why}; try again in {retry_s:.0f} s, or ask for more time with "
         'slo: {"ttft_ms": ...}',
@@ -103,7 +104,10 @@ def _own_obstacle(books: Books, promises: Promises, request: Request, room: floa
     growing = len(books.running) * promises.output_tokens / 2 / size
     wanted = sum(-(-one.prompt_length // size) for one in (*waiting, request))
     if waiting and wanted + growing > pool.free_count:
-        return f"{pool.used_count} of {pool.blocks} KV blocks are in use"
+        return (
+            f"it and {len(waiting)} that wait need {wanted} KV blocks for their prompts, and {pool.free_count} of "
+            f"{pool.blocks} are free"
+        )
     return ""
 
 

@@ -24,7 +24,7 @@ def stored_tensors(rows: int, columns: int, how: Quantisation) -> list[StoredTen
             StoredTensor(
                 "weight_zero_point", ((-(-rows * bits // 32), groups),), ("I32",), required=not how.symmetric
             ),
-            StoredTensor("weight_g_idx", ((columns,),), ("I32", "I64"), required=False),
+            StoredTensor("weight_g_idx", ((columns,),), ("I32", "I64"), required=how.act_order),
         ]
     scale = "weight_scale_inv" if how.format == "fp8" and how.scheme == "block" else "weight_scale"
     codes = ("I8",) if how.format == "int-quantized" else ("F8_E4M3",)

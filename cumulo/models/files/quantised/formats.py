@@ -95,7 +95,7 @@ def _stored_tensors(rows: int, columns: int, how: Quantisation) -> list[StoredTe
     if how.format == "awq":
         return awq.stored_tensors(rows, columns, how.group)
     if how.format == "gptq":
-        return gptq.stored_tensors(rows, columns, how.bits, how.group)
+        return gptq.stored_tensors(rows, columns, how.bits, how.group, how.act_order)
     return compressed_tensors.stored_tensors(rows, columns, how)
 
 

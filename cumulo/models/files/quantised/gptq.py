@@ -11,13 +11,15 @@ from cumulo.models.files.quantised.matrices import IntegerMatrix
 from cumulo.models.files.quantised.stored import FLOATS, StoredTensor
 
 
-def stored_tensors(rows: int, columns: int, bits: int, group: int | None) -> list[StoredTensor]:
+def stored_tensors(
+    rows: int, columns: int, bits: int, group: int | None, act_order: bool
+) -> list[StoredTensor]:
     groups, per_word = -(-columns // (group or columns)), 32 // bits
     return [
         StoredTensor("qweight", ((columns // per_word, rows),), ("I32",)),
         StoredTensor("qzeros", ((groups, rows // per_word),), ("I32",)),
         StoredTensor("scales", ((groups, rows),), FLOATS),
-        StoredTensor("g_idx", ((columns,),), ("I32", "I64"), required=False),
+        StoredTensor("g_idx", ((columns,),), ("I32", "I64"), required=act_order),
     ]
 
 
