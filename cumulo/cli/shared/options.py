@@ -62,6 +62,11 @@ class EngineOptions:
         None,
         "--batch-invariant",
     )
+    invariant_tp: int | None = option(
+        "With --batch-invariant: give the bits that 1 rank, this many ranks, and powers of two in between have in "
+        "common. Default: 4, or the number of ranks if larger.",
+        None,
+    )
     speculate: str | None = option(
         "Draft tokens and verify several in one step; answers stay the same. ngram: draft from repeated text; "
         "MODEL: with a draft model of the same tokenizer; DIR: with an EAGLE-3 head; mtp: by DeepSeek-V3's layer.",
