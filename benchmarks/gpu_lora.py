@@ -2,10 +2,12 @@
 all sequences, and many.
 
     python benchmarks/gpu_lora.py --json results/gpu_lora.json
+    python benchmarks/gpu_lora.py --targets all --ranks 8,16,64 --rows 1,16,64
     python benchmarks/gpu_lora.py --models qwen2.5-7b,qwen3-4b --targets all  # shapes nothing was chosen for
 """
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
@@ -77,33 +79,51 @@ def random_adapters(bank: AdapterBank) -> None:
         matrix.stack.b.normal_(0, 0.02)
 
 
-def measure(model: str, rank: int, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(model: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every rank in an engine of its own, since memory is reserved for the greatest; the weights are the same."""
     spec = spec_from_config((FILE["models"] | HELD_OUT)[model])
-    config = EngineConfig(
-        max_context=1024, kv_memory_gib=8, max_loras=chosen.adapters, max_lora_rank=rank
-    ).settled("cuda")
-    memory = plan_memory(spec, 0, config, free_memory(config))
-    engine, player = start_engine(random_decoder(spec), config, memory)
-    runner = player.runner
-    assert isinstance(runner, CudaRunner) and runner.model.adapters is not None
-    bank = runner.model.adapters.bank
-    random_adapters(bank)
+    decoder = random_decoder(spec)
+    found = []
+    for rank in map(int, chosen.ranks.split(",")):
+        config = EngineConfig(
+            max_context=1024, kv_memory_gib=8, max_loras=chosen.adapters, max_lora_rank=rank
+        ).settled("cuda")
+        memory = plan_memory(spec, 0, config, free_memory(config))
+        engine, player = start_engine(decoder, config, memory)
+        runner = player.runner
+        assert isinstance(runner, CudaRunner)
+        found += measure_rank(model, rank, engine, runner, chosen)
+        runner.close()
+        del engine, player, runner
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+def measure_rank(
+    model: str, rank: int, engine: Engine, runner: CudaRunner, chosen: argparse.Namespace
+) -> list[dict[str, Any]]:
+    adapters = runner.model.adapters
+    assert adapters is not None
+    random_adapters(adapters.bank)
     for index in range(chosen.adapters):
         engine.scheduler.books.adapters.place(f"a{index}", f"a{index}", rank, f"print {index}", "")
-    print(f"{model}: {player.runs_on}, {bank.nbytes / 2**30:.2f} GiB of adapters", flush=True)
+    runner.warm_up(lambda _: None)
+    print(f"{model}: {adapters.bank.nbytes / 2**30:.2f} GiB of adapters of rank {rank}", flush=True)
     found = []
+    vocabulary = runner.model.spec.vocab_size
     # From few to many: matrices that an adapter has changed once stay in the captured steps.
     for targets, rows in itertools.product(chosen.targets.split(" "), map(int, chosen.rows.split(","))):
-        for name, matrix in bank.matrices.items():
+        for name, matrix in adapters.bank.matrices.items():
             give_ranks(matrix.stack, name, targets, rank)
-        if runner.model.adapters.look_again():
+        if adapters.look_again():
             runner.launches.graphs.forget(lambda shape: shape.adapters)
         counts = tuple(dict.fromkeys((0, 1, min(rows, chosen.adapters))))
         times: dict[int, list[float]] = {count: [] for count in counts}
-        for count in counts:  # compiles and captures
-            step_ms(engine, rows, count, spec.vocab_size)
+        for count in counts:  # captures
+            step_ms(engine, rows, count, vocabulary)
         for _, count in itertools.product(range(chosen.rounds), counts):
-            times[count].append(step_ms(engine, rows, count, spec.vocab_size))
+            times[count].append(step_ms(engine, rows, count, vocabulary))
         ms = {count: statistics.median(times[count]) for count in counts}
         found += [
             {"model": model, "rank": rank, "targets": targets, "rows": rows, "adapters": count,
@@ -115,7 +135,6 @@ def measure(model: str, rank: int, chosen: argparse.Namespace) -> list[dict[str,
             + ", ".join(f"{count}: {ms[count]:.3f} ({ms[count] / ms[0]:.3f})" for count in counts[1:]),
             flush=True,
         )
-    runner.close()
     return found
 
 
@@ -125,17 +144,13 @@ def main() -> None:
     )
     parser.add_argument("--models", default="llama-3.1-8b")
     parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--ranks", default="16")
+    parser.add_argument("--ranks", default="16", help="of the adapters, with commas")
     parser.add_argument("--targets", default="q,v attention all", help="matrices: all, q,v, attention, ffn")
-    parser.add_argument("--rows", default="64", help="sequences of a step")
+    parser.add_argument("--rows", default="64", help="sequences of a step, with commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", default="")
     chosen = parser.parse_args()
-    rows = [
-        row
-        for model, rank in itertools.product(chosen.models.split(","), map(int, chosen.ranks.split(",")))
-        for row in measure(model, rank, chosen)
-    ]
+    rows = [row for model in chosen.models.split(",") for row in measure(model, chosen)]
     print(f"must: {MUST} with 32 adapters of rank 16 and 64 sequences of the 8B shape, all matrices")
     if chosen.json:
         machine = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d")}

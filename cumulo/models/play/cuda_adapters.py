@@ -30,8 +30,7 @@ class CudaAdapters:
     def __init__(self, bank: AdapterBank, max_tokens: int, max_outputs: int) -> None:
         self.bank = bank
         self.stacks = {name: matrix.stack for name, matrix in bank.matrices.items()}
-        widest = max(self.stacks.values(), key=lambda stack: stack.a.shape[1])
-        self.low = low_buffer(widest, max_tokens)
+        self.low = low_buffer(list(self.stacks.values()), max_tokens)
         words = self._words(max_tokens) + self._words(max_outputs)
         self._buffer = torch.zeros(words, dtype=torch.int32, device=bank.device)
         self._changed: set[str] = set()
@@ -39,7 +38,7 @@ class CudaAdapters:
         # What is added to a matrix's outputs, one layer's after the other's: by the matrix's name within a layer.
         self._widths = {_within(name): stack.bounds[-1] for name, stack in self.stacks.items()}
         most = min(_MOST_APART, max(max_tokens, max_outputs))
-        self._deltas = widest.b.new_zeros(most * sum(self._widths.values()))
+        self._deltas = torch.zeros(most * sum(self._widths.values()), dtype=bank.dtype, device=bank.device)
 
     @contextmanager
     def every_matrix(self) -> Iterator[None]:

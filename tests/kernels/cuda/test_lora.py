@@ -1,5 +1,7 @@
 """The grouped low-rank product: many adapters of mixed ranks in one launch, as each row alone."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.tolerance import relative_error
 
 RANK_MAX = 32
-TILES = LoraTiles(block_k=32, splits=2)
+TILES = LoraTiles(block_k=32, columns=64, elements=512, programs=2)  # several of everything
 FUSED = (0, 48, 64, 80)  # query, key and value
 
 
@@ -31,7 +33,7 @@ def stack_of(ranks: list[list[int]], bounds: tuple[int, ...], inputs: int, dtype
 def add_lora(
     x: torch.Tensor, y: torch.Tensor, stack: LowRankStack, groups: AdapterGroups, tiles: LoraTiles
 ) -> torch.Tensor:
-    low = low_buffer(stack, len(groups.rows), tiles)
+    low = low_buffer([stack], len(groups.rows), tiles)
     shrink(x, stack, groups, low, tiles)
     return expand(y.clone(), stack, groups, low, tiles)
 
@@ -67,7 +69,7 @@ def test_rows_get_what_their_adapters_add(name: str, dtype: torch.dtype, device:
     untouched = torch.from_numpy(of_row < 0).to(device)
     assert torch.equal(got[untouched], y[untouched])
     # Kept apart: what is added alone, in the rows that have an adapter.
-    low, apart = low_buffer(stack, len(groups.rows), TILES), torch.full_like(y, 5.0)
+    low, apart = low_buffer([stack], len(groups.rows), TILES), torch.full_like(y, 5.0)
     shrink(x, stack, groups, low, TILES)
     expand(apart, stack, groups, low, TILES, add=False)
     assert bool((apart[untouched] == 5.0).all())
@@ -103,22 +105,43 @@ def test_32_adapters_read_each_weight_once() -> None:
     assert found.bytes == 2 * (32 * 16 * (96 + 64) + 64 * (96 + 2 * 64))
 
 
-def test_the_kernels_compile_for_a_hopper_gpu() -> None:
+def test_the_buffer_between_the_halves_suffices_for_every_matrix() -> None:
+    """A matrix with long rows has more sums, a fused one more ranks."""
+    stacks = [
+        stack_of([[4] * (len(bounds) - 1)], bounds, inputs, torch.float32, torch.device("cpu"))
+        for bounds, inputs in ((FUSED, 64), ((0, 16), 256))
+    ]
+    for tiles in (TILES, LoraTiles(columns=256)):
+        needed = [tiles.splits(stack.a.shape[2]) * stack.a.shape[1] for stack in stacks]
+        assert low_buffer(stacks, 5, tiles).numel() == 5 * max(needed)
+
+
+@pytest.mark.parametrize("rank_max", [16, 64])
+def test_the_kernels_compile_for_a_hopper_gpu(rank_max: int) -> None:
+    """Weights go to shared memory on their way ahead, 16 bytes at a time, and small programs leave room for the
+    base's product beside them."""
+    tiles = LoraTiles()
     tables = dict.fromkeys(("rows", "starts", "slots", "ranks"), "*i32")
-    sizes = {"PARTS": 3, "RANK_MAX": 16, "ROWS": 16, "TILES": 2, "TILE": 16, "SPLITS": 8}
+    sizes = {"PARTS": 2, "RANK_MAX": rank_max, "ROWS": 16, "TILES": 2}
+    block_n = tiles.elements // rank_max
     shrink = Case(
         "cumulo.kernels.cuda.linear.lora:_shrink",
         {"x": "*bf16", "a": "*bf16", "low": "*fp32", **tables,
          **dict.fromkeys(("K", "stride_x", "stride_a", "stride_split", "stride_low"), "i32:16")},
-        {**sizes, "BLOCK_K": 128},
+        {**sizes, "TILE": 16, "BLOCK_K": tiles.block_k, "COLUMNS": tiles.columns, "STAGES": tiles.stages},
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     expand = Case(
         "cumulo.kernels.cuda.linear.lora:_expand",
         {"low": "*fp32", "b": "*bf16", "y": "*bf16", **tables,
          **dict.fromkeys(("stride_y", "stride_b", "stride_output", "stride_split", "stride_low", "first", "second"),
                          "i32:16")},
-        {**sizes, "BLOCK_N": 512, "stride_rank": 1, "ADD": False},
+        {**sizes, "RANKS": rank_max, "BLOCK_N": block_n, "EACH": 2048 // block_n, "SPLITS": 4,
+         "STAGES": tiles.expand_stages, "stride_rank": 1, "ADD": False},
+        num_warps=tiles.expand_warps, num_stages=tiles.expand_stages,
     )  # fmt: skip
     for made in compile_for_sm90([shrink, expand]):
         made.check_fits()
         assert made.count("HMMA") or made.count("HGMMA")
+        assert made.count("LDGSTS") == len(re.findall(r"LDGSTS\.E\S*\.128", made.sass))
+        assert made.shared_bytes <= 64 << 10 and made.registers <= 128

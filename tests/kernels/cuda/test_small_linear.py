@@ -1,5 +1,7 @@
 """small_linear against plain torch, over shapes that do not fit its tiles, and its machine code for Hopper."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -157,3 +159,17 @@ def test_on_hopper_every_weight_load_is_16_bytes() -> None:
     for made in compile_for_sm90(cases):
         made.check_fits()
         assert made.count("LDG") - made.loads(128) <= 4  # what is left: scales and residuals of a few rows
+
+
+@pytest.mark.parametrize("weight", ["*bf16", "*fp8e4nv"])
+def test_weights_are_asked_for_before_it_waits_for_the_kernel_ahead(weight: str) -> None:
+    """... and nothing else is: what other kernels write is read behind the wait."""
+    plain = case(SmallConfig(2, 512, 2), 1, 1024, weight, norm=True, residual=True)
+    early = replace(plain, constants={**plain.constants, "EARLY": True}, options={"launch_pdl": True})
+    plain_made, made = compile_for_sm90([plain, early])
+    assert "ACQBULK" not in plain_made.sass
+    before, wait, behind = made.sass.partition("ACQBULK")
+    assert wait and "STG" not in before and behind.count("STG") == 1
+    # W, two loads or one of 8 bits, the gains of the norm, and the scales; behind it x and the second tile.
+    assert before.count("LDG") == 3
+    assert before.count("LDG") + behind.count("LDG") == plain_made.count("LDG")

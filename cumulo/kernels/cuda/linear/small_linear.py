@@ -4,7 +4,8 @@ It must read the weights once (N·K elements; x and y are nothing beside them) a
 by two orders of magnitude, so plain multiply-adds are enough and every choice is about loads in flight. A program
 owns a few output rows; a row's loads are unrolled, 16 bytes a thread, so that the memory system has them all at
 once. RMSNorm costs no pass of its own: Σ w·(x·g)·r = r·Σ w·(x·g), and r comes out of the same loop. SwiGLU keeps
-a gate row and its up row in one program.
+a gate row and its up row in one program. With `early` the first tile of weights is asked for before the kernel
+ahead has ended (early.py).
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cumulo.kernels.cuda.early import early
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
@@ -24,11 +27,13 @@ MAX_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class SmallConfig:
-    """Output rows and columns of W a program holds at once, and its warps."""
+    """Output rows and columns of W a program holds at once, and its warps. `early`: on a GPU it starts while the
+    kernel before it ends, and loads weights meanwhile."""
 
     rows: int
     block_k: int
     num_warps: int
+    early: bool = False
 
 
 # Tried by `tune`, for more than one row the first four only: the others run out of registers there.
@@ -123,6 +128,15 @@ def _load_weights(pointers, row_mask, k_mask, MASKED_N: tl.constexpr, MASKED_K: 
 
 
 @triton.jit
+def _gains(norm_weight, offsets, K: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        gains = tl.load(norm_weight + offsets, mask=offsets < K, other=0.0).to(tl.float32)
+    else:
+        gains = tl.load(norm_weight + offsets).to(tl.float32)
+    return gains
+
+
+@triton.jit
 def _at_rows(pointer, rows, row_mask, WANTED: tl.constexpr):
     """Numbers that the end of the work needs, asked for at its start: at the end they would be waited for."""
     if WANTED:
@@ -164,7 +178,7 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
                          stride_out, stride_residual, eps, M: tl.constexpr, K: tl.constexpr,
                          ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
                          SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-                         SCALED: tl.constexpr):  # fmt: skip
+                         SCALED: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < OUTPUTS
     columns = tl.arange(0, BLOCK_K)
@@ -184,6 +198,12 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
     up_scale = _at_rows(scales + OUTPUTS, rows, row_mask, SCALED and SWIGLU)
     gate_bias = _at_rows(bias, rows, row_mask, BIAS)
     up_bias = _at_rows(bias + OUTPUTS, rows, row_mask, BIAS and SWIGLU)
+    gains = columns.to(tl.float32)
+    if NORM:
+        gains = _gains(norm_weight, columns, K, BLOCK_K > K)
+    if EARLY:  # so far nothing that the kernels before this one compute was read
+        gdc_launch_dependents()
+        gdc_wait()
     added0 = _at_rows(residual, rows, row_mask, RESIDUAL)
     added1 = _at_rows(residual + stride_residual, rows, row_mask, RESIDUAL and M > 1)
     added2 = _at_rows(residual + 2 * stride_residual, rows, row_mask, RESIDUAL and M > 2)
@@ -201,12 +221,8 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
                 next_u = _load_weights(
                     up_rows + ahead[None, :], row_mask, ahead < K, not EVEN_N, k + 2 * BLOCK_K > K
                 )
-        gains = columns
-        if NORM:
-            if k + BLOCK_K > K:
-                gains = tl.load(norm_weight + offsets, mask=k_mask, other=0.0).to(tl.float32)
-            else:
-                gains = tl.load(norm_weight + offsets).to(tl.float32)
+        if NORM and k > 0:
+            gains = _gains(norm_weight, offsets, K, k + BLOCK_K > K)
         w = w.to(tl.float32)
         acc0, squares0 = _dot_rows(
             x, offsets, k_mask, stride_x, 0, w, gains, squares0, acc0, NORM, k + BLOCK_K > K
@@ -306,6 +322,7 @@ def small_linear(
         BIAS=bias is not None,
         SCALED=scales is not None,
         num_warps=config.num_warps,
+        **early(config.early, x),
     )
     return out
 
