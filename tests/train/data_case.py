@@ -19,6 +19,7 @@ from cumulo.train.model.initialise import initialise
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.optimizer.optimizer import Optimizer
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
+from tests import thorough
 
 DENSE = ModelSpec("llama", 37, 16, 2, 4, 2, 4, 24, 64)
 EXPERTS = ModelSpec("mixtral", 37, 16, 2, 4, 2, 4, 24, 64, moe=MoESpec(6, 2, 12))
@@ -33,7 +34,7 @@ class Case:
         default_factory=lambda: OptimizerConfig(learning_rate=0.01, clip_norm=0.05)
     )
     dtype: torch.dtype = torch.float64
-    steps: int = 4
+    steps: int = field(default_factory=lambda: 4 if thorough.chosen else 3)
     micro_batches: int = 2  # of a rank
     in_halves: bool = False  # weights' gradients after and apart from the input's
     recompute: bool | tuple[str, ...] = False

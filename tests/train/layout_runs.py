@@ -27,7 +27,7 @@ SPECS = {"dense": DENSE, "experts": EXPERTS, "latent": LATENT}
 
 
 def train_config(
-    layout: Layout, rows: int, micro: int = 1, steps: int | None = None, short: int = 5, **changes: Any
+    layout: Layout, rows: int, micro: int = 1, steps: int | None = None, short: int = 3, **changes: Any
 ) -> TrainConfig:
     """Any spec goes with it: the configuration says nothing of the model. `short`: how many steps there are without
     `--thorough`, with which there are 20."""
