@@ -43,7 +43,7 @@ class LoraTiles:
 
     def splits(self, inputs: int) -> int:
         """Programs that share the inputs."""
-        return triton.cdiv(inputs, self.columns)
+        return -(-inputs // self.columns)
 
 
 def work(rows: int, groups: int, stack: LowRankStack, rank: int) -> Work:
