@@ -17,8 +17,6 @@ from cumulo.ranks.collectives import all_gather, all_reduce, barrier, reduce_sca
 from cumulo.ranks.groups import world_group, world_store
 from cumulo.ranks.start import run_ranks
 
-SIZES = (64 << 10, 1 << 20, 64 << 20)
-ALGORITHMS = ("ring", "recursive-doubling", "halving-doubling", "two-shot", "one-shot", "tree")
 _OTHERS = {"all_gather": ("ring", "bruck", "direct"), "reduce_scatter": ("ring", "direct")}  # for a profile
 # Of gloo's speed, what a ring over shared memory must reach.
 _MUST = {64 << 10: 1.0, 64 << 20: 0.8}

@@ -137,7 +137,7 @@ def _batch(rank: int) -> DeviceBatch:
     positions = torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous()
     starts = torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH
     return DeviceBatch(
-        drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, starts, ROWS, LENGTH, ROWS * LENGTH
+        drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, starts, ROWS, ROWS * LENGTH
     )
 
 

@@ -20,7 +20,6 @@ from cumulo.cluster.job_record import JobRecord
 from cumulo.errors import ConfigError, CumuloError
 
 _PATIENCE_S = 60.0
-_STATES = {"PENDING": "queued", "COMPLETED": "done", "CANCELLED": "cancelled", "COMPLETING": "running"}
 _BAD = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 _WHY = {  # Slurm's word for why a job is pending, as a sentence
     "Resources": "waits until enough nodes are free for the whole gang",

@@ -22,7 +22,6 @@ from cumulo.errors import ConfigError
 _MOST_ROUNDS = 16  # of an all-to-all's n − 1, that are played
 _MOST_EXPLICIT = 1024  # ranks whose messages are played one by one
 _TIMES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-ONE_WAY = ("send", "incast")
 
 
 def collective_traffic(

@@ -34,9 +34,7 @@ class IncastRun:
     senders: int
     end_s: float
     paused_share: float  # of the time in which the senders were paused
-    first_half_paused_share: float
     peak_queue_bytes: float
-    mean_queue_bytes: float
     fairness: float  # Jain's index of the bytes that senders delivered: 1 is even
     use: float  # of the port
 
@@ -56,7 +54,7 @@ def play_incast(
     target, alpha = rate.copy(), np.ones(senders)
     left, notified = np.full(senders, size_bytes), np.zeros(senders)
     since, climbs = np.zeros(senders), np.zeros(senders, int)
-    now = queue = peak = area = sent_all = 0.0
+    now = queue = peak = sent_all = 0.0
     pauses: list[bool] = []
     most_steps = int(50 * senders * size_bytes / port_bytes_per_s / step_s) + 1000
     for _ in range(most_steps):
@@ -70,17 +68,14 @@ def play_incast(
         queue += float(sending.sum()) - drained
         sent_all += drained
         now += step_s
-        peak, area = max(peak, queue), area + queue * step_s
+        peak = max(peak, queue)
         if control is not None:
             _control(control, queue, sending, rate, target, alpha, notified, since, climbs, step_s, random)
             np.minimum(rate, port_bytes_per_s, out=rate)
     shares: Floats = size_bytes - left
     fair = float(shares.sum() ** 2 / (senders * (shares**2).sum())) if shares.any() else 1.0
-    half = len(pauses) // 2 or 1
-    return IncastRun(
-        senders, now, sum(pauses) / max(1, len(pauses)), sum(pauses[:half]) / half, peak, area / max(now, 1e-12),
-        fair, sent_all / (port_bytes_per_s * max(now, 1e-12)),
-    )  # fmt: skip
+    use = sent_all / (port_bytes_per_s * max(now, 1e-12))
+    return IncastRun(senders, now, sum(pauses) / max(1, len(pauses)), peak, fair, use)
 
 
 def _control(

@@ -25,8 +25,6 @@ class CheckReport:
     # its weight gradient, which still needs the chunk's inputs.
     peak_live_activations: tuple[int, ...]
     bubble_ratio: float  # idle share of the step with F = I = W = 1 and free communication
-    # The same inside the stage that takes longest from its first to its last action.
-    inner_bubble_ratio: float
 
 
 def check(schedule: PipelineSchedule, sends: Sends = Sends.BUFFERED) -> CheckReport:
@@ -35,15 +33,7 @@ def check(schedule: PipelineSchedule, sends: Sends = Sends.BUFFERED) -> CheckRep
     for stage in range(schedule.stages):
         _check_stage(schedule, stage)
     timeline = simulate(schedule, sends=sends)
-    longest = max(
-        range(schedule.stages), key=lambda stage: timeline.inner_bubble_s[stage] + timeline.busy_s[stage]
-    )
-    inner_s = timeline.inner_bubble_s[longest]
-    return CheckReport(
-        peak_live_activations(schedule),
-        timeline.bubble_ratio,
-        inner_s / (inner_s + timeline.busy_s[longest]),
-    )
+    return CheckReport(peak_live_activations(schedule), timeline.bubble_ratio)
 
 
 def peak_live_activations(schedule: PipelineSchedule) -> tuple[int, ...]:

@@ -23,14 +23,6 @@ from cumulo.plan.network.played import (
 from cumulo.plan.network.profile import NVLS_FROM_GPUS, NetworkConstants, NetworkProfile, Protocol
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
-KINDS: tuple[Kind, ...] = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "send_recv",
-)
 
 
 @dataclass(frozen=True, slots=True)

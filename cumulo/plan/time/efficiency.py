@@ -19,7 +19,6 @@ from cumulo.plan.time.compute_profile_fields import Profile
 from cumulo.spec.device import Device
 
 HIGHEST_SHARE = 0.92  # of its peak, that no product has reached on any device
-DTYPES = ("bfloat16", "float16", "float32", "float8")
 GENERATIONS = ("ampere", "hopper", "blackwell")
 
 

@@ -21,7 +21,6 @@ class DeviceBatch:
     positions: Tensor
     document_starts: Tensor
     documents: int
-    longest_document: int
     loss_tokens: int
 
 
@@ -37,7 +36,6 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         move(batch.positions),
         move(starts),
         len(starts) - 1,
-        int((starts[1:] - starts[:-1]).max()),
         batch.loss_tokens,
     )
 

@@ -57,7 +57,6 @@ class Perftest:
     bound: str = ""  # the sockets or cores that the command names
     relaxed: str = ""  # PCIe relax order
     tail_us: float | None = None  # what 99% of the messages take at most
-    peak_gbps: float | None = None
 
     @property
     def line_rate(self) -> float | None:
@@ -129,7 +128,7 @@ def _test(part: _Part) -> Perftest | None:
     if not part.rows:
         return None
     fields, command = part.fields, part.command
-    gbps = latency_us = tail_us = peak = None
+    gbps = latency_us = tail_us = None
     size, numbers = max(part.rows, key=lambda row: row[0])
     if part.latency:
         size, numbers = part.rows[0]
@@ -138,7 +137,7 @@ def _test(part: _Part) -> Perftest | None:
     else:
         scale = 1.0 if part.unit.lower().startswith("gb") else 8 * 2**20 / 1e9  # perftest's MB are MiB
         ways = 2 if part.two_ways or re.search(r"\s-b\b", command) else 1
-        peak, gbps = numbers[0] * scale / ways, numbers[1] * scale / ways
+        gbps = numbers[1] * scale / ways
     device = re.search(r"\s-d\s*(\S+)", command)
     pairs = re.search(r"\s(?:-q|--qp)[ =]?(\d+)", command)
     mtu = re.match(r"\d+", fields.get("Mtu", ""))
@@ -155,7 +154,6 @@ def _test(part: _Part) -> Perftest | None:
         part.bound,
         fields.get("PCIe relax order", ""),
         tail_us,
-        peak,
     )
 
 

@@ -18,7 +18,6 @@ _STATED = re.compile(
     re.I | re.M,
 )
 _CLOCKS = re.compile(r"\b(?<!max\.)(?:clocks\.(?:current\.)?(?:sm|gr|graphics)|pclk)\b", re.I)
-_SM_CLOCK = re.compile(r"\bSM\s*:\s*(\d+) MHz")
 Row = dict[str, str]
 
 
