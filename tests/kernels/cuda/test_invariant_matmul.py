@@ -5,23 +5,32 @@ import torch
 
 from cumulo.kernels.cuda.linear import invariant_matmul as op
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
-from cumulo.kernels.cuda.linear.invariant_matmul import FEW_ROWS, MANY_ROWS, InvariantConfig, invariant_matmul
+from cumulo.kernels.cuda.linear.invariant_matmul import (
+    FEW_ROWS,
+    MANY_ROWS,
+    InvariantConfig,
+    config_for,
+    invariant_matmul,
+)
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 from tests.thorough import rare
 
 TINY = InvariantConfig(16, 16, 32, 4, 2)
+SWAPPED = InvariantConfig(16, 16, 32, 4, 2, swapped=True)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 64), (17, 20, 100), (40, 7, 72)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "config"), [(torch.float16, TINY), (torch.float32, TINY), (torch.float16, SWAPPED)]
+)
 def test_the_product_is_as_exact_as_torch_for_any_shape(
-    m: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+    m: int, n: int, k: int, dtype: torch.dtype, config: InvariantConfig, device: torch.device
 ) -> None:
     given = inputs(m, n, k, device, dtype)
     out = poisoned(m, n, dtype=dtype, device=device)
-    invariant_matmul(given["x"], given["weight"], out, bias=given["bias"], config=TINY)
+    invariant_matmul(given["x"], given["weight"], out, bias=given["bias"], config=config)
     check_close(out, op.reference, given["x"], given["weight"], given["bias"])
 
 
@@ -134,8 +143,12 @@ def test_small_and_large_tiles_give_the_same_bits_on_the_tensor_cores(k: int) ->
     weight = torch.randn(1000, k, device="cuda", generator=generator, dtype=torch.bfloat16)
     many = invariant_matmul(x, weight, config=MANY_ROWS)
     assert torch.equal(invariant_matmul(x, weight, config=FEW_ROWS), many)
-    for rows in (slice(0, 1), slice(3, 20), slice(500, 700)):
+    for rows in (slice(0, 1), slice(3, 20), slice(40, 80), slice(100, 164), slice(500, 700)):
         assert torch.equal(invariant_matmul(x[rows], weight), many[rows])
+    eight = Fp8Weight.quantised(weight)
+    many = invariant_matmul(x, eight.data, scales=eight.scales, config=MANY_ROWS)
+    for rows in (slice(0, 1), slice(3, 20), slice(100, 164), slice(500, 700)):
+        assert torch.equal(invariant_matmul(x[rows], eight.data, scales=eight.scales), many[rows])
 
 
 @pytest.mark.slow
@@ -161,6 +174,7 @@ def test_on_hopper_all_tiles_fit_and_use_the_wide_matrix_unit() -> None:
                 "BLOCK_N": config.block_n,
                 "BLOCK_K": config.block_k,
                 "GROUP": op.GROUP,
+                "SWAPPED": config.swapped,
             },
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -173,6 +187,10 @@ def test_on_hopper_all_tiles_fit_and_use_the_wide_matrix_unit() -> None:
             case(FEW_ROWS, "*bf16"),
             case(FEW_ROWS, "*bf16", 4),
             case(FEW_ROWS, "*fp8e4nv"),
+            case(config_for(1, 28672, torch.bfloat16), "*bf16"),
+            case(config_for(64, 28672, torch.bfloat16), "*bf16"),
+            case(config_for(16, 1024, torch.bfloat16, 4), "*bf16", 4),
+            case(config_for(64, 28672, torch.bfloat16), "*fp8e4nv"),
         ]
     ):
         made.check_fits()
