@@ -8,6 +8,7 @@ import random
 import ssl
 import sys
 from pathlib import Path
+from typing import Any
 
 # Triton decides when it is first imported whether its interpreter plays the kernels, and any test may import it
 # first. Where there is no GPU the interpreter must.
@@ -17,7 +18,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 import pytest
 from hypothesis import settings
 
-from tests import forked_ranks, forked_workers, thorough
+from tests import forked_ranks, forked_workers, short_reports, thorough
 from tests.cpu_times import CpuTimes
 
 settings.register_profile("cumulo", deadline=None, derandomize=True, max_examples=thorough.examples(100))
@@ -40,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     ssl.create_default_context = functools.cache(ssl.create_default_context)
     if config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(config))
+    if short_reports.are_enough(config):
+        config.pluginmanager.register(short_reports.ShortReports())
     forked_ranks.prepare()
     forked_workers.prepare(config)
     # Every garbage collection would walk over the 600,000 objects of all that is imported, half a second each time.
@@ -77,13 +80,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     names = Path(__file__).with_name("longest.txt").read_text().split()
     rank = {name: number for number, name in enumerate(names)}
     items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
-    if config.getoption("--long"):
-        left_out = [item for item in items if not item.get_closest_marker("long")]
-        items[:] = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=left_out)
-    if not config.getoption("--thorough"):
-        for item in items:
-            if item.get_closest_marker("thorough"):
-                item.add_marker(pytest.mark.skip(reason="one of many like it: run with --thorough"))
-            elif item.get_closest_marker("long") and not config.getoption("--long"):
-                item.add_marker(pytest.mark.skip(reason="takes long: run with --long"))
+    reasons = {id(item): reason for item in items if (reason := _why_not(item, config))}
+    if hasattr(
+        config, "workerinput"
+    ):  # to tell the controller of thousands that are skipped takes CPU seconds
+        items[:] = [item for item in items if id(item) not in reasons]
+        config.workeroutput["left_out"] = len(reasons)
+    for item in items:
+        if reason := reasons.get(id(item)):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_not(item: pytest.Item, config: pytest.Config) -> str:
+    """Why a test is left out; nothing, if it is not."""
+    long = item.get_closest_marker("long") is not None
+    if config.getoption("--long") and not long:
+        return "not one of those that take long: run without --long"
+    if config.getoption("--thorough"):
+        return ""
+    if item.get_closest_marker("thorough"):
+        return "one of many like it: run with --thorough"
+    return "takes long: run with --long" if long and not config.getoption("--long") else ""
+
+
+_left_out: list[int] = []  # by each worker, which all have the same tests
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _left_out.append(getattr(node, "workeroutput", {}).get("left_out", 0))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if any(_left_out):
+        terminalreporter.write_line(f"{max(_left_out):,} left out; --long and --thorough run more")

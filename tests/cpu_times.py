@@ -1,7 +1,9 @@
 """`pytest --cpu-times FILE`: the CPU seconds every test file costs, its servers and ranks included, as JSON.
 
 Seconds of CPU, not of the clock: they are the same on a busy machine. `waited` has the seconds in which neither a
-test nor any of its processes could compute, and `workers` when each of them began and ended its tests.
+test nor any of its processes could compute, and `workers` when each of them began and ended its tests. `machine`
+says how long the cores computed and stood idle until the first test and from then on, whoever used them: where
+nothing else runs, cores that are idle while tests run say that another worker would help.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,25 @@ def _read(path: bytes) -> bytes:
         os.close(file)
 
 
+@dataclass(frozen=True)
+class _Cores:
+    """What the clock and the machine's cores say."""
+
+    clock_s: float
+    computed_s: float
+    idle_s: float
+
+    @classmethod
+    def now(cls) -> _Cores:
+        ticks = [int(word) for word in _read(b"/proc/stat").split(b"\n")[0].split()[1:9]]
+        idle = sum(ticks[3:5])  # waiting for a disk is idle, too
+        per_s = os.sysconf("SC_CLK_TCK")
+        return cls(time.time(), (sum(ticks) - idle) / per_s, idle / per_s)
+
+    def until(self, later: _Cores) -> dict[str, float]:
+        return {name: round(value - getattr(self, name), 1) for name, value in vars(later).items()}
+
+
 class CpuTimes:
     """Adds up what each test cost, with its fixtures; the workers of pytest-xdist hand theirs to the controller."""
 
@@ -68,6 +90,8 @@ class CpuTimes:
         self.tests: dict[str, float] = {}
         self.waited: dict[str, float] = {}
         _epoch()
+        self.began = _Cores.now()
+        self.first_test: _Cores | None = None
         self.workers: dict[str, list[float]] = {}
         self.watch: mmap.mmap | None = None
         self.watcher = 0
@@ -99,6 +123,9 @@ class CpuTimes:
         self.waited[item.nodeid] = round(self._waited_s() - waited_s, 2)
         return result
 
+    def pytest_runtest_logreport(self) -> None:
+        self.first_test = self.first_test or _Cores.now()
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
         output = getattr(node, "workeroutput", {})
@@ -112,7 +139,12 @@ class CpuTimes:
             for kind in ("files", "tests", "waited", "workers"):
                 self.config.workeroutput[f"cpu_{kind}"] = dict(getattr(self, kind))
             return
+        first_test = self.first_test or _Cores.now()
         report = {
+            "machine": {
+                "until the first test": self.began.until(first_test),
+                "tests": first_test.until(_Cores.now()),
+            },
             "total_s": round(sum(self.files.values()), 1),
             "waited_s": round(sum(self.waited.values()), 1),
             "workers": self.workers,

@@ -30,13 +30,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked_ranks, warm
+from tests import forked_ranks, thorough, warm
 from tests.kernels.cuda import compile_sm90
 from tests.spares import end_after
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("transformers.models.llama.modeling_llama",)  # the oracle of many tests, imported when first asked
 DOOR = Path(__file__).with_name("worker_door.py")
+_THOROUGH = "--thorough"  # which modules ask about when they are imported
 
 
 def prepare(config: pytest.Config) -> None:
@@ -51,7 +52,10 @@ def prepare(config: pytest.Config) -> None:
         listener.listen()
         process = subprocess.Popen(
             # The last word is how tests find an engine among a server's children: it is forked from here.
-            [sys.executable, "-m", "tests.forked_workers", str(listener.fileno()), *config.args, "engine_process"],
+            [
+                sys.executable, "-m", "tests.forked_workers", str(listener.fileno()),
+                *([_THOROUGH] if config.getoption(_THOROUGH) else []), *config.args, "engine_process",
+            ],
             cwd=ROOT, pass_fds=[listener.fileno()], stdin=subprocess.PIPE,
         )  # fmt: skip
 
@@ -194,7 +198,9 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with warnings.catch_warnings():  # hypothesis wants no plugin to read constants
         warnings.simplefilter("ignore")
-        _import_all(sys.argv[2:-1])
+        wanted = sys.argv[2:-1]
+        thorough.chosen = _THOROUGH in wanted
+        _import_all([name for name in wanted if name != _THOROUGH])
     code = _fork_when_asked(socket.socket(fileno=int(sys.argv[1])))
     if code is None:
         os._exit(0)
