@@ -137,6 +137,18 @@ class TrainJob:
     def activation_bytes_each(self) -> int:
         return max(2, DTYPE_BYTES[self.dtype])
 
+    # -- what one rank holds of a micro-batch, in bytes ---------------------------------------------------
+    @property
+    def stream_bytes(self) -> int:
+        """The residual stream, as it enters a layer."""
+        return self.tokens_per_rank * self.model.hidden * self.activation_bytes_each
+
+    @property
+    def key_value_bytes(self) -> int:
+        """One layer's keys and values, of all heads: each tensor-parallel rank has an equal share."""
+        numbers = 2 * self.split_model.kv_heads * self.model.head_dim
+        return self.tokens_per_rank * numbers * self.activation_bytes_each
+
     @property
     def expert_ranks(self) -> int:
         """Ranks that experts are spread over, as publishers count them."""

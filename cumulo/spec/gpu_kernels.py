@@ -23,6 +23,13 @@ def obstacle_of(spec: ModelSpec, dtype: str) -> str | None:
     return None
 
 
+def adapter_obstacle_of(spec: ModelSpec) -> str | None:
+    """What keeps the GPU's kernels from adding adapters to a model, or None; then PyTorch's operators play it."""
+    if spec.moe is not None or spec.mla is not None:
+        return "adapters of mixtures and of latent attention are added by PyTorch's operators"
+    return None
+
+
 def _latent_obstacle(mla: MLASpec, bytes_per_number: int) -> str | None:
     rank, rope = mla.kv_rank, mla.rope_head_dim
     if rank & (rank - 1) or rope & (rope - 1) or min(rank, rope) < 16:

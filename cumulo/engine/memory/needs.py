@@ -18,7 +18,7 @@ from cumulo.engine.memory.ledger_gpu import (
 )
 from cumulo.errors import CumuloError
 from cumulo.layout.adapters import padded_rank, served_elements
-from cumulo.spec.gpu_kernels import obstacle_of
+from cumulo.spec.gpu_kernels import adapter_obstacle_of, obstacle_of
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import layer_operations
 
@@ -173,7 +173,7 @@ class Needs:
         spec, config, element = self.spec, self.config, self.element_bytes
         # Parallel samples draw from one row: there may be more draws than tokens.
         draws = most_draws(config.max_running, bool(config.speculate))
-        with_operators = config.max_loras and (spec.moe is not None or spec.mla is not None)
+        with_operators = config.max_loras and adapter_obstacle_of(spec) is not None
         if with_operators or obstacle_of(spec, config.dtype) is not None:
             activations = activation_bytes(spec, tokens, element, context) + _GATHERED_BYTES
             yield row("activations", activations, f"one layer's intermediate results for {tokens:,} tokens")

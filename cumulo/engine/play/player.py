@@ -21,6 +21,7 @@ from cumulo.models.batch import KVCache, RunnableModel
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.play.rank_links import RankLinks
+from cumulo.spec.gpu_kernels import adapter_obstacle_of
 from cumulo.spec.model import ModelSpec
 
 
@@ -133,9 +134,7 @@ def refuse_kernel_options(config: EngineConfig, obstacle: str) -> None:
 
 def adapter_obstacle(config: EngineConfig, spec: ModelSpec) -> str | None:
     """What keeps the GPU's kernels from adding adapters to a model, or None."""
-    if config.max_loras and (spec.moe is not None or spec.mla is not None):
-        return "adapters of mixtures and of latent attention are added by PyTorch's operators"
-    return None
+    return adapter_obstacle_of(spec) if config.max_loras else None
 
 
 def runner_maker(

@@ -40,7 +40,7 @@ def framework_memory(job: TrainJob, parameters: int, updated: int, live: int) ->
         return _PLAIN
     each = job.weight_bytes_each
     beside = each * parameters if job.dtype == "bfloat16" and job.gradient_dtype == "float32" else 0
-    outputs = live * job.tokens_per_rank * job.model.hidden * job.activation_bytes_each
+    outputs = live * job.stream_bytes
     return FrameworkMemory(
         gradients=beside,
         buffers=_BUCKETS * _BUCKET_ELEMENTS * each + 4 * updated + (outputs if job.layout.pp > 1 else 0),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cumulo.layout.serving import ServingLayout, serving_problems
 from cumulo.plan.serve.deployment import Candidate, candidate
 from cumulo.plan.serve.replica import TENSORRT_LLM, Replica
 from cumulo.plan.serve.runnable import obstacle
@@ -82,8 +83,7 @@ def rank_sizes(spec: ModelSpec, node: Node) -> Iterator[tuple[int, int, int]]:
     where NVLink reaches all ranks, tensor parallelism answers sooner."""
     for pp in STAGES if node.device.generation == "cpu" else (1,):
         for tp in TENSOR_SIZES:
-            uneven = spec.heads % tp or (spec.mla is None and spec.kv_heads % tp and tp % spec.kv_heads)
-            if uneven or tp * pp > node.scale_up_gpus or pp > spec.layers:
+            if any(serving_problems(spec, ServingLayout(tp, pp), node.scale_up_gpus)):
                 continue
             yield tp, pp, 1
             if spec.moe is not None and tp > 1 and spec.moe.experts % tp == 0:

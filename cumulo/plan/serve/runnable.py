@@ -2,7 +2,7 @@
 hypothetical."""
 
 from cumulo.plan.serve.replica import CUMULO, Replica
-from cumulo.spec.gpu_kernels import obstacle_of
+from cumulo.spec.gpu_kernels import adapter_obstacle_of, obstacle_of
 
 
 def obstacle(replica: Replica, split: bool = False) -> str:
@@ -27,8 +27,7 @@ def obstacle(replica: Replica, split: bool = False) -> str:
     if spec.vocab_size % replica.tp:
         return f"tp {replica.tp} does not divide the vocabulary of {spec.vocab_size:,} tokens"
     quantised = replica.weights in ("float8", "int4") or replica.kv == "float8"
-    by_operators = replica.max_loras and (spec.moe is not None or spec.mla is not None)
-    if quantised and by_operators:
+    if quantised and replica.max_loras and adapter_obstacle_of(spec) is not None:
         return "adapters of mixtures and of latent attention are not added to quantised formats on a GPU"
     if quantised and (why := obstacle_of(spec, "bfloat16")):
         return f"quantised formats need the GPU's kernels: {why}"

@@ -111,7 +111,7 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces 
 def message_bytes(job: TrainJob) -> float:
     """An activation between two chunks, of one rank. Tensor-parallel ranks each send their part and gather on the
     other side (Narayanan et al. 2021, section 4.1)."""
-    return job.tokens_per_rank * job.model.hidden * job.activation_bytes_each / job.layout.tp
+    return job.stream_bytes / job.layout.tp
 
 
 def chunk_costs(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces) -> tuple[ChunkCost, ...]:
@@ -253,7 +253,6 @@ def _layer(
 
 def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seconds:
     """What a rank waits for others in one layer's forward."""
-    key_value = job.tokens_per_rank * 2 * job.split_model.kv_heads * job.model.head_dim
     return waits_of(
         job.layout.tp,
         job.layout.cp,
@@ -261,8 +260,8 @@ def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seco
         moe and job.whole_experts,
         job.layout.sequence_parallel,
         job.overlap_tensor,
-        float(job.tokens_per_rank * job.model.hidden * job.activation_bytes_each),
-        float(key_value * job.activation_bytes_each),
+        float(job.stream_bytes),
+        float(job.key_value_bytes),
         job.model.moe,
         job.expert_exchange == "once",
         job.overlap_expert,

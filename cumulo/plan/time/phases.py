@@ -96,7 +96,7 @@ def _blocks(
 
 def _layer_calls(job: TrainJob, cluster: Cluster, moe: bool, block: str, backward: bool) -> Iterator[_Call]:
     layout, model, network = job.layout, job.split_model, network_of(cluster)
-    stream = float(job.tokens_per_rank * model.hidden * job.activation_bytes_each)
+    stream = float(job.stream_bytes)
     feed_forward = block == "feed-forward"
     if layout.tp > 1 and not (feed_forward and moe and job.whole_experts):
         group = network.group(layout.tp, 1)
@@ -106,11 +106,10 @@ def _layer_calls(job: TrainJob, cluster: Cluster, moe: bool, block: str, backwar
         else:
             yield _Call("tp", "all_reduce", group, stream)
     if layout.cp > 1 and not feed_forward:
-        each = (
-            job.tokens_per_rank * 2 * model.kv_heads * model.head_dim * job.activation_bytes_each / layout.tp
-        )
         ring = network.group(layout.cp, layout.tp)
-        yield _Call("cp", "send_recv", ring, each, (layout.cp - 1) * (2 if backward else 1))
+        yield _Call(
+            "cp", "send_recv", ring, job.key_value_bytes / layout.tp, (layout.cp - 1) * (2 if backward else 1)
+        )
     if feed_forward and moe and job.expert_ranks > 1 and model.moe is not None:
         stride = 1 if job.whole_experts else layout.tp
         own = stream / (layout.tp if layout.sequence_parallel else 1)

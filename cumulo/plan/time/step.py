@@ -157,18 +157,15 @@ def _recomputed_share(time: TrainStepTime) -> float:
 def _link_bytes(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], ...]:
     """Bytes one rank sends in a step, by axis."""
     model, layout, m = job.split_model, job.layout, job.micro_batches
-    stream = job.tokens_per_rank * model.hidden * job.activation_bytes_each
+    stream = job.stream_bytes
     layers = model.layers / layout.pp
     again = sent_again(job)
     rows: list[tuple[str, float]] = []
-    if (
-        layout.tp > 1
-    ):  # an all-reduce, or a gather and a scatter, moves 2(t−1)/t of the stream; two in each pass
+    # An all-reduce, or a gather and a scatter, moves 2(t−1)/t of the stream; two in each pass.
+    if layout.tp > 1:
         rows.append(("tp", m * layers * (2 + again.tensor) * 2 * stream * 2 * (layout.tp - 1) / layout.tp))
     if layout.cp > 1:
-        key_value = (
-            job.tokens_per_rank * 2 * model.kv_heads * model.head_dim * job.activation_bytes_each / layout.tp
-        )
+        key_value = job.key_value_bytes / layout.tp
         rows.append(("cp", m * layers * (3 + again.context) * (layout.cp - 1) * key_value))
     if layout.ep > 1 and model.moe is not None:
         sent_to = (

@@ -64,7 +64,7 @@ def step_calls(job: TrainJob, node_gpus: int, outermost: Outermost = "pp") -> It
     """What a step communicates, as the cost model counts it."""
     layout, model, m = job.layout, job.split_model, job.micro_batches
     ranks = mesh(job, outermost)
-    stream = float(job.tokens_per_rank * model.hidden * job.activation_bytes_each)
+    stream = float(job.stream_bytes)
     layers = -(-model.layers // layout.pp)
     if layout.tp > 1:
         groups, calls = ranks.reshape(-1, layout.tp), 4 * m * layers  # two blocks, forward and backward
@@ -81,9 +81,7 @@ def step_calls(job: TrainJob, node_gpus: int, outermost: Outermost = "pp") -> It
         yield StepCall("ep", "all_to_all", groups, near, size, 4 * m * layers)
     if layout.cp > 1:
         groups = ranks.transpose(0, 1, 3, 2).reshape(-1, layout.cp)
-        size = (
-            2 * job.tokens_per_rank * model.kv_heads * model.head_dim * job.activation_bytes_each / layout.tp
-        )
+        size = job.key_value_bytes / layout.tp
         near = max(1, min(layout.cp, node_gpus // layout.tp))
         yield StepCall("cp", "all_gather", groups, near, float(size * layout.cp), 3 * m * layers)
     if layout.pp > 1:
