@@ -66,12 +66,19 @@ def test_wide_activations_are_fifty_times_closer_than_eight_bits() -> None:
     groups=st.integers(1, 5),
     tokens=st.integers(1, 45),
     activation_bits=st.sampled_from([8, 16]),
+    minimum=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_a_token_s_result_is_the_same_bits_whatever_else_is_in_the_call(
-    formats: list[tuple[int, int]], rows: int, groups: int, tokens: int, activation_bits: int, seed: int
+    formats: list[tuple[int, int]],
+    rows: int,
+    groups: int,
+    tokens: int,
+    activation_bits: int,
+    minimum: bool,
+    seed: int,
 ) -> None:
-    parts = [random_blocks(rows + i, 32 * groups, *f, seed=seed + i) for i, f in enumerate(formats)]
+    parts = [random_blocks(rows + i, 32 * groups, *f, minimum, seed=seed + i) for i, f in enumerate(formats)]
     packed = PackedWeight.pack(parts, activation_bits)
     x = torch.randn(tokens, 32 * groups, generator=torch.Generator().manual_seed(seed))
     together = packed.matmul(x)
@@ -80,6 +87,19 @@ def test_a_token_s_result_is_the_same_bits_whatever_else_is_in_the_call(
     assert bool(
         ((together - exact_product(x, parts)).abs() <= rounding_bound(x, parts, activation_bits)).all()
     )
+
+
+@pytest.mark.parametrize(("bits", "code"), [(4, 15), (8, -128), (8, 127)])
+def test_the_largest_sums_are_those_of_a_token_alone(bits: int, code: int) -> None:
+    kind = np.uint8 if bits == 4 else np.int8
+    blocks = AffineBlocks(np.full((9, 96), code, kind), np.full((9, 3), 0.37, np.float32), None, bits, 32)
+    packed = PackedWeight.pack(blocks)
+    # Codes of activations at both ends of their range, and those whose lower byte is.
+    x = torch.tensor([1.0, -1.0, 1 - 2**-8, 2**-8 - 1, 0.5 + 2**-9])[:, None].repeat(1, 96)
+    x[:, ::32] = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])[:, None]
+    together = packed.matmul(x)
+    assert torch.equal(together, torch.cat([packed.matmul(row[None]) for row in x]))
+    assert bool(((together - exact_product(x, [blocks])).abs() <= rounding_bound(x, [blocks], 16)).all())
 
 
 def test_the_product_does_not_depend_on_the_number_of_threads() -> None:

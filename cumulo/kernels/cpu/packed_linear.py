@@ -241,8 +241,8 @@ def _pack_part(part: AffineBlocks, library: NativeLibrary) -> tuple[np.ndarray, 
         ordered = table.reshape(panels, lanes, blocks, halves).transpose(0, 2, 3, 1)
         pieces.append(np.ascontiguousarray(ordered).reshape(panels, blocks, -1).view(np.uint8))
     block_bytes = sum(piece.shape[2] for piece in pieces)
-    # Cache-line aligned by hand; numpy promises only 16 bytes.
-    storage = np.empty(panels * blocks * block_bytes + 64, dtype=np.uint8)
+    # Cache-line aligned by hand; numpy promises only 16 bytes. Two blocks behind the last are read, and not used.
+    storage = np.empty(panels * blocks * block_bytes + 64 + 2 * block_bytes, dtype=np.uint8)
     skip = -storage.ctypes.data % 64
     array = storage[skip : skip + panels * blocks * block_bytes].reshape(panels, blocks, block_bytes)
     offset = 0

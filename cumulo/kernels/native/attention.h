@@ -16,7 +16,7 @@
 
 static const int CHUNK = 64;
 static const int MAX_ROWS = 64;   // query rows (tokens x heads of one KV head) computed together
-static const int FEW_ROWS = 8;    // up to here transposing the keys does not pay
+static const int FEW_ROWS = 12;   // up to here transposing the keys does not pay
 static const float MASKED = -1e30f;
 
 struct AttentionInput {

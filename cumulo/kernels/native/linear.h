@@ -11,7 +11,7 @@
 // The float sum of an output runs over the blocks in order, whatever the tile and whether expanded or not: the
 // result for a token does not depend, in any bit, on how many others are in the call.
 #pragma once
-#include "dot.h"
+#include "dot_stream.h"
 #include "quantize.h"
 #include "team.h"
 
@@ -157,9 +157,44 @@ INLINE void put(const LinearOutput& out, int64_t token, int64_t row, int64_t row
     }
 }
 
+#if HAS_STREAM
+static const int64_t STREAM_BYTES = 24576;  // of panels that stay in the first-level cache for more than MAX_STREAM tokens
+
+// The same as multiply_panels, by the assembly loop.
+template <bool FOUR_BITS, int T>
+static void stream_panels(const PackedPart& part, const QuantizedRows& x, int64_t token, int64_t begin, int64_t end,
+                          const LinearOutput& out) {
+    const int8_t* codes = x.codes + token * x.groups * x.code_bytes();
+    const float* notes = x.notes + token * x.groups * NOTES;
+    const int64_t panel_bytes = part.panel_bytes(x.groups), most = 16;
+    int64_t batch = STREAM_BYTES / panel_bytes;
+    batch = batch < 1 ? 1 : batch < most ? batch : most;
+    vf result[most * MAX_STREAM];
+    for (int64_t panel = begin; panel < end; panel += batch) {
+        const int64_t panels = end - panel < batch ? end - panel : batch;
+        auto some = [&](auto count, int first) {
+            constexpr int N = decltype(count)::value;
+            dot_stream<FOUR_BITS, N>({part.data + panel * panel_bytes, panels, x.groups, codes + first * x.code_bytes(),
+                                      notes + SCALE * T + first, notes + SUM * T + first, T * x.code_bytes(),
+                                      T * NOTES * 4, result});
+            for (int64_t i = 0; i < panels; ++i)
+                for (int t = 0; t < N; ++t)
+                    put(out, token + first + t, (panel + i) * LANES, part.rows, result[i * N + t]);
+        };
+        some(std::integral_constant<int, T < MAX_STREAM ? T : MAX_STREAM>(), 0);
+        if constexpr (T > MAX_STREAM) some(std::integral_constant<int, T - MAX_STREAM>(), MAX_STREAM);
+    }
+}
+#endif
+
 template <Format FORMAT, int HALVES, bool WIDE, int SPAN, int T>
 static void multiply_panels(const PackedPart& part, const QuantizedRows& x, int64_t token, int64_t begin,
                             int64_t end, const LinearOutput& out) {
+#if HAS_STREAM
+    if constexpr (WIDE && HALVES == 1 && SPAN == 1 && T >= LEAST_STREAM && (FORMAT == FOUR_HALF || FORMAT == EIGHT))
+        if (FORMAT == FOUR_HALF || (part.half_floats && !part.has_minimum))
+            return stream_panels<FORMAT == FOUR_HALF, T>(part, x, token, begin, end, out);
+#endif
     const int8_t* codes = x.codes + token * x.groups * x.code_bytes();
     const float* notes = x.notes + token * x.groups * NOTES;
     const int64_t panel_bytes = part.panel_bytes(x.groups);
