@@ -174,6 +174,15 @@ class RankProcesses:
         if self._ended:
             raise RanksFailed("\n".join(self.failures(_GRACE_S)))
 
+    def answers(self) -> dict[int, Any]:
+        """What every rank tells next; RanksFailed if one has failed instead."""
+        found: dict[int, Any] = {}
+        while len(found) < len(self._ranks) and not self._ended:
+            self._listen(None, found.setdefault)
+        if self._ended:
+            raise RanksFailed("\n".join(self.failures(_GRACE_S)))
+        return found
+
     def go_on(self) -> None:
         """To every rank that has asked (`ask_starter`). One that is gone by now is told of by the next call."""
         for pipe in self.pipes.values():

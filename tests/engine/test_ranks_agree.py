@@ -26,12 +26,15 @@ from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.errors import ModelError, RanksFailed, StoppedTogether
 from cumulo.kernels.cuda.captured import CapturedGraphs
 from cumulo.layout.serving import ServingLayout, rank_part
+from cumulo.models.files.load import inspect_model
 from cumulo.models.play.rank_links import connect
 from cumulo.ranks import peer_memory
 from cumulo.ranks.rank_group import meeting_point
 from cumulo.ranks.start import run_ranks
 from tests.engine.ranked_models import save_model
 from tests.engine.tiny_cuda_engine import EOS, SPECS, make_decoder, make_engine, use_few_programs
+from tests.engine.tiny_engine import run
+from tests.models.adapter_files import write_adapter
 
 TWO = ServingLayout(pp=2)
 
@@ -114,6 +117,42 @@ def without_room(rank: int, layout: ServingLayout) -> str:
 def test_memory_that_one_rank_cannot_share_is_told_to_all() -> None:
     found = run_ranks(without_room, 3, ServingLayout(pp=3))
     assert len(set(found)) == 1 and found[0].startswith("rank 1: MemoryError: no room for ")
+
+
+def play_without_adapters(rank: int, setup: rank_player.RankSetup) -> None:
+    read, calls = rank_player.read_adapter, list[object]()
+
+    def fail_once(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise OSError("the folder is not on this host")
+        return read(*given)
+
+    rank_player.read_adapter = fail_once
+    rank_player.play_rank(rank, setup)
+
+
+def test_an_adapter_that_one_rank_cannot_read_is_refused_and_the_ranks_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_player, "play_rank", play_without_adapters)
+    model = save_model("dense", tmp_path)
+    folder = write_adapter(tmp_path / "poet", inspect_model(model).spec, strength=1.0)
+    config = EngineConfig(
+        device="cpu", kv_blocks=8, block_size=4, max_context=32, tp=2, max_loras=1, rank_timeout_s=600
+    )
+    assembly = assemble(model, config, True, None)
+    try:
+        engine = assembly.engine
+        engine.add([1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))
+        engine.step()
+        with pytest.raises(ModelError, match=r"\Arank 1: OSError: the folder is not on this host\Z"):
+            engine.adapters.add("poet", engine.adapters.read(folder))
+        engine.adapters.add("poet", engine.adapters.read(folder))  # its slot is free again
+        engine.add([1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True), adapter="poet")
+        assert [len(one.samples[0].token_ids) for one in run(engine).values()] == [9, 9]
+    finally:
+        assembly.player.runner.close()
 
 
 # -- in a step --------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.engine.sampling.sliced import SlicedSampler
-from cumulo.errors import ModelError, RanksFailed
+from cumulo.errors import RanksFailed
 from cumulo.layout.equal_sums import equality_note
 from cumulo.layout.serving import RankPart, rank_part
 from cumulo.models.adapters.bank import AdapterBank
@@ -206,7 +206,7 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     while (message := plans.receive()) is not None:
         told = unpack_message(message)
         if isinstance(told, AdapterOrder):
-            _load_adapter(setup, runner, told)
+            tell_starter(_load_adapter(setup, runner, told))
             continue
         step = runner.submit(told)
         running.append(step)
@@ -226,12 +226,17 @@ def _admit_others(setup: RankSetup, ranks: RankProcesses) -> None:
         door.close()
 
 
-def _load_adapter(setup: RankSetup, runner: DeviceRunner, order: AdapterOrder) -> None:
-    weights = read_adapter(order.folder, setup.spec, setup.config.max_lora_rank)
-    if weights.fingerprint != order.fingerprint:
-        raise ModelError(f"the adapter in {order.folder} was changed while the ranks read it")
+def _load_adapter(setup: RankSetup, runner: DeviceRunner, order: AdapterOrder) -> str:
+    """Why it cannot be served; empty: it can. The slot is nobody's until all ranks have said so."""
     assert isinstance(runner, TorchRunner)
-    runner.load_adapter(order.slot, weights)
+    try:
+        weights = read_adapter(order.folder, setup.spec, setup.config.max_lora_rank)
+        if weights.fingerprint != order.fingerprint:
+            return f"the adapter in {order.folder} was changed while the ranks read it"
+        runner.load_adapter(order.slot, weights)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _make_runner(

@@ -14,7 +14,7 @@ from cumulo.engine.play.packed_plan import AdapterOrder, pack_order, pack_plan
 from cumulo.engine.play.player import DeviceRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_wire import RankCaches
-from cumulo.errors import RanksFailed, StoppedTogether
+from cumulo.errors import ModelError, RanksFailed, StoppedTogether
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.ranks.plan_ring import PlanWriter, RingFile
 from cumulo.ranks.rank_meter import PID, READ, STEPS, WAITS, RankMeter, RankState, rank_states
@@ -62,14 +62,17 @@ class RankedRunner:
         """Ranks rehearse a shape together when it first comes."""
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """On all ranks: each has read it before it plays a plan that comes after."""
+        """On all ranks: each has read it before it plays a plan that comes after. If one cannot, none serves it."""
         if self._failed is not None:
             raise self._failed
         order = AdapterOrder(slot, str(weights.folder.absolute()), weights.fingerprint)
         try:
             self._plans.send(pack_order(order))
+            problems = {rank: problem for rank, problem in self.ranks.answers().items() if problem}
         except RanksFailed as error:
             raise self.failure(error) from error
+        if problems:
+            raise ModelError("\n".join(f"rank {rank}: {problems[rank]}" for rank in sorted(problems)))
         assert isinstance(self.runner, TorchRunner)
         self.runner.load_adapter(slot, weights)
 
