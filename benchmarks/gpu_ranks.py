@@ -75,21 +75,23 @@ def slice_of(spec: ModelSpec, part: RankPart) -> Decoder:
     return decoder
 
 
-def engine_of(spec: ModelSpec, rank: int, layout: ServingLayout, invariant: bool, step: int) -> Engine:
+def engine_of(
+    spec: ModelSpec, rank: int, layout: ServingLayout, invariant: bool, step: int, weights: str = "auto"
+) -> Engine:
     """Every rank has one: all draw the same tokens, so all plan alike. `step`: its most tokens."""
     part = rank_part(spec, layout, rank)
     decoder = slice_of(spec, part)
     decoder.rotary.serve(CONTEXT)
     blocks = SLOTS * CONTEXT // 64
     if layout.world == 1:
-        model = CudaDecoder(decoder, step, SLOTS, batch_invariant=invariant)
+        model = CudaDecoder(decoder, step, SLOTS, weights=weights, batch_invariant=invariant)
         cache = KVCache(decoder.spec, blocks, 64, torch.bfloat16, DEVICE)
         runner = CudaRunner(model, cache, max_slots=SLOTS, max_context=CONTEXT)
     else:
         store, links = _meet(part)
         config = EngineConfig(
             device="cuda", dtype="bfloat16", block_size=64, max_running=SLOTS, max_tokens_per_step=step,
-            batch_invariant=invariant, cuda_graphs=True, tp=layout.tp, dp=layout.dp, ep=layout.ep,
+            batch_invariant=invariant, cuda_graphs=True, tp=layout.tp, dp=layout.dp, ep=layout.ep, weights=weights,
         )  # fmt: skip
         memory: Any = SimpleNamespace(kv_blocks=blocks * layout.dp, max_context=CONTEXT, all_host_blocks=0)
         runner = make_cuda_runner(
@@ -155,6 +157,7 @@ class Case:
     tokens: int
     step: int
     brief: bool
+    weights: str = "auto"
 
 
 def play(rank: int, case: Case) -> dict[str, Any]:
@@ -166,7 +169,7 @@ def play(rank: int, case: Case) -> dict[str, Any]:
             print(f"  {case.model}, {case.layout}: {what} after {time.perf_counter() - began_s:.1f} s",
                   file=sys.stderr, flush=True)  # fmt: skip
 
-    engine = engine_of(spec, rank, case.layout, case.invariant, case.step)
+    engine = engine_of(spec, rank, case.layout, case.invariant, case.step, case.weights)
     told("loaded")
     prompts = prompts_of(spec.vocab_size, case.prompts)
 
@@ -239,7 +242,8 @@ def compared(case: Case, one: dict[str, Any], several: list[dict[str, Any]]) -> 
     share, diverged = agreement(first["greedy"], one["greedy"])
     row: dict[str, Any] = {
         "model": f"{case.model} ({MODELS[case.model] or 'all'} layers)", "ranks": str(case.layout),
-        "batch_invariant": case.invariant, "tokens a step": case.step, "prompts": case.prompts,
+        "batch_invariant": case.invariant, "weights": case.weights, "tokens a step": case.step,
+        "prompts": case.prompts,
         "greedy agreement %": round(share, 2), "answers that diverge": diverged,
         "whole answers alike %": round(100 - 100 * diverged / case.prompts, 2),
         "ranks agree": all(other.get(k) == first.get(k) for other in several for k in ("greedy", "sampled", "cut")),
@@ -272,6 +276,7 @@ def main() -> None:
     for name in ("tp", "pp", "dp", "ep"):
         parser.add_argument(f"--{name}", type=int, default=1, help="ranks; none of shapes: tp 2, and ep 2")
     parser.add_argument("--kinds", default="plain,invariant")
+    parser.add_argument("--weights", default="auto", choices=("auto", "fp8", "int4"), help="of shapes")
     parser.add_argument("--brief", action="store_true", help="of shapes: no draws, no times")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds that ranks of a shape may take")
     parser.add_argument("--kill", action="store_true", help="and kill a rank in mid-answer")
@@ -294,7 +299,8 @@ def main() -> None:
             layout = ServingLayout(chosen.tp, dp=chosen.dp, ep=chosen.ep)
             if layout.world == 1:
                 layout = ServingLayout(tp=2, ep=1 if model_spec(name).moe is None else 2)
-            case = Case(name, layout, invariant, chosen.prompts, chosen.tokens, chosen.step, chosen.brief)
+            sizes = (chosen.prompts, chosen.tokens, chosen.step)
+            case = Case(name, layout, invariant, *sizes, chosen.brief, chosen.weights)
             (one,) = run_ranks(play, 1, replace(case, layout=ServingLayout()), timeout_s=chosen.limit)
             several = run_ranks(play, layout.world, case, timeout_s=chosen.limit)
             rows.append(compared(case, one, several))
