@@ -47,6 +47,7 @@ chat: $(VENV)/.ready
 # tiny, and the workers already fill the cores. The compiled kernels' cache lies in the virtual environment: tests
 # touch nothing outside the checkout. Compiled Python files are kept: the tests start many processes. One worker more
 # than cores: while a worker waits for a server, a browser or a clock, another one computes.
+# `make test WORKERS=4 ARGS='--cpu-times FILE'` says in FILE how long the cores were idle.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)
 test: $(VENV)/.ready-test
 	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
@@ -130,9 +131,12 @@ $(VENV)/.ray: $(VENV)/.ready
 	@$(PIP_INSTALL) 'ray[default,serve]>=2.50' || echo 'Ray cannot be installed here: its tests are skipped' 1>&2
 	@touch $@
 
+# Meanwhile the CPU's kernels are compiled, which the first tests would wait for else.
 $(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.clients $(VENV)/.ray
 	$(SAY) 'installing what the tests need'
-	@$(PIP_INSTALL) -e '.[serve,console,test]'
+	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache $(BIN)/python -c \
+	  'from cumulo.kernels.cpu.build import build; build(announce=False)' </dev/null >/dev/null 2>&1 & \
+	$(PIP_INSTALL) -e '.[serve,console,test]'; installed=$$?; wait; exit $$installed
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready
