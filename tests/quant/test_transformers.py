@@ -1,7 +1,7 @@
 """Our folders in transformers, and folders that compressed-tensors wrote in ours: the same logits.
 
-transformers reads compressed-tensors folders with the package of that name. Its AWQ and GPTQ need kernels that are
-built for GPUs; those formats are checked bit by bit in test_formats.py.
+transformers reads compressed-tensors folders with the package of that name, and fp8 folders by itself. Its AWQ and
+GPTQ need kernels that are built for GPUs; those formats are checked bit by bit in test_formats.py.
 """
 
 from importlib.util import find_spec
@@ -61,3 +61,20 @@ def test_transformers_computes_the_same_logits(recipe: Recipe, source: Path, tmp
     # 8-bit activations have a scale per 32 columns here and one per token there.
     assert float((logits(folder, keep_quantised=False) - theirs).abs().max()) < 1e-2
     assert ours < float((with_rounded_activations - theirs).abs().max())
+
+
+@torch.no_grad()
+def test_transformers_reads_an_fp8_folder_whose_last_layer_stayed_as_it_was(
+    source: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    recipe = Recipe("fp8", scheme="block", format="fp8", layers=1)
+    folder = quantise(source, tmp_path / "out", recipe).folder
+    model, told = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=FineGrainedFP8Config(dequantize=True), output_loading_info=True
+    )
+    assert not any(told.values())
+    theirs = model.float()(torch.tensor([list(TEXT[:24].encode())])).logits[0]
+    # It expands the weights to the folder's 16-bit type.
+    assert float((logits(folder) - theirs).abs().max()) < 0.03
