@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cumulo.serve.engine_link.messages import Ready
     from cumulo.serve.options import ServeOptions
 
-_OF_A_RANK = ("model", "rank_of", "fleet_key_file", "threads")  # its engine says all else
+_OF_A_RANK = ("model", "rank_of", "rank_count", "fleet_key_file", "threads")  # its engine says all else
 EXAMPLE = (
     "Example: [bold]cumulo serve --port 8000[/bold], then point any OpenAI client at http://127.0.0.1:8000/v1"
 )
@@ -136,9 +136,9 @@ def _announce(
 
 
 def _be_rank(chosen: ServeCommandOptions) -> None:
-    """This process is a rank of an engine on another host, until it is interrupted."""
+    """This host has ranks of an engine on another one, until it is interrupted."""
     from cumulo.cli.shared.terminal import note
-    from cumulo.engine.play.rank_join import serve_rank
+    from cumulo.engine.play.rank_join import serve_ranks
     from cumulo.errors import CumuloError
     from cumulo.serve.fleet.key import fleet_key
 
@@ -146,14 +146,14 @@ def _be_rank(chosen: ServeCommandOptions) -> None:
     if others:
         raise CumuloError(
             f"a rank takes {', '.join(others)} from its engine: give {'it' if len(others) == 1 else 'them'} to "
-            f"the server that waits at {chosen.rank_of}; with --rank-of only MODEL, --fleet-key-file and "
-            "--threads apply"
+            f"the server that waits at {chosen.rank_of}; with --rank-of only MODEL, --rank-count, "
+            "--fleet-key-file and --threads apply"
         )
     key = fleet_key(chosen.fleet_key_file)
     if key is None:
         raise CumuloError("--rank-of needs the engine's key: add --fleet-key-file FILE")
     note(f"joining the engine at {chosen.rank_of}")
-    serve_rank(chosen.rank_of, key, chosen.model, chosen.engine.threads)
+    serve_ranks(chosen.rank_of, key, chosen.model, chosen.engine.threads, chosen.rank_count)
 
 
 def _role(chosen: ServeCommandOptions, key: str | None) -> dict[str, Any]:

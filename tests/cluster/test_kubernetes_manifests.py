@@ -15,6 +15,7 @@ from cumulo.cluster.drivers.kubernetes.manifests import assumed, job_manifests
 from cumulo.cluster.drivers.kubernetes.schemas import SchemaBook, book_with
 from cumulo.cluster.drivers.kubernetes.writing import FORMATS, Files, write_manifests
 from cumulo.cluster.job_file import JobFile, job_from, plain_job, read_job
+from cumulo.cluster.served_shape import served_shape
 from cumulo.errors import ConfigError
 from cumulo.serve.observe.metrics import Metrics
 from tests.cli.conftest import ROOT
@@ -154,10 +155,70 @@ def test_a_replica_over_several_nodes_is_a_gang_with_a_leader(jobs: dict[str, Jo
     assert group["size"] == gang["spec"]["minMember"] == 2
     leader, worker = (group[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate"))
     assert "--remote-ranks 8" in " ".join(leader["command"])
-    assert worker["command"][-2:] == ["--rank-of", "$(LWS_LEADER_ADDRESS):9100"]
-    assert worker["command"][:-2] == leader["command"][:3]  # its engine tells it all else but the model
+    # A rank for each GPU of the pod; its engine tells it all else but the model.
+    assert (
+        worker["resources"]["limits"]["nvidia.com/gpu"]
+        == leader["resources"]["limits"]["nvidia.com/gpu"]
+        == 8
+    )
+    joins = ["--rank-of", "$(LWS_LEADER_ADDRESS):9100", "--rank-count", "8"]
+    assert worker["command"] == leader["command"][:3] + joins
+    keys = [[one for one in pod["env"] if one["name"] == "CUMULO_FLEET_KEY"] for pod in (leader, worker)]
+    assert keys[0] == keys[1] != []  # without the engine's key no rank is let in
     assert {one["name"]: one.get("value") for one in worker["env"]}["NCCL_IB_DISABLE"] == "0"
     assert worker["resources"]["limits"]["rdma/hca"] == 1
+
+
+def test_all_ranks_of_a_replica_start_and_each_has_its_device(jobs: dict[str, JobFile]) -> None:
+    """What the commands start, against what the pods ask for: the server's own ranks and those that join."""
+    seen = set()
+    cores = SERVE["serve"] | {"options": ["--tp", "2", "--pp", "2"]}
+    cpu = {"serve": cores, "devices": [{"count": 8, "kind": "cpu", "per_node": 2}]}
+    experts = SERVE["serve"] | {"options": ["--dp=4", "--ep", "4"]}
+    more = {
+        "cpu": kubernetes(SERVE | cpu, scheduler="none"),
+        "experts": kubernetes(SERVE | {"serve": experts}, scheduler="none"),
+    }
+    for job in (*jobs.values(), *more.values()):
+        for body in job_manifests(job):
+            if job.serve is None or body["kind"] not in ("Deployment", "StatefulSet", "LeaderWorkerSet"):
+                continue
+            if body["metadata"]["name"].endswith("-scaler"):
+                continue
+            here = 0
+            pods = body["spec"]
+            templates = [(1, pods.get("template"))]
+            if body["kind"] == "LeaderWorkerSet":
+                group = pods["leaderWorkerTemplate"]
+                templates = [(1, group["leaderTemplate"]), (group["size"] - 1, group["workerTemplate"])]
+            devices, joining, awaited = 0, 0, 0
+            for count, template in templates:
+                (one,) = template["spec"]["containers"]
+                limits = one["resources"]["limits"]
+                here = int(limits.get("nvidia.com/gpu") or limits["cpu"])
+                words = one["command"]
+                devices += count * here
+                if "--rank-of" in words:
+                    joining += count * int(words[words.index("--rank-count") + 1])
+                    assert int(words[words.index("--rank-count") + 1]) == here
+                if "--remote-ranks" in words:
+                    awaited = int(words[words.index("--remote-ranks") + 1])
+            assert devices == served_shape(job).ranks and joining == awaited
+            seen.add((body["kind"], joining))
+    assert seen >= {("LeaderWorkerSet", 8), ("LeaderWorkerSet", 2), ("Deployment", 0), ("StatefulSet", 0)}
+
+
+def test_a_gang_that_volcano_may_start_with_fewer_pods_does_not_wait_for_the_others() -> None:
+    whole, part = (
+        job_manifests(kubernetes(TRAIN | elastic, scheduler="volcano"))[-1]["spec"]
+        for elastic in ({}, {"elastic": {"min": 16, "max": 32}})
+    )
+    command = whole["tasks"][0]["template"]["spec"]["containers"][0]["command"]
+    assert (
+        whole["minAvailable"] == 4 and "--nnodes=4" in command and "--node-rank=$(VC_TASK_INDEX)" in command
+    )
+    command = part["tasks"][0]["template"]["spec"]["containers"][0]["command"]
+    assert part["minAvailable"] == 2 and "--nnodes=2:4" in command and "--rdzv-backend=c10d" in command
 
 
 def test_prefill_and_decode_scale_apart(jobs: dict[str, JobFile]) -> None:

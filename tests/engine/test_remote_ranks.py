@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -35,10 +36,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TextIO]]:
-    """An address, and what a process says that wants to be a rank of whatever engine waits there."""
-    address, key = f"127.0.0.1:{reserved_port()}", tmp_path_factory.mktemp("key") / "fleet.key"
+    with _joining(tmp_path_factory.mktemp("key"), 1) as one:
+        yield one
+
+
+@contextmanager
+def _joining(folder: Path, count: int) -> Iterator[tuple[str, TextIO]]:
+    """An address, and what a process says that wants to have ranks of whatever engine waits there."""
+    address, key = f"127.0.0.1:{reserved_port()}", folder / "fleet.key"
     key.write_text(KEY)
     words = ["serve", "--rank-of", address, "--fleet-key-file", str(key), "--threads", "1"]
+    words += ["--rank-count", str(count)] if count > 1 else []
     reading, writing = os.pipe()
     with os.fdopen(reading) as said:
         with os.fdopen(writing, "w") as saying:
@@ -76,6 +84,15 @@ def test_ranks_over_tcp_say_what_one_says_and_join_the_next_engine(
         with started(model, **options) as again:
             assert _rank_said(said) == f"rank 1 of the engine at {address}\n"
             compare(one.engine, again.engine, rounds=1, seed=6, count=4)
+
+
+def test_one_command_starts_all_ranks_of_its_host(model: Path, tmp_path: Path) -> None:
+    with _joining(tmp_path, 2) as (address, said):
+        options = {"pp": 3, "remote_ranks": 2, "rank_address": address, "transfer_key": KEY}
+        with started(model) as one, started(model, **options) as several:
+            joined = {_rank_said(said), _rank_said(said)}
+            assert joined == {f"rank {number} of the engine at {address}\n" for number in (1, 2)}
+            compare(one.engine, several.engine, rounds=1, seed=7, count=3)
 
 
 def test_a_rank_with_another_key_is_refused_and_says_so() -> None:

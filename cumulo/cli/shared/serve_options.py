@@ -141,6 +141,9 @@ class ServeCommandOptions:
         metavar="HOST:PORT",
         panel=REPLICAS,
     )
+    rank_count: int = option(
+        "With --rank-of: number of ranks on this host, one process each.", 1, panel=REPLICAS, min=1
+    )
     transfer_stall_s: float = option(
         "Seconds after which a KV transfer, or a prefill engine, that stands still is given up.",
         10.0,

@@ -8,6 +8,7 @@ import yaml
 
 from cumulo.cluster.job_file import JobFile, check_names
 from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_settings import ServeWork
 from cumulo.errors import ConfigError
 from cumulo.train.decide.config import load_config
 from cumulo.train.decide.elastic import fitted
@@ -36,6 +37,13 @@ def work_command(record: JobRecord) -> list[str]:
     plan = ["--plan", serve.plan] if serve.plan is not None else []
     replicas = ["--replicas", str(serve.replicas)] if serve.replicas > 1 else []
     return [*python, "serve", *model, *plan, *replicas, "--port", str(serve.port), *serve.options]
+
+
+def server_arguments(work: ServeWork) -> list[str]:
+    """Of `cumulo serve`, where the cluster starts each replica. A plan's own number of replicas is the cluster's to
+    start."""
+    plan = ["--plan", work.plan, "--replicas", "1"] if work.plan else []
+    return [*([work.model] if work.model else []), *plan, *work.options]
 
 
 def ranks_command(record: JobRecord, ranks: int) -> list[str]:

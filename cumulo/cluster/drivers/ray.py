@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cumulo.cluster.drivers.command import output_file, run_folder, work_command
+from cumulo.cluster.drivers.command import output_file, run_folder, server_arguments, work_command
 from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.drivers.ray_replica import replica_actor
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_record import JobRecord
 from cumulo.errors import ConfigError, CumuloError
@@ -39,6 +40,8 @@ class RayDriver:
     def submit(self, record: JobRecord) -> Facts:
         if len(record.job.devices) > 1:
             raise ConfigError(f"{record.job.name} asks for several kinds of devices: launch it --on slurm")
+        if record.job.serve is not None:
+            replica_actor(record.job)  # what one node cannot hold is refused here
         ray = connected(record)
         from cumulo.cluster.drivers.ray_job import ON_HEAD
 
@@ -89,15 +92,14 @@ class RayDriver:
 
 
 def _service_plan(record: JobRecord) -> dict[str, Any]:
-    from cumulo.cluster.drivers.ray_job import ON_HEAD, actor_resources
-    from cumulo.cluster.drivers.ray_service import server_arguments
+    from cumulo.cluster.drivers.ray_job import ON_HEAD
 
     serve = record.job.serve
     assert serve is not None
-    group = record.job.devices[0]
+    actor, per_node = replica_actor(record.job)
     engines = {
         "application": f"{record.job_id}-engines", "deployment": "EngineReplica", "num_replicas": serve.replicas,
-        "ray_actor_options": actor_resources(group), "max_replicas_per_node": group.per_node,
+        "ray_actor_options": actor, "max_replicas_per_node": per_node,
         "each_replica_runs": ["cumulo", "serve", *server_arguments(serve), "--port", "0"],
     }  # fmt: skip
     route = {

@@ -22,8 +22,9 @@ from cumulo.cluster.decide.autoscale.limits import ScalingLimits
 from cumulo.cluster.decide.autoscale.rule import ForecastRule
 from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen
 from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.drivers.command import server_arguments
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
-from cumulo.cluster.drivers.ray_job import actor_resources
+from cumulo.cluster.drivers.ray_replica import replica_actor
 from cumulo.cluster.drivers.ray_serve import engine_application, front_application
 from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_settings import ServeWork
@@ -88,18 +89,16 @@ class ServiceKeeper:
         await asyncio.to_thread(serve.start, http_options=options)
         # A keeper that was started again finds what it had deployed: to run it anew would replace every replica.
         known = (await asyncio.to_thread(serve.status)).applications
-        work, group = self.work, self.record.job.devices[0]
         if self._front not in known:
             front = front_application(self._key, "prefix-aware")
             await asyncio.to_thread(serve.run, front, name=self._front, route_prefix="/")
         if self._engines not in known:
             engines = engine_application(
-                server_arguments(work),
+                server_arguments(self.work),
                 self._key,
                 self._front,
                 self.replicas,
-                actor_resources(group),
-                group.per_node,
+                *replica_actor(self.record.job),
             )
             target = serve.RunTarget(
                 engines, name=self._engines, route_prefix=None, external_scaler_enabled=True
@@ -148,12 +147,6 @@ class ServiceKeeper:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-
-
-def server_arguments(work: ServeWork) -> list[str]:
-    """Of `cumulo serve`, in every replica. A plan's own number of replicas is Ray's to start."""
-    plan = ["--plan", work.plan, "--replicas", "1"] if work.plan else []
-    return [*([work.model] if work.model else []), *plan, *work.options]
 
 
 def _kept_key(path: Path) -> str:

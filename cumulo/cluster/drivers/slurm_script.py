@@ -9,19 +9,28 @@ import shlex
 import sys
 from collections.abc import Iterator
 
-from cumulo.cluster.drivers.command import output_file, work_command
+from cumulo.cluster.drivers.command import output_file, server_arguments, work_command
 from cumulo.cluster.drivers.served import SERVICE
 from cumulo.cluster.job_amounts import seconds
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_settings import DeviceGroup
+from cumulo.cluster.served_shape import served_shape, server_tasks
+from cumulo.errors import ConfigError
 
 COMMENT = "cumulo:"  # with the submission key: how a job is found again
 
 # Rank 0 is on the first node, where this script runs: a port that is free here is one where the ranks can meet.
 _FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+# Tasks of each node as Slurm writes them, 2(x3),1: without --ntasks-per-node a node has as many as fit.
 _RANK = """export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
-export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-1} MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR
+tasks=()
+for part in ${SLURM_STEP_TASKS_PER_NODE//,/ }; do
+  times=1; [[ $part == *x* ]] && times=${part##*x} && times=${times%)}
+  for ((number = 0; number < times; number++)); do tasks+=("${part%%(*}"); done
+done
+export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-${tasks[$SLURM_NODEID]:-1}}
+export MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 exec "$@\""""
 
@@ -56,28 +65,38 @@ exec {python} -m cumulo.cluster.drivers.slurm_end {folder} $?
 """
 
 
-# Each task is a server; the gateway on the first node is the address of the service.
-_SERVER = """exec "$@" --host 0.0.0.0 --port $((CUMULO_PORT + 1 + SLURM_PROCID))"""
-_ADDRESSES = r"""scontrol show node "$SLURM_JOB_NODELIST" -o | sed -E 's/.* NodeAddr=([^ ]+).*/\1/'"""
+# Each task is a server, which sees its own GPUs of those that the job has on the node; the gateway on the first
+# node is the address of the service.
+_SERVER = """IFS=, read -ra gpus <<< "$CUDA_VISIBLE_DEVICES"
+if [ ${{#gpus[@]}} -gt {each} ]; then
+  mine=("${{gpus[@]:$((SLURM_LOCALID * {each})):{each}}}")
+  export CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${{mine[*]}}")
+fi
+exec "$@" --host 0.0.0.0 --port $((CUMULO_PORT + 1 + SLURM_PROCID))"""
+# Where each server will be: a step with the same tasks says it, one line for each, in their order.
+_PLACES = 'echo "$SLURM_PROCID $SLURMD_NODENAME"'
+_ADDRESS = r"""scontrol show node "$node" -o | sed -E 's/.* NodeAddr=([^ ]+).*/\1/'"""
 
 
 def _service(record: JobRecord, python: str, het: str) -> str:
     """The fleet's key is made by the job and known to its own processes only."""
     serve = record.job.serve
     assert serve is not None
-    command = work_command(record)
-    del command[command.index("--port") : command.index("--port") + 2]
-    each = record.job.devices[0].per_node or 1
+    job, several = record.job, len(record.job.devices) > 1
+    if job.elastic is not None:
+        raise ConfigError(f"{job.name}: a service --on slurm has a fixed number of servers; remove elastic")
+    whole = served_shape(job).prefill  # a plan of several roles is one server
+    arguments = ["--plan", str(serve.plan), *serve.options] if whole else server_arguments(serve)
+    command = [sys.executable, "-m", "cumulo", "serve", *arguments]
+    server = _SERVER.format(each=1 if several else server_tasks(job).devices)
     return f"""export CUMULO_PORT={serve.port or 8000}
 export CUMULO_FLEET_KEY=$({python} -c "import secrets; print(secrets.token_hex(32))")
-number=0 urls=() places=()
-for address in $({_ADDRESSES}); do
-  for _ in $(seq {each}); do
-    number=$((number + 1)) port=$((CUMULO_PORT + number))
-    urls+=("http://$address:$port") places+=("$address/$port")
-  done
-done
-srun{het} --unbuffered bash -c {shlex.quote(_SERVER)} server \\
+urls=() places=()
+while read -r number node; do
+  address=$({_ADDRESS}) port=$((CUMULO_PORT + 1 + number))
+  urls+=("http://$address:$port") places+=("$address/$port")
+done < <(srun{het} bash -c {shlex.quote(_PLACES)} < /dev/null | sort -n)
+srun{het} --unbuffered bash -c {shlex.quote(server)} server \\
   {shlex.join(command)} &
 listening() {{ for place in "${{places[@]}}"; do (: > "/dev/tcp/$place") 2> /dev/null && return; done; return 1; }}
 until listening; do kill -0 $! 2> /dev/null || exit 1; sleep 1; done
@@ -111,22 +130,26 @@ def _group_lines(job: JobFile, group: DeviceGroup) -> Iterator[str]:
         yield f"--partition={job.slurm.partition}"
     kind = "" if group.kind == "gpu" else f":{group.kind}"
     elastic = job.elastic
+    # A rank has a task of its own; a server starts the ranks of its replica itself.
+    servers = server_tasks(job) if job.serve is not None and len(job.devices) == 1 else None
+    each = 1 if servers is None else servers.devices
     if group.per_node is not None:
         nodes = str(group.tasks)
         if elastic is not None:
             nodes = f"{elastic.min // group.per_node}-{elastic.max // group.per_node}"
         yield f"--nodes={nodes}"
         # With a number of tasks Slurm would give an elastic job the fewest nodes: its step says it instead.
-        yield f"--ntasks-per-node={group.per_node}" if elastic is None else f"--mincpus={group.per_node}"
+        tasks = group.per_node // each
+        yield f"--ntasks-per-node={tasks}" if elastic is None else f"--mincpus={group.per_node}"
         if not group.on_cpu:
             yield f"--gres=gpu{kind}:{group.per_node}"
     else:
-        yield f"--ntasks={group.count}"
+        yield f"--ntasks={group.count // each}"
         if not group.on_cpu:
-            yield f"--gpus-per-task={kind.removeprefix(':')}{':' if kind else ''}1"
+            yield f"--gpus-per-task={kind.removeprefix(':')}{':' if kind else ''}{each}"
             yield "--gpu-bind=none"
     if elastic is None:
-        yield "--cpus-per-task=1"
+        yield f"--cpus-per-task={each}"
     if group.memory is not None:
         yield f"--mem-per-cpu={group.memory_mib}M"
     if job.slurm.exclusive:

@@ -1,9 +1,11 @@
-"""A process that is a rank of an engine on another host: `cumulo serve --rank-of HOST:PORT`. When that engine ends,
-as it does when one of its ranks fails, the next one is joined."""
+"""The ranks of a host that belong to an engine on another one: `cumulo serve --rank-of HOST:PORT --rank-count N`. When
+that engine ends, as it does when one of its ranks fails, the next one is joined."""
 
 import logging
 import multiprocessing
 from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 
 from cumulo.engine.play.rank_player import play_rank
 from cumulo.errors import CumuloError
@@ -15,17 +17,23 @@ log = logging.getLogger(__name__)
 _REFUSED = 3  # exit status: joining again would not help
 
 
-def serve_rank(address: str, key: str, model: str | None, threads: int | None) -> None:
-    """Until it is interrupted. `model`: where it lies on this host; None: where the engine's lies on its own."""
+def serve_ranks(address: str, key: str, model: str | None, threads: int | None, count: int = 1) -> None:
+    """So many ranks, a process each, until it is interrupted. `model`: where it lies on this host; None: where the
+    engine's lies on its own."""
     host_and_port(address)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # the next engine is joined without importing torch again
+    ranks: list[BaseProcess] = []
     while True:
-        # A process for each engine: what one leaves in torch must not meet the next.
-        one = context.Process(target=_be_rank_once, args=(address, key, model, threads), daemon=True)
-        one.start()
-        one.join()
-        if one.exitcode == _REFUSED:
+        while len(ranks) < count:
+            # A process for each engine: what one leaves in torch must not meet the next.
+            one = context.Process(target=_be_rank_once, args=(address, key, model, threads), daemon=True)
+            one.start()
+            ranks.append(one)
+        wait([one.sentinel for one in ranks])
+        ended = [one for one in ranks if one.exitcode is not None]
+        ranks = [one for one in ranks if one.exitcode is None]
+        if any(one.exitcode == _REFUSED for one in ended):
             raise CumuloError(f"the engine at {address} refused this rank; the line above says why")
 
 

@@ -3,12 +3,10 @@ apart, KubeRay's RayService; with Service, probes, autoscaler, disruption budget
 `job_manifests`.
 """
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from cumulo.base.strict import build
 from cumulo.cluster.drivers.kubernetes.manifests_train import ray_cluster
 from cumulo.cluster.drivers.kubernetes.pod_template import (
     DATA,
@@ -23,74 +21,57 @@ from cumulo.cluster.drivers.kubernetes.pod_template import (
     metadata,
     pod_template,
 )
-from cumulo.cluster.drivers.kubernetes.pods import option_value
 from cumulo.cluster.drivers.kubernetes.queues import kueue_queues, queue_name, volcano_queue
 from cumulo.cluster.drivers.kubernetes.scaling import autoscaler
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_settings import ServeWork
+from cumulo.cluster.served_shape import ServedShape, served_shape
 from cumulo.errors import ConfigError
-from cumulo.plan.serve.plan_file import ServePlanFile
 
 
-@dataclass(frozen=True, slots=True)
-class ServedShape:
-    """How replicas are divided, from the plan or the options."""
-
-    tp: int
-    pp: int
-    replicas: int
-    prefill: int  # engines that only compute prompts
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.pp
-
-
-def shape_of(job: JobFile) -> ServedShape:
-    serve = job.serve
-    assert serve is not None
-    if serve.plan is not None:
-        plan = build(ServePlanFile, yaml.safe_load(Path(serve.plan).read_text("utf-8")), serve.plan)
-        shape = ServedShape(plan.tp, plan.pp, plan.decode or plan.replicas, plan.prefill)
-    else:
-        tp, pp = (int(option_value(serve.options, name) or 1) for name in ("tp", "pp"))
-        shape = ServedShape(tp, pp, serve.replicas, 0)
-    if serve.replicas > 1:
-        shape = replace(shape, replicas=serve.replicas)
-    _check(job, shape)
-    return shape
+def _node_devices(job: JobFile) -> int | None:
+    """Devices of one pod at most; None: a pod has as many cores as it wants."""
+    return job.devices[0].per_node if job.devices[0].on_cpu else job.kubernetes.node_gpus
 
 
 def _check(job: JobFile, shape: ServedShape) -> None:
-    group, node = job.devices[0], job.kubernetes.node_gpus
+    group, node = job.devices[0], _node_devices(job)
+    if node is not None and shape.ranks > node and shape.ranks % node:
+        raise ConfigError(
+            f"{job.name}: a replica with {shape.words} has {shape.ranks} ranks, no multiple of the {node} "
+            f"{'cores' if group.on_cpu else 'GPUs'} of a node: its last node is partly used; change tp or pp"
+        )
+    if node is not None and shape.ranks > node and (shape.prefill or job.kubernetes.scheduler == "ray"):
+        what = "a replica of a RayService" if not shape.prefill else "an engine of a plan with prefill apart"
+        raise ConfigError(
+            f"{job.name}: {what} lies on one node of {node}, and {shape.words} needs {shape.ranks}"
+        )
     if group.on_cpu:
         return
+    node = job.kubernetes.node_gpus
     wanted = shape.ranks * (shape.replicas + shape.prefill)
     if group.count != wanted:
-        what = f"{shape.replicas + shape.prefill} engines with tp={shape.tp}, pp={shape.pp} need {wanted}"
+        what = f"{shape.replicas + shape.prefill} engines with {shape.words} need {wanted}"
         half = f": one {node}-GPU node is partly used" if group.count % node else ""
         raise ConfigError(
             f"{job.name} asks for {group.count} GPUs and {what}{half}; set devices.count to {wanted}"
-        )
-    if shape.ranks > node and shape.ranks % node:
-        raise ConfigError(
-            f"{job.name}: a replica with tp={shape.tp}, pp={shape.pp} has {shape.ranks} ranks, no multiple of "
-            f"the {node} GPUs of a node: its last node is partly used; change tp or pp"
         )
     if shape.tp > node:
         raise ConfigError(f"{job.name}: tp={shape.tp} crosses nodes of {node} GPUs; use pp for that")
 
 
 def serve_manifests(job: JobFile) -> list[Body]:
-    shape = shape_of(job)
+    shape = served_shape(job)
+    _check(job, shape)
     on_gpu = not job.devices[0].on_cpu
     if job.kubernetes.scheduler == "ray":
         return _ray(job, shape, on_gpu)
     queues = volcano_queue(job) if job.kubernetes.scheduler == "volcano" else []
     queues = kueue_queues(job) if job.kubernetes.scheduler == "kueue" else queues
     workloads: list[Body]
-    if on_gpu and shape.ranks > job.kubernetes.node_gpus:
-        workloads = _leader_worker(job, shape)
+    each = _node_devices(job)
+    if each is not None and shape.ranks > each:
+        workloads = _leader_worker(job, shape, each)
     elif shape.prefill:
         workloads = [*_prefill(job, shape, on_gpu), _deployment(job, shape, on_gpu, "decode")]
     else:
@@ -101,10 +82,7 @@ def serve_manifests(job: JobFile) -> list[Body]:
 def server_command(job: JobFile, shape: ServedShape, *more: str) -> list[str]:
     serve = job.serve
     assert serve is not None
-    options = list(serve.options)
-    for name, value in (("tp", shape.tp), ("pp", shape.pp)):
-        if value > 1 and option_value(options, name) is None:
-            options += [f"--{name}", str(value)]
+    options = [*serve.options, *shape.missing(serve.options)]
     keys = ["--api-keys", f"{KEYS}/api-keys"] if job.kubernetes.api_keys else []
     return [
         "cumulo", "serve", *_model_argument(job), "--host", "0.0.0.0", "--port", str(PORT), "--allow-host", "*",
@@ -199,16 +177,18 @@ def _prefill(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
     return [service, _admission(job, body)]
 
 
-def _leader_worker(job: JobFile, shape: ServedShape) -> list[Body]:
-    """A replica over several nodes: the leader has the server and the first ranks, workers have the others."""
-    each = job.kubernetes.node_gpus
-    size = shape.ranks // each
+def _leader_worker(job: JobFile, shape: ServedShape, each: int) -> list[Body]:
+    """A replica over several nodes, on each as many ranks as the pod has devices: the leader has the server and the
+    first ranks, workers have the others."""
+    size, gpus = shape.ranks // each, 0 if job.devices[0].on_cpu else each
     address = f"$(LWS_LEADER_ADDRESS):{RANK_PORT}"
     port = {"name": "ranks", "containerPort": RANK_PORT}
     leads = server_command(job, shape, "--remote-ranks", str(shape.ranks - each), "--rank-address", address)
-    works = ["cumulo", "serve", *_model_argument(job), "--rank-of", address]  # its engine tells it all else
-    leader = pod_template(job, leads, each, serves=True, many_nodes=True, ports=[port])
-    worker = pod_template(job, works, each, part="worker", many_nodes=True)
+    works = [  # its engine tells it all else
+        "cumulo", "serve", *_model_argument(job), "--rank-of", address, "--rank-count", str(each),
+    ]  # fmt: skip
+    leader = pod_template(job, leads, gpus, serves=True, many_nodes=True, ports=[port])
+    worker = pod_template(job, works, gpus, part="worker", many_nodes=True, env=fleet_key(job))
     group: Body = {
         "size": size,
         "restartPolicy": "RecreateGroupOnPodRestart",
@@ -252,9 +232,7 @@ def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
     low = shape.replicas if serve.min_replicas is None else max(1, serve.min_replicas)
     high = shape.replicas if serve.max_replicas is None else serve.max_replicas
     gpus = shape.ranks if on_gpu else 0
-    options = list(serve.options)
-    if shape.tp > 1 and option_value(options, "tp") is None:
-        options += ["--tp", str(shape.tp)]
+    options = [*serve.options, *shape.missing(serve.options)]
     entry = "cumulo.cluster.drivers.kubernetes.ray_entry"
     model = model_path(job, serve)
     arguments = [*([model] if model else []), *options]

@@ -53,12 +53,26 @@ def train_command(job: JobFile, nodes: int, ranks: int, master: str, node_rank: 
         return ["python", *work]
     if nodes == 1:
         start = ["--standalone", f"--nproc-per-node={ranks}"]
+    elif _fewest(job, nodes) < nodes:  # Volcano may start fewer: who is there meets at the first pod
+        start = [
+            f"--nnodes={_fewest(job, nodes)}:{nodes}", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={master}:{MASTER_PORT}", f"--rdzv-id={job.name}",
+            f"--max-restarts={job.restart.most}",
+        ]  # fmt: skip
     else:
         start = [
             f"--nnodes={nodes}", f"--nproc-per-node={ranks}", f"--node-rank={node_rank}",
             f"--master-addr={master}", f"--master-port={MASTER_PORT}", f"--max-restarts={job.restart.most}",
         ]  # fmt: skip
     return ["python", "-m", "torch.distributed.run", *start, *work]
+
+
+def _fewest(job: JobFile, nodes: int) -> int:
+    """Pods with which a gang may start. Only Volcano starts a part of a job's pods."""
+    if job.elastic is None or job.kubernetes.scheduler != "volcano":
+        return nodes
+    each = nodes_of(job)[1] or job.devices[0].each
+    return min(nodes, max(1, -(-job.elastic.min // each)))
 
 
 def _template(job: JobFile, master: str, node_rank: str, **more: Any) -> tuple[int, Body]:
@@ -75,7 +89,7 @@ def _volcano(job: JobFile) -> list[Body]:
     spec: Body = {
         "schedulerName": "volcano",
         "queue": queue_name(job),
-        "minAvailable": nodes if job.elastic is None else max(1, job.elastic.min // job.devices[0].each),
+        "minAvailable": _fewest(job, nodes),
         "maxRetry": job.restart.most,
         "plugins": {"svc": [], "env": []},
         "policies": [

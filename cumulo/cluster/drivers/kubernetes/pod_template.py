@@ -8,6 +8,7 @@ from typing import Any
 from cumulo.cluster.job_amounts import seconds
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.kubernetes_settings import KubernetesSettings
+from cumulo.cluster.served_shape import served_shape
 
 PORT, RANK_PORT, TRANSFER_PORT, MASTER_PORT = 8000, 9100, 9200, 29500
 DRAIN_S = 60  # for running requests, after a pod was told to stop
@@ -81,7 +82,7 @@ def pod_template(
 def resources(job: JobFile, gpus: int, many_nodes: bool = False) -> Body:
     settings = job.kubernetes
     if not gpus:
-        asked: Body = {"cpu": str(job.devices[0].each), "memory": _memory(job)}
+        asked: Body = {"cpu": str(_cores(job)), "memory": _memory(job)}
         return {"requests": asked, "limits": dict(asked)}
     limits: Body = {
         "cpu": str(settings.cpus_per_gpu * gpus),
@@ -93,9 +94,18 @@ def resources(job: JobFile, gpus: int, many_nodes: bool = False) -> Body:
     return {"requests": dict(limits), "limits": limits}
 
 
+def _cores(job: JobFile) -> int:
+    """Of one pod: a core for each rank that it starts."""
+    group = job.devices[0]
+    if job.serve is None or not group.on_cpu:
+        return group.each
+    ranks = served_shape(job).ranks
+    return max(group.each, ranks if group.per_node is None else min(ranks, group.per_node))
+
+
 def _memory(job: JobFile) -> str:
     group = job.devices[0]
-    return f"{group.memory_mib * group.each}Mi" if group.memory else "4Gi"
+    return f"{group.memory_mib * _cores(job)}Mi" if group.memory else "4Gi"
 
 
 def _nccl(settings: KubernetesSettings, gpus: int, many_nodes: bool) -> list[Body]:

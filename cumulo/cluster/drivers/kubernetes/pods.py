@@ -14,7 +14,8 @@ _UNITS = {
     "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2.0**10, "Mi": 2.0**20,
     "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
 }  # fmt: skip
-_QUANTITY = re.compile(r"([0-9.]+)(m|[kMGTP]|[KMGTP]i)?")
+_QUANTITY = re.compile(r"([+-]?[0-9.]+)(m|[kMGTP]|[KMGTP]i)?")
+_COUNT = re.compile(r"[0-9]+")
 # Options of programs that say over how many GPUs a model is divided.
 _PARALLEL = {
     "tp": re.compile(r"^(?:--tp|-tp|--tensor-parallel-size|--tensor_parallel_size)$"),
@@ -42,7 +43,10 @@ class PodSpec:
         """What one pod asks for; init containers run before the others."""
         most = {"initContainers": 0.0, "containers": 0.0}
         for path, one in self.containers:
-            asked = quantity((one.get("resources") or {}).get(kind, {}).get(name, 0)) or 0.0
+            given = (one.get("resources") or {}).get(kind, {}).get(name, 0)
+            if GPU.match(name) and isinstance(given, str) and not _COUNT.fullmatch(given):
+                continue  # no number of GPUs
+            asked = quantity(given) or 0.0
             part = str(path[-2])
             most[part] = max(most[part], asked) if part == "initContainers" else most[part] + asked
         return max(most.values())
@@ -64,16 +68,17 @@ class PodSpec:
     def parallel(self, name: str) -> int:
         """tp or pp, as its commands say; 1 where they do not."""
         for _, one in self.containers:
-            words = [
-                word
-                for key in ("command", "args")
-                for text in one.get(key) or ()
-                for word in str(text).split()
-            ]
-            value = option_value(words, name)
+            value = option_value(words_of(one), name)
             if value is not None and value.isdigit():
                 return int(value)
         return 1
+
+
+def words_of(container: Mapping[str, Any]) -> list[str]:
+    """What it runs, word by word."""
+    return [
+        word for key in ("command", "args") for text in container.get(key) or () for word in str(text).split()
+    ]
 
 
 def gpu_path(pod: PodSpec) -> FieldPath:
@@ -138,7 +143,7 @@ def _count(manifest: Manifest, path: FieldPath) -> tuple[int, int]:
 
     kind = manifest.kind
     if kind == "LeaderWorkerSet":
-        size = number("spec", "leaderWorkerTemplate", "size")
+        size = max(1, number("spec", "leaderWorkerTemplate", "size"))
         replicas = number("spec", "replicas")
         leads = "leaderTemplate" in path
         has_leader = manifest.at("spec", "leaderWorkerTemplate", "leaderTemplate") is not None

@@ -120,7 +120,7 @@ class _Checker:
         if isinstance(value, str):
             pattern = schema.get("pattern")
             if pattern is not None and not _matches(pattern, value):
-                self._blame(path, f"{_shown(value)} {_pattern_words(pattern)}")
+                self._blame(path, f"{_shown(value)} {_pattern_words(pattern, str(value))}")
         if isinstance(value, str | list | dict):
             self._check_size(value, schema, path)
 
@@ -253,9 +253,22 @@ def _matches(pattern: str, value: str) -> bool:
     return compiled is None or compiled.search(value) is not None
 
 
-def _pattern_words(pattern: str) -> str:
+_LOOSE_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGTP]?)(i?)[bB]?\s*")
+
+
+def _meant_quantity(value: str) -> str:
+    """`8 Gi`, `24GB` and `20 GiB` are meant as 8Gi, 24G and 20Gi."""
+    match = _LOOSE_QUANTITY.fullmatch(value)
+    if match is None:
+        return ""
+    unit = match[2] if match[3] or match[2] != "K" else "k"
+    return f"; did you mean {match[1]}{unit}{match[3]}?"
+
+
+def _pattern_words(pattern: str, value: str) -> str:
     if "KMGTPE" in pattern:
-        return "is not a quantity; write a number with a unit, such as 500m, 16Gi or 8"
+        meant = _meant_quantity(value)
+        return f"is not a quantity; write a number with a unit, such as 500m, 16Gi or 8{meant}"
     if pattern == "^[0-9]+%?$":
         return "is not a number or a percentage; write 1 or 25%, without a space"
     if pattern.startswith("^[a-z0-9]") or "[a-z0-9]([-a-z0-9]*[a-z0-9])?" in pattern:

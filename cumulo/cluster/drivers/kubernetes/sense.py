@@ -8,11 +8,17 @@ from typing import Any
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
-from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, gpu_path, pods_of, quantity
+from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, pods_of, quantity
 from cumulo.cluster.drivers.kubernetes.ray_serve_config import check_serve_config
 from cumulo.cluster.drivers.kubernetes.rules.batch import check_batch_rules, check_restart
 from cumulo.cluster.drivers.kubernetes.rules.core import check_container_rules, check_core_rules
+from cumulo.cluster.drivers.kubernetes.rules.everywhere import (
+    check_everywhere,
+    check_pod_names,
+    check_service_ports,
+)
 from cumulo.cluster.drivers.kubernetes.rules.pods import check_expressions, check_pod_rules
+from cumulo.cluster.drivers.kubernetes.rules.ranks import check_gpus, check_ranks
 from cumulo.cluster.drivers.kubernetes.sense_kinds import check_gang, check_strategy, check_triggers
 from cumulo.cluster.drivers.kubernetes.words import check_word
 
@@ -53,7 +59,10 @@ def check_sense(manifest: Manifest, node_gpus: int) -> None:
         check_pod_rules(pod)
         check_container_rules(pod)
         check_restart(pod)
-        _check_gpus(pod, node_gpus)
+        check_pod_names(pod)
+        check_gpus(pod, node_gpus)
+        check_ranks(pod)
+    check_everywhere(manifest)
 
 
 def _check_name(manifest: Manifest) -> None:
@@ -128,6 +137,10 @@ def _check_kind(manifest: Manifest) -> None:
             )
     if manifest.kind == "Job" and manifest.group == "batch.volcano.sh":
         check_gang(manifest, spec)
+    if manifest.kind == "LeaderWorkerSet":
+        size = manifest.at("spec", "leaderWorkerTemplate", "size")
+        if isinstance(size, int) and size < 1:
+            manifest.blame(("spec", "leaderWorkerTemplate", "size"), f"must be 1 or more, got {size}")
     if manifest.kind == "ClusterQueue":
         _check_cluster_queue(manifest)
     if manifest.kind == "LocalQueue" and not spec.get("clusterQueue"):
@@ -142,6 +155,7 @@ def _check_kind(manifest: Manifest) -> None:
         check_serve_config(manifest)
     if manifest.kind == "Service":
         _check_service(manifest, spec)
+        check_service_ports(manifest)
     if manifest.kind == "HorizontalPodAutoscaler":
         for number, metric in enumerate(spec.get("metrics") or ()):
             if isinstance(metric, dict):
@@ -305,6 +319,11 @@ def _check_limits(pod: PodSpec, path: FieldPath, resources: Any) -> None:
     for kind, given in (("requests", requests), ("limits", limits)):
         for name, asked in given.items():
             value = quantity(asked)
+            if GPU.match(str(name)) and (value or 0) >= 1 and re.fullmatch(r"\d+[A-Za-z]+", str(asked)):
+                digits = re.sub(r"\D", "", str(asked))
+                message = f"GPUs are counted without a unit, and this is {asked}; did you mean {digits}?"
+                pod.owner.blame((*path, "resources", kind, name), message)
+                continue
             if name == "memory" and value is not None and 0 < value < _LEAST_MEMORY:
                 meant = str(asked).removesuffix("m")
                 pod.owner.blame(
@@ -326,39 +345,3 @@ def _check_limits(pod: PodSpec, path: FieldPath, resources: Any) -> None:
                     (*path, "resources", kind, name),
                     f"must equal the limit, {limits[name]}, because GPUs are not shared; got {asked}",
                 )
-
-
-def _check_gpus(pod: PodSpec, node_gpus: int) -> None:
-    """Against a node, and against how the program divides the model."""
-    gpus, tp, pp = int(pod.gpus), pod.parallel("tp"), pod.parallel("pp")
-    where = gpu_path(pod)
-    if gpus > node_gpus:
-        pods = -(-gpus // node_gpus)
-        pod.owner.blame(
-            where,
-            f"one pod asks for {gpus} GPUs, and a node has {node_gpus}: it would never be placed. Use a "
-            f"LeaderWorkerSet with size {pods}, or {node_gpus} GPUs or fewer in a pod",
-        )
-        return
-    if not gpus:
-        if tp * pp > 1:
-            pod.owner.blame(where, f"tp={tp} and pp={pp} need {tp * pp} GPUs, and the pod asks for none")
-        return
-    ranks, have = tp * pp, gpus * pod.group
-    if have < ranks:
-        needed = -(-ranks // pod.group)
-        pod.owner.blame(
-            where, f"tp={tp} and pp={pp} need {ranks} GPUs, and the pod asks for {gpus}: ask for {needed}"
-        )
-    elif ranks > 1 and have % ranks:
-        whole = have // ranks * ranks
-        pod.owner.blame(
-            where,
-            f"this asks for {have} GPUs on {node_gpus}-GPU nodes with tp={tp}{f', pp={pp}' if pp > 1 else ''}: "
-            f"{have - whole} of them are never used, and the node is half used. Ask for {whole} or {whole + ranks}",
-        )
-    elif tp > 1 and gpus % tp and pod.group > 1:
-        pod.owner.blame(
-            where,
-            f"tp={tp} does not divide the {gpus} GPUs of a node: a tensor-parallel group would cross nodes",
-        )

@@ -1,0 +1,107 @@
+"""How a service is divided: over how many ranks each replica goes, and so with how many devices each of its
+processes is started. Every driver asks: a pod, a Slurm task and a Ray actor have as many devices as ranks.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from cumulo.base.strict import build
+from cumulo.cluster.job_settings import JobSettings
+from cumulo.engine.config import EngineConfig
+from cumulo.errors import ConfigError
+from cumulo.plan.serve.plan_file import ServePlanFile
+
+_SIZES = ("tp", "pp", "dp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedShape:
+    """From the plan or the options."""
+
+    tp: int
+    pp: int
+    dp: int
+    ep: int
+    replicas: int
+    prefill: int  # engines that only compute prompts
+
+    @property
+    def ranks(self) -> int:
+        """Of one replica, by the engine's own rule: a device has one rank."""
+        return EngineConfig(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep).layout.world
+
+    @property
+    def words(self) -> str:
+        """tp=4, pp=1, and the others where they are used."""
+        more = [f"{name}={getattr(self, name)}" for name in ("dp", "ep") if getattr(self, name) > 1]
+        return ", ".join([f"tp={self.tp}", f"pp={self.pp}", *more])
+
+    def missing(self, options: tuple[str, ...]) -> list[str]:
+        """Options that say the sizes, as far as `options` does not."""
+        found = []
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value > 1 and size_option(options, name) is None:
+                found += [f"--{name}", str(value)]
+        return found
+
+
+def size_option(options: tuple[str, ...], name: str) -> int | None:
+    """What `--tp 4` or `--tp=4` says."""
+    for number, word in enumerate(options):
+        option, gives, value = word.partition("=")
+        if option == f"--{name}":
+            text = value if gives else (options[number + 1] if number + 1 < len(options) else "")
+            if not text.isdecimal() or int(text) < 1:
+                raise ConfigError(f"serve.options: {option} must be a number of 1 or more, got {text!r}")
+            return int(text)
+    return None
+
+
+def served_shape(job: JobSettings) -> ServedShape:
+    serve = job.serve
+    assert serve is not None
+    if serve.plan is not None:
+        plan = build(ServePlanFile, yaml.safe_load(Path(serve.plan).read_text("utf-8")), serve.plan)
+        shape = ServedShape(plan.tp, plan.pp, 1, plan.ep, plan.decode or plan.replicas, plan.prefill)
+    else:
+        tp, pp, dp, ep = (size_option(serve.options, name) or 1 for name in _SIZES)
+        shape = ServedShape(tp, pp, dp, ep, serve.replicas, 0)
+    return replace(shape, replicas=serve.replicas) if serve.replicas > 1 else shape
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTasks:
+    """Processes of `cumulo serve` on a cluster that starts tasks, and the devices of each."""
+
+    servers: int
+    devices: int
+    per_node: int | None  # servers on each node; None: wherever they fit
+
+
+def server_tasks(job: JobSettings) -> ServerTasks:
+    """As many servers as the devices are enough for. A plan with prefill and decode apart is one server, which
+    starts all of its engines."""
+    shape, group = served_shape(job), job.devices[0]
+    replicas = shape.replicas
+    if shape.prefill:
+        servers, each = 1, group.count
+    elif group.on_cpu:
+        servers = replicas if replicas > 1 else max(1, group.count // shape.ranks)
+        each = group.count // servers
+    else:
+        servers, each = group.count // shape.ranks, shape.ranks
+    wanted = shape.ranks * (replicas + shape.prefill)
+    if each < shape.ranks or servers * each != group.count or (replicas > 1 and servers not in (replicas, 1)):
+        raise ConfigError(
+            f"{job.name} asks for {group.count} device{'' if group.count == 1 else 's'}, and {replicas} "
+            f"replica{'' if replicas == 1 else 's'} with {shape.words} need {wanted}; set devices.count to {wanted}"
+        )
+    if group.per_node is not None and group.per_node % each:
+        raise ConfigError(
+            f"{job.name}: a server with {each} devices does not fit {group.per_node} devices of a node "
+            f"(devices.per_node); use a multiple of {each}. Replicas over several nodes run --on kubernetes"
+        )
+    return ServerTasks(servers, each, None if group.per_node is None else group.per_node // each)
