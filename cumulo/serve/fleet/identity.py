@@ -4,11 +4,10 @@ import hashlib
 from pathlib import Path
 
 from cumulo import __version__
+from cumulo.base.file_sample import sampled_digest
 from cumulo.models.files.hub import resolve
 from cumulo.serve.fleet.wire import FleetIdentity
 from cumulo.serve.service import Service
-
-_SAMPLE_BYTES = 1 << 16  # of a large file, from its beginning and its end
 
 
 def fleet_identity(service: Service) -> FleetIdentity:
@@ -22,7 +21,7 @@ def fleet_identity(service: Service) -> FleetIdentity:
     whole.update(repr((info.vocab_size, info.hidden_size, info.eos_ids, info.generation_defaults)).encode())
     whole.update(repr((engine.dtype, engine.weights, engine.kv_dtype)).encode())
     for path in _files(resolve(service.options.model).path):
-        whole.update(_sample(path))
+        whole.update(path.name.encode() + sampled_digest(path))
     if service.options.chat_template is not None:
         whole.update(service.options.chat_template.read_bytes())
     return FleetIdentity(
@@ -38,11 +37,3 @@ def fleet_identity(service: Service) -> FleetIdentity:
 
 def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(one for one in path.iterdir() if one.is_file())
-
-
-def _sample(path: Path) -> bytes:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begin = file.read(_SAMPLE_BYTES)
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        return hashlib.sha256(f"{path.name} {size} ".encode() + begin + file.read()).digest()

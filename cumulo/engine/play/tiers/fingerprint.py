@@ -1,8 +1,8 @@
 """Which model's KV blocks a file holds: equal fingerprints compute equal keys and values. Asked by the assembly.
 
 It covers the weights, the architecture with its rotary settings, the number format, the block's size and layout,
-and the kind of device. Of weight files it reads the beginning, the end and some pieces between: whole ones would
-take minutes.
+and the kind of device. Of weight files it reads pieces, since whole ones would take minutes, and so it also covers
+when they were written: a file that was changed is another one.
 """
 
 import dataclasses
@@ -10,11 +10,11 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
+from cumulo.base.file_sample import sampled_digest
 from cumulo.engine.config import EngineConfig
 from cumulo.spec.model import ModelSpec
 
 _LAYOUT = "layers, heads, tokens, dimensions; keys, then values"
-_PIECES, _PIECE_BYTES = 64, 1 << 16
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".json")
 
 
@@ -30,11 +30,6 @@ def kv_fingerprint(path: Path, spec: ModelSpec, config: EngineConfig, runs_on: s
     state.update(json.dumps(facts, sort_keys=True, default=str).encode())
     files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in _WEIGHTS)
     for file in files:
-        size = file.stat().st_size
-        state.update(f"{file.suffix} {size} ".encode())
-        with file.open("rb") as opened:
-            step = max(_PIECE_BYTES, size // _PIECES)
-            for start in (*range(0, size, step), max(0, size - _PIECE_BYTES)):
-                opened.seek(start)
-                state.update(opened.read(_PIECE_BYTES))
+        state.update(f"{file.suffix} {file.stat().st_mtime_ns} ".encode())
+        state.update(sampled_digest(file))
     return state.digest()
