@@ -1,5 +1,7 @@
 """invariant_matmul: as exact as torch, and a row's bits do not depend on the rows beside it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,10 @@ from cumulo.kernels.cuda.linear import invariant_matmul as op
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.invariant_matmul import (
     FEW_ROWS,
+    LONG_COLUMN,
     MANY_ROWS,
+    SHORT_COLUMN,
+    SOME_ROWS,
     InvariantConfig,
     config_for,
     invariant_matmul,
@@ -134,6 +139,13 @@ def test_it_is_a_torch_operator_and_gradients_match(device: torch.device) -> Non
     )
 
 
+def test_tiles_are_the_largest_that_occupy_the_device() -> None:
+    shapes = [(1, 28672, 1), (20, 1024, 4), (64, 28672, 1), (128, 28672, 1), (256, 4096, 4), (128, 1024, 4)]
+    found = [config_for(m, n, torch.bfloat16, parts) for m, n, parts in shapes]
+    assert found == [LONG_COLUMN, replace(SHORT_COLUMN, block_m=32), FEW_ROWS, SOME_ROWS, MANY_ROWS, FEW_ROWS]
+    assert len({config.block_k for config in found}) == 1  # which bears on the bits
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks what the tensor cores do")
 @pytest.mark.parametrize("k", [1024, 4096, 4100])
@@ -142,7 +154,8 @@ def test_small_and_large_tiles_give_the_same_bits_on_the_tensor_cores(k: int) ->
     x = torch.randn(700, k, device="cuda", generator=generator, dtype=torch.bfloat16)
     weight = torch.randn(1000, k, device="cuda", generator=generator, dtype=torch.bfloat16)
     many = invariant_matmul(x, weight, config=MANY_ROWS)
-    assert torch.equal(invariant_matmul(x, weight, config=FEW_ROWS), many)
+    for config in (FEW_ROWS, SOME_ROWS, LONG_COLUMN, SHORT_COLUMN):
+        assert torch.equal(invariant_matmul(x, weight, config=config), many)
     for rows in (slice(0, 1), slice(3, 20), slice(40, 80), slice(100, 164), slice(500, 700)):
         assert torch.equal(invariant_matmul(x[rows], weight), many[rows])
     eight = Fp8Weight.quantised(weight)
@@ -187,10 +200,11 @@ def test_on_hopper_all_tiles_fit_and_use_the_wide_matrix_unit() -> None:
             case(FEW_ROWS, "*bf16"),
             case(FEW_ROWS, "*bf16", 4),
             case(FEW_ROWS, "*fp8e4nv"),
-            case(config_for(1, 28672, torch.bfloat16), "*bf16"),
-            case(config_for(64, 28672, torch.bfloat16), "*bf16"),
-            case(config_for(16, 1024, torch.bfloat16, 4), "*bf16", 4),
-            case(config_for(64, 28672, torch.bfloat16), "*fp8e4nv"),
+            case(SOME_ROWS, "*bf16"),
+            case(SOME_ROWS, "*fp8e4nv"),
+            case(LONG_COLUMN, "*bf16"),
+            case(replace(LONG_COLUMN, block_m=32), "*fp8e4nv"),
+            case(SHORT_COLUMN, "*bf16", 4),
         ]
     ):
         made.check_fits()

@@ -165,6 +165,17 @@ def test_the_custom_operation_passes_opcheck(tokens: int, device: torch.device) 
     )  # fmt: skip
 
 
+def test_tiles_of_swapped_operands_compute_the_same(device: torch.device) -> None:
+    spec = MoESpec(experts=4, experts_per_token=2, expert_hidden=24)
+    inputs = layer(spec, 19, 40, device)
+    buffers = moe.MoEBuffers(spec, 40, 19, torch.float32, device)
+    exact = moe.reference(*(one.double() for one in inputs), spec)
+    for swapped in (False, True):
+        tiles = moe.GroupedConfig(16, 16, 32, 4, 2, swapped)
+        found = moe.mixture(*inputs, buffers, torch.zeros(19, 40, device=device), configs=(tiles, tiles))
+        assert relative_error(found, exact) < 1e-6
+
+
 def test_in_invariant_mode_a_token_does_not_feel_its_step_mates(device: torch.device) -> None:
     spec = MoESpec(experts=4, experts_per_token=2, expert_hidden=16)
     x, router, gate_up, down = layer(spec, 19, 32, device)
@@ -195,3 +206,19 @@ def test_a_nan_stays_with_its_token_and_chooses_experts_that_exist(tokens: int, 
     others = [token for token in range(tokens) if token != 1]
     exact = moe.reference(x[others].double(), *(weight.double() for weight in weights), spec)
     assert found[1].isnan().all() and relative_error(found[others], exact) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks what the tensor cores do")
+def test_in_invariant_mode_few_and_many_tokens_have_the_same_bits_on_the_tensor_cores() -> None:
+    device = torch.device("cuda")
+    spec = MoESpec(experts=16, experts_per_token=4, expert_hidden=192)
+    x, router, gate_up, down = (one.bfloat16() for one in layer(spec, 400, 512, device))
+    buffers = moe.MoEBuffers(spec, 512, 400, torch.bfloat16, device)
+
+    def mixed(rows: slice) -> torch.Tensor:
+        return moe.mixture(x[rows], router, gate_up, down, buffers, torch.zeros_like(x[rows]), invariant=True)
+
+    together = mixed(slice(None)).clone()
+    for rows in (slice(7, 8), slice(3, 20), slice(100, 160), slice(200, 300)):
+        assert torch.equal(mixed(rows), together[rows])

@@ -34,7 +34,6 @@ from cumulo.layout.equal_sums import parts_within
 GROUP = 8
 _BLOCK = 1024
 _ROWS_AT_ONCE = 512  # of a product in parts: their sums stay in the cache until they are added
-_FILLED = 132  # programs that occupy the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +50,27 @@ class InvariantConfig:
 
 
 MANY_ROWS = InvariantConfig(128, 256, 64, 8, 4)  # the tensor cores' favourite shape: 64×256 a warpgroup
+SOME_ROWS = InvariantConfig(128, 128, 64, 4, 4, swapped=True)
 FEW_ROWS = InvariantConfig(64, 64, 64, 4, 6)
-_LONG, _SHORT = InvariantConfig(16, 128, 64, 8, 6, True), InvariantConfig(16, 64, 64, 4, 8, True)
-_LONG_TILES = 40  # from so many tiles of 128 columns on, small ones fill the device no better
-_SWAPPED_ROWS = 64
+LONG_COLUMN = InvariantConfig(16, 128, 64, 8, 6, swapped=True)
+SHORT_COLUMN = InvariantConfig(16, 64, 64, 4, 8, swapped=True)
 FLOAT32 = InvariantConfig(64, 64, 32, 8, 2)  # no wide matrix unit for exact float32
 
 
 def config_for(m: int, n: int, dtype: torch.dtype, parts: int = 1) -> InvariantConfig:
+    """As measured on an H200: the largest tiles of which there are enough to occupy it."""
     if dtype == torch.float32:
         return FLOAT32
-    if m <= _SWAPPED_ROWS:
-        tiles = triton.cdiv(n, _LONG.block_n) * parts
-        return replace(_LONG if tiles >= _LONG_TILES else _SHORT, block_m=max(16, triton.next_power_of_2(m)))
-    tiles = triton.cdiv(m, MANY_ROWS.block_m) * triton.cdiv(n, MANY_ROWS.block_n) * parts
-    return FEW_ROWS if m <= 256 or tiles < _FILLED else MANY_ROWS
+
+    def tiles(config: InvariantConfig) -> int:
+        return triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * parts
+
+    if m <= 32:
+        column = LONG_COLUMN if triton.cdiv(n, LONG_COLUMN.block_n) * parts >= 40 else SHORT_COLUMN
+        return column if m <= 16 else replace(column, block_m=32)
+    if m > 64 and tiles(MANY_ROWS) >= 128:
+        return MANY_ROWS
+    return SOME_ROWS if m > 64 and tiles(SOME_ROWS) >= 90 else FEW_ROWS
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,8 +92,9 @@ def _invariant_matmul_kernel(x, weight, out, bias, scales, residual, M, N, K, st
     tile_n = (tl.program_id(0) % per_group) // height
     m_offsets = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n_offsets = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows past the end compute the last row again and are not stored: no masks in the loop.
-    m_safe = tl.minimum(m_offsets, M - 1).to(tl.int64)
+    # Rows past the end compute others again and are not stored: no masks in the loop. Not all of them the same one:
+    # loads of one address wait for each other.
+    m_safe = (m_offsets % M).to(tl.int64)
     n_safe = tl.minimum(n_offsets, N - 1).to(tl.int64)
     columns = tl.arange(0, BLOCK_K)
     x_tile = x + m_safe[:, None] * stride_xm + columns[None, :] * stride_xk

@@ -42,19 +42,22 @@ def reference(
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """Tiles of a grouped product: rows are choices, columns outputs."""
+    """Tiles of a grouped product: rows are choices, columns outputs. `swapped`: the weights are the instruction's
+    rows, and the choices its columns, as in `invariant_matmul`."""
 
     rows: int
     columns: int
     depth: int
     num_warps: int
     num_stages: int
+    swapped: bool = False
 
 
 @triton.jit
 def _grouped(x, weight, out, weights, order, tile_experts, tiles, columns, depth, x_stride, expert_stride,
              PER_TOKEN: tl.constexpr, SWIGLU: tl.constexpr, WEIGHTED: tl.constexpr, EVEN: tl.constexpr,
-             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+             SWAPPED: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     column_tiles = (columns + COLUMNS - 1) // COLUMNS
     # Neighbouring programs take the same few row tiles through all columns: both sides stay in the L2 cache.
@@ -76,8 +79,12 @@ def _grouped(x, weight, out, weights, order, tile_experts, tiles, columns, depth
         base = weight + expert * expert_stride
         safe = tl.where(column < columns, column, 0).to(tl.int64)
         w_at = base + safe[None, :] * depth + k[:, None]
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if SWAPPED:
+            acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+            up = tl.zeros((COLUMNS, ROWS), tl.float32)
+        else:
+            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+            up = tl.zeros((ROWS, COLUMNS), tl.float32)
         up_at = w_at + columns * depth
         for at in range(0, depth, DEPTH):
             if EVEN:
@@ -86,16 +93,24 @@ def _grouped(x, weight, out, weights, order, tile_experts, tiles, columns, depth
             else:
                 a = tl.load(x_at, mask=live[:, None] & (at + k < depth)[None, :], other=0.0)
                 b = tl.load(w_at, mask=(at + k < depth)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            if SWAPPED:
+                acc = tl.dot(tl.trans(b), tl.trans(a), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(a, b, acc, input_precision="ieee")
             if SWIGLU:
                 if EVEN:
                     c = tl.load(up_at)
                 else:
                     c = tl.load(up_at, mask=(at + k < depth)[:, None], other=0.0)
-                up = tl.dot(a, c, up, input_precision="ieee")
+                if SWAPPED:
+                    up = tl.dot(tl.trans(c), tl.trans(a), up, input_precision="ieee")
+                else:
+                    up = tl.dot(a, c, up, input_precision="ieee")
                 up_at += DEPTH
             x_at += DEPTH
             w_at += DEPTH
+        if SWAPPED:
+            acc, up = tl.trans(acc), tl.trans(up)
         if SWIGLU:
             # rounded where the separate product would round
             gate = acc.to(out.dtype.element_ty).to(tl.float32)
@@ -179,15 +194,19 @@ def use(tuned: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
 
 
 def grouped_configs(
-    choices: int, experts: int, invariant: bool = False
+    choices: int, experts: int, invariant: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[GroupedConfig, GroupedConfig]:
-    """For gate and up with SwiGLU, and for down."""
+    """For gate and up with SwiGLU, and for down. Invariant ones differ in what does not bear on the bits: a cell's
+    products are added up in the same steps (see `invariant_matmul`)."""
+    average = choices / experts
     if invariant:
-        return GroupedConfig(64, 64, 64, 4, 3), GroupedConfig(64, 128, 64, 4, 3)
+        if dtype == torch.float32 or average > 24:
+            return GroupedConfig(64, 64, 64, 4, 3), GroupedConfig(64, 128, 64, 4, 3)
+        rows = 16 if average <= 8 else 32
+        return GroupedConfig(rows, 64, 64, 4, 5, True), GroupedConfig(rows, 128, 64, 4, 5, True)
     tuned = TUNED.get(shape_class(choices, experts))
     if tuned is not None:
         return tuned
-    average = choices / experts
     if average <= 8:
         return GroupedConfig(16, 32, 128, 4, 4), GroupedConfig(16, 64, 128, 4, 4)
     if average <= 24:
@@ -235,7 +254,7 @@ def mixture(
             split=split,
         )
         return residual
-    up_config, down_config = configs or grouped_configs(choices, experts, invariant)
+    up_config, down_config = configs or grouped_configs(choices, experts, invariant, x.dtype)
     rows = up_config.rows
     assert rows == down_config.rows
     tiles = min(choices, -(-choices // rows) + len(held))
@@ -264,7 +283,7 @@ def _product(
     _grouped[(tiles * triton.cdiv(columns, config.columns),)](
         x, weight, out, buffers.weights, buffers.order, buffers.tile_experts, tiles, columns, depth, x.stride(0),
         weight.stride(0), PER_TOKEN=per_token, SWIGLU=swiglu, WEIGHTED=not swiglu, EVEN=depth % config.depth == 0,
-        ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, GROUP=8,
+        ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, GROUP=8, SWAPPED=config.swapped,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
