@@ -148,7 +148,7 @@ def prompts_of(vocabulary: int, count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Case:
-    """What every rank plays. `brief`: greedy answers and bits only."""
+    """What every rank plays. `brief`: greedy answers and bits only; `times`: of steps, too."""
 
     model: str
     layout: ServingLayout
@@ -158,6 +158,7 @@ class Case:
     step: int
     brief: bool
     weights: str = "auto"
+    times: bool = False
 
 
 def play(rank: int, case: Case) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def play(rank: int, case: Case) -> dict[str, Any]:
         found["bits"] = bits(engine, prompts[:16])
         told("bits")
     found["graphs"] = len(engine.runner.launches.graphs)  # type: ignore[attr-defined]
-    if case.brief:
+    if case.brief and not case.times:
         return found
     found["step_ms"] = {}
     for rows in (1, 16, 64):
@@ -199,7 +200,7 @@ def play(rank: int, case: Case) -> dict[str, Any]:
         engine.scheduler.pool.clear_cache()
         found["step_ms"][rows] = step_ms(engine, rows, spec.vocab_size)
     told("timed")
-    if case.layout.tp > 1:
+    if case.layout.tp > 1 and not case.brief:
         found["sum_us"] = {rows: sum_us(engine, rows) for rows in (1, 16, 64, 512, case.step)}
     return found
 
@@ -258,8 +259,9 @@ def compared(case: Case, one: dict[str, Any], several: list[dict[str, Any]]) -> 
     if not case.brief:
         row["sampled %"] = round(agreement(first["sampled"], one["sampled"])[0], 2)
         row["top-k, top-p %"] = round(agreement(first["cut"], one["cut"])[0], 2)
-        row |= {"step_ms one rank": one["step_ms"], "step_ms two": first["step_ms"]}
         row["sum_us"] = first.get("sum_us")
+    if "step_ms" in one:
+        row |= {"step_ms one rank": one["step_ms"], "step_ms two": first["step_ms"]}
     return row
 
 
@@ -278,6 +280,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="plain,invariant")
     parser.add_argument("--weights", default="auto", choices=("auto", "fp8", "int4"), help="of shapes")
     parser.add_argument("--brief", action="store_true", help="of shapes: no draws, no times")
+    parser.add_argument("--times", action="store_true", help="times of steps, also with --brief")
     parser.add_argument("--limit", type=float, default=200.0, help="seconds that ranks of a shape may take")
     parser.add_argument("--kill", action="store_true", help="and kill a rank in mid-answer")
     parser.add_argument("--questions", type=int, default=200)
@@ -300,7 +303,7 @@ def main() -> None:
             if layout.world == 1:
                 layout = ServingLayout(tp=2, ep=1 if model_spec(name).moe is None else 2)
             sizes = (chosen.prompts, chosen.tokens, chosen.step)
-            case = Case(name, layout, invariant, *sizes, chosen.brief, chosen.weights)
+            case = Case(name, layout, invariant, *sizes, chosen.brief, chosen.weights, chosen.times)
             (one,) = run_ranks(play, 1, replace(case, layout=ServingLayout()), timeout_s=chosen.limit)
             several = run_ranks(play, layout.world, case, timeout_s=chosen.limit)
             rows.append(compared(case, one, several))
