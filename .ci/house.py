@@ -1,4 +1,5 @@
-"""What no linter checks of the house: import circles, full folders, class names that mean two things.
+"""What no linter checks of the house: import circles, full folders, class names that mean two things, functions
+whose name says nothing alone.
 
     python .ci/house.py circles folders names
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_MODULES = 25
+SAY_NOTHING = ("of", "at", "take")
 
 
 def modules() -> dict[str, Path]:
@@ -96,6 +98,9 @@ def names() -> Iterator[str]:
     homes = defaultdict(list)
     for path in modules().values():
         for node in statements(ast.parse(path.read_text("utf-8")).body):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in SAY_NOTHING:
+                place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                yield f"{place} defines {node.name}(): say of what, at what or what is taken"
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     for name, places in sorted(homes.items()):

@@ -101,7 +101,7 @@ def _serve(chosen: argparse.Namespace) -> None:
     while True:
         sender.tell_load(PeerLoad(0, 0, 1000.0, 1))
         sender.news.wait(0.1)
-        for event in sender.news.take():
+        for event in sender.news.take_all():
             if isinstance(event, Ordered):
                 blocks = list(range(cache.blocks))
                 if event.order.request_id == "scattered":
@@ -187,7 +187,7 @@ def _best(
 def _wait(receiver: TransferReceiver, kind):
     while True:
         receiver.news.wait(60.0)
-        for event in receiver.news.take():
+        for event in receiver.news.take_all():
             if isinstance(event, PeerLost):
                 raise SystemExit(f"the sender is lost: {event.why}")
             if isinstance(event, kind):

@@ -86,7 +86,7 @@ class PrefillLink:
         self._told_s = float("-inf")
 
     def exchange(self, now_s: float) -> None:
-        for event in self._sender.news.take():
+        for event in self._sender.news.take_all():
             if isinstance(event, Ordered):
                 self._accept(event, now_s)
             else:
@@ -136,7 +136,7 @@ class DecodeLink:
         scheduler.transfers.receives, scheduler.transfers.layers = True, layers
 
     def exchange(self, now_s: float) -> None:
-        for event in self._receiver.news.take():
+        for event in self._receiver.news.take_all():
             handover.enter_event(self._scheduler.books, event, now_s)
         transfers = self._scheduler.transfers
         if transfers.orders:

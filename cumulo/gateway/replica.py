@@ -127,7 +127,7 @@ class UpstreamReplica:
         )
 
     # -- news ---------------------------------------------------------------------------------------------
-    def take(self, news: FleetNews) -> None:
+    def take_news(self, news: FleetNews) -> None:
         self.news = news
         if news.adapters is not None:
             self.adapters = news.adapters

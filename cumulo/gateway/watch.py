@@ -141,7 +141,7 @@ class Watch:
             identity = replica.identity = news.identity
             told = Told((identity.model,), identity.version, identity.fingerprint, identity.tokenizer)
             self._check(told)
-        replica.take(news)
+        replica.take_news(news)
         if news.steps != self._stuck_at or not (news.running or news.waiting):
             self._stuck_at = None
         trouble = "" if news.ready else "is not ready: its engine is being restarted"

@@ -90,12 +90,12 @@ class Decoder(nn.Module):
         rotation = self.rotary.rotation_at(batch.positions)
         for index, layer in enumerate(self.layers):
             if self.tap is not None and index in self.tap.layers:
-                self.tap.take(index, x, batch.slots)
+                self.tap.keep(index, x, batch.slots)
             x = layer(x, rotation, batch, cache)
             if cache.on_layer is not None:
                 cache.on_layer(index)
         if self.tap is not None and len(self.layers) in self.tap.layers:
-            self.tap.take(len(self.layers), self.final_norm(x), batch.slots)
+            self.tap.keep(len(self.layers), self.final_norm(x), batch.slots)
         return self.final_norm(x[batch.logit_rows])
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class CollectiveMeter:
             away = (ranks - 1) / ranks if sends is None else sum(sends) / max(1, len(tensor))
             self.listener(kind, tensor.nbytes * away)
 
-    def take(self) -> list[CollectiveTime]:
+    def take_times(self) -> list[CollectiveTime]:
         """Since it was last asked, the longest first."""
         with self._lock:
             found, self._found = self._found, {}

@@ -48,16 +48,16 @@ def states(seed: int, steps: int = 60):
     for step in range(steps):
         if running and draw.random() < 0.45:
             gone = running.drop(draw.choice(list(running)))
-            free.give(gone.request, gone.places)
-            releases.give(gone.request, gone.places, gone.expected_end_s)
+            free.release(gone.request, gone.places)
+            releases.remove(gone.request, gone.places, gone.expected_end_s)
         else:
             job = some_job(draw, f"j{step}")
             places = pack_gang(job, free)
             if places is not None:
                 ends = None if job.predicted_s is None else step + job.predicted_s
                 running.put(RunningJob(job, places, step, ends))
-                free.take(job, places)
-                releases.take(job, places, ends)
+                free.allocate(job, places)
+                releases.add(job, places, ends)
         yield draw, nodes, free, running, releases
 
 
@@ -101,17 +101,17 @@ def test_what_fits_on_each_node_is_kept_while_jobs_come_and_go(monkeypatch):
     for step in range(400):
         if running and draw.random() < 0.5:
             gone, places = running.pop(draw.choice(list(running)))
-            free.give(gone, places)
+            free.release(gone, places)
         else:
             job = replace(draw.choice(asked), job_id=f"j{step}")
             if (places := pack_gang(job, free)) is not None:
                 running[job.job_id] = job, places
-                free.take(job, places)
+                free.allocate(job, places)
         if step % 3:  # not after each change
             check(free)
         if running and not step % 5:
             then = free.copy()
-            then.give(*running[draw.choice(list(running))])
+            then.release(*running[draw.choice(list(running))])
             check(then)
             check(free)
             check(free.narrowed(np.array([draw.random() < 0.5 for _ in nodes])))
@@ -171,7 +171,7 @@ def test_the_earliest_start_is_the_first_end_after_which_the_gang_fits():
                 (one for one in running.values() if one.expected_end_s is not None),
                 key=lambda one: one.expected_end_s or 0.0,
             ):
-                then.give(one.request, one.places)
+                then.release(one.request, one.places)
                 if slots(job, then) >= job.tasks:
                     expected = one.expected_end_s
                     break

@@ -42,7 +42,7 @@ def random_snapshot(seed: int, kinds: tuple[str, ...] = _KINDS) -> Snapshot:
         job = random_job(draw, f"r{number}", gpus, kinds)
         places = pack_gang(job, free)
         if places is not None:
-            free.take(job, places)
+            free.allocate(job, places)
             ends = draw.choice((None, 100.0 + draw.uniform(1, 500)))
             running.append(RunningJob(job, places, draw.uniform(0, 100), ends, draw.randint(0, 3)))
     waiting = sorted(

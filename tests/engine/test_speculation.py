@@ -242,11 +242,16 @@ def test_sampled_tokens_keep_their_distribution():
 def test_an_n_gram_draft_continues_the_longest_common_past():
     draft, text = NgramDraft(), [1, 2, 3, 9, 2, 3, 7, 1, 2, 3]
     draft.advance(text, len(text))
-    assert draft.take(text, 4) == [9, 2, 3, 7]  # after 1 2 3, though 2 3 was followed by 7 more recently
+    assert draft.next_tokens(text, 4) == [
+        9,
+        2,
+        3,
+        7,
+    ]  # after 1 2 3, though 2 3 was followed by 7 more recently
     assert draft.matched == 3
     text += [9, 2]
     assert draft.advance(text, len(text)) == (2, 0)
-    assert draft.take(text, 2) == [3, 7]
+    assert draft.next_tokens(text, 2) == [3, 7]
     text.append(5)
     assert draft.advance(text, len(text)) == (0, 1)
     assert not draft.expects
@@ -255,7 +260,7 @@ def test_an_n_gram_draft_continues_the_longest_common_past():
 def test_a_text_that_repeats_itself_is_drafted_beyond_its_end():
     draft, text = NgramDraft(), [8, 1, 2, 3, 1, 2, 3, 1, 2]
     draft.advance(text, len(text))
-    assert draft.take(text, 7) == [3, 1, 2, 3, 1, 2, 3]
+    assert draft.next_tokens(text, 7) == [3, 1, 2, 3, 1, 2, 3]
 
 
 @settings(max_examples=200, deadline=None)
@@ -327,7 +332,7 @@ def test_the_cost_of_a_step_is_learnt_from_few_sizes():
     assert fixed_s + token_s == pytest.approx(0.010, rel=0.1) and token_s == pytest.approx(0.003, rel=0.2)
     for _ in range(10):
         cost.observe(8, 0.024)
-    assert cost.of(1) == pytest.approx(0.010, rel=0.2) and cost.of(8) == pytest.approx(0.024, rel=0.1)
+    assert cost.step_s(1) == pytest.approx(0.010, rel=0.2) and cost.step_s(8) == pytest.approx(0.024, rel=0.1)
 
 
 def test_one_step_that_was_held_up_does_not_end_drafting():

@@ -41,7 +41,7 @@ def told(mailbox, kind, before=lambda: None):
     while True:
         before()
         mailbox.wait(0.1)
-        if found := [one for one in mailbox.take() if isinstance(one, kind)]:
+        if found := [one for one in mailbox.take_all() if isinstance(one, kind)]:
             return found[0]
 
 
@@ -172,7 +172,7 @@ def test_engines_that_differ_are_refused_with_the_reason(tmp_path) -> None:
     lost = []
     while not lost:
         engine.link._receiver.news.wait(1.0)
-        lost = [one for one in engine.link._receiver.news.take() if isinstance(one, PeerLost)]
+        lost = [one for one in engine.link._receiver.news.take_all() if isinstance(one, PeerLost)]
     assert "block size" in lost[0].why and "start both engines with the same block size" in lost[0].why
     prefill.finish()
     close(engine)

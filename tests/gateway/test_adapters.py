@@ -28,7 +28,7 @@ def fleet_of(*adapters: dict[str, str]) -> Replicas:
         replica = fleet.replicas[member.url] = UpstreamReplica(member, fleet.options)
         replica.identity = FleetIdentity("1", "chat", "f", "t", 16, 512, 8)
         replica.told, replica.trouble = Told(("chat",), "1", "f", "t"), ""
-        replica.take(FleetNews(adapters=loaded))
+        replica.take_news(FleetNews(adapters=loaded))
     return fleet
 
 
@@ -45,9 +45,9 @@ def test_only_a_server_with_the_same_adapter_continues_a_stream_of_it() -> None:
     with pytest.raises(NoReplica):
         fleet.choose(hint("poet"), frozenset({first.name, third.name}), like)
     assert len({one.likeness("chat") for one in fleet.replicas.values()}) == 1
-    third.take(FleetNews())  # nothing new of adapters
+    third.take_news(FleetNews())  # nothing new of adapters
     assert fleet.choose(hint("monk")).replica is third
-    third.take(FleetNews(adapters={}))
+    third.take_news(FleetNews(adapters={}))
     with pytest.raises(UnknownModel):
         fleet.choose(hint("monk"))
 

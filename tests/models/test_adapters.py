@@ -238,4 +238,4 @@ def test_the_first_pattern_that_matches_counts_as_in_peft(tmp_path: Path) -> Non
         "o_proj",
     ):
         key = get_pattern_key(patterns.keys(), module)
-        assert config.alphas.of(module, 7.0) == patterns.get(key, 7.0)
+        assert config.alphas.value_for(module, 7.0) == patterns.get(key, 7.0)

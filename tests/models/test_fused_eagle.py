@@ -54,7 +54,7 @@ def test_a_fused_head_proposes_what_the_head_proposes(tmp_path) -> None:
     tap = StreamTap((0, 1, 2), 96, SPEC.hidden, torch.float32, "cpu")
     tap.kept.copy_(torch.randn(tap.kept.shape, generator=generator))
     assert why_not_head(head, embed) is None
-    models = (EagleDraft(head, embed.rows, tap.at), FusedEagle(head, embed, tap))
+    models = (EagleDraft(head, embed.rows, tap.stream_at), FusedEagle(head, embed, tap))
     caches = [KVCache(SPEC, 6, 16) for _ in models]
     previous: list[torch.Tensor | None] = [None, None]
     # A prompt, known tokens behind it, then proposals behind proposals, and a longer chunk than any before.

@@ -72,7 +72,7 @@ def test_act_order_gives_each_column_the_scale_of_its_own_group() -> None:
     assert blocks.order is not None
     assert torch.allclose(torch.from_numpy(blocks.dequantize()), expected, atol=1e-5)
     with pytest.raises(ModelError, match="act-order cannot be cut by columns"):
-        after.take(slice(0, ROWS), slice(0, GROUP))
+        after.sliced(slice(0, ROWS), slice(0, GROUP))
 
 
 def test_a_group_outside_the_matrix_is_refused() -> None:
@@ -120,13 +120,13 @@ def test_float8_may_have_a_scale_per_group_of_columns() -> None:
 def test_parts_are_parts_of_the_dequantised_matrix() -> None:
     rows, columns = slice(4, 9), slice(32, 64)
     whole = matrix()
-    assert torch.equal(whole.take(rows, columns).dequantise(), whole.dequantise()[rows, columns])
+    assert torch.equal(whole.sliced(rows, columns).dequantise(), whole.dequantise()[rows, columns])
     with pytest.raises(ModelError, match="cannot be cut at column 16"):
-        whole.take(rows, slice(16, 48))
+        whole.sliced(rows, slice(16, 48))
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
     for scheme in ("channel", "tensor", "block"):
         kept = float8(weight, scheme)  # type: ignore[arg-type]
-        part = kept.take(slice(100, 200), slice(128, 256))
+        part = kept.sliced(slice(100, 200), slice(128, 256))
         assert torch.equal(part.dequantise(), kept.dequantise()[100:200, 128:256])
 
 

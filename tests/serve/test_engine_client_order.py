@@ -37,8 +37,8 @@ def test_all_tokens_are_told_before_the_end_when_two_reports_come_at_once() -> N
         client = EngineClient(EngineSettings(), observer)
         try:
             client.in_flight["r"] = InFlight(Submit("r", b"", SamplingParams(), True), Inbox(), 0)
-            client.take(progress(1, "A", []))
-            client.take(progress(2, "B", [Finished("r", [], Story(arrived_s=0.0))]))
+            client.take_report(progress(1, "A", []))
+            client.take_report(progress(2, "B", [Finished("r", [], Story(arrived_s=0.0))]))
             async with asyncio.timeout(60):
                 while "end" not in observer.seen or "step 2" not in observer.seen:
                     await asyncio.sleep(0)

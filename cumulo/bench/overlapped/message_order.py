@@ -121,13 +121,13 @@ def _calibrated(plan: OrderPlan, step: Callable[[str], float]) -> tuple[float, f
     for _ in range(_FIRST):
         for way in plan.ways:
             step(way)
-    meter.take()
+    meter.take_times()
     before_s = time.process_time()
     step(plan.ways[0])
     step(plan.ways[1])
     n = plan.ranks
     factor = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n}
-    sent = sum(one.calls * one.size_bytes * factor.get(one.kind, 0.0) for one in meter.take()) / 2
+    sent = sum(one.calls * one.size_bytes * factor.get(one.kind, 0.0) for one in meter.take_times()) / 2
     total = torch.tensor([(time.process_time() - before_s) / 2, sent], dtype=torch.float64)
     all_reduce(total, world_group())
     return float(total[0]) / available_cores(), float(total[1]) / n

@@ -62,7 +62,7 @@ class _Books:
         self.free = free
         self.touched: dict[int, list[int]] = {}  # CPU, memory, then the GPUs
 
-    def of(self, node: int) -> list[int]:
+    def left_on(self, node: int) -> list[int]:
         known = self.touched.get(node)
         if known is None:
             free = self.free
@@ -76,7 +76,7 @@ class _Books:
 
     def move_one(self, job: JobRequest, node: int, place: TaskPlace, sign: int) -> bool:
         """Whether nothing is overcommitted afterwards."""
-        return _take_from(self.of(node), job, place.gpus, sign)
+        return _take_from(self.left_on(node), job, place.gpus, sign)
 
 
 def _take_from(left: list[int], job: JobRequest, gpus: Sequence[int], sign: int) -> bool:
@@ -120,7 +120,7 @@ def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -
                 found.append(f"{job.job_id} is placed on {place.node}, which is {node.health}")
             if job.devices and node.device not in job.devices:
                 found.append(f"{job.job_id} is placed on {place.node}, whose device is {node.device}")
-            last, left, room = place.node, books.of(number), node.gpus
+            last, left, room = place.node, books.left_on(number), node.gpus
         if whole and len(gpus) == 1 and 0 <= gpus[0] < room and left[gpus[0] + 2] >= WHOLE_GPU:
             left[gpus[0] + 2] -= WHOLE_GPU  # as most are
             continue

@@ -18,7 +18,7 @@ def fifo(snapshot: Snapshot) -> list[Decision]:
             decided.append(Waits(job.job_id, refused or ""))
             break
         free = free.copy() if free is snapshot.free else free
-        free.take(job, places)
+        free.allocate(job, places)
         book.count(job, job.gpus)
         decided.append(JobPlacement(job.job_id, places, "first in the queue, and its whole gang fits"))
     return decided

@@ -35,7 +35,7 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
         for name in stopping:
             stopped = snapshot.running[name]
             decided.append(Eviction(name, "jobs that had less GPU time go first"))
-            free.give(stopped.request, stopped.places)
+            free.release(stopped.request, stopped.places)
             book.count(stopped.request, -stopped.gpus)
         for job in starting:
             places = place(job, free)
@@ -43,7 +43,7 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
             if places is None or refused is not None:
                 decided.append(Waits(job.job_id, refused or ""))
             else:
-                free.take(job, places)
+                free.allocate(job, places)
                 book.count(job, job.gpus)
                 decided.append(JobPlacement(job.job_id, places, "among those that had the least GPU time"))
         return decided

@@ -192,11 +192,11 @@ class FreeCapacity:
         ]
         return other  # type: ignore[no-any-return]
 
-    def take(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
+    def allocate(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
         for node, gpus, tasks in self._by_node(job, places):
             self._move(job, node, gpus, -1, tasks)
 
-    def give(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
+    def release(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
         self.gains += 1
         for node, gpus, tasks in self._by_node(job, places):
             self._move(job, node, gpus, 1, tasks)
@@ -293,5 +293,5 @@ def free_capacity(nodes: Sequence[ClusterNode], running: Iterable[RunningJob]) -
     """What the running jobs leave free."""
     free = FreeCapacity(nodes)
     for job in running:
-        free.take(job.request, job.places)
+        free.allocate(job.request, job.places)
     return free

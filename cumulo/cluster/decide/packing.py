@@ -54,7 +54,7 @@ def packing_policy(scorer: Scorer, name: str, seed: int = 0, any_gpu: bool = Fal
             decided.append(JobPlacement(job.job_id, places, f"best score by {name}"))
             book.count(job, job.gpus)
             if job.tasks == 1 and not last:
-                trial.take(job, places)
+                trial.allocate(job, places)
             free = trial
         return decided
 
@@ -84,7 +84,7 @@ def _place(
             (place,) = task_places(job, free, [(node, 1)])
         places.append(place)
         if job.tasks > 1:
-            free.take(job, [place])
+            free.allocate(job, [place])
     return tuple(places)
 
 

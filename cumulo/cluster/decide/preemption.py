@@ -120,7 +120,7 @@ class RoomSearch:
                 if then is free:
                     then = free.copy()
                 for victim in victims:
-                    then.give(victim.request, victim.places)
+                    then.release(victim.request, victim.places)
                     chosen.append(victim)
                     self._stopped.add(victim.job_id)
                     touched.update(place.node for place in victim.places)

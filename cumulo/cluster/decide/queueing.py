@@ -79,7 +79,7 @@ def queue_policy(
             trial.decide_on(newcomers, last.reserved, last.queue)
         else:
             trial.decide(order(snapshot))
-        last = _Last.of(trial, _KEYS.get(order), by_tenant)
+        last = _Last.after(trial, _KEYS.get(order), by_tenant)
         return trial.decided
 
     return policy
@@ -98,7 +98,7 @@ class _Last:
     started: list[str]
 
     @classmethod
-    def of(cls, trial: "_Trial", key: SortKey | None, by_tenant: bool) -> "_Last | None":
+    def after(cls, trial: "_Trial", key: SortKey | None, by_tenant: bool) -> "_Last | None":
         queue = trial.snapshot.waiting
         if not isinstance(queue, JobQueue) or not trial.reserved.made or trial.book.quotas:
             return None

@@ -49,17 +49,17 @@ class Releases:
         if self._before is not None:
             before, self._before = self._before, None
             for job in before.values():
-                self.take(job.request, job.places, job.expected_end_s)
+                self.add(job.request, job.places, job.expected_end_s)
         return self
 
-    def take(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+    def add(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
         if self._before is not None:
             return
         if end_s is not None:
             bisect.insort(self.by_end, (end_s, job.job_id))
         self._move(job, places, _NEVER if end_s is None else end_s)
 
-    def give(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+    def remove(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
         """Takes back `take` with the same values."""
         if self._before is not None:
             return

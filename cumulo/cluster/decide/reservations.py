@@ -36,18 +36,18 @@ class Reservations:
         """Counts a job as running."""
         now_s = self.snapshot.now_s
         ends_s = None if job.predicted_s is None else now_s + job.predicted_s
-        self.free.take(job, places)
+        self.free.allocate(job, places)
         if self.releases is not None:
-            self.releases.take(job, places, ends_s)
+            self.releases.add(job, places, ends_s)
         self.started.append(RunningJob(job, places, now_s, ends_s))
         self._narrow = None
 
     def take_back(self) -> None:
         gains = self.free.gains
         for one in self.started:
-            self.free.give(one.request, one.places)
+            self.free.release(one.request, one.places)
             if self.releases is not None:
-                self.releases.give(one.request, one.places, one.expected_end_s)
+                self.releases.remove(one.request, one.places, one.expected_end_s)
         if self.releases is not None:
             self.releases.forget()
         self.free.gains = gains  # nothing is free that was not before
@@ -58,7 +58,7 @@ class Reservations:
         if self.releases is None:
             self.releases = Releases(self.free, self.snapshot.running).begin()
             for one in self.started:
-                self.releases.take(one.request, one.places, one.expected_end_s)
+                self.releases.add(one.request, one.places, one.expected_end_s)
         now_s = self.snapshot.now_s
         found: Reservation | None = None
         if only_gpus(job):
@@ -86,7 +86,7 @@ class Reservations:
             return harmed
         for one in late:
             if one.free_then is not None:
-                one.free_then.take(job, places)
+                one.free_then.allocate(job, places)
         return places
 
     def _harmed(self, late: list[Reservation], job: JobRequest, places: Places) -> Reservation | None:
@@ -120,13 +120,13 @@ class Reservations:
         missing = job.tasks - slots(job, then)
         for number, (end_s, name) in enumerate(ends, 1):
             one = new.get(name) or self.snapshot.running[name]
-            then.give(one.request, one.places)
+            then.release(one.request, one.places)
             missing -= -(-one.tasks * max(1, one.request.gpus_per_task) // max(1, job.gpus_per_task))
             if missing > 0 and number < len(ends):
                 continue  # cannot be enough yet
             places = self.place(job, then)
             if places is not None:
-                then.take(job, places)
+                then.allocate(job, places)
                 return end_s, then
             missing = max(1, job.tasks - slots(job, then))
         return None

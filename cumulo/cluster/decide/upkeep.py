@@ -83,8 +83,8 @@ def _make_room(job: JobRequest, snapshot: Snapshot, moves: int) -> list[Decision
                 break
             places = _elsewhere(one, then, each)
             if places is not None:
-                then.give(one.request, one.places)
-                then.take(one.request, places)
+                then.release(one.request, one.places)
+                then.allocate(one.request, places)
                 moved.append(Resize(one.job_id, places, f"it makes room for {job.job_id}"))
         if slots(job, then) >= job.tasks:
             return _if_it_pays(job, snapshot, then, moved)

@@ -26,7 +26,7 @@ class ReplicaCounters:
     values: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # cumulative, by upper bound
 
-    def of(self, name: str) -> float:
+    def total(self, name: str) -> float:
         return self.values.get(name, 0.0)
 
     def within(self, name: str, bound_s: float | None) -> tuple[float, float]:
@@ -75,9 +75,9 @@ class MetricsWatch:
         self._ended += ended
         self._prompt_tokens += prompts
         self._output_tokens += outputs
-        running, waiting = (sum(one.of(name) for one in now.values()) for name in (_RUNNING, _WAITING))
+        running, waiting = (sum(one.total(name) for one in now.values()) for name in (_RUNNING, _WAITING))
         if gateway:
-            waiting += max(0.0, read_counters(gateway).of(_AT_GATEWAY) - running - waiting)
+            waiting += max(0.0, read_counters(gateway).total(_AT_GATEWAY) - running - waiting)
         in_flight = running + waiting
         arrived = max(0.0, ended + in_flight - self._in_flight)
         mean_prompt = self._prompt_tokens / self._ended if self._ended else 0.0
@@ -92,7 +92,7 @@ class MetricsWatch:
             waiting_prompt_tokens=round(waiting * mean_prompt),
             running=round(running),
             mean_output_tokens=self._output_tokens / self._ended if self._ended else 0.0,
-            busy=sum(one.of(_RUNNING) > 0 for one in now.values()) / max(1, len(now)),
+            busy=sum(one.total(_RUNNING) > 0 for one in now.values()) / max(1, len(now)),
             ended=round(ended),
             ended_in_slo=round(ended * kept),
         )
@@ -101,8 +101,8 @@ class MetricsWatch:
         """Growth of a counter. One that is smaller than before belongs to a replica that was started again."""
         total = 0.0
         for replica, one in now.items():
-            before = self._before[replica].of(name) if replica in self._before else 0.0
-            total += one.of(name) - (before if before <= one.of(name) else 0.0)
+            before = self._before[replica].total(name) if replica in self._before else 0.0
+            total += one.total(name) - (before if before <= one.total(name) else 0.0)
         return total
 
     def _kept_share(self, now: Mapping[str, ReplicaCounters]) -> float:

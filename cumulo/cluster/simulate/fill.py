@@ -122,20 +122,20 @@ def _fill_once(
         asked += job.milli_per_task
         for decision in rule.decide(Snapshot(0.0, nodes, [job], running, free)):
             if isinstance(decision, JobPlacement):
-                free.take(job, decision.places)
+                free.allocate(job, decision.places)
                 running[job.job_id] = RunningJob(job, decision.places)
                 used += job.milli_per_task
                 if rule.placed is not None:
                     rule.placed(job, decision.places[0].node)
             elif isinstance(decision, Resize):
                 old = running[decision.job_id]
-                free.give(old.request, old.places)
-                free.take(old.request, decision.places)
+                free.release(old.request, old.places)
+                free.allocate(old.request, decision.places)
                 running[decision.job_id] = replace(old, places=decision.places)
                 moved += 1
             elif isinstance(decision, Eviction):  # turned out for another: it counts no more
                 old = running.pop(decision.job_id)
-                free.give(old.request, old.places)
+                free.release(old.request, old.places)
                 used -= old.request.milli_per_task
         curve.append((asked / gpus / 10, used / gpus / 10))
     return curve, moved

@@ -201,7 +201,7 @@ class _Player:
 
     def start(self, one: _Live, places: tuple[TaskPlace, ...], pause_s: float) -> None:
         request = one.request
-        self.free.take(request, places)
+        self.free.allocate(request, places)
         one.places = places
         one.run_began_s = self.now_s
         one.since_s = self.now_s + pause_s
@@ -209,7 +209,7 @@ class _Player:
             one.first_start_s = self.now_s
         expected = None if request.predicted_s is None else one.since_s + request.predicted_s
         self.running.put(RunningJob(request, places, self.now_s, expected, one.restarts + one.resizes))
-        self.releases.take(request, places, expected)
+        self.releases.add(request, places, expected)
         self.used_gpus += len(places) * request.milli_per_task / 1000
         self.go_on(one)
 
@@ -227,10 +227,10 @@ class _Player:
         request = one.request
         if len(self.run.segments) < _MOST_SEGMENTS:
             self.run.segments.append(Segment(request.job_id, one.run_began_s, self.now_s, one.places))
-        self.free.give(request, one.places)
+        self.free.release(request, one.places)
         self.used_gpus -= len(one.places) * request.milli_per_task / 1000
         run = self.running.drop(request.job_id)
-        self.releases.give(request, one.places, run.expected_end_s)
+        self.releases.remove(request, one.places, run.expected_end_s)
         one.places, one.event = (), one.event + 1
         return run
 

@@ -69,7 +69,7 @@ class _Left:
             return False
         return all(self._of.get(name, gbps) >= speed for name, gbps in self._resources(one, other))
 
-    def take(self, order: tuple[int, ...], speed: float) -> bool:
+    def reserve(self, order: tuple[int, ...], speed: float) -> bool:
         """False: it does not fit with all hops together, and nothing is taken."""
         hops = list(zip(order, (*order[1:], order[0]), strict=True))
         after = dict(self._of)
@@ -88,7 +88,7 @@ def _pack(machine: MachineGraph, speed: float, only_nvlink: bool) -> tuple[tuple
     found: list[tuple[int, ...]] = []
     while len(found) < _MOST_CHANNELS:
         order = _ring(machine, left, speed, len(found))
-        if order is None or not left.take(order, speed):
+        if order is None or not left.reserve(order, speed):
             break
         found.append(order)
     return tuple(found)

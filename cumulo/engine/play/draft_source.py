@@ -147,7 +147,7 @@ def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder, levels: 
         if isinstance(source.head, EagleHead) and why_not_head(source.head, decoder.embed) is None:
             model = FusedEagle(source.head, decoder.embed, tap)
         else:
-            model = EagleDraft(source.head, decoder.embed.rows, tap.at)
+            model = EagleDraft(source.head, decoder.embed.rows, tap.stream_at)
     else:
         assert source.model is not None
         drafting = source.model.decoder

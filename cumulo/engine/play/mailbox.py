@@ -30,7 +30,7 @@ class Mailbox(Generic[T]):
         with contextlib.suppress(BlockingIOError, OSError):
             self._button.send(b"!")
 
-    def take(self) -> list[T]:
+    def take_all(self) -> list[T]:
         """Everything in it, in order."""
         with contextlib.suppress(BlockingIOError, OSError):
             self._bell.recv(4096)

@@ -106,7 +106,7 @@ class TransferReceiver:
             for ready, _ in self._selector.select(0 if busy else _RETRY_S if apart else None):
                 if ready.data is not None:
                     self._listen(ready.data)
-            for order in self._orders.take():
+            for order in self._orders.take_all():
                 if order is None:
                     self._end()
                     return

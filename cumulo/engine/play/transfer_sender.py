@@ -110,7 +110,7 @@ class TransferSender:
                     self._serve(ready.data)
                 elif ready.data is not None:
                     ready.data()
-            for word in self._words.take():
+            for word in self._words.take_all():
                 if word is None:
                     self._end()
                     return

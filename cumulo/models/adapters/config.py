@@ -53,7 +53,7 @@ class ModulePattern:
     names: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     expressions: tuple[tuple[re.Pattern[str], tuple[int, float]], ...] = ()
 
-    def of(self, module: str, usual: float) -> float:
+    def value_for(self, module: str, usual: float) -> float:
         parts = module.split(".")
         ends = (".".join(parts[first:]) for first in range(len(parts)))
         found = [self.names[end] for end in ends if end in self.names]
@@ -75,11 +75,11 @@ class AdapterConfig:
     base_model: str | None = None  # as whoever trained it called it
 
     def rank_of(self, module: str) -> int:
-        return int(self.ranks.of(module, self.rank))
+        return int(self.ranks.value_for(module, self.rank))
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        return self.alphas.of(module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        return self.alphas.value_for(module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
 def read_config(folder: Path) -> AdapterConfig:

@@ -152,7 +152,7 @@ class _OpenFiles:
         matrix = stored.read({tensor.name: self.tensor(name) for tensor, name in names})
         _refuse_nonsense(stored.module, matrix)
         try:
-            return matrix if part.is_whole else matrix.take(*part.stored_slices)
+            return matrix if part.is_whole else matrix.sliced(*part.stored_slices)
         except ModelError as error:
             raise ModelError(f"{stored.module}: {error}") from error
 

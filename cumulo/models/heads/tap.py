@@ -30,12 +30,12 @@ class StreamTap:
             if kept == layer
         ]
 
-    def take(self, layer: int, stream: Tensor, slots: Tensor) -> None:
+    def keep(self, layer: int, stream: Tensor, slots: Tensor) -> None:
         """The stream [tokens, hidden] that enters a layer, and where each token's keys and values lie."""
         for kept in self.places(layer):
             kept[slots] = stream
 
-    def at(self, slots: Tensor) -> Tensor:
+    def stream_at(self, slots: Tensor) -> Tensor:
         """[tokens, layers x hidden]."""
         return self.kept[slots]
 

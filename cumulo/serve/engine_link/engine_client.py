@@ -199,7 +199,7 @@ class EngineClient:
             request.inbox.put(request.position, end)
 
     # -- what the engine says -----------------------------------------------------------------------------
-    def take(self, report: Report) -> None:
+    def take_report(self, report: Report) -> None:
         if isinstance(report, EngineProgress):
             self.stats = report.stats
             self._reports += self.settings.config.role == "prefill"

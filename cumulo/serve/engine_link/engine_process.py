@@ -221,7 +221,7 @@ class EngineLoop:
             guides_checked=self._guides.checked if self._guides else 0,
             records=records,
             fairness=self._fairness(),
-            routing=self._news.take() if self._news is not None else None,
+            routing=self._news.take_news() if self._news is not None else None,
             transfers=self._transfers() if self.engine.link is not None else None,
             ranks=self._ranked.rank_states() if self._ranked is not None else [],
             tiers=self._tiers(),

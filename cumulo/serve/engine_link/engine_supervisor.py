@@ -55,7 +55,7 @@ class Trouble:
 class EngineOwner(Protocol):
     """What a supervisor needs of the EngineClient whose engine it keeps alive."""
 
-    def take(self, report: Report) -> None: ...
+    def take_report(self, report: Report) -> None: ...
 
     def progress(self) -> tuple[int, ...] | None:
         """What grows while the engine is alive; None: it has no work, and may stand still."""
@@ -166,7 +166,7 @@ class EngineSupervisor:
         while True:
             child = self.child
             assert child is not None
-            child.listen(self._owner.take)
+            child.listen(self._owner.take_report)
             try:
                 trouble = await self._watch(child)
             finally:
@@ -203,7 +203,7 @@ class EngineSupervisor:
             self.last_failure = f"{self._settings.who} {trouble.words}"
         if child.misunderstood is None:
             for report in child.reports():  # what it said before it died
-                self._owner.take(report)
+                self._owner.take_report(report)
         self._owner.on_loss(trouble)
         child.send(Shutdown())
         await child.end(patience_s=2.0 if trouble.planned else 0.0)

@@ -197,7 +197,7 @@ class Fleet:
         dispatch = Dispatch(time.perf_counter(), route, moved_because)
         request.dispatches.append(dispatch)
         self.decisions.append((name, dispatch))
-        self.replicas[route.replica].take(request, route, ask.prompt_tokens)
+        self.replicas[route.replica].take_request(request, route, ask.prompt_tokens)
 
     @property
     def homeless_tokens(self) -> int:

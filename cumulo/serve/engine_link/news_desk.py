@@ -18,7 +18,7 @@ class NewsDesk:
         if submit.expects_cached:
             self._expected[submit.request_id] = submit.expects_cached
 
-    def take(self) -> RoutingNews:
+    def take_news(self) -> RoutingNews:
         scheduler, expected = self._scheduler, self._expected
         queues: Counter[tuple[int, str]] = Counter()
         for request in scheduler.requests.values():

@@ -28,7 +28,7 @@ class FleetReplica:
         # Requests on their way: the Submit's number, priority, tenant and tokens to compute.
         self._on_the_way: deque[tuple[int, int, str, int]] = deque()
 
-    def take(self, request: InFlight, route: Route, tokens: int) -> None:
+    def take_request(self, request: InFlight, route: Route, tokens: int) -> None:
         """`tokens`: of prompt and answer, as far as they are known."""
         self.requests += 1
         self.prompt_tokens += tokens

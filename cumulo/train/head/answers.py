@@ -210,7 +210,7 @@ def _tapped(llm: LLM, tap: StreamTap, tokens: NDArray[np.int32]) -> Tensor:
     full = (len(tokens) - 1) // size
     hashes = chain_hashes(root_hash(""), array("i", tokens[: full * size].tolist()), size)
     blocks = torch.tensor(pool.cached_prefix(hashes), dtype=torch.int64)
-    return tap.at((blocks[:, None] * size + torch.arange(size)).flatten())
+    return tap.stream_at((blocks[:, None] * size + torch.arange(size)).flatten())
 
 
 # -- files ------------------------------------------------------------------------------------------------------

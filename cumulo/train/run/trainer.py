@@ -270,7 +270,7 @@ class Trainer:
                 )  # fmt: skip
                 if self.log is not None:
                     self.log.write(record)
-                timed = [] if self.collectives is None else self.collectives.write(step, meter.take())
+                timed = [] if self.collectives is None else self.collectives.write(step, meter.take_times())
                 if self.metrics is not None:
                     self.metrics.update(record, peak_memory_bytes(self.device), timed)
                 if begun_at == step - 1:

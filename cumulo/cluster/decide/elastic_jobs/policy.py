@@ -72,7 +72,7 @@ def _rigid(snapshot: Snapshot, free: FreeCapacity, book: QuotaBook) -> list[Deci
     decided = fifo(replace(snapshot, waiting=list(rigid.values()))) if rigid else []
     for one in decided:
         if isinstance(one, JobPlacement):
-            free.take(rigid[one.job_id], one.places)
+            free.allocate(rigid[one.job_id], one.places)
             book.count(rigid[one.job_id], rigid[one.job_id].gpus)
     return decided
 
@@ -118,7 +118,7 @@ def _placed(
     those = [jobs.job(row) for row in changed.tolist()]
     for job, had in those:
         if had:
-            free.give(job, had)
+            free.release(job, had)
     decided: list[Decision] = []
     resized: list[Decision] = []
     told = 0
@@ -142,7 +142,7 @@ def _placed(
             elif (told := told + 1) <= _MOST_REASONS:
                 decided.append(Waits(job.job_id, "no GPU adds more goodput here than where it is"))
             continue
-        free.take(job, places)
+        free.allocate(job, places)
         book.count(job, size)
         if places is had:
             continue

@@ -68,7 +68,7 @@ class Manifest:
     def subject(self) -> str:
         return f"{self.kind or 'object'}/{self.name or '?'}"
 
-    def at(self, *path: str | int) -> Any:
+    def value(self, *path: str | int) -> Any:
         """The field there; None where there is none."""
         found: Any = self.body
         for step in path:

@@ -138,7 +138,7 @@ def _count(manifest: Manifest, path: FieldPath) -> tuple[int, int]:
     """Pods of one template, and how many pods a copy of the model is spread over."""
 
     def number(*steps: str | int, otherwise: int = 1) -> int:
-        found = manifest.at(*steps)
+        found = manifest.value(*steps)
         return found if isinstance(found, int) and not isinstance(found, bool) else otherwise
 
     kind = manifest.kind
@@ -146,7 +146,7 @@ def _count(manifest: Manifest, path: FieldPath) -> tuple[int, int]:
         size = max(1, number("spec", "leaderWorkerTemplate", "size"))
         replicas = number("spec", "replicas")
         leads = "leaderTemplate" in path
-        has_leader = manifest.at("spec", "leaderWorkerTemplate", "leaderTemplate") is not None
+        has_leader = manifest.value("spec", "leaderWorkerTemplate", "leaderTemplate") is not None
         return replicas * (1 if leads else size - has_leader), size
     if "tasks" in path:
         return number("spec", "tasks", path[2], "replicas"), 1

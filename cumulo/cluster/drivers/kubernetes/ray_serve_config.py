@@ -39,7 +39,7 @@ _SCALING = (
 
 
 def check_serve_config(manifest: Manifest) -> None:
-    text = manifest.at(*_PATH)
+    text = manifest.value(*_PATH)
     if not isinstance(text, str) or not text.strip():
         manifest.blame(_PATH, "is required and missing: the applications that Ray Serve runs")
         return

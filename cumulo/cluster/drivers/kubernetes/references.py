@@ -40,9 +40,9 @@ def check_references(objects: ObjectSet) -> None:
         _check_twice(one, seen)
         for path, kind in _FIELDS.get(one.kind, ()):
             if one.kind != "Job" or one.group == "batch.volcano.sh":
-                objects.need(one, path, kind, one.at(*path))
+                objects.need(one, path, kind, one.value(*path))
         for path, kind in _CLASSES.get(one.kind, ()):
-            objects.need_alike(one, path, kind, one.at(*path))
+            objects.need_alike(one, path, kind, one.value(*path))
         _check_queue_label(one, objects)
         _check_kind(one, objects)
         check_network(one, objects)
@@ -67,7 +67,7 @@ def _check_queue_label(one: Manifest, objects: ObjectSet) -> None:
     name = labels.get(_QUEUE_LABEL) if isinstance(labels, dict) else None
     if name is None:
         queues = [queue.name for queue in objects.manifests if queue.kind == "LocalQueue"]
-        if queues and one.kind == "Job" and one.group == "batch" and one.at("spec", "suspend") is True:
+        if queues and one.kind == "Job" and one.group == "batch" and one.value("spec", "suspend") is True:
             one.blame(
                 ("metadata", "labels", _QUEUE_LABEL),
                 "is missing, and the Job is suspended (suspend: true): nothing would start it. Use "
@@ -77,7 +77,9 @@ def _check_queue_label(one: Manifest, objects: ObjectSet) -> None:
     objects.need(one, ("metadata", "labels", _QUEUE_LABEL), "LocalQueue", name)
     local = objects.find("LocalQueue", str(name), one.namespace)
     queue = (
-        objects.find("ClusterQueue", str(local.at("spec", "clusterQueue")), "") if local is not None else None
+        objects.find("ClusterQueue", str(local.value("spec", "clusterQueue")), "")
+        if local is not None
+        else None
     )
     if queue is None:
         return
@@ -89,8 +91,8 @@ def _check_queue_label(one: Manifest, objects: ObjectSet) -> None:
 def _nominal(queue: Manifest) -> dict[str, float]:
     """What a workload can get at most; without the cohort's part, where that is not limited."""
     found: dict[str, float] = {}
-    cohort = queue.at("spec", "cohortName") or queue.at("spec", "cohort")
-    for group in queue.at("spec", "resourceGroups") or ():
+    cohort = queue.value("spec", "cohortName") or queue.value("spec", "cohort")
+    for group in queue.value("spec", "resourceGroups") or ():
         for flavor in group.get("flavors") or () if isinstance(group, dict) else ():
             for one in flavor.get("resources") or () if isinstance(flavor, dict) else ():
                 name, amount = str(one.get("name")), quantity(one.get("nominalQuota", "inf")) or 0.0
@@ -121,14 +123,14 @@ def _check_fits(
 # -- kinds --------------------------------------------------------------------------------------------------
 def _check_kind(one: Manifest, objects: ObjectSet) -> None:
     if one.kind == "ClusterQueue":
-        for number, group in enumerate(one.at("spec", "resourceGroups") or ()):
+        for number, group in enumerate(one.value("spec", "resourceGroups") or ()):
             for place, flavor in enumerate(group.get("flavors") or () if isinstance(group, dict) else ()):
                 path: FieldPath = ("spec", "resourceGroups", number, "flavors", place, "name")
-                objects.need(one, path, "ResourceFlavor", one.at(*path))
+                objects.need(one, path, "ResourceFlavor", one.value(*path))
                 del flavor
     elif one.kind == "Job" and one.group == "batch.volcano.sh":
-        queue = objects.find("Queue", str(one.at("spec", "queue") or "default"), "")
-        capability = queue.at("spec", "capability") if queue is not None else None
+        queue = objects.find("Queue", str(one.value("spec", "queue") or "default"), "")
+        capability = queue.value("spec", "capability") if queue is not None else None
         if queue is not None and isinstance(capability, dict):
             quota = {str(name): quantity(amount) or 0.0 for name, amount in capability.items()}
             if any(GPU.match(name) for name in quota):
@@ -140,19 +142,19 @@ def _check_kind(one: Manifest, objects: ObjectSet) -> None:
     elif one.kind == "ServiceMonitor":
         _check_monitor(one, objects)
     elif one.kind in ("RoleBinding", "ClusterRoleBinding"):
-        kind = one.at("roleRef", "kind")
+        kind = one.value("roleRef", "kind")
         if kind == "Role":
-            objects.need(one, ("roleRef", "name"), "Role", one.at("roleRef", "name"))
-        for number, subject in enumerate(one.at("subjects") or ()):
+            objects.need(one, ("roleRef", "name"), "Role", one.value("roleRef", "name"))
+        for number, subject in enumerate(one.value("subjects") or ()):
             if isinstance(subject, dict) and subject.get("kind") == "ServiceAccount":
                 objects.need(one, ("subjects", number, "name"), "ServiceAccount", subject.get("name"))
     elif one.kind == "TriggerAuthentication":
-        for number, ref in enumerate(one.at("spec", "secretTargetRef") or ()):
+        for number, ref in enumerate(one.value("spec", "secretTargetRef") or ()):
             _need_key(one, ("spec", "secretTargetRef", number), "Secret", ref, objects)
 
 
 def _check_target(one: Manifest, objects: ObjectSet) -> None:
-    target = one.at("spec", "scaleTargetRef")
+    target = one.value("spec", "scaleTargetRef")
     if not isinstance(target, dict):
         return
     kind = str(target.get("kind") or "Deployment")
@@ -168,7 +170,7 @@ def _check_target(one: Manifest, objects: ObjectSet) -> None:
             ("spec", "scaleTargetRef", "apiVersion"),
             f"{kind} {found.name} is {found.api_version}, not {given}",
         )
-    for number, trigger in enumerate(one.at("spec", "triggers") or ()):
+    for number, trigger in enumerate(one.value("spec", "triggers") or ()):
         ref = trigger.get("authenticationRef") if isinstance(trigger, dict) else None
         if isinstance(ref, dict) and ref.get("kind", "TriggerAuthentication") == "TriggerAuthentication":
             path: FieldPath = ("spec", "triggers", number, "authenticationRef", "name")
@@ -177,7 +179,7 @@ def _check_target(one: Manifest, objects: ObjectSet) -> None:
 
 def _check_pod_selector(one: Manifest, objects: ObjectSet) -> None:
     path: FieldPath = ("spec", "selector") if one.kind == "Service" else ("spec", "selector", "matchLabels")
-    wanted = one.at(*path)
+    wanted = one.value(*path)
     pods = [pod for pod in objects.pods if pod.owner.namespace == one.namespace]
     if not isinstance(wanted, dict) or not wanted:
         return
@@ -204,7 +206,7 @@ def _check_pod_selector(one: Manifest, objects: ObjectSet) -> None:
         return
     names, numbers = ports_of(chosen)
     if one.kind == "Service":
-        for number, port in enumerate(one.at("spec", "ports") or ()):
+        for number, port in enumerate(one.value("spec", "ports") or ()):
             target = port.get("targetPort", port.get("port")) if isinstance(port, dict) else None
             if isinstance(target, str) and not target.isdigit() and target not in names:
                 one.blame(
@@ -219,7 +221,7 @@ def _check_pod_selector(one: Manifest, objects: ObjectSet) -> None:
 
 
 def _check_monitor(one: Manifest, objects: ObjectSet) -> None:
-    wanted = one.at("spec", "selector", "matchLabels")
+    wanted = one.value("spec", "selector", "matchLabels")
     services = [other for other in objects.manifests if other.kind == "Service"]
     if not isinstance(wanted, dict) or not services:
         return
@@ -232,8 +234,8 @@ def _check_monitor(one: Manifest, objects: ObjectSet) -> None:
         shown = ", ".join(f"{key}={value}" for key, value in wanted.items())
         one.blame(("spec", "selector", "matchLabels"), f"no Service has the labels {shown}")
         return
-    ports = {str(port.get("name")) for other in chosen for port in other.at("spec", "ports") or ()}
-    for number, endpoint in enumerate(one.at("spec", "endpoints") or ()):
+    ports = {str(port.get("name")) for other in chosen for port in other.value("spec", "ports") or ()}
+    for number, endpoint in enumerate(one.value("spec", "endpoints") or ()):
         port = endpoint.get("port") if isinstance(endpoint, dict) else None
         if port is not None and port not in ports:
             one.blame(
@@ -290,7 +292,7 @@ def _need_key(owner: Manifest, path: FieldPath, kind: str, ref: Any, objects: Ob
     found, key = objects.find(kind, str(ref.get("name")), owner.namespace), ref.get("key")
     if found is None or key is None:
         return
-    keys = {str(one) for part in ("data", "stringData", "binaryData") for one in found.at(part) or ()}
+    keys = {str(one) for part in ("data", "stringData", "binaryData") for one in found.value(part) or ()}
     if key not in keys:
         owner.blame(
             (*path, "key"), f"the {kind} {found.name} has no key {key}{did_you_mean(str(key), sorted(keys))}"

@@ -96,10 +96,10 @@ def _check_replicas(manifest: Manifest) -> None:
     }
     if manifest.kind in pairs:
         low_name, high_name = pairs[manifest.kind]
-        low, high = manifest.at("spec", low_name), manifest.at("spec", high_name)
+        low, high = manifest.value("spec", low_name), manifest.value("spec", high_name)
         if isinstance(low, int) and isinstance(high, int) and low > high:
             manifest.blame(("spec", low_name), f"{low} is more than {high_name}, {high}")
-    if manifest.kind == "HorizontalPodAutoscaler" and manifest.at("spec", "minReplicas") == 0:
+    if manifest.kind == "HorizontalPodAutoscaler" and manifest.value("spec", "minReplicas") == 0:
         manifest.blame(
             ("spec", "minReplicas"), "an HPA does not scale to zero; use 1 or more, or a KEDA ScaledObject"
         )
@@ -117,7 +117,7 @@ def _check_replicas(manifest: Manifest) -> None:
 def _worker_groups(manifest: Manifest) -> list[tuple[FieldPath, Mapping[str, Any]]]:
     found: list[tuple[FieldPath, Mapping[str, Any]]] = []
     for start in (("spec",), ("spec", "rayClusterSpec"), ("spec", "rayClusterConfig")):
-        groups = manifest.at(*start, "workerGroupSpecs")
+        groups = manifest.value(*start, "workerGroupSpecs")
         for number, one in enumerate(groups if isinstance(groups, list) else ()):
             if isinstance(one, dict):
                 found.append(((*start, "workerGroupSpecs", number), one))
@@ -138,7 +138,7 @@ def _check_kind(manifest: Manifest) -> None:
     if manifest.kind == "Job" and manifest.group == "batch.volcano.sh":
         check_gang(manifest, spec)
     if manifest.kind == "LeaderWorkerSet":
-        size = manifest.at("spec", "leaderWorkerTemplate", "size")
+        size = manifest.value("spec", "leaderWorkerTemplate", "size")
         if isinstance(size, int) and size < 1:
             manifest.blame(("spec", "leaderWorkerTemplate", "size"), f"must be 1 or more, got {size}")
     if manifest.kind == "ClusterQueue":
@@ -225,7 +225,7 @@ def _check_metric(manifest: Manifest, metric: Mapping[str, Any], path: FieldPath
 
 
 def _check_cluster_queue(manifest: Manifest) -> None:
-    for number, group in enumerate(manifest.at("spec", "resourceGroups") or ()):
+    for number, group in enumerate(manifest.value("spec", "resourceGroups") or ()):
         covered = group.get("coveredResources") if isinstance(group, dict) else None
         for place, flavor in enumerate(group.get("flavors") or () if isinstance(group, dict) else ()):
             names = [one.get("name") for one in flavor.get("resources") or () if isinstance(one, dict)]
@@ -238,7 +238,7 @@ def _check_cluster_queue(manifest: Manifest) -> None:
 
 
 def _check_selector(manifest: Manifest, pod: PodSpec) -> None:
-    wanted = manifest.at("spec", "selector", "matchLabels")
+    wanted = manifest.value("spec", "selector", "matchLabels")
     if manifest.kind not in ("Deployment", "StatefulSet", "DaemonSet") or not isinstance(wanted, dict):
         return
     for key, value in wanted.items():
@@ -253,7 +253,7 @@ def _check_containers(pod: PodSpec) -> None:
     volumes = {one.get("name") for one in pod.spec.get("volumes") or () if isinstance(one, dict)}
     volumes |= {
         (one.get("metadata") or {}).get("name")
-        for one in pod.owner.at("spec", "volumeClaimTemplates") or ()
+        for one in pod.owner.value("spec", "volumeClaimTemplates") or ()
         if isinstance(one, dict)
     }
     names: set[str] = set()

@@ -21,7 +21,7 @@ def promise(books: Books, request: Request) -> None:
     tokens = request.prompt_length
     begun = request.sequences[0].output_length > 0  # another engine let it in
     if slo is not None and not request.sends and not begun:
-        story.promise = Promise.of(slo)
+        story.promise = Promise.from_slo(slo)
         # By deadline. Without a promise it is as if one priority lower.
         ttft_s = slo.ttft_s if slo.ttft_s is not None else config.priority_step_s
         order, number = request.order
@@ -42,7 +42,7 @@ def promise(books: Books, request: Request) -> None:
             story.add(now_s, "not_promised", why=outlook.why)
     elif not begun:
         request.order = (request.order[0] + config.priority_step_s, request.order[1])
-    promises.take(request, tokens)
+    promises.add(request, tokens)
 
 
 def _words(slo: Slo) -> str:

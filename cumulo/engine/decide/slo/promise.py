@@ -19,7 +19,7 @@ class Promise:
     last_token_s: float | None = None
 
     @staticmethod
-    def of(slo: Slo) -> "Promise":
+    def from_slo(slo: Slo) -> "Promise":
         return Promise(slo.ttft_s, slo.itl_s)
 
     def note_token(self, now_s: float) -> None:

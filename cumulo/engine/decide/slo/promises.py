@@ -62,7 +62,7 @@ class Promises:
         self._last_result_s = float("-inf")
 
     # -- requests come and go -----------------------------------------------------------------------------
-    def take(self, request: Request, tokens: int) -> None:
+    def add(self, request: Request, tokens: int) -> None:
         """A request is in the queue, with so many tokens of its prompt in no cache."""
         self.waiting[request.id] = request
         self._uncached[request.id] = tokens

@@ -76,6 +76,6 @@ class LearntCost:
         slope = min(max(slope, 0.0), mean_s / mean_tokens)
         return mean_s - slope * mean_tokens, slope
 
-    def of(self, tokens: int) -> float:
+    def step_s(self, tokens: int) -> float:
         fixed_s, token_s = self.line
         return fixed_s + token_s * tokens

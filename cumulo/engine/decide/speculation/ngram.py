@@ -82,7 +82,7 @@ class NgramDraft:
         """Tokens that can be taken: as many as one likes."""
         return MOST_DRAFTED if self._at >= 0 else 0
 
-    def take(self, tokens: ListLike[int], count: int) -> list[int]:
+    def next_tokens(self, tokens: ListLike[int], count: int) -> list[int]:
         """The next `count` tokens, if the text repeats itself; beyond its own end it repeats what it repeats."""
         if self._at < 0:
             return []

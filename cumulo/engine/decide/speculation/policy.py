@@ -127,7 +127,7 @@ class Speculation:
         if self.by_model:  # on a CPU, where the host's time is short next to a step's
             return self.proposed < _LEARNING or self._asked(rows).gain >= _LEAST_ASKED
         # Behind a step whose tokens must be known the device waits for the host: a short step must gain the more.
-        least = max(_LEAST_GAIN, 1 + _HOST_S / self.cost.of(len(rows)))
+        least = max(_LEAST_GAIN, 1 + _HOST_S / self.cost.step_s(len(rows)))
         return self._prospects(rows).gain >= least
 
     def _asked(self, rows: list[Sequence]) -> AskedGain:
@@ -204,7 +204,7 @@ class Speculation:
 
     @staticmethod
     def _add(plan: StepPlan, sequence: Sequence, row: int, count: int, rate: float, now_s: float) -> None:
-        plan.drafts.append(Draft(row, sequence.drafting.draft.take(sequence.tokens, count)))
+        plan.drafts.append(Draft(row, sequence.drafting.draft.next_tokens(sequence.tokens, count)))
         plan.counts[row] += count
         sequence.computed += count
         story = sequence.request.story

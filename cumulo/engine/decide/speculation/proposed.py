@@ -40,5 +40,5 @@ class ProposedDraft:
     def length(self) -> int:
         return len(self._tokens)
 
-    def take(self, tokens: ListLike[int], count: int) -> list[int]:
+    def next_tokens(self, tokens: ListLike[int], count: int) -> list[int]:
         return self._tokens[:count]

@@ -23,7 +23,7 @@ class HostTier:
     def touch(self, block_hash: BlockHash) -> None:
         self.block_of.move_to_end(block_hash)
 
-    def take(self) -> int | None:
+    def take_block(self) -> int | None:
         """A block for something else: a free one, or the least recently used. The caller pins or puts it."""
         if self._free:
             return self._free.pop()

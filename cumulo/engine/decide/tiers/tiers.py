@@ -125,7 +125,7 @@ class Tiers:
         for block_hash, block in evicted:
             if self.host.find(block_hash) is not None:
                 self.host.touch(block_hash)
-            elif (target := self.host.take()) is not None:
+            elif (target := self.host.take_block()) is not None:
                 plan.swap_out.append((block, target))
                 self._of(plan).spilled.append((block_hash, target))
 
@@ -178,7 +178,7 @@ class Tiers:
         """Read these from disk for a sequence; False: host memory has no room for any."""
         blocks = []
         for _ in hashes:
-            block = self.host.take()
+            block = self.host.take_block()
             if block is None:
                 break
             blocks.append(block)

@@ -54,7 +54,7 @@ class TierMover:
     # -- the engine's thread ------------------------------------------------------------------------------
     def exchange(self, now_s: float) -> None:
         """Take in what was written and read, and hand out what is ordered."""
-        for event in self.news.take():
+        for event in self.news.take_all():
             enter_tier_event(self._scheduler.books, event, now_s)
         orders = self._tiers.orders
         for order in orders:

@@ -62,7 +62,7 @@ class IntegerMatrix:
         centred = self.codes.to(dtype) - self.zero.to(dtype)[:, of_column]
         return centred * self.scale.to(dtype)[:, of_column]
 
-    def take(self, rows: slice, columns: slice) -> "IntegerMatrix":
+    def sliced(self, rows: slice, columns: slice) -> "IntegerMatrix":
         """A part of it, as one rank of several holds: any rows, but only whole groups of columns."""
         part = replace(self, codes=self.codes[rows], scale=self.scale[rows], zero=self.zero[rows])
         if columns.stop - columns.start == self.shape[1]:
@@ -141,7 +141,7 @@ class Float8Matrix:
         scale = self.row_scales().to(dtype).repeat_interleave(self.block[1], 1)[:, : self.shape[1]]
         return self.codes.to(dtype) * scale
 
-    def take(self, rows: slice, columns: slice) -> "Float8Matrix":
+    def sliced(self, rows: slice, columns: slice) -> "Float8Matrix":
         """A part of it: any rows, and columns that begin between blocks (or all share one scale)."""
         width = self.block[1]
         scale = self.row_scales()[rows]

@@ -40,7 +40,7 @@ def check_restart(pod: PodSpec) -> None:
 
 
 def _check_schedule(manifest: Manifest) -> None:
-    text, path = manifest.at("spec", "schedule"), ("spec", "schedule")
+    text, path = manifest.value("spec", "schedule"), ("spec", "schedule")
     if not isinstance(text, str) or text in _CRON_NAMES or text.startswith("@every "):
         return
     if text.startswith(("TZ=", "CRON_TZ=")):
@@ -70,19 +70,19 @@ def _wrong_part(value: str, low: int, high: int, words: Sequence[str]) -> str:
 
 
 def _check_job_set(manifest: Manifest) -> None:
-    jobs = [one for one in manifest.at("spec", "replicatedJobs") or () if isinstance(one, dict)]
+    jobs = [one for one in manifest.value("spec", "replicatedJobs") or () if isinstance(one, dict)]
     names = [str(one.get("name")) for one in jobs]
     wanted: list[tuple[FieldPath, Any]] = [
-        (("spec", "coordinator", "replicatedJob"), manifest.at("spec", "coordinator", "replicatedJob"))
+        (("spec", "coordinator", "replicatedJob"), manifest.value("spec", "coordinator", "replicatedJob"))
     ]
     lists: list[FieldPath] = [("spec", "successPolicy", "targetReplicatedJobs")]
-    rules = manifest.at("spec", "failurePolicy", "rules")
+    rules = manifest.value("spec", "failurePolicy", "rules")
     lists += [
         ("spec", "failurePolicy", "rules", number, "targetReplicatedJobs")
         for number in range(len(rules or ()))
     ]
     for path in lists:
-        wanted += [((*path, number), name) for number, name in enumerate(manifest.at(*path) or ())]
+        wanted += [((*path, number), name) for number, name in enumerate(manifest.value(*path) or ())]
     for number, one in enumerate(jobs):
         if names.index(str(one.get("name"))) != number:
             manifest.blame(
@@ -102,7 +102,7 @@ def _check_job_set(manifest: Manifest) -> None:
 def _check_update(manifest: Manifest) -> None:
     field = "strategy" if manifest.kind == "Deployment" else "updateStrategy"
     path: FieldPath = ("spec", field, "rollingUpdate")
-    given = manifest.at(*path)
+    given = manifest.value(*path)
     if not isinstance(given, dict):
         return
     surge, gone = (str(given.get(name, otherwise)).rstrip("%")
@@ -114,7 +114,7 @@ def _check_update(manifest: Manifest) -> None:
 
 def _check_device_claim(manifest: Manifest) -> None:
     start: FieldPath = ("spec", "spec") if manifest.kind == "ResourceClaimTemplate" else ("spec",)
-    requests = [one for one in manifest.at(*start, "devices", "requests") or () if isinstance(one, dict)]
+    requests = [one for one in manifest.value(*start, "devices", "requests") or () if isinstance(one, dict)]
     names = [str(one.get("name")) for one in requests]
     for number, one in enumerate(requests):
         path: FieldPath = (*start, "devices", "requests", number)
@@ -130,7 +130,7 @@ def _check_device_claim(manifest: Manifest) -> None:
         exactly = one.get("exactly")
         if isinstance(exactly, dict) and exactly.get("allocationMode") == "All" and "count" in exactly:
             manifest.blame((*path, "exactly", "count"), "must be left out with allocationMode: All")
-    for number, one in enumerate(manifest.at(*start, "devices", "constraints") or ()):
+    for number, one in enumerate(manifest.value(*start, "devices", "constraints") or ()):
         for place, name in enumerate(one.get("requests") or () if isinstance(one, dict) else ()):
             if str(name).partition("/")[0] not in names:
                 manifest.blame(

@@ -20,15 +20,15 @@ def check_core_rules(manifest: Manifest) -> None:
 
 
 def _check_service(one: Manifest) -> None:
-    kind = one.at("spec", "type")
-    if kind == "ExternalName" and not one.at("spec", "externalName"):
+    kind = one.value("spec", "type")
+    if kind == "ExternalName" and not one.value("spec", "externalName"):
         one.blame(("spec", "externalName"), "is required and missing, because the type is ExternalName")
-    if one.at("spec", "clusterIP") == "None" and kind in ("NodePort", "LoadBalancer"):
+    if one.value("spec", "clusterIP") == "None" and kind in ("NodePort", "LoadBalancer"):
         one.blame(("spec", "clusterIP"), f"cannot be None with type: {kind}, which needs an address")
 
 
 def _check_claim(one: Manifest) -> None:
-    asked = one.at("spec", "resources", "requests", "storage")
+    asked = one.value("spec", "resources", "requests", "storage")
     if asked is None:
         one.blame(("spec", "resources", "requests", "storage"), "is required and missing, such as 100Gi")
     elif (size := quantity(asked)) is not None and size <= 0:
@@ -36,7 +36,7 @@ def _check_claim(one: Manifest) -> None:
 
 
 def _check_ingress(one: Manifest) -> None:
-    for number, rule in enumerate(one.at("spec", "rules") or ()):
+    for number, rule in enumerate(one.value("spec", "rules") or ()):
         host = rule.get("host") if isinstance(rule, dict) else None
         if isinstance(host, str) and host and not _HOST.fullmatch(host):
             one.blame(
@@ -47,7 +47,7 @@ def _check_ingress(one: Manifest) -> None:
 
 def _check_policy(one: Manifest) -> None:
     for direction in ("ingress", "egress"):
-        for number, rule in enumerate(one.at("spec", direction) or ()):
+        for number, rule in enumerate(one.value("spec", direction) or ()):
             for place, given in enumerate(rule.get("ports") or () if isinstance(rule, dict) else ()):
                 if not isinstance(given, dict) or "endPort" not in given:
                     continue
@@ -61,22 +61,22 @@ def _check_policy(one: Manifest) -> None:
 
 def _check_binding(one: Manifest) -> None:
     kinds = ("Role", "ClusterRole") if one.kind == "RoleBinding" else ("ClusterRole",)
-    check_word(one, ("roleRef", "kind"), one.at("roleRef", "kind"), kinds)
-    for number, subject in enumerate(one.at("subjects") or ()):
+    check_word(one, ("roleRef", "kind"), one.value("roleRef", "kind"), kinds)
+    for number, subject in enumerate(one.value("subjects") or ()):
         if isinstance(subject, dict):
             path: FieldPath = ("subjects", number, "kind")
             check_word(one, path, subject.get("kind"), ("ServiceAccount", "User", "Group"))
 
 
 def _check_quota(one: Manifest) -> None:
-    hard = one.at("spec", "hard")
+    hard = one.value("spec", "hard")
     for name, value in hard.items() if isinstance(hard, dict) else ():
         if (amount := quantity(value)) is not None and amount < 0:
             one.blame(("spec", "hard", str(name)), f"must be 0 or more, got {value}")
 
 
 def _check_range(one: Manifest) -> None:
-    for number, limit in enumerate(one.at("spec", "limits") or ()):
+    for number, limit in enumerate(one.value("spec", "limits") or ()):
         if not isinstance(limit, dict):
             continue
         names = [name for name in ("min", "defaultRequest", "default", "max") if name in limit]
@@ -103,12 +103,12 @@ def _check_priority(one: Manifest) -> None:
 
 
 def _check_stateful(one: Manifest) -> None:
-    if one.at("spec", "serviceName") == "":
+    if one.value("spec", "serviceName") == "":
         one.blame(("spec", "serviceName"), "must not be empty: it names the headless Service of the pods")
 
 
 def _check_job(one: Manifest) -> None:
-    if one.at("spec", "completionMode") == "Indexed" and one.at("spec", "completions") is None:
+    if one.value("spec", "completionMode") == "Indexed" and one.value("spec", "completions") is None:
         one.blame(("spec", "completions"), "is required and missing, because the completionMode is Indexed")
 
 

@@ -96,7 +96,7 @@ def _check_amount(manifest: Manifest, path: FieldPath, amount: Any) -> None:
 
 
 def check_service_ports(manifest: Manifest) -> None:
-    ports = [one for one in manifest.at("spec", "ports") or () if isinstance(one, dict)]
+    ports = [one for one in manifest.value("spec", "ports") or () if isinstance(one, dict)]
     taken: dict[tuple[Any, str], int] = {}
     for number, one in enumerate(ports):
         path: FieldPath = ("spec", "ports", number)

@@ -27,7 +27,7 @@ def check_network(one: Manifest, objects: ObjectSet) -> None:
 # -- network policies ---------------------------------------------------------------------------------------
 def _check_policy(one: Manifest, objects: ObjectSet) -> None:
     for direction, side in _DIRECTIONS:
-        for number, rule in enumerate(one.at("spec", direction) or ()):
+        for number, rule in enumerate(one.value("spec", direction) or ()):
             for place, peer in enumerate(rule.get(side) or () if isinstance(rule, dict) else ()):
                 block = peer.get("ipBlock") if isinstance(peer, dict) else None
                 if isinstance(block, dict):
@@ -37,7 +37,7 @@ def _check_policy(one: Manifest, objects: ObjectSet) -> None:
                             ("spec", direction, number, side, place),
                             "an ipBlock cannot stand next to a selector: make it an item of its own",
                         )
-    labels = one.at("spec", "podSelector", "matchLabels")
+    labels = one.value("spec", "podSelector", "matchLabels")
     pods = [pod for pod in objects.pods if pod.owner.namespace == one.namespace]
     if not isinstance(labels, dict) or not labels or not pods:
         return
@@ -50,7 +50,7 @@ def _check_policy(one: Manifest, objects: ObjectSet) -> None:
         )
         return
     named, numbers = ports_of(chosen)
-    for number, rule in enumerate(one.at("spec", "ingress") or ()):
+    for number, rule in enumerate(one.value("spec", "ingress") or ()):
         for place, given in enumerate(rule.get("ports") or () if isinstance(rule, dict) else ()):
             port = given.get("port") if isinstance(given, dict) else None
             if numbers and port is not None and "endPort" not in given and port not in named | numbers:
@@ -94,7 +94,7 @@ def ports_of(pods: list[Any]) -> tuple[set[Any], set[Any]]:
 
 # -- Gateways and routes ------------------------------------------------------------------------------------
 def _certificates(one: Manifest) -> Iterator[tuple[FieldPath, Mapping[str, Any]]]:
-    for number, listener in enumerate(one.at("spec", "listeners") or ()):
+    for number, listener in enumerate(one.value("spec", "listeners") or ()):
         tls = listener.get("tls") if isinstance(listener, dict) else None
         if isinstance(listener, dict) and listener.get("protocol") == "HTTPS" and not tls:
             one.blame(("spec", "listeners", number, "tls"), "is required and missing: the protocol is HTTPS")
@@ -105,7 +105,7 @@ def _certificates(one: Manifest) -> Iterator[tuple[FieldPath, Mapping[str, Any]]
 
 def _check_route(one: Manifest, objects: ObjectSet) -> None:
     listeners: list[Mapping[str, Any]] = []
-    for number, ref in enumerate(one.at("spec", "parentRefs") or ()):
+    for number, ref in enumerate(one.value("spec", "parentRefs") or ()):
         if not isinstance(ref, dict) or ref.get("kind", "Gateway") != "Gateway" or ref.get("namespace"):
             continue
         path: FieldPath = ("spec", "parentRefs", number)
@@ -113,7 +113,7 @@ def _check_route(one: Manifest, objects: ObjectSet) -> None:
         gateway = objects.find("Gateway", str(ref.get("name")), one.namespace)
         if gateway is None:
             continue
-        some = [other for other in gateway.at("spec", "listeners") or () if isinstance(other, dict)]
+        some = [other for other in gateway.value("spec", "listeners") or () if isinstance(other, dict)]
         section = ref.get("sectionName")
         names = [str(other.get("name")) for other in some]
         if section is not None and section not in names:
@@ -124,7 +124,7 @@ def _check_route(one: Manifest, objects: ObjectSet) -> None:
             )
         listeners += [other for other in some if section in (None, other.get("name"))]
     _check_hostnames(one, listeners)
-    for number, rule in enumerate(one.at("spec", "rules") or ()):
+    for number, rule in enumerate(one.value("spec", "rules") or ()):
         for place, ref in enumerate(rule.get("backendRefs") or () if isinstance(rule, dict) else ()):
             if isinstance(ref, dict):
                 _check_backend(one, ("spec", "rules", number, "backendRefs", place), ref, objects)
@@ -134,7 +134,7 @@ def _check_hostnames(one: Manifest, listeners: list[Mapping[str, Any]]) -> None:
     hosts = [str(other["hostname"]) for other in listeners if other.get("hostname")]
     if len(hosts) < len(listeners) or not hosts:
         return  # a listener takes any
-    for number, name in enumerate(one.at("spec", "hostnames") or ()):
+    for number, name in enumerate(one.value("spec", "hostnames") or ()):
         if not any(_meets(str(name), host) for host in hosts):
             one.blame(
                 ("spec", "hostnames", number),
@@ -166,11 +166,13 @@ def _check_backend(one: Manifest, path: FieldPath, ref: Mapping[str, Any], objec
 
 # -- Ingresses ----------------------------------------------------------------------------------------------
 def _check_ingress(one: Manifest, objects: ObjectSet) -> None:
-    for number, tls in enumerate(one.at("spec", "tls") or ()):
+    for number, tls in enumerate(one.value("spec", "tls") or ()):
         if isinstance(tls, dict):
             objects.need(one, ("spec", "tls", number, "secretName"), "Secret", tls.get("secretName"))
-    backends: list[tuple[FieldPath, Any]] = [(("spec", "defaultBackend"), one.at("spec", "defaultBackend"))]
-    for number, rule in enumerate(one.at("spec", "rules") or ()):
+    backends: list[tuple[FieldPath, Any]] = [
+        (("spec", "defaultBackend"), one.value("spec", "defaultBackend"))
+    ]
+    for number, rule in enumerate(one.value("spec", "rules") or ()):
         http = rule.get("http") if isinstance(rule, dict) else None
         for place, entry in enumerate(http.get("paths") or () if isinstance(http, dict) else ()):
             if isinstance(entry, dict):
@@ -194,7 +196,9 @@ def _check_ingress(one: Manifest, objects: ObjectSet) -> None:
 def _check_service_port(one: Manifest, path: FieldPath, name: str, port: Any, objects: ObjectSet) -> None:
     service = objects.find("Service", name, one.namespace)
     ports = [
-        other for other in (service.at("spec", "ports") or () if service else ()) if isinstance(other, dict)
+        other
+        for other in (service.value("spec", "ports") or () if service else ())
+        if isinstance(other, dict)
     ]
     field = "name" if isinstance(port, str) else "port"
     known = [other.get(field) for other in ports if other.get(field) is not None]
