@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.gateway.running_gateway import RunningGateway, address, fleet_server, gateway_of, key_file
@@ -42,22 +43,22 @@ def by_choice(events: list[Any]) -> dict[int, str]:
 
 class Fleet:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._model, self._key, self._stack = save_tiny_model(folder), key_file(folder), stack
+        self._model, self.key, self._stack = save_tiny_model(folder), key_file(folder), stack
         self.servers = [self.serve() for _ in range(2)]
         self.gateway: RunningGateway = stack.enter_context(
-            gateway_of(self.servers, self._key, "--hang-timeout", "5", "--stall-timeout", "5")
+            gateway_of(self.servers, self.key, "--hang-timeout", "5", "--stall-timeout", "5")
         )
         self.undisturbed = self.told(self.streams())
 
     def serve(self) -> RunningServer:
-        return self._stack.enter_context(fleet_server(self._model, self._key))
+        return self._stack.enter_context(fleet_server(self._model, self.key))
 
-    def streams(self) -> dict[str, Stream]:
-        return {name: Stream(self.gateway, *asked) for name, asked in ALL.items()}
+    def streams(self, through: RunningGateway | None = None) -> dict[str, Stream]:
+        return {name: Stream(through or self.gateway, *asked) for name, asked in ALL.items()}
 
-    def speaking(self) -> dict[str, Stream]:
+    def speaking(self, through: RunningGateway | None = None) -> dict[str, Stream]:
         """Streams of all kinds, when the first ones speak: they do not for long."""
-        streams = self.streams()
+        streams = self.streams(through)
         for name in ("seeded", "logprobs", "guided"):
             assert streams[name].speaks.wait(60)
         return streams
@@ -105,6 +106,39 @@ def test_a_drained_replicas_streams_move(fleet: Fleet) -> None:
     fleet.gateway.operate("POST", f"/{address(victim)}/undrain")
     # A server that was silent for seconds, on a busy machine, is unavailable until it is heard of again.
     wait_for(lambda: fleet.gateway.replica(victim.url)["state"] == "ready", "its return", fleet.gateway)
+
+
+@pytest.mark.long
+def test_streams_through_two_gateways_move_behind_the_second(fleet: Fleet) -> None:
+    with gateway_of([fleet.gateway], fleet.key) as outer:
+        streams = fleet.speaking(outer)
+        victim = fleet.busiest()
+        fleet.gateway.operate("POST", f"/{address(victim)}/drain?move=true")
+        fleet.check(streams)
+        assert outer.sample("cumulo:gateway_failed_requests_total") == 0
+    fleet.gateway.operate("POST", f"/{address(victim)}/undrain")
+    wait_for(lambda: fleet.gateway.replica(victim.url)["state"] == "ready", "its return", fleet.gateway)
+
+
+@pytest.mark.long
+def test_a_client_that_hangs_up_while_its_server_stands_still_leaves_nothing_behind(fleet: Fleet) -> None:
+    def busy() -> list[dict[str, Any]]:
+        found = fleet.gateway.get("/v1/fleet").json()["replicas"]
+        return [one for one in found if one["in_flight"] or one["running"] or one["waiting"]]
+
+    with httpx.stream(
+        "POST", fleet.gateway.url + ALL["seeded"][0], json=ALL["seeded"][1], timeout=60
+    ) as stream:
+        next(stream.iter_bytes())
+        victim = fleet.busiest()
+        os.kill(victim.process.pid, signal.SIGSTOP)
+    try:  # the client has hung up, and the gateway has not noticed yet that the server stands still
+        wait_for(lambda: fleet.gateway.replica(victim.url)["in_flight"] == 0, "its end", fleet.gateway)
+        wait_for(lambda: fleet.gateway.replica(victim.url)["state"] != "ready", "the hang", fleet.gateway)
+    finally:
+        os.kill(victim.process.pid, signal.SIGCONT)
+    wait_for(lambda: fleet.gateway.replica(victim.url)["state"] == "ready", "its return", fleet.gateway)
+    wait_for(lambda: not busy(), "an idle fleet", fleet.gateway)
 
 
 @pytest.mark.parametrize("part", ["server", pytest.param("engine", marks=pytest.mark.thorough)])
