@@ -13,8 +13,7 @@ from torch import Tensor
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
 from cumulo.kernels.cuda.collective.rows import gather_owned, gather_rows, sum_rows
 from cumulo.layout.serving import RankPart
-
-_FLOAT32_ROWS = 512  # partial sums of small steps, where bytes are cheap, are rounded once
+from cumulo.models.play.cuda_partials import partial_bytes, partial_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +25,12 @@ class StepHomes:
     tokens: int  # of all homes, rounded up
 
 
-def _partial_bytes(hidden: int, max_tokens: int, dtype: torch.dtype, invariant: bool) -> int:
-    if invariant:
-        return hidden * 4 * max_tokens
-    return hidden * max(4 * min(max_tokens, _FLOAT32_ROWS), dtype.itemsize * max_tokens)
-
-
 def rows_bytes(
     hidden: int, max_tokens: int, max_outputs: int, dtype: torch.dtype, ranks: int, invariant: bool
 ) -> int:
     """What a rank must let the others of its stage read."""
     rows, wanted = (aligned(count * hidden * dtype.itemsize) for count in (max_tokens, max_outputs))
-    return flags_bytes(ranks) + rows + wanted + aligned(_partial_bytes(hidden, max_tokens, dtype, invariant))
+    return flags_bytes(ranks) + rows + wanted + aligned(partial_bytes(hidden, max_tokens, dtype, invariant))
 
 
 class RankRows:
@@ -57,7 +50,7 @@ class RankRows:
         self.spreads_experts, self.first_expert = part.layout.ep > 1, part.experts.start
         self._rows = memory.carve((max_tokens, self._hidden), dtype)
         self._wanted = memory.carve((max_outputs, self._hidden), dtype)
-        size = _partial_bytes(self._hidden, max_tokens, dtype, invariant)
+        size = partial_bytes(self._hidden, max_tokens, dtype, invariant)
         self._partial = memory.carve((size,), torch.uint8)
         self._all = torch.empty((max_tokens, self._hidden), dtype=dtype, device=self._rows.own.device)
 
@@ -71,12 +64,12 @@ class RankRows:
 
     def partial(self, homes: StepHomes) -> Tensor:
         """Where what this rank's experts add to all rows goes; zeros."""
-        numbers = self._partial.own.view(self._partial_dtype(homes))
+        numbers = self._partial.own.view(self._dtype_of(homes))
         return numbers[: homes.tokens * self._hidden].view(homes.tokens, self._hidden).zero_()
 
     def add_partials(self, homes: StepHomes, stream: Tensor) -> None:
         """What all ranks' experts add to the rows that are here."""
-        sum_rows(self.memory, self._partial, self._partial_dtype(homes), homes.starts, self._home, stream)
+        sum_rows(self.memory, self._partial, self._dtype_of(homes), homes.starts, self._home, stream)
 
     def own_wanted(self, outputs: int) -> Tensor:
         return self._wanted.own[:outputs]
@@ -85,5 +78,5 @@ class RankRows:
         """Of every draw the hidden state that its owner has written."""
         return gather_owned(self.memory, self._wanted, homes.owners, self._homes, self._slice, out)
 
-    def _partial_dtype(self, homes: StepHomes) -> torch.dtype:
-        return torch.float32 if self._invariant or homes.tokens <= _FLOAT32_ROWS else self._dtype
+    def _dtype_of(self, homes: StepHomes) -> torch.dtype:
+        return partial_dtype(homes.tokens, self._dtype, self._invariant)

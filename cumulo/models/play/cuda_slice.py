@@ -4,9 +4,6 @@ sums and draws from logits whose columns lie on all ranks. `CudaDecoder` and `Cu
 Where each partial sum is written is shared by turns: attention's, then the feed-forward's (and before the first
 layer the embedding's). So nobody waits until the others have read (kernels/cuda/collective/one_shot.py says why).
 In the batch-invariant mode the expert that every token passes through has a sum of its own, as on one rank.
-
-Partial sums of small steps, where bytes are cheap, stay in float32: the sum is then rounded once, as one rank's
-product is, and the ranks together say what one says but for the order of additions.
 """
 
 import torch
@@ -21,17 +18,17 @@ from cumulo.kernels.cuda.collective.one_shot import (
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
 from cumulo.kernels.cuda.sampling.sample import part_count, pick_token, weigh_parts
 from cumulo.layout.serving import RankPart
+from cumulo.models.play.cuda_partials import partial_bytes, partial_dtype
 from cumulo.spec.model import ModelSpec
 
 ATTENTION, FEED_FORWARD, SHARED_EXPERT = 0, 1, 2
-_FLOAT32_ROWS = 512
 
 
 def shared_bytes(
     spec: ModelSpec, max_tokens: int, max_outputs: int, dtype: torch.dtype, ranks: int, invariant: bool
 ) -> int:
     """What a rank must let the others read; `spec` is the rank's own."""
-    partial = aligned(_partial_bytes(spec, max_tokens, dtype, invariant)) * _partials(spec, invariant)
+    partial = aligned(partial_bytes(spec.hidden, max_tokens, dtype, invariant)) * _partials(spec, invariant)
     logits = aligned(max_outputs * spec.vocab_size * dtype.itemsize)
     parts = aligned(max_outputs * part_count(spec.vocab_size) * 4)
     return flags_bytes(ranks) + partial + logits + 3 * parts
@@ -40,12 +37,6 @@ def shared_bytes(
 def _partials(spec: ModelSpec, invariant: bool) -> int:
     """How many sums take turns."""
     return 3 if invariant and spec.moe is not None and spec.moe.shared_hidden else 2
-
-
-def _partial_bytes(spec: ModelSpec, max_tokens: int, dtype: torch.dtype, invariant: bool) -> int:
-    if invariant:
-        return max_tokens * spec.hidden * 4
-    return spec.hidden * max(4 * min(max_tokens, _FLOAT32_ROWS), dtype.itemsize * max_tokens)
 
 
 class RankSlice:
@@ -62,7 +53,7 @@ class RankSlice:
         self.memory, self.rank, self.ranks = memory, memory.rank, memory.ranks
         spec, self.first_expert, self._first = part.local, part.experts.start, part.vocabulary.start
         self._hidden, self._dtype, self._invariant = spec.hidden, dtype, invariant
-        size = _partial_bytes(spec, max_tokens, dtype, invariant)
+        size = partial_bytes(spec.hidden, max_tokens, dtype, invariant)
         self._partials = [memory.carve((size,), torch.uint8) for _ in range(_partials(spec, invariant))]
         self._logits = memory.carve((max_outputs, spec.vocab_size), dtype)
         shape = (max_outputs, part_count(spec.vocab_size))
@@ -85,7 +76,7 @@ class RankSlice:
 
     def partial(self, half: int, rows: int) -> Tensor:
         """Where this rank's partial sum of a half-layer goes."""
-        numbers = self._partials[half].own.view(self._partial_dtype(rows))
+        numbers = self._partials[half].own.view(self._dtype_of(rows))
         return numbers[: rows * self._hidden].view(rows, self._hidden)
 
     def add_partials(self, half: int, stream: Tensor, rounded: bool = False) -> None:
@@ -93,11 +84,11 @@ class RankSlice:
         self._sum(half, stream, add=True, rounded=rounded)
 
     def _sum(self, half: int, stream: Tensor, add: bool, rounded: bool) -> None:
-        dtype = self._partial_dtype(len(stream))
+        dtype = self._dtype_of(len(stream))
         sum_partials(self.memory, self._partials[half], dtype, stream, add, rounded)
 
-    def _partial_dtype(self, rows: int) -> torch.dtype:
-        return torch.float32 if self._invariant or rows <= _FLOAT32_ROWS else self._dtype
+    def _dtype_of(self, rows: int) -> torch.dtype:
+        return partial_dtype(rows, self._dtype, self._invariant)
 
     def draw(self, rows: int, draws: Tensor, picked: Tensor, tokens: Tensor) -> None:
         """As `sample` does; only each part's maximum and mass, and the part that is drawn from, cross to others.
