@@ -176,20 +176,89 @@ def _quick_common_type(slow: Callable[..., Any]) -> Callable[..., Any]:
     return common
 
 
+def _common_shape(ours: Any, theirs: Any) -> Any:
+    """The shape of what is computed of two blocks; None where they do not go together."""
+    key = (id(ours), id(theirs))  # `_shapes` keeps them
+    if key not in _common_shapes:
+        rank = max(len(ours.values), len(theirs.values))
+        left, right = ([1] * (rank - len(one.values)) + list(one.values) for one in (ours, theirs))
+        both = tuple([b if a == 1 else a for a, b in zip(left, right, strict=True)])
+        fits = all(b in (1, size) for b, size in zip(right, both, strict=True))
+        _common_shapes[key] = _shape(both)[0] if fits else None
+    return _common_shapes[key]
+
+
+def _stretched(tensor: Any, shape: Any) -> Any:
+    """The tensor, said to have this shape: numpy repeats its data where it must."""
+    kind = tensor.type
+    if kind.is_block() and kind.shape is shape:
+        return tensor
+    key = (id(kind.scalar), id(shape))
+    if key not in _stretched_types:
+        _stretched_types[key] = tl.block_type(kind.scalar, shape)  # which keeps the element, and its id
+    return tl.tensor(tensor.handle, _stretched_types[key])
+
+
+_common_shapes: dict[tuple[int, int], Any] = {}
+_stretched_types: dict[tuple[int, int], Any] = {}
+
+
 def _quick_operands(slow: Callable[..., Any]) -> Callable[..., Any]:
+    """Both as tensors of one type and shape, for what numpy computes of each element. Numbers become tensors once;
+    nothing is copied to have the other's shape."""
+    constants: dict[Any, tuple[Any, Any]] = {}
+
+    def beside(self: Any, tensor: Any, number: Any, first: bool, divides: bool) -> tuple[Any, Any]:
+        """The type of what is computed, and the number in it. `first`: the tensor comes first."""
+        key = (type(number), number, tensor.dtype.name, first, divides)
+        found = constants.get(key)
+        if found is None:
+            kinds = [(tensor.dtype, False), (self.to_tensor_type(number), True)]
+            (left, of_left), (right, of_right) = kinds if first else kinds[::-1]
+            common = self.computation_type_impl(left, of_left, right, of_right, divides)
+            found = common, self._cast_to_computation_type(number, common)
+            if number != 0:  # -0.0 equals 0.0
+                constants[key] = found
+        return found
+
     def operands(
         self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
         arithmetic_check: bool = True, div_or_mod: bool = False,
     ) -> Any:  # fmt: skip
-        both = type(lhs) is tl.tensor and type(rhs) is tl.tensor
-        if not both or lhs.dtype.is_ptr() or rhs.dtype.is_ptr():
-            return slow(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        if arithmetic_check:
-            common = self.computation_type_impl(lhs.dtype, False, rhs.dtype, False, div_or_mod)
-            lhs, rhs = self.cast(lhs, common), self.cast(rhs, common)
-        return self.broadcast_impl_value(lhs, rhs)
+        given = (self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if type(lhs) is tl.tensor and type(rhs) is tl.tensor:
+            if lhs.dtype.is_ptr() or rhs.dtype.is_ptr():
+                if not (allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.is_int()):
+                    return slow(*given)
+            elif arithmetic_check:
+                common = self.computation_type_impl(lhs.dtype, False, rhs.dtype, False, div_or_mod)
+                lhs, rhs = self.cast(lhs, common), self.cast(rhs, common)
+        elif not arithmetic_check:
+            return slow(*given)
+        elif type(lhs) is tl.tensor and type(rhs) in _NUMBERS and not lhs.dtype.is_ptr():
+            common, rhs = beside(self, lhs, rhs, True, div_or_mod)
+            lhs = self.cast(lhs, common)
+        elif type(rhs) is tl.tensor and type(lhs) in _NUMBERS and not rhs.dtype.is_ptr():
+            common, lhs = beside(self, rhs, lhs, False, div_or_mod)
+            rhs = self.cast(rhs, common)
+        else:
+            return slow(*given)
+        left, right = lhs.type, rhs.type
+        if not left.is_block() and not right.is_block():
+            return lhs, rhs
+        if left.is_block() and right.is_block():
+            # Shapes are remembered: those that are equal are the same.
+            shape = left.shape if left.shape is right.shape else _common_shape(left.shape, right.shape)
+            if shape is None:
+                return slow(*given)  # which says what is wrong
+        else:
+            shape = left.shape if left.is_block() else right.shape
+        return _stretched(lhs, shape), _stretched(rhs, shape)
 
     return operands
+
+
+_NUMBERS = (int, float, bool)
 
 
 def _install() -> None:
