@@ -1,11 +1,12 @@
 """A digest of a large file from pieces of it: whether two model files are the same, without reading all of them.
-Asked by KV tiers and by the fleet's identity."""
+Asked by KV tiers, by the fleet's identity, and by engines and ranks of several hosts that must be of one model."""
 
 from hashlib import blake2b
 from pathlib import Path
 
 _PIECES, _PIECE_BYTES = 1024, 1 << 12
 _ENDS_BYTES = 1 << 16
+_WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 def sampled_digest(path: Path) -> bytes:
@@ -22,3 +23,13 @@ def sampled_digest(path: Path) -> bytes:
         file.seek(max(0, size - _ENDS_BYTES))
         state.update(file.read(_ENDS_BYTES))
     return state.digest()
+
+
+def weights_digest(path: Path) -> str:
+    """Of a file with weights, or of a folder's and of its config.json: copies on other hosts have the same."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    state = blake2b(digest_size=6, person=b"cumulo-weights")
+    for file in files:
+        if file.suffix in _WEIGHTS or file.name == "config.json":
+            state.update(sampled_digest(file))
+    return state.hexdigest()

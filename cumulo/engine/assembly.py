@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from cumulo.base.file_sample import weights_digest
 from cumulo.base.machine_devices import LEAST_CPU_RANKS
 from cumulo.base.machine_memory import available_memory
 from cumulo.base.report import available_cores
@@ -141,7 +142,7 @@ def assemble(
     _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)
-    connect(engine, player, config, loaded.name)
+    connect(engine, player, config, _identity(files, config))
     if config.kv_disk:
         engine.mover = _mover(engine, player, config, files)
     return Assembly(loaded, config, memory, engine, player)
@@ -235,6 +236,7 @@ def _assemble_ranks(
         os.getpid(),
         host,
         host,
+        weights=weights_digest(files.path) if config.remote_ranks else "",
     )
 
     def guidance_of(loaded: LoadedModel) -> Guidance | None:
@@ -248,8 +250,13 @@ def _assemble_ranks(
     _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)
-    connect(engine, player, config, loaded.name)
+    connect(engine, player, config, _identity(files, config))
     return Assembly(loaded, config, memory, engine, player)
+
+
+def _identity(files: ModelFiles, config: EngineConfig) -> str:
+    """What engines that exchange KV must have in common: other hosts may call other weights by the same name."""
+    return files.name if config.role == "both" else f"{files.name} (weights {weights_digest(files.path)})"
 
 
 def _why_no_role(config: EngineConfig) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cumulo.base.file_sample import weights_digest
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import PendingStep
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
@@ -31,13 +32,14 @@ from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.engine.sampling.sliced import SlicedSampler
-from cumulo.errors import RanksFailed
+from cumulo.errors import ModelError, RanksFailed
 from cumulo.layout.equal_sums import equality_note
 from cumulo.layout.serving import RankPart, rank_part
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import read_adapter
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
+from cumulo.models.files.hub import resolve
 from cumulo.models.files.load import LoadedModel, load_model
 from cumulo.models.play.rank_decoder import RankDecoder
 from cumulo.models.play.rank_links import RankLinks, connect
@@ -71,6 +73,7 @@ class RankSetup:
     host: str = THIS_HOST  # of the rank that is told this
     # Of an engine with a role: rank 0's descriptors of the files that hold each rank's KV cache.
     kv_files: tuple[tuple[int, ...], ...] = ()
+    weights: str = ""  # digest of rank 0's, where ranks of other hosts have copies of their own
 
     @property
     def own_ranks(self) -> int:
@@ -170,6 +173,15 @@ def _shared_caches(setup: RankSetup) -> list[KVCache]:
     return [KVCache(setup.part(rank).local, *sizes, shared=True) for rank in range(setup.config.layout.world)]
 
 
+def _check_weights(setup: RankSetup) -> None:
+    path = resolve(setup.model).path
+    if (own := weights_digest(path)) != setup.weights:
+        raise ModelError(
+            f"{path} has other weights (digest {own}) than the engine's model ({setup.weights}): copy the same "
+            "files to all hosts"
+        )
+
+
 def play_rank(rank: int, setup: RankSetup) -> None:
     """A rank in its own process, until the engine's ends."""
     if setup.on_gpu:
@@ -184,6 +196,8 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     store = meeting_point(setup.port, setup.meeting_host)
     meter = RankMeter(ring.progress[rank] if ring is not None else np.zeros(WORDS, dtype=np.uint64))
     links = connect(part, store, setup.config.rank_timeout_s, meter, setup.host, setup.config.collective_text)
+    if setup.weights:
+        _check_weights(setup)
     loaded = load_model(
         setup.model,
         dtype=getattr(torch, setup.config.dtype),
