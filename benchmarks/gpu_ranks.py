@@ -199,7 +199,7 @@ def play(rank: int, case: Case) -> dict[str, Any]:
         step_ms(engine, rows, spec.vocab_size)  # captures
         engine.scheduler.pool.clear_cache()
         found["step_ms"][rows] = step_ms(engine, rows, spec.vocab_size)
-    told("timed")
+    told(f"timed {found['step_ms']}")
     if case.layout.tp > 1 and not case.brief:
         found["sum_us"] = {rows: sum_us(engine, rows) for rows in (1, 16, 64, 512, case.step)}
     return found
