@@ -105,13 +105,15 @@ def launch(
 
 def _check_options(job_file: Path, words: Sequence[str]) -> None:
     """Refuse options of a service that `cumulo serve` does not take, by its own parser."""
-    from cumulo.cli.app import app
+    from cumulo.cli.serve import serve
     from cumulo.cluster.job_check import line_of
     from cumulo.errors import ConfigError
 
-    group: Any = typer.main.get_command(app)
+    alone = typer.Typer()
+    alone.command()(serve)
+    command: Any = typer.main.get_command(alone)
     try:
-        group.commands["serve"].make_context("serve", [*words])
+        command.make_context("serve", [*words])
     except Exception as error:  # typer's own copy of click has no public name
         if not hasattr(error, "format_message"):
             raise

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cumulo.cluster.drivers.command import check_work, run_folder
-from cumulo.cluster.drivers.driver import TargetLost, driver_for
+from cumulo.cluster.drivers.driver import TargetLost
+from cumulo.cluster.drivers.targets import driver_for
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_progress import JobProgress, run_progress
 from cumulo.cluster.job_record import TARGETS, JobRecord, Target

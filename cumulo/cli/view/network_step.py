@@ -20,7 +20,7 @@ from cumulo.plan.time.step_traffic import AxisTime, play_step, step_calls
 from cumulo.spec.catalog import shipped
 
 if TYPE_CHECKING:
-    from cumulo.cli.network.simulate import NetworkOptions
+    from cumulo.cli.network.options import NetworkOptions
 
 
 def print_step(chosen: "NetworkOptions") -> None:

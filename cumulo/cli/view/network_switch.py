@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cumulo.cli.network.simulate import NetworkOptions
+    from cumulo.cli.network.options import NetworkOptions
 
 # Packets of all workers that are played; longer collectives go on at the same pace. With losses the unluckiest slot
 # decides, which a short part does not show.

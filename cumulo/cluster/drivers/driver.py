@@ -2,8 +2,7 @@
 
 from typing import Any, Protocol
 
-from cumulo.cluster.job_record import JobRecord, Target
-from cumulo.cluster.job_store import JobStore
+from cumulo.cluster.job_record import JobRecord
 from cumulo.errors import CumuloError
 
 Facts = dict[str, Any]  # what is new about a job, by the names of JobRecord
@@ -24,22 +23,3 @@ class Driver(Protocol):
         """Where the job is now."""
 
     def cancel(self, record: JobRecord) -> Facts: ...
-
-
-def driver_for(target: Target, store: JobStore) -> Driver:
-    """Imported here, so that nobody needs the packages of a target that is not used."""
-    if target == "local":
-        from cumulo.cluster.drivers.local import LocalDriver
-
-        return LocalDriver(store)
-    if target == "slurm":
-        from cumulo.cluster.drivers.slurm import SlurmDriver
-
-        return SlurmDriver()
-    if target == "ray":
-        from cumulo.cluster.drivers.ray import RayDriver
-
-        return RayDriver()
-    from cumulo.cluster.drivers.kubernetes.driver import KubernetesDriver
-
-    return KubernetesDriver()
