@@ -6,7 +6,7 @@ k, for another M, and floating-point sums change with their order (He 2025, "Def
 Inference"). Here k runs from 0 to K in one program, in the same steps for every M; a row's place in its tile
 decides only which lane computes it. For few rows the weights take the place of the rows in the instruction (out
 transposed = W·xᵀ), whose least height is 64, and x that of its columns, of which 16 are enough: a program then
-reads little but weights, at the library's rate and 2.0 to 2.6 times as fast as otherwise on an H200. A cell's
+reads little but weights, at the library's rate and 1.7 to 2.5 times as fast as otherwise on an H200. A cell's
 products are added up in the same way (a GPU test holds it to that).
 
 Where ranks hold parts of k, bits would depend on how many ranks there are. So k may be added up in `parts`, whose
