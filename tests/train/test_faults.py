@@ -4,6 +4,7 @@ import json
 import os
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,7 @@ def test_after_a_spike_all_ranks_go_back_together(tmp_path: Path) -> None:
         guard=GuardConfig("rollback", spike_deviations=8, window_steps=10, most_rollbacks=20),
         checkpoint=CheckpointConfig(every_steps=5, keep=2),
     )  # fmt: skip
+    changes["model"] = replace(tiny(tmp_path, source, Layout()).model, layers=1)
     heard, found, _ = train(tiny(tmp_path / "ranks", source, Layout(dp=2), **changes))
     expected_heard, expected, _ = train(tiny(tmp_path / "alone", source, Layout(), **changes))
     back = [message for message in heard if "back to step" in message]
