@@ -16,7 +16,7 @@ from starlette.requests import Request
 from cumulo.engine.decide.adapters.book import salted
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
-from cumulo.serve.access.keys import Caller
+from cumulo.serve.access.caller import caller_of
 from cumulo.serve.adapters.shelf import ServedAdapter
 from cumulo.serve.batches.in_process import LEAST_PRIORITY_KEY
 from cumulo.serve.engine_link.in_flight import Failure, Inbox
@@ -48,7 +48,7 @@ class Call:
             self.id, self.created = f"{prefix}{self.passage.ask.id}", self.passage.ask.created
             call_ids.repeatable(self.id)
         self.received_s: float = request.scope["state"]["received_s"]
-        self.caller: Caller = request.scope["state"]["caller"]
+        self.caller = caller_of(request)
         request.scope["state"]["call_id"] = self.id
         self.finished: list[Finished | None] = []
         self.prompts: list[list[int]] = []  # as token ids; known once submitted

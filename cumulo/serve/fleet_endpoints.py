@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from cumulo.serve.access.keys import Caller
+from cumulo.serve.access.caller import require_operator
 from cumulo.serve.engine_link import fleet_operations as operations
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.errors import ApiError
@@ -22,13 +22,7 @@ _ONE = answers(plain(ReplicaAnswer, "The replica."), 400, 401, 403, 404, 409)
 
 def _fleet(request: Request) -> Fleet:
     service: Service = request.app.state.service
-    caller: Caller = request.scope["state"]["caller"]
-    if not caller.may_operate:
-        raise ApiError(
-            403,
-            "this API key may not operate the server; make one that may with --new-api-key NAME --operator",
-            code="not_an_operator",
-        )
+    require_operator(request)
     if service.fleet is None:
         raise ApiError(
             409,

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo import __version__
+from cumulo.serve.access.caller import caller_of
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.adapters.shelf import ServedAdapter
 from cumulo.serve.engine_link.messages import Ready
@@ -212,7 +213,7 @@ async def explain(request_id: str, request: Request, format: Format = "json") ->
     """The id is the answer's `id`, or the beginning of it that no other request has. With API keys, each caller
     sees only their own requests."""
     service = _service(request)
-    caller = request.scope["state"]["caller"]
+    caller = caller_of(request)
     try:
         records = service.stories.named(request_id, lambda name: name == caller.name)
     except NotUnique as error:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from cumulo.serve.access.keys import Caller
+from cumulo.serve.access.caller import require_operator
 from cumulo.serve.adapters.shelf import AdapterRefused, ServedAdapter
 from cumulo.serve.errors import ApiError
 from cumulo.serve.openai.descriptions import answers, plain
@@ -54,13 +54,7 @@ def adapter_answer(adapter: ServedAdapter) -> dict[str, Any]:
 
 
 def _operator(request: Request) -> Service:
-    caller: Caller = request.scope["state"]["caller"]
-    if not caller.may_operate:
-        raise ApiError(
-            403,
-            "this API key may not operate the server; make one that may with --new-api-key NAME --operator",
-            code="not_an_operator",
-        )
+    require_operator(request)
     service: Service = request.app.state.service
     return service
 

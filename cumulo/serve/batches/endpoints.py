@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from cumulo.serve.access.caller import caller_of
 from cumulo.serve.batches.desk import Batches
 from cumulo.serve.batches.paging import page
 from cumulo.serve.batches.record import BatchRecord
@@ -23,11 +24,6 @@ def _batches(request: Request) -> Batches:
     return batches
 
 
-def _owner(request: Request) -> str:
-    name: str = request.scope["state"]["caller"].name
-    return name
-
-
 @router.post(
     "/v1/batches",
     summary="Run the requests of a file",
@@ -35,14 +31,16 @@ def _owner(request: Request) -> str:
 )
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Requests run with the lowest priority, as the engine has room for them. The results are files."""
-    return json_response((await _batches(request).create(_owner(request), body)).as_json())
+    return json_response((await _batches(request).create(caller_of(request).name, body)).as_json())
 
 
 @router.get(
     "/v1/batches", summary="Your batches", responses=answers(plain(BatchList, "The batches."), 400, 401)
 )
 async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
-    return json_response(page(_batches(request).owned_by(_owner(request)), BatchRecord.as_json, limit, after))
+    return json_response(
+        page(_batches(request).owned_by(caller_of(request).name), BatchRecord.as_json, limit, after)
+    )
 
 
 @router.get(
@@ -51,7 +49,7 @@ async def list_batches(request: Request, limit: Limit = 20, after: After = None)
     responses=answers(plain(BatchObject, "The batch."), 400, 401, 404),
 )
 async def get_batch(batch_id: str, request: Request) -> Response:
-    return json_response(_batches(request).get(batch_id, _owner(request)).as_json())
+    return json_response(_batches(request).get(batch_id, caller_of(request).name).as_json())
 
 
 @router.post(
@@ -62,6 +60,6 @@ async def get_batch(batch_id: str, request: Request) -> Response:
 async def cancel_batch(batch_id: str, request: Request) -> Response:
     """What has been answered by then is in its files."""
     batches = _batches(request)
-    record = batches.get(batch_id, _owner(request))
+    record = batches.get(batch_id, caller_of(request).name)
     await batches.cancel(record)
     return json_response(record.as_json())

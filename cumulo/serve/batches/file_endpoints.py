@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import FileResponse, Response
 
+from cumulo.serve.access.caller import caller_of
 from cumulo.serve.batches import upload
 from cumulo.serve.batches.desk import Batches
 from cumulo.serve.batches.paging import page
@@ -49,11 +50,6 @@ def _batches(request: Request) -> Batches:
     return batches
 
 
-def _owner(request: Request) -> str:
-    name: str = request.scope["state"]["caller"].name
-    return name
-
-
 @router.post(
     "/v1/files",
     summary="Upload a file of requests",
@@ -62,7 +58,7 @@ def _owner(request: Request) -> str:
 )
 async def create_file(request: Request) -> Response:
     """A form with `purpose` (batch) and `file`: one request per line, as JSON. See /v1/batches."""
-    batches, owner = _batches(request), _owner(request)
+    batches, owner = _batches(request), caller_of(request).name
     store, running = batches.store, batches.uploads
     if running[owner] >= _UPLOADS_AT_A_TIME:
         raise ApiError(
@@ -118,7 +114,7 @@ async def list_files(
 ) -> Response:
     found = [
         stored
-        for stored in _batches(request).store.owned_by(_owner(request))
+        for stored in _batches(request).store.owned_by(caller_of(request).name)
         if purpose is None or stored.purpose == purpose
     ]
     return json_response(page(found[:: -1 if order == "asc" else 1], StoredFile.as_json, limit, after))
@@ -130,7 +126,7 @@ async def list_files(
     responses=answers(plain(FileObject, "The file."), 400, 401, 404),
 )
 async def get_file(file_id: str, request: Request) -> Response:
-    return json_response(_batches(request).store.get(file_id, _owner(request)).as_json())
+    return json_response(_batches(request).store.get(file_id, caller_of(request).name).as_json())
 
 
 @router.get(
@@ -144,7 +140,7 @@ async def get_file(file_id: str, request: Request) -> Response:
 )
 async def get_content(file_id: str, request: Request) -> Response:
     store = _batches(request).store
-    stored = store.get(file_id, _owner(request))
+    stored = store.get(file_id, caller_of(request).name)
     # To be saved, never shown: what somebody uploaded must not run as a page of this server's origin.
     return FileResponse(
         store.path(stored.id),
@@ -161,7 +157,7 @@ async def get_content(file_id: str, request: Request) -> Response:
 )
 async def delete_file(file_id: str, request: Request) -> Response:
     batches = _batches(request)
-    stored = batches.store.get(file_id, _owner(request))
+    stored = batches.store.get(file_id, caller_of(request).name)
     reader = batches.reader_of(stored.id)
     if reader is not None:
         raise invalid(

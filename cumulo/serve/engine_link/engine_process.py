@@ -379,11 +379,11 @@ def main() -> None:
         if assembly.engine.link is not None:
             assembly.engine.link.close()
     except CumuloError as error:
-        say(line, Fatal(str(error), for_user=True))
+        say(line, Fatal(str(error)))
         sys.exit(2)
     except Exception as error:
         log.exception("the engine process ends")
-        say(line, Fatal(f"{type(error).__name__}: {error}", for_user=False))
+        say(line, Fatal(f"{type(error).__name__}: {error}"))
         sys.exit(1)
     finally:
         line.close(patience_s=2.0)

@@ -244,10 +244,9 @@ class BlockMap(msgspec.Struct, frozen=True, tag="block_map"):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """The engine process ends. `for_user`: the message is meant for the person at the keyboard."""
+    """The engine process ends."""
 
     message: str
-    for_user: bool
 
 
 Report = Ready | EngineProgress | Rejected | BlockMap | AdapterReport | Fatal

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta
+from cumulo.serve.access.caller import caller_of
 from cumulo.serve.bodies.reader import LARGE_BYTES
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
@@ -171,7 +172,7 @@ class ResponseEvents:
 # -- what was stored --------------------------------------------------------------------------------------
 def _stored(request: Request, response_id: str, param: str | None = None) -> StoredResponse:
     kept = request.app.state.service.stored_responses
-    stored: StoredResponse | None = kept.get(request.scope["state"]["caller"].name, response_id)
+    stored: StoredResponse | None = kept.get(caller_of(request).name, response_id)
     if stored is None:
         raise _not_kept(response_id, kept.most, param)
     return stored
@@ -214,7 +215,7 @@ async def get_response(
 )
 async def delete_response(response_id: str, request: Request) -> Response:
     kept = request.app.state.service.stored_responses
-    if not kept.delete(request.scope["state"]["caller"].name, response_id):
+    if not kept.delete(caller_of(request).name, response_id):
         raise _not_kept(response_id, kept.most)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
