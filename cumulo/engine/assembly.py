@@ -5,7 +5,7 @@ Inspect the files → plan memory (or refuse) → load weights → choose the de
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +37,7 @@ from cumulo.engine.play.tiers.kv_files import KvFiles
 from cumulo.engine.play.tiers.mover import TierMover, host_block_of
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.device_memory import gpu_memory
+from cumulo.layout.equal_sums import invariant_ep
 from cumulo.layout.expert_copies import copies_problem
 from cumulo.layout.serving import serving_problems
 from cumulo.models.decoder import Decoder
@@ -112,6 +113,8 @@ def assemble(
         raise ConfigError(
             "adapters on several GPUs are not served yet: omit tp, pp, dp and ep, or omit max_loras"
         )
+    if config.batch_invariant:
+        config = replace(config, ep=invariant_ep(files.spec, config.layout))
     if config.layout.world > 1 and config.speculate:
         raise ConfigError("speculate runs on one rank: omit tp, pp, dp and ep, or omit speculate")
     if config.layout.world > 1 and config.kv_disk:

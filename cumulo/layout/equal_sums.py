@@ -38,6 +38,14 @@ def parts_within(width: int, parts: int, step: int) -> int:
     return parts
 
 
+def invariant_ep(spec: ModelSpec, layout: ServingLayout) -> int:
+    """Over how many ranks experts are spread in the batch-invariant mode: whole ones where tp would cut them, since
+    sums of cut ones are never those of one rank."""
+    cut = spec.moe is not None and layout.ep == 1 and layout.tp > 1
+    spreads = cut and spec.moe is not None and spec.moe.experts % layout.stage_ranks == 0
+    return layout.stage_ranks if spreads else layout.ep
+
+
 def equality_note(spec: ModelSpec, layout: ServingLayout, most: int, weights: str, dtype: str) -> str:
     """Whether ranks in the batch-invariant mode have the bits of one rank, for whoever starts them."""
     step = _STEPS.get(dtype, _STEP)
@@ -67,7 +75,7 @@ def unequal_sums(
             elif weights == "int4" and width % _CODED_COLUMNS == 0 and width // tp % _CODED_COLUMNS:
                 yield f"{name} ({width:,} numbers) is cut inside a group of {_CODED_COLUMNS} weights in 4 bits"
     if moe is not None and layout.ep == 1 and tp > 1:
-        yield f"tp {tp} cuts every expert; with ep {layout.stage_ranks} experts stay whole"
+        yield f"tp {tp} cuts every expert; ranks that divide their number ({moe.experts}) hold whole ones"
     if moe is not None and not _shared_evenly(parts := whole_parts(moe.experts, most), layout.ep):
         yield f"{moe.experts} experts are added up in {_count(parts)}, which {layout.ep} ranks cannot share"
 

@@ -6,7 +6,7 @@ import pytest
 
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import CumuloError
-from cumulo.layout.equal_sums import equality_note, parts_of, parts_within, unequal_sums
+from cumulo.layout.equal_sums import equality_note, invariant_ep, parts_of, parts_within, unequal_sums
 from cumulo.layout.serving import ServingLayout
 from cumulo.spec.model import ModelSpec, MoESpec
 
@@ -49,7 +49,7 @@ def test_parts_of_a_width_are_whole_steps_of_the_loop_on_any_number_of_ranks() -
         (MIXTURE, ServingLayout(tp=2, ep=2), 4, ""),
         (MIXTURE, ServingLayout(dp=4, ep=4), 4, ""),
         (MIXTURE, ServingLayout(tp=4, ep=4), 4, "the shared expert (1,408 numbers) is added up in 2 parts"),
-        (MIXTURE, ServingLayout(tp=2), 4, "tp 2 cuts every expert; with ep 2 experts stay whole"),
+        (MIXTURE, ServingLayout(tp=2), 4, "tp 2 cuts every expert; ranks that divide their number (128) hold"),
         (MIXTURE, ServingLayout(dp=8, ep=8), 4, "128 experts are added up in 4 parts, which 8 ranks cannot share"),
     ],
     ids=lambda value: str(value) if isinstance(value, ServingLayout) else "",
@@ -59,6 +59,12 @@ def test_what_ranks_add_up_differently_is_named(
 ) -> None:
     found = list(unequal_sums(spec, layout, most))
     assert bool(found) == bool(problem) and problem in "; ".join(found)
+
+
+def test_experts_that_tp_would_cut_are_spread_whole_where_ranks_divide_them() -> None:
+    layouts = (ServingLayout(tp=4), ServingLayout(tp=2, dp=2), ServingLayout(tp=3), ServingLayout(dp=2))
+    assert [invariant_ep(MIXTURE, layout) for layout in layouts] == [4, 4, 1, 1]
+    assert [invariant_ep(MIXTURE, ServingLayout(tp=2, ep=2)), invariant_ep(DENSE, layouts[0])] == [2, 1]
 
 
 def test_4_bits_need_cuts_between_their_groups() -> None:
