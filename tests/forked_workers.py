@@ -10,6 +10,7 @@ the Python that xdist meant.
 from __future__ import annotations
 
 import atexit
+import compileall
 import contextlib
 import gc
 import importlib
@@ -87,7 +88,8 @@ def _import_all(wanted: list[str]) -> None:
                 compile_early()
             os._exit(0)
     _fork_compiler()
-    for name in (*warm.PRELOAD, *forked_ranks.MODULES, *MODULES):
+    # Others' modules first: meanwhile ours are compiled.
+    for name in (*MODULES, *warm.PRELOAD, *forked_ranks.MODULES):
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
     _measure_products()
@@ -150,10 +152,11 @@ def _compile_kernels() -> None:
 
 
 def _compile_all(files: list[Path]) -> None:
-    """Beside the process that imports torch and the rest, on another core: it finds the test modules compiled, with
-    what their assertions say, and the constants of the package from which hypothesis draws."""
+    """Beside the process that imports torch and the rest, on another core: it finds the package compiled, the test
+    modules with what their assertions say, and the constants of the package from which hypothesis draws."""
     if sys.dont_write_bytecode:
         return
+    compileall.compile_dir(ROOT / "cumulo", quiet=2)
     from _pytest.assertion import rewrite
     from hypothesis.internal.constants_ast import constants_from_module
 
