@@ -14,7 +14,7 @@ from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import Placer, only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
-from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes
+from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes, preemptible_up_to
 from cumulo.cluster.decide.queue import JobQueue, Shape, WaitingRow, shape_key, tenant_queues, tenant_rows
 from cumulo.cluster.decide.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook, TenantUses, tenant_uses
@@ -203,6 +203,7 @@ def preempting(place: Placer) -> Policy:
         book, preemptible = QuotaBook(snapshot), running.preemptible
         lowest = min((priority for priority, jobs in preemptible.items() if jobs), default=None)
         _watch(snapshot, _priority)
+        preemptible_up_to(snapshot)
         for job, *_ in itertools.islice(by_priority(snapshot), _MOST_URGENT):
             if lowest is None or job.priority <= lowest:
                 break  # nor may any behind it
@@ -235,13 +236,21 @@ def _watch(snapshot: Snapshot, kind: Callable[[RunningJob], Hashable]) -> None:
 
 def _less_urgent(job: JobRequest, snapshot: Snapshot) -> tuple[list[RunningJob], FreeCapacity] | None:
     """The least urgent jobs that make room, and among them those that lose least."""
-    columns = preemptible_on_nodes(snapshot, _priority)
+    columns, up_to = preemptible_on_nodes(snapshot, _priority), preemptible_up_to(snapshot)
+    counted = only_gpus(job)
+    first = up_to.first_with_room(job, snapshot.free) if counted else 0
+    if first is None:
+        return None
     some: list[Ints] = []
     levels = sorted(level for level in columns if isinstance(level, int) and level < job.priority)
     for level in levels:
-        some.append(columns[level])
+        if counted and level < up_to.levels[first]:
+            continue  # up to here they are too few, wherever they are
+        if not counted:
+            some.append(columns[level])
+        stoppable = up_to.columns(level) if counted else _sum(some, snapshot)
         search = RoomSearch(
-            job, snapshot, _sum(some, snapshot), lambda one, _: one.request.priority <= level,  # noqa: B023
+            job, snapshot, stoppable, lambda one, _: one.request.priority <= level,  # noqa: B023
             lambda one: (one.gpus * one.request.checkpoint_s, one.gpus, -one.started_s),
             kind=(level, shape_key(job)),
         )  # fmt: skip

@@ -9,6 +9,8 @@ from cumulo.cluster.decide.fit_tables import fit_table
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints, first_member, members
 
+_MORE_THAN_ANY = 1 << 30  # GPUs or thousandths of them
+
 Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
 
 
@@ -44,16 +46,13 @@ def packed_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]] |
     """The nodes of `pack_gang`, and how many tasks each gets."""
     if only_gpus(job):
         return None if slots(job, free) < job.tasks else _fewest_nodes(job, free)
-    fits = tasks_that_fit(job, free)
-    if job.tasks == 1:
-        able = np.flatnonzero(fits)
-        if not len(able):
-            return None
-        left = free.gpu_milli[able].sum(axis=1) if job.fractional else free.whole[able]
-        return [(int(able[int(left.argmin())]), 1)]
-    if int(fits.sum()) < job.tasks:
+    table = fit_table(job, free)
+    if table.total < job.tasks:
         return None
-    return _nodes_for(job, fits, free)
+    if job.tasks > 1:
+        return _nodes_for(job, table.fits, free)
+    left = free.gpu_milli.sum(axis=1) if job.fractional else free.whole
+    return [(int(np.where(table.fits > 0, left, _MORE_THAN_ANY).argmin()), 1)]
 
 
 def tightest(free: FreeCapacity, gpus: int, among: int) -> int | None:

@@ -3,6 +3,7 @@ choose who may be stopped; ten thousand nodes are searched in a millisecond, bec
 is kept in columns.
 """
 
+import bisect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
@@ -50,6 +51,66 @@ def preemptible_on_nodes(snapshot: Snapshot, kind: Callable[[RunningJob], Hashab
     """`kind`: always the same function for one division."""
     index = snapshot.free.index
     return table_of(snapshot.running).view(kind, lambda: PreemptibleOnNodes(index, kind)).of
+
+
+class PreemptibleUpTo(RunningView):
+    """Thousandths of GPUs that the preemptible jobs up to each priority have on each node."""
+
+    def __init__(self, index: Mapping[str, int]) -> None:
+        self.index = index
+        self.levels: list[int] = []  # priorities that were seen, in order
+        self.milli: Ints = np.zeros((0, len(index)), dtype=np.int64)  # [levels, nodes]
+
+    def add(self, job: RunningJob) -> None:
+        self._move(job, 1)
+
+    def remove(self, job: RunningJob) -> None:
+        self._move(job, -1)
+
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        pass  # it keeps its places
+
+    def _move(self, job: RunningJob, sign: int) -> None:
+        request = job.request
+        if not request.preemptible or not request.gpus_per_task:
+            return
+        at = bisect.bisect_left(self.levels, request.priority)
+        if at == len(self.levels) or self.levels[at] != request.priority:
+            below = self.milli[at - 1] if at else np.zeros(len(self.index), dtype=np.int64)
+            self.levels.insert(at, request.priority)
+            self.milli = np.insert(self.milli, at, below, axis=0)
+        change, above = sign * request.milli_per_task, self.milli[at:]
+        for place in job.places:
+            above[:, self.index[place.node]] += change
+
+    def columns(self, level: int) -> Ints:
+        """Up to this priority, as `PreemptibleOnNodes` has them; of GPUs only."""
+        found: Ints = np.zeros((3, len(self.index)), dtype=np.int64)
+        if at := bisect.bisect(self.levels, level):
+            found[0] = self.milli[at - 1]
+        return found
+
+    def first_with_room(self, job: JobRequest, free: FreeCapacity) -> int | None:
+        """The number of the lowest priority up to which jobs would have to stop, at least; None: even all of those
+        below the job's own are too few. Of jobs that ask for whole GPUs only."""
+        able = free.ready & free.device_mask(job.devices) if job.devices else free.ready
+        left, each = free.gpu_milli.sum(axis=1, dtype=np.int64), WHOLE_GPU * job.gpus_per_task
+
+        def too_few(at: int) -> bool:
+            return int(((left + self.milli[at]) // each)[able].sum()) < job.tasks
+
+        low, high = 0, bisect.bisect_left(self.levels, job.priority)
+        if not high or too_few(high - 1):
+            return None
+        while low < high - 1:
+            middle = (low + high - 1) // 2
+            low, high = (middle + 1, high) if too_few(middle) else (low, middle + 1)
+        return low
+
+
+def preemptible_up_to(snapshot: Snapshot) -> PreemptibleUpTo:
+    index = snapshot.free.index
+    return table_of(snapshot.running).view(PreemptibleUpTo, lambda: PreemptibleUpTo(index))
 
 
 _Priced = tuple[float, float, list[RunningJob]]  # what it costs to stop these jobs, and what next decides

@@ -25,6 +25,7 @@ _MOST_SHAPES = 32  # that are looked at before single jobs are
 _STRETCH = 10.0
 _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decision
 _LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told
+_ANY = float("inf")
 
 
 def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:
@@ -172,6 +173,7 @@ class _Trial:
         self.failed: dict[int, str] = {}
         self.harmful: dict[int, float] = {}  # they delay a reserved job if they end after this moment
         self.hopeless = False  # nobody else can start
+        self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
         self._fitting: int | None = None  # a shape that fits, and delays nobody as far as is known
 
     def decide(self, ordered: Iterator[WaitingRow]) -> None:
@@ -194,10 +196,15 @@ class _Trial:
 
     def _in_turn(self, rows: Iterator[WaitingRow]) -> bool:
         """Starts jobs until one does not fit; whether those behind it may be tried."""
-        for job, shape, *_ in rows:
+        long = len(self.snapshot.waiting) >= _LONG_QUEUE
+        for job, shape, _, gpus, _ in rows:
+            if gpus >= self.refused.get(job.tenant, _ANY):
+                continue  # as one of its tenant that asks for no more: of a long queue only the first is told
             refused = self.book.refuses(job)
             if refused is not None:
                 self.decided.append(Waits(job.job_id, refused))
+                if long:
+                    self.refused[job.tenant] = gpus
                 continue
             places = self.place(job, self.free)
             if places is None:
