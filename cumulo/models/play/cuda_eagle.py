@@ -2,6 +2,8 @@
 can be captured in one CUDA graph. Its keys and values lie in a cache of its own under the served model's blocks.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,8 @@ from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.kernels.cuda.linear.draft_linear import fits, likeliest, likeliest_parts, paired_linear
-from cumulo.kernels.cuda.linear.few_linear import FewConfig, default_config, few_linear
+from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX, FewConfig, default_config, few_linear
 from cumulo.kernels.cuda.linear.linear import choose, linear
-from cumulo.kernels.cuda.linear.skinny_linear import SMALL_MATRIX
 from cumulo.kernels.cuda.sampling.tree_growth import PART, logit_parts
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import EagleHead
@@ -21,13 +22,11 @@ from cumulo.models.play.cuda_decoder import CudaDecoder
 
 
 def few_config(rows: int, weight: Tensor, swiglu: bool = False) -> FewConfig:
-    """How few_linear cuts this product: as measured, or by rule."""
+    """How few_linear cuts this product: as measured, or by rule; it starts as the head's other kernels do."""
     found = choose(rows, weight, swiglu).config
-    return (
-        found
-        if isinstance(found, FewConfig)
-        else default_config(rows, weight.shape[0], weight.shape[1], swiglu)
-    )
+    if not isinstance(found, FewConfig):
+        found = default_config(rows, weight.shape[0], weight.shape[1], swiglu)
+    return replace(found, waits_first=False)
 
 
 class CudaEagle:

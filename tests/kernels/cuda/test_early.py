@@ -3,12 +3,14 @@ Hopper, only weights are asked for before the wait."""
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from cumulo.kernels.cuda.attention.paged_attention_decode import DecodeConfig
 from cumulo.kernels.cuda.early import early
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.test_attention_on_gpu import decode_case
+from tests.kernels.cuda.test_few_linear import POINTERS, STRIDES
 
 EARLY = {"EARLY": True}
 PDL = {"launch_pdl": True}
@@ -62,5 +64,17 @@ def test_what_a_kernel_ahead_writes_is_read_behind_the_wait() -> None:
         assert behind.count("LDG") > 0 and behind.count("STG") > 0, name
 
 
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_next_kernel_may_start_before_the_wait_or_behind_it(order: int) -> None:
+    constants = {"M": 1, "K": 576, "BLOCK_M": 1, "ROWS": 2, "BLOCK_K": 1024, "EACH": 8, "EARLY": order,
+                 **dict.fromkeys(("NORM", "SWIGLU", "RESIDUAL", "BIAS", "PICK"), False)}  # fmt: skip
+    types = POINTERS | STRIDES | {"eps": "fp32"}
+    case = Case("cumulo.kernels.cuda.linear.few_linear:_few_linear_kernel", types, constants, 4, options=PDL)
+    (made,) = compile_for_sm90([case])
+    before, _, behind = made.sass.partition("ACQBULK")
+    assert (before.count("PREEXIT"), behind.count("PREEXIT")) == ((1, 0) if order == 1 else (0, 1))
+    assert before.count("LDG") == 2 and behind.count("LDG") > 0
+
+
 def test_only_a_gpu_starts_kernels_early() -> None:
-    assert early(True, torch.zeros(1)) == {"EARLY": False}
+    assert early(True, torch.zeros(1)) == {"EARLY": 0}

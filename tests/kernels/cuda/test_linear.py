@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cumulo.kernels.cuda.linear import few_linear, w4
 from cumulo.kernels.cuda.linear import linear as door
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.fp8_quantise import quantise
@@ -100,7 +101,8 @@ def test_rows_quantised_by_the_caller_are_taken_as_they_are(given: dict[str, Ten
 
 def test_without_a_table_one_row_streams_and_many_rows_go_to_the_library() -> None:
     weight = torch.empty(N, K, dtype=torch.bfloat16)
-    assert choose(1, weight).kernel == "small"
+    assert choose(1, weight).kernel == "few"
+    assert choose(1, torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")).kernel == "small"
     assert choose(16, weight, swiglu=True).kernel == "skinny"
     assert choose(512, weight).kernel == "library"
 
@@ -125,6 +127,38 @@ def test_without_a_table_no_rule_leaves_a_few_programs_for_the_end() -> None:
     for tiles in (140, 192):
         assert [chosen(m, tiles * 64, True) for m in (8, 16)] == ["skinny 128", "library"]
         assert [chosen(m, tiles * 64, False) for m in (8, 16)] == ["library"] * 2
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "swiglu", "starts_early"),
+    [
+        (576, 576, False, True),
+        (2048, 8192, False, True),
+        (4096, 4096, False, True),
+        (6144, 4096, False, False),
+        (4096, 14336, False, False),
+        (9728, 896, True, True),
+        (17920, 1536, True, False),
+        (28672, 4096, True, False),
+    ],
+)
+def test_without_a_table_one_row_of_up_to_16_million_weights_starts_early(
+    n: int, k: int, swiglu: bool, starts_early: bool
+) -> None:
+    """... of 16 and of 8 bits; of 4 bits of up to twice as many, but never gate and up."""
+
+    def early(kind: str) -> bool:
+        choice = door._default(1, n, k, kind, swiglu)
+        if choice.kernel == "few":
+            config = few_linear.default_config(1, n, k, swiglu)
+            assert config.waits_first and config.lines == 1
+            return config.early
+        if choice.kernel == "w4":
+            return w4.default_config(1, n, k, 128, swiglu=swiglu).early
+        return isinstance(choice.config, SmallConfig) and choice.config.early
+
+    assert [early(kind) for kind in ("bf16", "fp8")] == [starts_early] * 2
+    assert early("w4g128") == (not swiglu and n * k <= 32 << 20)
 
 
 def test_where_the_library_won_with_swiglu_it_makes_the_product_alone_too(

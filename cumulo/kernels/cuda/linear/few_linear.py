@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cumulo.kernels.cuda.early import early
+from cumulo.kernels.cuda.early import early, wait_for_kernel_ahead
 from cumulo.kernels.cuda.linear.small_linear import reference, work
 
 MAX_ROWS = 8
+SMALL_MATRIX = 8 << 20  # weights: up to here, reading them takes no longer than starting a kernel
 _EACH = 8  # neighbouring columns of one thread, 16 bytes
 
 __all__ = ["FewConfig", "candidates", "default_config", "few_linear", "reference", "work"]
@@ -31,13 +31,14 @@ __all__ = ["FewConfig", "candidates", "default_config", "few_linear", "reference
 class FewConfig:
     """Rows of W and columns of k that a program takes at once, and its warps, which share the columns. `lines`: of
     x, for each program; 0: all of them. With fewer, others read the same part of W, from the L2 cache. `early`: on
-    a GPU it starts while the kernel before it ends, and loads weights meanwhile."""
+    a GPU it starts while the kernel before it ends, and loads weights meanwhile; `waits_first`: see early.py."""
 
     rows: int
     block_k: int
     num_warps: int
     lines: int = 0
     early: bool = False
+    waits_first: bool = False
 
 
 def candidates(m: int, n: int, k: int, swiglu: bool = False) -> list[FewConfig]:
@@ -50,18 +51,18 @@ def candidates(m: int, n: int, k: int, swiglu: bool = False) -> list[FewConfig]:
         values = rows * (2 if swiglu else 1) + lines
         if block_k <= whole and lines == min(m, 2 if m <= 4 else 4) and block_k in (256 * warps, 512 * warps):
             if values * block_k <= 160 * 32 * warps:
-                found.append(FewConfig(rows, block_k, warps, lines, early=True))
+                found.append(FewConfig(rows, block_k, warps, lines, early=True, waits_first=m == 1))
     return list(dict.fromkeys(found))
 
 
 def default_config(m: int, n: int, k: int, swiglu: bool = False) -> FewConfig:
     """Two rows of x for each program, so that many share the arithmetic. Short rows of W: few warps, whose few
     registers leave room for many programs. Long ones: more warps, as k is what there is to share."""
+    if m == 1:
+        return _one_row(n, k)
     lines = 2 if m <= 4 or not swiglu else 4
     whole = max(256, triton.next_power_of_2(k))
     if k <= 1024 and (swiglu or n > 2048):
-        if m == 1:
-            return FewConfig(4, whole, max(1, whole // 512), 1, early=True)
         return (
             FewConfig(4, min(512, whole), 1, lines, early=True)
             if m <= 4
@@ -75,6 +76,18 @@ def default_config(m: int, n: int, k: int, swiglu: bool = False) -> FewConfig:
             return FewConfig(4, 512, 2, early=True)
         return FewConfig(2 if n <= 768 else 4, 2048, 4, lines if n <= 768 else 0, early=True)
     return FewConfig(4, 1024, 4, early=True)
+
+
+def _one_row(n: int, k: int) -> FewConfig:
+    """By the times of whole steps of eight models, each product among the others of its step."""
+    whole = max(256, triton.next_power_of_2(k))
+    if k <= 1024:
+        rows, block_k, warps = 4, whole, max(1, whole // 512)
+    elif n * k <= SMALL_MATRIX:
+        rows, block_k, warps = (2 if n <= 768 else 4, 2048, 4) if n <= 2048 else (4, 1024, 2)
+    else:  # enough programs for all multiprocessors, so small ones, unless rows are long
+        rows, block_k, warps = (2, 256, 1) if k <= 4096 else (2, 2048, 4)
+    return FewConfig(rows, block_k, warps, 1, early=True, waits_first=True)
 
 
 @triton.jit
@@ -103,7 +116,7 @@ def _few_linear_kernel(x, weight, out, norm_weight, residual, bias, rows_of, OUT
                        stride_out, stride_residual, eps, M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
                        ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr, NORM: tl.constexpr,
                        SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, PICK: tl.constexpr,
-                       EARLY: tl.constexpr = False):  # fmt: skip
+                       EARLY: tl.constexpr = 0):  # fmt: skip
     first = tl.program_id(1) * ROWS
     row = first + tl.arange(0, ROWS)
     row_mask = row < OUTPUTS
@@ -124,8 +137,7 @@ def _few_linear_kernel(x, weight, out, norm_weight, residual, bias, rows_of, OUT
     if NORM:
         gains = _columns(norm_weight, column, K, BLOCK_K > K, False)
     if EARLY:  # so far nothing that the kernels before this one compute was read
-        gdc_launch_dependents()
-        gdc_wait()
+        wait_for_kernel_ahead(EARLY)
     if PICK:
         lines = tl.load(rows_of + lines)
     x_rows = x + lines[None, :, None] * stride_x
@@ -219,6 +231,6 @@ def few_linear(
         BIAS=bias is not None,
         PICK=rows is not None,
         num_warps=config.num_warps,
-        **early(config.early, x),
+        **early(config.early, x, config.waits_first),
     )
     return out

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
-from cumulo.kernels.cuda.linear.few_linear import FewConfig, few_linear
+from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX, FewConfig, few_linear
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.linear.skinny_linear import (
-    SMALL_MATRIX,
     SkinnyConfig,
     ends_in_a_short_wave,
     skinny_linear,
@@ -126,9 +125,9 @@ def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
 def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
     if kind.startswith("w4"):
         return Choice("w4" if m <= 128 else "library")
-    # Plain multiply-adds keep up with the memory for one row; in small matrices it is not the memory that counts.
     if m == 1 and kind != "fp8 blocks":
-        return Choice("small")
+        return _one_row(n, k, kind, swiglu)
+    # In small matrices it is not the memory that counts.
     if not kind.startswith("fp8") and (
         (m <= 4 and n * k <= SMALL_MATRIX) or (m <= 8 and n * k <= SMALL_MATRIX // 8)
     ):
@@ -140,6 +139,23 @@ def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
         paired = swiglu and m <= 8 and not ends_in_a_short_wave(n, swiglu, 2 * _MULTIPROCESSORS)
         return Choice("skinny" if paired else "library")
     return Choice("skinny" if m <= 16 else "library")
+
+
+def _one_row(n: int, k: int, kind: str, swiglu: bool) -> Choice:
+    """Plain multiply-adds keep up with the memory. Products of up to 16 million weights start before the kernel
+    ahead has ended; in larger ones the weights that wait in registers cost more than the start."""
+    if n * k > 2 * SMALL_MATRIX:
+        return Choice("small")
+    if kind == "fp8":
+        return Choice("small", SmallConfig(4, min(512, _power_of_2(k)), 2, early=True))
+    if swiglu:
+        early = k <= 2048
+        return Choice("small", SmallConfig(2, min(512, _power_of_2(k)), 2, early=True) if early else None)
+    return Choice("few")
+
+
+def _power_of_2(k: int) -> int:
+    return 1 << (k - 1).bit_length()
 
 
 def linear(

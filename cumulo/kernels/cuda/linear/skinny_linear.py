@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, random_bf16, reference, work
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
@@ -47,7 +48,6 @@ class SkinnyConfig:
 
 # The splits of a candidate are chosen by the shape; see `candidates`.
 # Matrices of a few MiB do not fill the device with large tiles: what counts is how soon all of it is on its way.
-SMALL_MATRIX = 8 << 20  # weights
 SMALL_TILES = (
     (16, 256, 1, 3),
     (16, 256, 2, 3),

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cumulo.kernels.cuda.early import early
+from cumulo.kernels.cuda.early import early, wait_for_kernel_ahead
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
@@ -178,7 +177,7 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
                          stride_out, stride_residual, eps, M: tl.constexpr, K: tl.constexpr,
                          ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
                          SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-                         SCALED: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+                         SCALED: tl.constexpr, EARLY: tl.constexpr = 0):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < OUTPUTS
     columns = tl.arange(0, BLOCK_K)
@@ -202,8 +201,7 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
     if NORM:
         gains = _gains(norm_weight, columns, K, BLOCK_K > K)
     if EARLY:  # so far nothing that the kernels before this one compute was read
-        gdc_launch_dependents()
-        gdc_wait()
+        wait_for_kernel_ahead(EARLY)
     added0 = _at_rows(residual, rows, row_mask, RESIDUAL)
     added1 = _at_rows(residual + stride_residual, rows, row_mask, RESIDUAL and M > 1)
     added2 = _at_rows(residual + 2 * stride_residual, rows, row_mask, RESIDUAL and M > 2)
@@ -322,7 +320,7 @@ def small_linear(
         BIAS=bias is not None,
         SCALED=scales is not None,
         num_warps=config.num_warps,
-        **early(config.early, x),
+        **early(config.early, x, waits_first=True),
     )
     return out
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,14 +89,20 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
         return found + [
             Choice("w4", config) for config in w4.candidates(m, n, k, GROUP, swiglu)[: None if m < 128 else 4]
         ]
-    few = kind == "bf16" and m <= few_linear.MAX_ROWS and n * k <= skinny_linear.SMALL_MATRIX
+    small_matrix = n * k <= few_linear.SMALL_MATRIX * (2 if m == 1 else 1)
+    few = kind == "bf16" and m <= few_linear.MAX_ROWS and small_matrix
     if few:
         found += [Choice("few", config) for config in few_linear.candidates(m, n, k, swiglu)]
     if m <= small_linear.MAX_ROWS and not (few and m > 1):
         default = small_linear.default_config(n, k, swiglu, 1 if kind == "fp8" else 2)
         configs = dict.fromkeys((default, *small_linear.CANDIDATES[: None if m <= 2 else 5]))
         # Tiles wider than a row are mostly mask.
-        found += [Choice("small", config) for config in configs if config.block_k < 2 * k]
+        found += [
+            Choice("small", replace(config, early=early))
+            for config in configs
+            if config.block_k < 2 * k
+            for early in ((False, True) if m == 1 and small_matrix else (False,))
+        ]
     if m > 1:  # one row needs no tensor cores
         configs_skinny = skinny_linear.candidates(m, n, k, swiglu, 1 if kind == "fp8" else 2)
         found += [Choice("skinny", config) for config in configs_skinny[: None if m < 128 else 6]]

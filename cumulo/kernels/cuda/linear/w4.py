@@ -24,6 +24,7 @@ from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
 LEAST_ROWS = 8  # of activations in a tile: what the tensor cores take at least
+EARLY_WEIGHTS = 32 << 20
 AHEAD = 2  # steps whose weights a program that begins early fetches into the cache
 # Rows of weights, warps and stages that `tune` tries, of a few rows of activations and of more.
 _TILES_OF_FEW = ((64, 2, 3), (64, 2, 5), (32, 1, 3), (32, 1, 5), (128, 4, 3))
@@ -42,13 +43,14 @@ class W4Config:
 def default_config(
     m: int, n: int, k: int, group: int, multiprocessors: int = 132, swiglu: bool = False
 ) -> W4Config:
-    """As many programs as all multiprocessors hold at once: a step is short, so others must run while one waits."""
+    """As many programs as all multiprocessors hold at once: a step is short, so others must run while one waits.
+    One row of a matrix of up to 16 MiB starts before the kernel ahead has ended."""
     block_n, warps = (64, 2) if m <= 4 else (128, 4)
     outputs = n // 2 if swiglu else n
     splits = 1
     while triton.cdiv(outputs, block_n) * splits < 3 * multiprocessors and k // STEP // (2 * splits) >= 4:
         splits *= 2
-    return W4Config(block_n, splits, warps, 3)
+    return W4Config(block_n, splits, warps, 3, early=m == 1 and not swiglu and n * k <= EARLY_WEIGHTS)
 
 
 def candidates(m: int, n: int, k: int, group: int, swiglu: bool = False) -> list[W4Config]:
