@@ -27,6 +27,7 @@ from cumulo.layout.serving import ServingLayout, held_parameters, rank_part, ser
 from cumulo.models.files.load import inspect_model
 from cumulo.ranks.rank_meter import PID, READ, WORDS
 from cumulo.spec.parameters import parameter_shapes
+from tests import thorough
 from tests.engine.equivalence import Lengths, Request, draw_requests
 from tests.engine.guided_engine import CLOSING, VOCAB
 from tests.engine.ranked_models import CONFIGS, save_model
@@ -149,7 +150,7 @@ def named(cases: list[tuple[str, dict[str, int]]]) -> list[str]:
 def test_several_ranks_say_what_one_says(models: dict[str, Path], model: str, sizes: dict[str, int]) -> None:
     with started(models[model]) as one, started(models[model], **sizes) as several:
         assert isinstance(several.player.runner, RankedRunner)
-        preemptions = compare(one.engine, several.engine, rounds=2, seed=1)
+        preemptions = compare(one.engine, several.engine, rounds=5 if thorough.chosen else 1, seed=1)
         assert preemptions > 0 or "dp" in sizes  # whose blocks are twice as many
 
 
