@@ -108,6 +108,27 @@ def _ask(scheduler: Scheduler, name: str, tokens: int, now_s: float, **more: Any
     return request
 
 
+@pytest.mark.parametrize("drafts", ["rounds", "model"])
+def test_drafts_make_no_step_longer_than_the_itl_allows(drafts: str) -> None:
+    """A step takes 6 ms: of four rounds in one step nobody would have a token in 10 ms."""
+    slo = Slo(1.0, 0.010)
+    engine = SimulatedEngine(
+        Scheduler(config(slo=slo, speculate=drafts)), COST, step_by_step=True, acceptance=0.7
+    )
+    for tokens in learning_prompts(lambda: engine.scheduler.books.promises, 4096):
+        engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
+        engine.advance(float("inf"))
+    began, engine.run.itl_bound_s = len(engine.arrivals), slo.itl_s
+    now_s = engine.clock_s
+    engine.arrivals += [replace(one, arrived_s=now_s + one.arrived_s) for one in traffic(4.0, 60)]
+    engine.advance(float("inf"))
+    served = engine.end().served[began:]
+    admitted = [one for one in served if one.refused is None]
+    assert len(admitted) >= 0.95 * len(served) == 57
+    assert sum(one.late_tokens > (1 - ITL_SHARE) * one.tokens for one in admitted) == 0
+    assert any(one.tokens < one.arrival.output_tokens - 1 for one in admitted), "nothing was drafted"
+
+
 def test_a_request_may_ask_for_more_time_or_less() -> None:
     scheduler = _taught()
     for number in range(3):

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from cumulo.engine.simulate.run import Arrival
-from cumulo.plan.serve.fleet import play_fleet, shared_cache_share
+from cumulo.plan.serve.fleet import play_fleet, play_split, shared_cache_share
+from cumulo.plan.serve.goodput import play_goodput
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import report
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.catalog import shipped
+from cumulo.spec.slo import Slo
 
 CATALOG = shipped()
 CLUSTER = CATALOG.cluster(1, "h200")
@@ -53,6 +55,20 @@ def test_the_time_outside_the_engine_is_part_of_ttft_and_of_nothing_else(replica
     assert (seen.itl_s, seen.simulated_s, seen.cached_share) == (
         inside.itl_s, inside.simulated_s, inside.cached_share,
     )  # fmt: skip
+
+
+def test_right_drafts_make_answers_faster_in_every_kind_of_fleet(replica: Replica) -> None:
+    """One long answer: what it takes is nearly the whole run."""
+    traffic = Traffic((Arrival(0.0, 200, 600), Arrival(0.001, 200, 2)))
+    drafting = replace(replica, acceptance=0.8)
+    for play in (
+        lambda one: play_fleet(one, 1, "prefix-aware", traffic),
+        lambda one: play_split(one, 1, 1, "prefix-aware", traffic),
+    ):
+        assert play(replica).simulated_s > 1.5 * play(drafting).simulated_s
+    slo = Slo(ttft_s=1.0, e2e_s=None, itl_s=0.05)
+    with_promises = [play_goodput(one, traffic, slo, promise=True) for one in (replica, drafting)]
+    assert all(one.kept == one.admitted == 2 for one in with_promises)
 
 
 def test_prefix_aware_routing_reaches_nearly_the_reuse_of_one_shared_cache(replica: Replica) -> None:

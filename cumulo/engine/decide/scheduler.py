@@ -27,7 +27,7 @@ from cumulo.engine.decide.slo.entrance import promise
 from cumulo.engine.decide.slo.prompts import promised_prompts
 from cumulo.engine.decide.speculation.choose import most_draws
 from cumulo.engine.decide.speculation.policy import Speculation
-from cumulo.engine.decide.speculation.rounds import RoundPolicy
+from cumulo.engine.decide.speculation.rounds import STEP_S, RoundPolicy
 from cumulo.engine.decide.step_result import enter_result
 from cumulo.engine.decide.tiers.fetch import order_fetch
 from cumulo.errors import InvalidRequest
@@ -191,6 +191,10 @@ class Scheduler:
             self._plan_chunk(newcomer, min(newcomer.to_compute, budget), False, plan, rows, draws, now_s)
         if self.speculation is not None:
             budget = min(budget, self.shared_steps.spare_tokens(plan)) if shared else budget
+            if promises is not None:
+                budget = min(budget, promises.draft_room())
+                if isinstance(self.speculation, RoundPolicy):
+                    self.speculation.step_s = min(STEP_S, promises.step_s)
             places = most_draws(self.config.max_running, True) - len(draws)
             self.speculation.extend(plan, rows, draws, self.residency, min(budget, places), now_s)
         self.residency.plan_complete()

@@ -44,7 +44,10 @@ def play_fleet(
     """The traffic on so many replicas of one kind, under a routing policy."""
     if replicas < 1:
         raise ConfigError(f"a fleet needs 1 or more replicas, got {replicas}")
-    engines = [SimulatedEngine(replica.scheduler(), replica.cost()) for _ in range(replicas)]
+    engines = [
+        SimulatedEngine(replica.scheduler(), replica.cost(), acceptance=replica.acceptance)
+        for _ in range(replicas)
+    ]
     runs = simulate_fleet(traffic.arrivals, engines, router(policy))
     return _report(policy, runs, replica, traffic, percentile)
 
@@ -63,9 +66,14 @@ def play_split(
     rate = node.device.link_bytes_per_s if together else node.nic_bytes_per_s
     # Each rank of a replica brings its own part.
     link = KVLink(NETWORK_SHARE * rate, replica.work().kv_bytes_per_token, replica.spec.layers)
+    engines = [
+        SplitDecode(one, replica.scheduler(), replica.cost(), replica.spec.layers) for one in range(decode)
+    ]
+    for engine in engines:
+        engine.acceptance = replica.acceptance
     fleet = SplitFleet(
         [SplitPrefill(f"prefill-{one}", replica.scheduler(), replica.cost()) for one in range(prefill)],
-        [SplitDecode(one, replica.scheduler(), replica.cost(), replica.spec.layers) for one in range(decode)],
+        engines,
         link,
     )
     runs = fleet.serve(traffic.arrivals, router(policy))

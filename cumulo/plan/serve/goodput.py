@@ -40,7 +40,7 @@ def play_goodput(replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool)
     if promise:
         scheduler = Scheduler(replace(scheduler.config, slo=slo))
         _learn(scheduler, replica)
-    engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True)
+    engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True, acceptance=replica.acceptance)
     engine.arrivals = list(traffic.arrivals)
     engine.run.itl_bound_s = slo.itl_s
     engine.advance(float("inf"))
@@ -58,7 +58,7 @@ def play_goodput(replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool)
 
 def _learn(scheduler: Scheduler, replica: Replica) -> None:
     """What a server does before it is ready."""
-    engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True)
+    engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True, acceptance=replica.acceptance)
     for tokens in learning_prompts(lambda: scheduler.books.promises, scheduler.config.max_context):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))

@@ -131,9 +131,17 @@ class Promises:
         self.step_full = count < wanted or (self.model.known and self.left_s <= 0)
         return count
 
+    def draft_room(self) -> int:
+        """Drafted tokens for which the step has time, next to the rows and prompts that are planned."""
+        if not self.rows or not self.model.known:
+            return 0
+        return self.model.tokens_within(self.left_s, self.context // self.rows)
+
     def planned(self, plan: StepPlan, now_s: float) -> None:
         tokens = pairs = 0
-        for start, count in zip(plan.starts[self.rows :], plan.counts[self.rows :], strict=True):
+        prompts = zip(plan.starts[self.rows :], plan.counts[self.rows :], strict=True)
+        drafts = [(plan.starts[row] + 1, len(drafted)) for row, drafted in plan.drafts]
+        for start, count in (*prompts, *drafts):
             tokens += count
             pairs += count * start + count * (count + 1) // 2
         shape = StepMix(self.rows, self.context, tokens, pairs)
@@ -142,7 +150,7 @@ class Promises:
     def observe(self, plan: StepPlan, draws: list[Sequence], now_s: float) -> None:
         """A step's result is here. Clients see the time since the result before, or since it was planned."""
         planned = self._planned.pop(plan.index, None)
-        if planned is not None:
+        if planned is not None and plan.rounds is None:  # of several steps in one nothing is learnt about one
             seconds = now_s - max(self._last_result_s, planned.planned_s)
             self.model.observe(planned.shape, seconds, self.step_s)
         self._last_result_s = now_s

@@ -24,7 +24,8 @@ _SEEN = 4  # steps of a kind: the first may have compiled or captured something
 _ROUNDS = (4, 2, 1)  # with more, more is drawn behind the end of an answer
 MOST_DRAFTS, MOST_ROUNDS = 8, 12  # that a runner has room for
 _AHEAD = 1  # rounds behind a step's, which the device plays while the host takes in what was drawn
-_STEP_S = 10e-3  # a step is no longer for several rounds: newcomers wait for its end
+STEP_S = 10e-3  # a step is no longer for several rounds: newcomers wait for its end
+_UNKNOWN_ROUND = 1.5  # times a step without drafts, until it is known
 _LEAST_GAIN = 1.03
 _TRY_AGAIN = 256  # steps without drafts, after which they are tried again
 _NEWS, _ODD_NEWS = 0.1, 0.01  # share of the news in an average; of a step that took far longer
@@ -80,6 +81,7 @@ class RoundPolicy:
         # For measurements: drafts of every row, in trees of so many levels (0: chains); None: as many as pay.
         self.fixed_count: int | None = None
         self.fixed_levels = 0
+        self.step_s = STEP_S  # or less, where a shorter ITL is promised
 
     # -- what a step brings -----------------------------------------------------------------------------------
     def rate(self, place: int, levels: int = 0) -> float:
@@ -102,12 +104,15 @@ class RoundPolicy:
         for kind in self._kinds:
             if (round_s := learnt.round_s(kind)) is None:
                 continue
-            count = next((n for n in _ROUNDS if n * round_s <= _STEP_S), 1)
+            count = self._rounds_within(round_s)
             rate = self.expected(*kind[1:]) / round_s
             if found is None or rate > found[0]:
                 found = rate, kind._replace(times=count)
         assert found is not None
         return found[1], found[0] * learnt.plain[0]
+
+    def _rounds_within(self, round_s: float) -> int:
+        return next((count for count in _ROUNDS if count * round_s <= self.step_s), 1)
 
     def _worth_trying(self, learnt: _Learnt) -> Rounds | None:
         """A kind of which too few steps were seen. A longer chain is passed over if it would lose even if each
@@ -141,7 +146,7 @@ class RoundPolicy:
         if learnt.plain[1] < _SEEN:
             return None
         if (unknown := self._worth_trying(learnt)) is not None:
-            return unknown._replace(times=_ROUNDS[0])
+            return unknown._replace(times=self._rounds_within(_UNKNOWN_ROUND * learnt.plain[0]))
         chosen, gain = self.best(rows)
         learnt.hopeless = gain < _LEAST_GAIN and learnt.idle < _TRY_AGAIN
         return None if learnt.hopeless else chosen
@@ -202,8 +207,9 @@ class RoundPolicy:
         where others than the device write into blocks that an answer has left."""
         if needed <= count or residency.tiers is not None or (self._transfers and self._transfers.receives):
             return 0
-        round_s = self._learnt(rows).rounds.get(chosen[1:], [0.0])[0]
-        return min(_AHEAD, needed - count, max(0, int(_STEP_S / round_s) - count) if round_s else _AHEAD)
+        learnt = self._learnt(rows)
+        round_s = learnt.rounds.get(chosen[1:], [0.0])[0] or _UNKNOWN_ROUND * learnt.plain[0]
+        return min(_AHEAD, needed - count, max(0, int(self.step_s / round_s) - count) if round_s else _AHEAD)
 
     def observe(
         self, plan: StepPlan, seconds: float, now_s: float, proposed: int, proposing_s: float
