@@ -7,6 +7,7 @@ import typer
 
 from cumulo.cli import bench_serve
 from cumulo.cli.shared import options
+from cumulo.cli.shared.measured import finish, warn_if_busy
 
 app = typer.Typer(
     help="Measure performance. Reports show every figure next to the value it must reach.",
@@ -37,14 +38,14 @@ def engine(
     config = options.engine_config(threads=threads)
     threads = config.threads or available_cores()
     rivals = bench_engine.parse_rivals(against)
-    _warn_if_busy()
+    warn_if_busy()
     with loading(lines=True) as show:
         rows = bench_engine.measure(model, rivals, threads, rounds, show)
         if quality:
             from cumulo.bench import quality as bench_quality
 
             rows += bench_quality.measure(model, threads, show)
-    _finish(f"engine, {threads} threads", rows, json_file)
+    finish(f"engine, {threads} threads", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench scheduler[/bold]")
@@ -58,7 +59,7 @@ def scheduler(
 
     with working("scheduler") as tell:
         rows = bench_scheduler.measure(repeats, tell)
-    _finish("scheduler, one core", rows, json_file)
+    finish("scheduler, one core", rows, json_file)
 
 
 @app.command(
@@ -103,7 +104,7 @@ def cluster(
 
     with loading(lines=True) as show:
         rows = decision_cost.measure(names, shapes, wanted, size, found, show)
-    _finish(f"{jobs:,} jobs on {nodes:,} nodes, one core", rows, json_file)
+    finish(f"{jobs:,} jobs on {nodes:,} nodes, one core", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench plans[/bold]")
@@ -117,7 +118,7 @@ def plans(
 
     with working("plans") as tell:
         rows = bench_plan_ring.measure(repeats, tell)
-    _finish("plans to ranks", rows, json_file)
+    finish("plans to ranks", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench gateway --streams 200 --minutes 0.5[/bold]")
@@ -132,7 +133,7 @@ def gateway(
 
     with working("gateway") as tell:
         rows = bench_gateway.measure(streams, minutes, tell)
-    _finish("gateway, one core", rows, json_file)
+    finish("gateway, one core", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
@@ -151,7 +152,7 @@ def checkpoint(
 
     with working("checkpoints") as tell:
         rows = bench_checkpoint.measure(mebibytes, repeats, folder, tell)
-    _finish("checkpoints, one process", rows, json_file)
+    finish("checkpoints, one process", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench data[/bold]")
@@ -165,7 +166,7 @@ def data(
 
     with working("data") as tell:
         rows = bench_data.measure(repeats, tell)
-    _finish("data, one core", rows, json_file)
+    finish("data, one core", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench ddp[/bold]")
@@ -179,10 +180,10 @@ def ddp(
     from cumulo.bench import ddp as bench_ddp
     from cumulo.cli.shared.terminal import working
 
-    _warn_if_busy()
+    warn_if_busy()
     with working("ddp") as tell:
         rows = bench_ddp.measure(processes, rounds, steps, tell)
-    _finish(f"data parallel, {processes} processes", rows, json_file)
+    finish(f"data parallel, {processes} processes", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")
@@ -207,10 +208,10 @@ def overhead(
 
     lengths = parse_lengths(output_tokens, "--output")
     threads = options.engine_config(threads=threads).threads or available_cores()
-    _warn_if_busy()
+    warn_if_busy()
     with loading(lines=True) as show:
         rows = bench_overhead.measure(model, threads, rounds, requests, lengths, first_tokens, show)
-    _finish(f"serving, {threads} threads", rows, json_file)
+    finish(f"serving, {threads} threads", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench kernels[/bold]")
@@ -240,7 +241,7 @@ def kernels(
             from cumulo.kernels.cpu import bench as kernel_bench
 
             rows, title = [Row(**row) for row in kernel_bench.rows()], "kernels"
-    _finish(title, rows, json_file)
+    finish(title, rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench guided --schemas 24 --steps 60[/bold]")
@@ -264,7 +265,7 @@ def guided(
         from cumulo.bench import guided as bench_guided
 
         rows = bench_guided.measure(model, config, schemas, steps, seed, show)
-    _finish("guided decoding, 16 sequences", rows, json_file)
+    finish("guided decoding, 16 sequences", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench speculate --prompts 16 --new-tokens 64[/bold]")
@@ -284,12 +285,12 @@ def speculate(
     from cumulo.bench import speculate as bench_speculate
     from cumulo.cli.shared.terminal import working
 
-    _warn_if_busy()
+    warn_if_busy()
     with working("speculation") as tell:
         rows = bench_speculate.measure(
             model, speculate, threads, prompts, new_tokens, _numbers(batches), _numbers(lengths), tell
         )
-    _finish("speculation", rows, json_file)
+    finish("speculation", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench lora --rows 8 --adapters 4 --rounds 3[/bold]")
@@ -306,11 +307,11 @@ def lora(
     from cumulo.bench import lora as bench_lora
     from cumulo.cli.shared.terminal import working
 
-    _warn_if_busy()
+    warn_if_busy()
     config = options.engine_config(threads=threads)
     with working("adapters") as tell:
         found = bench_lora.measure(model, config, rows, adapters, rank, rounds, tell)
-    _finish("adapters", found, json_file)
+    finish("adapters", found, json_file)
 
 
 def _numbers(text: str) -> list[int]:
@@ -376,31 +377,3 @@ def quality(
         )
         found = bench_quantised.measure(model, config, show)
     print_figures(found, plot, json_file)
-
-
-def _warn_if_busy() -> None:
-    """Other programs make every figure worse, and not every side's alike: say so before measuring."""
-    import os
-
-    from cumulo.base.report import available_cores
-    from cumulo.cli.shared.terminal import note
-
-    load = os.getloadavg()[0]
-    if load > 0.5 * available_cores():
-        note(
-            f"the machine is busy (load {load:.1f}): the results will be wrong; measure again when it is idle"
-        )
-
-
-def _finish(title: str, rows: list, json_file: options.JsonOption) -> None:  # type: ignore[type-arg]
-    """Show and write the rows; a missed `must` is exit code 1, so that scripts notice."""
-    from cumulo.base import report
-    from cumulo.cli.shared.terminal import err, out
-
-    facts = report.machine()
-    console = err if str(json_file) == "-" else out
-    console.print(report.table(title, rows))
-    console.print(f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}", style="dim")
-    report.write_json(json_file, rows)
-    if not all(row.ok for row in rows):
-        raise typer.Exit(1)

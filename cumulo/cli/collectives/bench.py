@@ -30,7 +30,7 @@ def collectives(
 ) -> None:
     """Measure all-reduce schedules on processes of this machine, in turns with gloo."""
     from cumulo.bench import collectives as bench_collectives
-    from cumulo.cli.bench import _finish, _warn_if_busy
+    from cumulo.cli.shared.measured import finish, warn_if_busy
     from cumulo.cli.shared.terminal import working
     from cumulo.errors import ConfigError
 
@@ -38,9 +38,9 @@ def collectives(
         wanted = [int(size) for size in sizes.split(",")]
     except ValueError:
         raise ConfigError(f"--sizes {sizes}: give numbers of bytes, such as 65536,1048576") from None
-    _warn_if_busy()
+    warn_if_busy()
     with working("collectives") as tell:
         rows = bench_collectives.measure(
             ranks, wanted, algorithms.split(","), transport, rounds, profile, tell
         )
-    _finish(f"collectives, {ranks} ranks over {transport}", rows, json_file)
+    finish(f"collectives, {ranks} ranks over {transport}", rows, json_file)

@@ -47,7 +47,7 @@ def overlap(
     Gradients and weights are those of data parallelism.
     """
     from cumulo.bench.overlapped import passes as bench_overlap
-    from cumulo.cli.bench import _finish, _warn_if_busy
+    from cumulo.cli.shared.measured import finish, warn_if_busy
     from cumulo.cli.shared.terminal import working
     from cumulo.errors import ConfigError
 
@@ -65,18 +65,18 @@ def overlap(
         raise ConfigError(f"--shares {shares}: give numbers, such as 0.5,1,2") from None
     if min(wanted) <= 0:
         raise ConfigError(f"--shares {shares}: every share must be more than 0")
-    _warn_if_busy()
+    warn_if_busy()
     if of != "passes":
         from cumulo.bench.overlapped import message_order
 
         with working("overlap") as tell:
             order = message_order.OrderPlan(ranks, of == "weights", wanted, rounds)
             rows = message_order.measure(order, tell)
-        _finish(f"{of} that travel meanwhile, {ranks} processes", rows, json_file)
+        finish(f"{of} that travel meanwhile, {ranks} processes", rows, json_file)
         return
     plan = bench_overlap.OverlapPlan(
         ranks, schedule, micro_batches or max(8, ranks), wanted, limit == "connection", rounds
     )
     with working("overlap") as tell:
         rows = bench_overlap.measure(plan, tell)
-    _finish(f"overlapped passes, {schedule}, {ranks} processes", rows, json_file)
+    finish(f"overlapped passes, {schedule}, {ranks} processes", rows, json_file)
