@@ -22,11 +22,12 @@ from cumulo.engine.play.drafter import Drafter
 from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
-from cumulo.engine.sampling.sampler import Sampler, WholeSampler
+from cumulo.engine.sampling.sampler import Drawn, Sampler, WholeSampler, draw_peaks
 from cumulo.kernels.cpu.kv_codes import bytes_of
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
+from cumulo.models.play.fused import FusedDecoder
 
 # Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
 _PROMPT_LOGIT_ROWS = 64
@@ -235,8 +236,7 @@ class TorchRunner:
             result.pooled.append(hidden.sum(dim=0, dtype=torch.float64).cpu().numpy())
             offset += len(positions)
         if len(draws.slots):
-            logits = self.model.logits(output[: len(last_tokens)])
-            self._draw(plan, draws, logits, logit_row_of_draw, result)
+            self._draw(plan, draws, output[: len(last_tokens)], logit_row_of_draw, result)
         if plan.proposals and self.drafter is not None:
             began_s = time.thread_time()
             behind = [(draw, plan.draw_slots[draw], count) for draw, count in plan.proposals]
@@ -277,13 +277,16 @@ class TorchRunner:
         self,
         plan: StepPlan,
         draws: StepDraws,
-        logits: Tensor,
+        hidden: Tensor,
         logit_rows: NDArray[np.int64],
         result: StepResult,
     ) -> None:
-        vocabulary = self.sampler.vocabulary_of(logits)
-        batch = self.table.draw_batch(draws.slots, draws.positions, logit_rows, vocabulary)
-        drawn = self.sampler.draw(logits, batch)
+        drawn = self._draw_greedily(draws, hidden, logit_rows)
+        if drawn is None:
+            logits = self.model.logits(hidden)
+            vocabulary = self.sampler.vocabulary_of(logits)
+            batch = self.table.draw_batch(draws.slots, draws.positions, logit_rows, vocabulary)
+            drawn = self.sampler.draw(logits, batch)
         if plan.drafts:
             take_accepted(plan, draws, drawn, self.table, result)
             return
@@ -292,6 +295,17 @@ class TorchRunner:
             self.rank.send_tokens(drawn.tokens)
         result.tokens = drawn.tokens.tolist()
         result.logprobs, result.errors = drawn.logprobs, drawn.errors
+
+    def _draw_greedily(self, draws: StepDraws, hidden: Tensor, logit_rows: NDArray[np.int64]) -> Drawn | None:
+        """Without logits, where every draw wants the most likely token and nothing else."""
+        if not (isinstance(self.model, FusedDecoder) and isinstance(self.sampler, WholeSampler)):
+            return None
+        if not self.table.draws_plainly(draws.slots, draws.positions):
+            return None
+        peaks = self.model.peaks(hidden)
+        if peaks is None:
+            return None
+        return draw_peaks(peaks[0].numpy()[logit_rows], peaks[1].numpy()[logit_rows])
 
     # -- prompt log-probabilities -------------------------------------------------------------------------
     def _prompt_positions(self, rows: StepRows, row: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-// Panels x 1 to 4 tokens with 16-bit activations on CPUs with sdot: the inner loop of decoding, in assembly.
+// Panels x 1 to 4 tokens on CPUs with sdot: the inner loop of decoding, in assembly.
 //
 // The two vector pipes are the limit, and they look only some 30 operations ahead. So
 // - the next block is unpacked between the products of this one, each vector behind the last product that needs its
@@ -17,7 +17,7 @@
 
 #if defined(__ARM_FEATURE_DOTPROD)
 #define HAS_STREAM 1
-static const int LEAST_STREAM = 2, MAX_STREAM = 4;  // tokens
+static const int MAX_STREAM = 4;  // tokens
 
 // What one call computes: panels from `block` on, all of `groups` blocks, times T tokens of a tile of any size.
 struct Stream {
@@ -133,13 +133,39 @@ struct Stream {
     PAIR(FIRST_TWO(128, 160, 192, 224), F, , , , "ldr d12, [%[scales], 8]\n ldr d13, [%[sums], 8]\n", \
          SECOND_TWO(after, 16, 48, 80, 112)) \
     ADD(26, 20, 14) ADD(27, 21, 15) F##_ADD(26, 13, 0) F##_ADD(27, 13, 1)
+// With 8-bit activations a token has one sum, and its codes are half as long.
+#define DOTS_1(W, A, B, C, D, J) DOT(20, W, A, J)
+#define DOTS_2(W, A, B, C, D, J) DOTS_1(W, A, B, C, D, J) DOT(21, W, B, J)
+#define DOTS_3(W, A, B, C, D, J) DOTS_2(W, A, B, C, D, J) DOT(22, W, C, J)
+#define DOTS_4(W, A, B, C, D, J) DOTS_3(W, A, B, C, D, J) DOT(23, W, D, J)
+#define TOKENS_1 "ldr q12, [%[codes]]\n ldr q16, [%[codes], 16]\n"
+#define TOKENS_2 TOKENS_1 "ldr q13, [%[codes], 32]\n ldr q17, [%[codes], 48]\n"
+#define TOKENS_3 TOKENS_2 "ldr q14, [%[codes], 64]\n ldr q18, [%[codes], 80]\n"
+#define TOKENS_4 TOKENS_3 "ldr q15, [%[codes], 96]\n ldr q19, [%[codes], 112]\n"
+#define SCALED(V, J) "fmul v" #V ".4s, v28.4s, v12.s[" #J "]\n"
+#define LESS(V) "fsub v" #V ".4s, v" #V ".4s, v30.4s\n"
+#define ENDS_1(F) LESS(20) ADD(24, 20, 14) F##_ADD(24, 13, 0)
+#define ENDS_2(F) LESS(20) LESS(21) ADD(24, 20, 14) ADD(25, 21, 15) F##_ADD(24, 13, 0) F##_ADD(25, 13, 1)
+#define ENDS_3(F) SCALED(16, 2) LESS(22) ENDS_2(F) ADD(26, 22, 16) F##_ADD(26, 13, 2)
+#define ENDS_4(F) SCALED(17, 3) LESS(23) ENDS_3(F) ADD(27, 23, 17) F##_ADD(27, 13, 3)
+#define NARROW(F, T) \
+    TOKENS_##T "ldp q20, q21, [%[begin], 32]\n ldp q22, q23, [%[begin], 32]\n" \
+    DOTS_##T(0, 12, 13, 14, 15, 0) F##_0 F##_NUMBERS \
+    DOTS_##T(1, 12, 13, 14, 15, 1) F##_1 SCALE \
+    DOTS_##T(2, 12, 13, 14, 15, 2) F##_2 \
+    DOTS_##T(3, 12, 13, 14, 15, 3) F##_3 "ldr q12, [%[scales]]\n ldr q13, [%[sums]]\n" \
+    DOTS_##T(4, 16, 17, 18, 19, 0) F##_4 F##_MINIMUM \
+    DOTS_##T(5, 16, 17, 18, 19, 1) F##_5 SCALED(14, 0) \
+    DOTS_##T(6, 16, 17, 18, 19, 2) F##_6 SCALED(15, 1) \
+    DOTS_##T(7, 16, 17, 18, 19, 3) F##_7 \
+    ENDS_##T(F)
 #define STORE_1 "str q24, [%[result]], 16\n"
 #define STORE_2 "stp q24, q25, [%[result]], 32\n"
 #define STORE_3 "str q26, [%[result], 32]\n stp q24, q25, [%[result]], 48\n"
 #define STORE_4 "stp q26, q27, [%[result], 32]\n stp q24, q25, [%[result]], 64\n"
-#define PLAY(F, T) \
+#define PLAY(F, T, TAKEN_OFF, LOAD, BODY) \
     asm volatile( \
-        "movi v31.16b, 15\n ldr q30, [%[begin], 64]\n" F##_BEGIN LOAD_##T \
+        "movi v31.16b, 15\n ldr q30, [%[begin], " #TAKEN_OFF "]\n" F##_BEGIN LOAD \
         "1:\n" \
         "mov %[codes], %[first_codes]\n mov %[scales], %[first_scales]\n mov %[sums], %[first_sums]\n" \
         "mov %[left], %[groups]\n" \
@@ -147,7 +173,7 @@ struct Stream {
         ".p2align 6\n2:\n" \
         "add %[after], %[codes], %[codes_step]\n cmp %[left], 1\n" \
         "csel %[after], %[first_codes], %[after], eq\n" \
-        BODY_##T(F) \
+        BODY \
         "add %[block], %[block], " F##_BYTES "\n mov %[codes], %[after]\n" \
         "add %[scales], %[scales], %[notes_step]\n add %[sums], %[sums], %[notes_step]\n" \
         "subs %[left], %[left], 1\n b.ne 2b\n" \
@@ -168,16 +194,18 @@ alignas(64) static const float STREAM_BEGIN[5][4] = {
     {0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f}, {0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f},
     {0x1.8p31f + 0x1.8p23f, 0x1.8p31f + 0x1.8p23f, 0x1.8p31f + 0x1.8p23f, 0x1.8p31f + 0x1.8p23f}};
 
-// FOUR: 4-bit codes, scales and minima in half floats; else 8-bit codes and scales in half floats.
-template <bool FOUR_BITS, int T>
+// FOUR_BITS: 4-bit codes, scales and minima in half floats; else 8-bit codes and scales in half floats.
+template <bool FOUR_BITS, bool WIDE, int T>
 static void dot_stream(Stream s) {
     static_assert(1 <= T && T <= MAX_STREAM);
     const int8_t *codes, *after;
     const float *scales, *sums;
     int64_t left;
 #define EITHER(N) \
-    if (FOUR_BITS) PLAY(FOUR, N); \
-    else PLAY(EIGHT, N)
+    if (FOUR_BITS && WIDE) PLAY(FOUR, N, 64, LOAD_##N, BODY_##N(FOUR)); \
+    if (!FOUR_BITS && WIDE) PLAY(EIGHT, N, 64, LOAD_##N, BODY_##N(EIGHT)); \
+    if (FOUR_BITS && !WIDE) PLAY(FOUR, N, 32, "", NARROW(FOUR, N)); \
+    if (!FOUR_BITS && !WIDE) PLAY(EIGHT, N, 32, "", NARROW(EIGHT, N))
     if (T == 1) { EITHER(1); }
     if (T == 2) { EITHER(2); }
     if (T == 3) { EITHER(3); }
@@ -192,6 +220,9 @@ static void dot_stream(Stream s) {
 #undef PAIR
 #undef SINGLE
 #undef ADD
+#undef NARROW
+#undef SCALED
+#undef LESS
 #undef TWO_OF
 #undef SCALE
 #undef SECOND_TWO

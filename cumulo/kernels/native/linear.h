@@ -161,7 +161,7 @@ INLINE void put(const LinearOutput& out, int64_t token, int64_t row, int64_t row
 static const int64_t STREAM_BYTES = 24576;  // of panels that stay in the first-level cache for more than MAX_STREAM tokens
 
 // The same as multiply_panels, by the assembly loop.
-template <bool FOUR_BITS, int T>
+template <bool FOUR_BITS, bool WIDE, int T>
 static void stream_panels(const PackedPart& part, const QuantizedRows& x, int64_t token, int64_t begin, int64_t end,
                           const LinearOutput& out) {
     const int8_t* codes = x.codes + token * x.groups * x.code_bytes();
@@ -174,7 +174,7 @@ static void stream_panels(const PackedPart& part, const QuantizedRows& x, int64_
         const int64_t panels = end - panel < batch ? end - panel : batch;
         auto some = [&](auto count, int first) {
             constexpr int N = decltype(count)::value;
-            dot_stream<FOUR_BITS, N>({part.data + panel * panel_bytes, panels, x.groups, codes + first * x.code_bytes(),
+            dot_stream<FOUR_BITS, WIDE, N>({part.data + panel * panel_bytes, panels, x.groups, codes + first * x.code_bytes(),
                                       notes + SCALE * T + first, notes + SUM * T + first, T * x.code_bytes(),
                                       T * NOTES * 4, result});
             for (int64_t i = 0; i < panels; ++i)
@@ -191,9 +191,9 @@ template <Format FORMAT, int HALVES, bool WIDE, int SPAN, int T>
 static void multiply_panels(const PackedPart& part, const QuantizedRows& x, int64_t token, int64_t begin,
                             int64_t end, const LinearOutput& out) {
 #if HAS_STREAM
-    if constexpr (WIDE && HALVES == 1 && SPAN == 1 && T >= LEAST_STREAM && (FORMAT == FOUR_HALF || FORMAT == EIGHT))
+    if constexpr (HALVES == 1 && SPAN == 1 && (T > 1 || !WIDE) && (FORMAT == FOUR_HALF || FORMAT == EIGHT))
         if (FORMAT == FOUR_HALF || (part.half_floats && !part.has_minimum))
-            return stream_panels<FORMAT == FOUR_HALF, T>(part, x, token, begin, end, out);
+            return stream_panels<FORMAT == FOUR_HALF, WIDE, T>(part, x, token, begin, end, out);
 #endif
     const int8_t* codes = x.codes + token * x.groups * x.code_bytes();
     const float* notes = x.notes + token * x.groups * NOTES;
