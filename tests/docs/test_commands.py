@@ -1,6 +1,7 @@
 """What people are told to type exists, and runs as it stands."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -32,6 +33,18 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
     assert problem_with('echo "x" | cumulo chat --system "Be brief."  # a comment --nothing') is None
     assert "--prot" in str(problem_with("cumulo serve --prot 8000"))
     assert "fly" in str(problem_with("cumulo plan fly"))
+
+
+def test_every_curl_that_sends_something_says_that_it_is_json() -> None:
+    """curl calls a body a form unless it is told otherwise, and a server refuses that."""
+    sent = [
+        (block.name, line)
+        for block in blocks()
+        for line in block.text.replace("\\\n", " ").splitlines()
+        if "curl " in line and re.search(r" (-d|--data\S*|--json) ", line)
+    ]  # fmt: skip
+    assert len(sent) > 3
+    assert not [one for one in sent if "--json" not in one[1] and "application/json" not in one[1]]
 
 
 @pytest.fixture(scope="module")

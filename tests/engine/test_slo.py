@@ -142,6 +142,18 @@ def test_a_request_may_ask_for_more_time_or_less() -> None:
     assert refusal.value.retry_after_s >= 1
 
 
+def test_an_itl_that_no_step_can_keep_is_refused_and_keeps_nobody_else_out() -> None:
+    scheduler = _taught()
+    with pytest.raises(Overloaded, match=r"its next token would take 6\.\d+ ms .* its ITL is 1 µs"):
+        _ask(scheduler, "greedy", 10, 100.0, slo=Slo(itl_s=1e-6))
+    quick = _ask(scheduler, "quick", 10, 100.0, slo=Slo(itl_s=0.01))
+    plan = scheduler.plan(100.0)
+    assert plan is not None and quick.sequences[0].slot in plan.slots
+    scheduler.observe(plan, 0.01, 100.01)
+    scheduler.apply(plan, StepResult([1]), 100.01)
+    assert _ask(scheduler, "next", 300, 100.01).story.promise is not None
+
+
 def test_a_tighter_deadline_overtakes_unless_that_breaks_a_promise() -> None:
     scheduler = _taught()
     for number in range(3):

@@ -87,7 +87,7 @@ def refuse(outlook: Outlook, promised_ttft_s: float | None) -> Overloaded:
     promised = f", and {quantity(promised_ttft_s, 's')} are promised" if promised_ttft_s is not None else ""
     return Overloaded(
         f"{expected}{promised}: {outlook.why}; try again in {retry_s:.0f} s, or ask for more time with "
-        'slo: {"ttft_ms": ...}',
+        'slo: {"ttft_ms": ..., "itl_ms": ...}',
         retry_s,
     )
 
@@ -96,6 +96,15 @@ def _own_obstacle(books: Books, promises: Promises, request: Request, room: floa
     """Why it could not run in time however short its wait is."""
     if room < _LEAST_SHARE:
         return f"{promises.rows} sequences that are being answered leave no time for prompts within their ITL"
+    promise = request.story.promise
+    if promise is not None and promise.itl_s is not None:
+        alone_s = promises.model.decode_s(promises.rows + 1, promises.context + request.prompt_length)
+        # It must leave time for the prompts of others, or it would keep everybody else out.
+        if alone_s > (1 - _LEAST_SHARE) * promises.step_within(promise.itl_s):
+            return (
+                f"its next token would take {quantity(alone_s, 's')} without any prompts, and its ITL is "
+                f"{quantity(promise.itl_s, 's')}"
+            )
     pool, waiting = books.pool, [one for one in promises.waiting.values() if _is_queued(one)]
     slots = len(books.residency.free_slots) - sum(one.params.samples for one in waiting)
     if slots < request.params.samples:

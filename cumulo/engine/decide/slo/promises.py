@@ -102,7 +102,11 @@ class Promises:
         if not self.rows or bound_s is None:
             ttft_s = min(self._ttfts, default=1.0)
             bound_s = max(bound_s or 0.0, ttft_s / _STEPS_PER_TTFT)
-        return bound_s * _ITL_MARGIN / self.model.slower
+        return self.step_within(bound_s)
+
+    def step_within(self, itl_s: float) -> float:
+        """How long the model may say that a step takes which is to end within an ITL."""
+        return itl_s * _ITL_MARGIN / self.model.slower
 
     def begin_step(self, plan: StepPlan) -> None:
         """The rows that draw one token each are planned."""
