@@ -74,6 +74,32 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A worker does not even make the cases that are left out: there are thousands, and each worker makes all."""
+    if not hasattr(metafunc.config, "workerinput") or metafunc.config.getoption("--thorough"):
+        return
+    marks = metafunc.definition.own_markers
+    for number, mark in enumerate(marks):
+        if mark.name == "parametrize" and len(mark.args) == 2:
+            marks[number] = _without_thorough_cases(mark)
+
+
+def _without_thorough_cases(mark: pytest.Mark) -> pytest.Mark:
+    names, cases, ids = mark.args[0], list(mark.args[1]), mark.kwargs.get("ids")
+    kept = [
+        number
+        for number, case in enumerate(cases)
+        if all(one.name != "thorough" for one in getattr(case, "marks", ()))
+    ]
+    kept = kept or list(range(len(cases)))  # all of them: they are left out below
+    more = dict(mark.kwargs)
+    if ids is not None and not callable(ids):
+        labels = list(ids)
+        more["ids"] = [labels[number] for number in kept]
+    return pytest.mark.parametrize(names, [cases[number] for number in kept], **more).mark
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # The longest files first, so that no worker is left with one when all others are done. `make test` keeps a file
     # together, and its order. The list is from `--cpu-times`.
@@ -85,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config, "workerinput"
     ):  # to tell the controller of thousands that are skipped takes CPU seconds
         items[:] = [item for item in items if id(item) not in reasons]
-        config.workeroutput["left_out"] = len(reasons)
+        config.workeroutput["left_out"] = config.workeroutput.get("left_out", 0) + len(reasons)
     for item in items:
         if reason := reasons.get(id(item)):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -103,14 +129,8 @@ def _why_not(item: pytest.Item, config: pytest.Config) -> str:
     return "takes long: run with --long" if long and not config.getoption("--long") else ""
 
 
-_left_out: list[int] = []  # by each worker, which all have the same tests
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    _left_out.append(getattr(node, "workeroutput", {}).get("left_out", 0))
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if any(_left_out):
-        terminalreporter.write_line(f"{max(_left_out):,} left out; --long and --thorough run more")
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not config.getoption("--thorough"):
+        terminalreporter.write_line(
+            "Left out: what takes long (--long), and most of like cases (--thorough)."
+        )
