@@ -4,10 +4,12 @@ import dataclasses
 import os
 from typing import Any
 
+from cumulo.base.quantities import quantity
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.ledger import format_bytes
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.options import ServeOptions
+from cumulo.spec.slo import Slo
 
 Rows = list[tuple[str, str]]
 
@@ -86,6 +88,8 @@ def shown(name: str, value: Any) -> str:
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, str):
         return value or "none"
+    if isinstance(value, Slo):  # promised to every request, not to a share of them
+        return ", ".join(f"{bound.upper()} {quantity(time_s, 's')}" for bound, time_s in value.bounds.items())
     if name.endswith("_bytes"):
         return format_bytes(int(value))
     if name.endswith("_gib"):

@@ -107,10 +107,11 @@ class EngineConfig:
                 )
         if bool(self.kv_disk) != (self.kv_disk_gib > 0):
             raise CumuloError("kv_disk is a folder and needs kv_disk_gib, the most that its files may take")
-        for name in ("kv_memory_gib", "swap_gib", "kv_host_gib", "max_context", "threads"):
+        for name in ("kv_memory_gib", "swap_gib", "kv_host_gib", "kv_disk_gib", "max_context", "threads"):
             value = getattr(self, name)
-            if value is not None and (value < 0 or (value == 0 and name in ("max_context", "threads"))):
-                raise CumuloError(f"{name} must be positive, got {value}")
+            smallest = int(name in ("max_context", "threads"))
+            if value is not None and not smallest <= value < float("inf"):
+                raise CumuloError(f"{name} must be a number, {smallest} or more; got {value}")
         for name, least in (("max_loras", 0), ("max_lora_rank", 1)):
             if not least <= getattr(self, name) <= 4096:
                 raise CumuloError(f"{name} must be {least} to 4096, got {getattr(self, name)}")

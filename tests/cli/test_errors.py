@@ -20,6 +20,7 @@ from tests.cli.conftest import Run
         (["--threads", "0"], "--threads must be 1 or more"),
         (["--max-context=-5"], "--max-context must be 1 or more"),
         (["--kv-memory-gib", "nan"], "--kv-memory-gib must be more than 0"),
+        (["--kv-memory-gib", "inf"], "--kv-memory-gib must be more than 0 and finite, got inf"),
         (["--dtype", "float8"], "--dtype must be float64, float32, float16 or bfloat16, got 'float8'"),
         (["--batch-invariant", "--device", "cpu"], "batch_invariant needs a GPU; on a CPU, omit it"),
         (["--draft-tree", "3"], "draft_tree needs speculate with the folder of an EAGLE-3 head"),

@@ -27,6 +27,7 @@ from cumulo.serve.observe.rejections import Rejection
 from cumulo.serve.observe.step_history import StepHistory
 from cumulo.serve.observe.stories import Record
 from cumulo.serve.options import ServeOptions
+from cumulo.spec.slo import Slo
 
 
 def record(received_s: float, ttft_s: float, token_times_s: list[float]) -> Record:
@@ -93,6 +94,11 @@ def test_options_are_shown_as_they_apply_and_never_as_auto() -> None:
     assert server["default_max_tokens"] == "512" and left["cuda_graphs"] == "no GPU is used"
     for shown in (left, on_gpu, server):
         assert not {"auto", "None", "not set", ""} & set(shown.values())
+
+
+def test_a_promise_is_shown_as_every_request_has_it() -> None:
+    rows = dict(engine_rows(EngineConfig(slo=Slo(1.0, 0.05)), INFO))
+    assert rows["slo"] == "TTFT 1 s, ITL 50 ms"
 
 
 def test_keys_are_never_among_the_options_that_are_shown() -> None:

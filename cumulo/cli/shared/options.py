@@ -154,8 +154,8 @@ def engine_config(**chosen: Any) -> "EngineConfig":
         raise CumuloError(f"--threads must be 1 or more, got {threads}")
     if max_context is not None and max_context < 1:
         raise CumuloError(f"--max-context must be 1 or more tokens, got {max_context}")
-    if kv_gib is not None and not kv_gib > 0:
-        raise CumuloError(f"--kv-memory-gib must be more than 0, got {kv_gib}")
+    if kv_gib is not None and not 0 < kv_gib < float("inf"):
+        raise CumuloError(f"--kv-memory-gib must be more than 0 and finite, got {kv_gib:g}")
     if chosen.get("dtype") not in (None, "auto", "float64", "float32", "float16", "bfloat16"):
         raise CumuloError(f"--dtype must be float64, float32, float16 or bfloat16, got {chosen['dtype']!r}")
     if chosen.get("weights") not in (None, "auto", "fp8", "int4"):
