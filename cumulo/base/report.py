@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from cumulo.base import quantities
 from cumulo.base.report_table import ReportTable
-from cumulo.errors import CumuloError
+from cumulo.base.text_file import write_text_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def machine() -> dict[str, Any]:
         "cpu_features": features,
         "memory_gib": round(_memory_bytes() / 2**30, 1),
         "python": platform.python_version(),
-    } | {name: _version(name) for name in ("cumulo", "torch")}
+    } | {name: package_version(name) for name in ("cumulo", "torch")}
 
 
 def available_cores() -> int:
@@ -80,10 +80,7 @@ def write_json(path: Path | None, rows: Sequence[Row], **extra: Any) -> None:
     if str(path) == "-":
         sys.stdout.write(text)
         return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write the report to {path}: {error.strerror or error}") from error
+    write_text_file(path, text, "the report to")
 
 
 def table(title: str, rows: Sequence[Row]) -> ReportTable:
@@ -196,7 +193,7 @@ def _memory_bytes() -> int:
         return 0
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

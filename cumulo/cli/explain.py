@@ -40,6 +40,7 @@ def explain(
 
     `cumulo explain step 5 --folder RUN` shows the collectives of a training step: time, bus bandwidth, prediction.
     """
+    from cumulo.base.text_file import write_text_file
     from cumulo.cli.shared.terminal import note, out
 
     if request_id == "step":
@@ -53,14 +54,14 @@ def explain(
         if str(json_file) == "-":
             print(text, end="")
             return
-        _write(json_file, text)
+        write_text_file(json_file, text)
     for request in story["data"]:
         out.print(f"[bold]{request['id']}[/bold]", highlight=False)
         out.print(request["summary"], markup=False, soft_wrap=True)
         for event in request["events"]:
             out.print(f"{event['at_ms']:10.1f} ms  {event['words']}", markup=False, soft_wrap=True)
     if trace is not None:
-        _write(trace, json.dumps(_get(server, request_id, api_key, "trace")))
+        write_text_file(trace, json.dumps(_get(server, request_id, api_key, "trace")))
         note(f"trace written to {trace}; open it in https://ui.perfetto.dev")
 
 
@@ -95,12 +96,3 @@ def _get(server: str, request_id: str, api_key: str | None, form: str = "json") 
         raise CumuloError(
             f"no Cumulo server answers at {server} ({reason}); give its address with --server"
         ) from error
-
-
-def _write(path: Path, text: str) -> None:
-    from cumulo.errors import CumuloError
-
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error

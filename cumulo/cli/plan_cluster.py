@@ -128,8 +128,8 @@ class PlanClusterOptions:
 def cluster(chosen: PlanClusterOptions) -> None:
     """Plan a cluster for pre-training MODEL: fabric, layout, storage, failures, power, price and goodput."""
     from cumulo.base import report as reports
+    from cumulo.base.text_file import write_text_file
     from cumulo.cli.shared.terminal import note, out, working
-    from cumulo.errors import ConfigError
     from cumulo.plan.cluster.plan import plan_cluster
     from cumulo.plan.cluster.report import budget_verdict, report, why_so_many
 
@@ -137,10 +137,7 @@ def cluster(chosen: PlanClusterOptions) -> None:
     with working("planning"):
         plan = plan_cluster(goal, chosen.seed, _inference(chosen))
     if (report_file := chosen.report_file) is not None:
-        try:
-            report_file.write_text(report(plan), "utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write the report to {report_file}: {error.strerror}") from error
+        write_text_file(report_file, report(plan), "the report to")
         note(f"report written to {report_file}")
     reports.write_json(chosen.json_file, _rows(plan), layout=str(plan.training.job.layout))
     if str(chosen.json_file) != "-":

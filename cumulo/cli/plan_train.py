@@ -294,12 +294,9 @@ def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
 
 
 def _write_files(texts: "list[tuple[Path, str]]") -> None:
+    from cumulo.base.text_file import write_text_file
     from cumulo.cli.shared.terminal import note
-    from cumulo.errors import CumuloError
 
     for path, text in texts:
-        try:
-            path.write_text(text, "utf-8")
-        except OSError as error:
-            raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
+        write_text_file(path, text)
         note(f"written to {path}")

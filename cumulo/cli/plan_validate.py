@@ -86,6 +86,7 @@ def validate(
     from rich.progress import track
 
     from cumulo.base import report
+    from cumulo.base.text_file import write_text_file
     from cumulo.plan.evidence.published import citations
     from cumulo.plan.evidence.validate import by_source, predict, predict_left_out, scatter_svg
 
@@ -124,10 +125,7 @@ def validate(
         for name in dict.fromkeys(row.source for row in chosen):
             console.print(f"[bold]{name}[/bold]: {citations().get(name, 'no citation')}", highlight=False)
     if svg is not None:
-        try:
-            svg.write_text(scatter_svg(predictions), "utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {svg}: {error.strerror}") from error
+        write_text_file(svg, scatter_svg(predictions))
         console.print(f"chart written to {svg}")
     report.write_json(json, _report(summaries, left_out))
 

@@ -55,6 +55,7 @@ def schedule(
     from dataclasses import replace
 
     from cumulo.base import report
+    from cumulo.base.text_file import write_text_file
     from cumulo.cli.shared.terminal import note, out
     from cumulo.pipeline.decide.catalog import build, family
     from cumulo.pipeline.decide.check import check
@@ -74,10 +75,10 @@ def schedule(
     timeline = simulate(built, costs)
     title = f"{chosen.name}: {stages} stages, {micro_batches} micro-batches"
     if svg is not None:
-        _write(svg, to_svg(timeline, title))
+        write_text_file(svg, to_svg(timeline, title))
         note(f"chart written to {svg}")
     if perfetto is not None:
-        _write(perfetto, to_perfetto(timeline))
+        write_text_file(perfetto, to_perfetto(timeline))
         note(f"trace written to {perfetto}; open it in https://ui.perfetto.dev")
     rows = _rows(chosen, timeline, costs, max(checked.peak_live_activations))
     report.write_json(json_file, rows)
@@ -144,12 +145,3 @@ def _print_picture(timeline: "Timeline") -> None:
         note(
             f"{wanted + margin} columns are needed to show every micro-batch's number; --svg FILE draws them, too"
         )
-
-
-def _write(path: Path, text: str) -> None:
-    from cumulo.errors import CumuloError
-
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cumulo.base.fair_index import jain_index
 from cumulo.engine.decide.fairness import (
     OUTPUT_WEIGHT,
     PROMPT_WEIGHT,
     WINDOW_S,
     FairShares,
     Tenant,
-    jain_index,
 )
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepResult

@@ -55,12 +55,12 @@ def show(
     json_file: options.JsonOption = None,
 ) -> None:
     """Show a schedule step by step: who sends which chunk to whom, and what is added."""
+    from cumulo.base.text_file import write_text_file
     from cumulo.cli.shared.terminal import note, out
     from cumulo.collectives.decide.catalog import make_schedule
     from cumulo.collectives.decide.check import placed_messages
     from cumulo.collectives.decide.schedule import Move
     from cumulo.collectives.draw.svg import collective_svg
-    from cumulo.errors import CumuloError
 
     shape = _shape(ranks, elements, node_size, channels, pieces)
     schedule = make_schedule(collective, algorithm, shape)
@@ -72,10 +72,7 @@ def show(
             f"{one.sender}→{one.receiver} {sign}{one.transfer.chunk}{count}"
         )
     if svg is not None:
-        try:
-            svg.write_text(collective_svg(schedule) + "\n", "utf-8")
-        except OSError as error:
-            raise CumuloError(f"cannot write {svg}: {error.strerror or error}") from error
+        write_text_file(svg, collective_svg(schedule) + "\n")
         note(f"picture written to {svg}")
     if str(json_file) != "-":
         out.print(f"[bold]{schedule.name}[/bold]: {ranks} ranks, {len(schedule.sizes)} chunks")

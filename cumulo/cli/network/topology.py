@@ -43,6 +43,7 @@ def topology(
     import yaml
 
     from cumulo.base.report import Row, table, write_json
+    from cumulo.base.text_file import write_text_file
     from cumulo.cli.shared.terminal import out
     from cumulo.collectives.topology.draw import draw_machine
     from cumulo.collectives.topology.rings import find_rings, ring_text, tree_text
@@ -68,9 +69,9 @@ def topology(
         for line in (*ring_text(rings), *tree_text(rings)[:1], *machine.complaints()):
             out.print(line, markup=False, soft_wrap=True)
     if svg is not None:
-        _write(svg, draw_machine(machine, name if file is None else file.name))
+        write_text_file(svg, draw_machine(machine, name if file is None else file.name))
     if out_file is not None:
-        _write(out_file, yaml.safe_dump(machine.entry(name, device), sort_keys=False))
+        write_text_file(out_file, yaml.safe_dump(machine.entry(name, device), sort_keys=False))
 
 
 def _read(file: Path | None) -> "MachineGraph":
@@ -83,12 +84,3 @@ def _read(file: Path | None) -> "MachineGraph":
         return read_machine()
     text = read_text(file)
     return parse_nccl_xml(text) if text.lstrip().startswith("<") else parse_topo(text)
-
-
-def _write(path: Path, text: str) -> None:
-    from cumulo.errors import CumuloError
-
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error

@@ -9,8 +9,8 @@ from rich.table import Table
 from cumulo.base import svg
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
+from cumulo.base.text_file import write_text_file
 from cumulo.cluster.simulate.autoscale_result import ScaledRun, ScaleLook
-from cumulo.errors import CumuloError
 from cumulo.plan.serve.report import Percentiles
 from cumulo.spec.slo import Slo
 
@@ -90,10 +90,7 @@ def write_picture(path: Path, runs: Sequence[ScaledRun]) -> None:
         label="replicas and load over time",
         xmlns=svg.XMLNS,
     )
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
+    write_text_file(path, text)
 
 
 def _band(run: ScaledRun, at: int, end_s: float, most: int) -> str:

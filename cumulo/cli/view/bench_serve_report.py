@@ -13,8 +13,8 @@ from rich.table import Table
 from cumulo import __version__
 from cumulo.base.quantities import number
 from cumulo.base.report import Row, machine, table, write_json
+from cumulo.base.text_file import write_text_file
 from cumulo.cli.shared.terminal import err, note, out
-from cumulo.errors import CumuloError
 from cumulo.load.campaign import Campaign, LevelResult, Replay
 from cumulo.load.html_report import page
 from cumulo.load.player import Level
@@ -225,7 +225,7 @@ def finish(campaign: Campaign, json_file: Path | None, html: Path | None, record
         facts = {"Server": campaign.url, "Workload": _workload(campaign), "Measured from": _machine_words()}
         if campaign.search_end:
             facts["Search"] = campaign.search_end
-        _write(
+        write_text_file(
             html,
             page(f"Load on {campaign.target.model}", facts, campaign.results, campaign.settings.slo, found),
         )
@@ -235,7 +235,7 @@ def finish(campaign: Campaign, json_file: Path | None, html: Path | None, record
             for result in campaign.results
             for record in result.records
         )
-        _write(records, "".join(f"{line}\n" for line in lines))
+        write_text_file(records, "".join(f"{line}\n" for line in lines))
 
 
 def _warn(campaign: Campaign) -> None:
@@ -309,10 +309,3 @@ def self_test_rows(figures: SelfTest) -> list[Row]:
 
 def _at(spread: Spread | None, percentile: str) -> float | None:
     return None if spread is None else float(getattr(spread, percentile))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cumulo.base.text_file import write_text_file
+
 if TYPE_CHECKING:
     from cumulo.load.svg import Chart
 
@@ -17,12 +19,7 @@ _ENTRY, _PER_LINE = 130, 4  # width of a short name in the legend, and how many 
 
 
 def write_chart(path: Path, chart: "Chart") -> None:
-    from cumulo.errors import CumuloError
-
-    try:
-        path.write_text(chart_text(chart), "utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
+    write_text_file(path, chart_text(chart))
 
 
 def chart_text(chart: "Chart") -> str:

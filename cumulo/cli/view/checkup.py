@@ -4,13 +4,12 @@ import os
 import shutil
 import subprocess
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cumulo.base import report
 from cumulo.base.machine_memory import available_memory
-from cumulo.base.report import Row
+from cumulo.base.report import Row, package_version
 from cumulo.cli.shared.terminal import err, load_llm, out, working
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
@@ -82,7 +81,7 @@ def _software() -> list[Row]:
         Row("torch", torch.__version__, note=f"threads by default: {torch.get_num_threads()}"),
     ]
     hub = "huggingface_hub"
-    rows.append(Row(hub, _version(hub) or "not installed", note="optional: downloads models by name"))
+    rows.append(Row(hub, package_version(hub) or "not installed", note="optional: downloads models by name"))
     compiler = _compiler()
     rows.append(
         Row(
@@ -114,13 +113,6 @@ def _kernels() -> list[Row]:
         Row("native kernels", library.dot_name, note=str(library.path)),
         Row("kernel threads", "shared with torch" if library.shares_torch_threads else "a separate pool"),
     ]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _model(model: str | None) -> list[Row]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
+from cumulo.base.text_file import write_text_file
 from cumulo.collectives.simulate.heat_map import heat_map, heat_map_page
 from cumulo.collectives.simulate.player import NetworkRun, NetworkTraffic
-from cumulo.errors import CumuloError
 
 
 def job_rows(run: NetworkRun, jobs: Sequence[NetworkTraffic]) -> list[Row]:
@@ -33,7 +33,4 @@ def write_heat_map(path: Path, run: NetworkRun, title: str) -> None:
     picture = heat_map(run.use, title)
     lines = [f"{name}: {quantity(end_s, 's')}" for name, end_s in run.ends_s.items()]
     text = heat_map_page(picture, title, lines) if path.suffix == ".html" else picture
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise CumuloError(f"cannot write {path}: {error.strerror or error}") from error
+    write_text_file(path, text)

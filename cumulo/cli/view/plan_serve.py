@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cumulo.base.quantities import between, number, quantity
+from cumulo.base.text_file import write_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -216,7 +217,6 @@ def write_report(path: Path, heading: str, table: "Sequence[Row]", notes: "Seque
     """The same as one HTML page without scripts."""
     from cumulo.base.report import shown
     from cumulo.cli.view.chart_file import chart_text
-    from cumulo.errors import ConfigError
 
     figures = "".join(
         f'<tr><td>{escape(row.name)}</td><td class="r">{escape(shown(row))}</td><td>{escape(row.note)}</td></tr>'
@@ -235,7 +235,4 @@ def write_report(path: Path, heading: str, table: "Sequence[Row]", notes: "Seque
         f"<style>{_STYLE}</style></head><body><h1>{escape(heading)}</h1>{told}<table>{figures}</table>"
         f"<h2>How many users fit</h2>{chart_text(chart)}<table><tr>{heads}</tr>{users}</table></body></html>\n"
     )
-    try:
-        path.write_text(page, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the report to {path}: {error.strerror}") from error
+    write_text_file(path, page, "the report to")

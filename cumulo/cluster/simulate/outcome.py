@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from cumulo.base.fair_index import jain_index
 from cumulo.cluster.decide.decisions import Decision
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
@@ -115,9 +116,7 @@ class ClusterRun:
     def fairness(self) -> float:
         """Jain's index over the tenants' mean slowdown: 1 is equal treatment, 1/tenants the opposite."""
         means = [row["mean_slowdown"] for row in self.per_tenant.values()]
-        if not means:
-            return 1.0
-        return float(sum(means)) ** 2 / (len(means) * sum(mean**2 for mean in means))
+        return jain_index(means)
 
     @property
     def per_tenant(self) -> dict[str, dict[str, float]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cumulo.base.fair_index import jain_index
 from cumulo.collectives.simulate.fabrics.links import Floats
 
 
@@ -73,7 +74,7 @@ def play_incast(
             _control(control, queue, sending, rate, target, alpha, notified, since, climbs, step_s, random)
             np.minimum(rate, port_bytes_per_s, out=rate)
     shares: Floats = size_bytes - left
-    fair = float(shares.sum() ** 2 / (senders * (shares**2).sum())) if shares.any() else 1.0
+    fair = jain_index(shares.tolist())
     use = sent_all / (port_bytes_per_s * max(now, 1e-12))
     return IncastRun(senders, now, sum(pauses) / max(1, len(pauses)), peak, fair, use)
 

@@ -10,6 +10,8 @@ within 2 * max(prompt weight * longest prompt, output weight * tokens of a runni
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
+from cumulo.base.fair_index import jain_index
+
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0  # the paper's: drawing a token costs about twice as much as reading one
 WINDOW_S = 60.0  # what the index looks at
@@ -171,7 +173,7 @@ class FairShares:
         self._slice_ends_s = now_s + _SLICE_S
 
     def index(self, now_s: float) -> float:
-        """Jain's index (Jain, Chiu and Hawe 1984) of the last minute: 1 is even, 1/n is all for one of n.
+        """Jain's index of the last minute.
 
         Of each tenant, its service is taken relative to an even share, over the seconds in which it and at least
         one other had something waiting all the time. 1 where there was no such second: nobody was denied anything.
@@ -186,9 +188,3 @@ class FairShares:
                 got[name] = got.get(name, 0.0) + served
                 due[name] = due.get(name, 0.0) + share
         return jain_index([got[name] / due[name] for name in got if due[name] > 0])
-
-
-def jain_index(shares: list[float]) -> float:
-    """(sum of x)² / (n * sum of x²); 1 for nobody and for nothing."""
-    squares = sum(share * share for share in shares)
-    return sum(shares) ** 2 / (len(shares) * squares) if squares > 0 else 1.0

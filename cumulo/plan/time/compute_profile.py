@@ -12,6 +12,7 @@ import yaml
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
+from cumulo.plan.job import DTYPE_BYTES
 from cumulo.plan.time.compute_profile_fields import Profile
 from cumulo.plan.time.efficiency import GENERATIONS, composed, shipped_efficiency
 from cumulo.spec.device import Device
@@ -100,8 +101,7 @@ def _device_distance(profile: Profile, device: Device) -> int:
 
 def _dtype_distance(one: str, other: str) -> int:
     """16-bit formats run alike."""
-    width = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-    return abs(width.get(one, 2) - width.get(other, 2))
+    return abs(DTYPE_BYTES.get(one, 2) - DTYPE_BYTES.get(other, 2))
 
 
 @cache
