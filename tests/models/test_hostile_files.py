@@ -1,8 +1,6 @@
 """Hostile model files are refused in one line, before memory is taken: all in one process with little memory."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
+from tests import warm
 from tests.cli.conftest import cumulo_process
 from tests.models import tiny
 from tests.models.gguf_conversion import convert
@@ -18,30 +17,21 @@ from tests.models.hostile_files import FOLDER_CASES, GGUF_CASES
 from tests.models.vocabularies import sentencepiece_metadata
 from tests.serve.tiny_model import save_tiny_model
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     base = tmp_path_factory.mktemp("hostile")
     good = save_tiny_model(base)
     (base / "scratch").mkdir()
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.models.hostile_files",
-            str(good),
-            str(base / "scratch"),
-            *map(str, _gguf(base)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert result.returncode == 0, f"after {lines[-1:]}: {result.stderr[-2000:]}"
+    paths = map(str, (good, base / "scratch", *_gguf(base)))
+    with (base / "told.jsonl").open("w") as told:
+        process = warm.start_module("tests.models.hostile_files", *paths, stdout=told)
+        try:
+            code = process.wait(300)
+        finally:
+            process.kill()
+    lines = [json.loads(line) for line in (base / "told.jsonl").read_text().splitlines()]
+    assert code == 0, f"after {lines[-1:]}"
     return {line["name"]: line for line in lines}
 
 
