@@ -1,5 +1,5 @@
-"""The ranks of a host that belong to an engine on another one: `cumulo serve --rank-of HOST:PORT --rank-count N`. When
-that engine ends, as it does when one of its ranks fails, the next one is joined."""
+"""The ranks of a host that belong to an engine on another one: `cumulo serve --rank-of HOST:PORT --rank-count N`.
+When that engine ends, as it does when one of its ranks fails, the next one is joined."""
 
 import logging
 import multiprocessing

@@ -63,7 +63,7 @@ def config_for(m: int, n: int, dtype: torch.dtype, parts: int = 1) -> InvariantC
         return FLOAT32
 
     def tiles(config: InvariantConfig) -> int:
-        return triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * parts
+        return int(triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n) * parts)
 
     if m <= 32:
         column = LONG_COLUMN if triton.cdiv(n, LONG_COLUMN.block_n) * parts >= 40 else SHORT_COLUMN

@@ -75,8 +75,11 @@ def _compile_all(
 def _candidates(tokens: int) -> list[tuple[GroupedConfig, GroupedConfig]]:
     """Pairs for the first and the second product; the second has no SwiGLU and so room for twice the columns."""
     return [
-        (GroupedConfig(rows, columns, *rest), GroupedConfig(rows, min(128, 2 * columns), *rest))
-        for rows, columns, *rest in _tiles(tokens)
+        (
+            GroupedConfig(rows, columns, depth, warps, stages),
+            GroupedConfig(rows, min(128, 2 * columns), depth, warps, stages),
+        )
+        for rows, columns, depth, warps, stages in _tiles(tokens)
     ]
 
 

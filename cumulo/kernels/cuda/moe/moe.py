@@ -8,6 +8,7 @@ got is read by the kernels, and grids are as large as the worst case, whose surp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -188,7 +189,7 @@ def shape_class(choices: int, experts: int) -> str:
     return next((f"up to {most} each" for most in (8, 24, 96) if choices <= most * experts), "many each")
 
 
-def use(tuned: Mapping[str, Sequence[Mapping[str, int]]]) -> None:
+def use(tuned: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Take in what `tune` returned on this kind of device."""
     TUNED.update({key: (GroupedConfig(**up), GroupedConfig(**down)) for key, (up, down) in tuned.items()})
 
