@@ -79,14 +79,15 @@ def default_config(m: int, n: int, k: int, swiglu: bool = False) -> FewConfig:
 
 
 def _one_row(n: int, k: int) -> FewConfig:
-    """By the times of whole steps of eight models, each product among the others of its step."""
+    """By the times of whole steps of eight models, each product among the others of its step; larger matrices are
+    asked for with long rows only."""
     whole = max(256, triton.next_power_of_2(k))
     if k <= 1024:
         rows, block_k, warps = 4, whole, max(1, whole // 512)
     elif n * k <= SMALL_MATRIX:
         rows, block_k, warps = (2 if n <= 768 else 4, 2048, 4) if n <= 2048 else (4, 1024, 2)
-    else:  # enough programs for all multiprocessors, so small ones, unless rows are long
-        rows, block_k, warps = (2, 256, 1) if k <= 4096 else (2, 2048, 4)
+    else:
+        rows, block_k, warps = 2, 2048, 4
     return FewConfig(rows, block_k, warps, 1, early=True, waits_first=True)
 
 

@@ -142,8 +142,9 @@ def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
 
 
 def _one_row(n: int, k: int, kind: str, swiglu: bool) -> Choice:
-    """Plain multiply-adds keep up with the memory. Products of up to 16 million weights start before the kernel
-    ahead has ended; in larger ones the weights that wait in registers cost more than the start."""
+    """Plain multiply-adds keep up with the memory. Products of up to 16 MiB, and of twice as much where rows are
+    long, start before the kernel ahead has ended; in larger ones the weights that wait in registers cost more than
+    the start."""
     if n * k > 2 * SMALL_MATRIX:
         return Choice("small")
     if kind == "fp8":
@@ -151,7 +152,7 @@ def _one_row(n: int, k: int, kind: str, swiglu: bool) -> Choice:
     if swiglu:
         early = k <= 2048
         return Choice("small", SmallConfig(2, min(512, _power_of_2(k)), 2, early=True) if early else None)
-    return Choice("few")
+    return Choice("few" if n * k <= SMALL_MATRIX or k > 4096 else "small")
 
 
 def _power_of_2(k: int) -> int:
