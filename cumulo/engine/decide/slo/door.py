@@ -114,8 +114,8 @@ def _own_obstacle(books: Books, promises: Promises, request: Request, room: floa
     wanted = sum(-(-one.prompt_length // size) for one in (*waiting, request))
     if waiting and wanted + growing > pool.free_count:
         return (
-            f"it and {len(waiting)} that wait need {wanted} KV blocks for their prompts, and {pool.free_count} of "
-            f"{pool.blocks} are free"
+            f"it and {len(waiting)} that wait need {wanted} KV blocks for their prompts, answers that have begun "
+            f"need {growing:.0f} more, and {pool.free_count} of {pool.blocks} are free"
         )
     return ""
 
