@@ -2,11 +2,13 @@
 gone."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from cumulo.cluster import launching
+from cumulo.cluster.drivers import ray as ray_driver
 from cumulo.cluster.drivers.command import run_folder
 from cumulo.cluster.drivers.driver import TargetLost
 from cumulo.cluster.job_file import JobFile, job_from, plain_job, resolved
@@ -91,6 +94,34 @@ def test_a_head_that_is_gone_is_named_and_nothing_is_lost(store: JobStore) -> No
     assert list(store.jobs()) == ["kept-1"]
     record = look(store, store.jobs()["kept-1"])
     assert record.state == "submitting" and "not submitted yet" in record.reason
+
+
+def test_a_port_where_no_ray_answers_is_told_and_not_waited_for(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as line:
+        line.bind(("127.0.0.1", 0))
+        line.listen()
+        address = f"127.0.0.1:{line.getsockname()[1]}"
+        with monkeypatch.context() as patch, pytest.raises(TargetLost, match="connections and says nothing"):
+            patch.setattr(ray_driver, "_ANSWER_S", 0.3)
+            launching.launch(gang("silent", address), "ray", store)
+
+        def answer() -> None:
+            for _ in range(3):  # the first has hung up
+                with line.accept()[0] as other, suppress(OSError):
+                    other.recv(99)
+                    other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        for name, scheme in (("web", ""), ("client", "ray://")):
+            with pytest.raises(TargetLost, match="another program listens there"):
+                launching.launch(gang(name, scheme + address), "ray", store)
+        thread.join()
+    with pytest.raises(TargetLost, match="Connection refused"):
+        launching.launch(gang("gone", f"ray://127.0.0.1:{free_port()}"), "ray", store)
+    assert {one.state for one in store.jobs().values()} == {"submitting"}
 
 
 @pytest.mark.thorough

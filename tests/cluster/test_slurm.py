@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from cumulo.cluster import launching
 from cumulo.cluster.drivers.command import run_folder
 from cumulo.cluster.drivers.driver import TargetLost
+from cumulo.cluster.drivers.slurm import refusal
 from cumulo.cluster.job_file import JobFile, job_from, resolved
 from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_store import JobStore
@@ -109,6 +111,15 @@ def test_what_slurm_refuses_is_told_and_not_submitted(slurm: SlurmCluster, store
         launching.launch(small("lost", slurm={"partition": "nowhere"}), "slurm", store)
     assert store.jobs()["lost-1"].state == "failed"
     assert slurm.queue() == before
+    for name, more in (
+        ("h200", {"devices": {"count": 1, "kind": "h200", "per_node": 1}}),
+        ("constraint", {"slurm": {"options": ["--constraint=ib"]}}),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"4 nodes have 2 cores, gpu:2\. Check devices and slurm\.options"
+        ):
+            launching.launch(small(name, **more), "slurm", store)
+    assert not [state for state, _ in slurm.queue().values() if state in ("PENDING", "RUNNING")]
 
 
 @pytest.mark.thorough
@@ -121,6 +132,11 @@ def test_a_job_survives_the_controller_and_is_submitted_once(slurm: SlurmCluster
             launching.launch(small("kept"), "slurm", store)
         assert list(store.jobs()) == ["kept-1"]
         assert launching.refreshed(store)[1] != []
+        # A job that Slurm has already is not said to be submitted again.
+        told = refusal(
+            "squeue", "Unable to contact slurm controller", replace(store.jobs()["kept-1"], handle="7")
+        )
+        assert "Slurm goes on with it" in str(told) and "submits it" not in str(told)
     finally:
         slurm.start_controller()
     record, is_new = launching.launch(small("kept"), "slurm", store)

@@ -150,8 +150,8 @@ def connected(record: JobRecord) -> Any:
             disconnect()  # Ray ends a process whose head stays away, and this one has more to do
             raise
         return ray
-    if address not in ("auto", "local") and "://" not in address:
-        _knock(address, record)
+    if address not in ("auto", "local"):
+        _knock(address.removeprefix("ray://"), record)
     if address == "auto" and (last := _last_head()):  # which may be gone: Ray would wait for it for minutes
         _knock(last, record)
     try:
@@ -211,11 +211,34 @@ def _knock(address: str, record: JobRecord) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"ray.address must be HOST:PORT, got {address!r}")
+    why: object = ""
     try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as line:
+            why = _not_ray(line)
     except OSError as error:
         why = error.strerror or error
-        raise TargetLost(f"the Ray head at {address} does not answer ({why}); {_kept(record)}") from error
+    if why:
+        raise TargetLost(f"the Ray head at {address} does not answer ({why}); {_kept(record)}")
+
+
+_SETTINGS = 4  # the type of the first frame that a gRPC server sends (RFC 9113, 6.5)
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0))
+
+
+def _not_ray(line: socket.socket) -> str:
+    """What is wrong with who answers there; empty: it is a gRPC server, as every Ray head is. Ray itself would wait
+    for minutes for a port that takes connections and never answers."""
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return ""  # it speaks after a handshake of its own
+    line.sendall(_PREFACE)
+    found = b""
+    try:
+        while len(found) < 4 and (more := line.recv(9)):
+            found += more
+    except TimeoutError:
+        return "it takes connections and says nothing"
+    is_grpc = len(found) >= 4 and found[3] == _SETTINGS
+    return "" if is_grpc else "another program listens there: check ray.address"
 
 
 def _ask(ray: Any, actor: Any) -> Facts:

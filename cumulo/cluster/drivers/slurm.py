@@ -31,6 +31,16 @@ _WHY = {  # Slurm's word for why a job is pending, as a sentence
     "QOSMaxJobsPerUserLimit": "its user runs as many jobs as the QOS allows",
     "AssocGrpGRES": "its account uses all the GPUs that it may",
     "PartitionNodeLimit": "it asks for more nodes than its partition has",
+    "PartitionConfig": "it asks for more nodes, or for more on a node, than its partition has",
+    "BadConstraints": "no node has what its slurm.options ask for",
+    "NodeDown": "a node that it needs is down",
+    "Reservation": "waits for its reservation to begin",
+    "Licenses": "waits for a license",
+    "InvalidAccount": "its account is not valid: set slurm.account in the job file",
+    "InvalidQOS": "its QOS is not valid: set slurm.qos in the job file",
+    "QOSMaxGRESPerUser": "its user has as many GPUs as the QOS allows",
+    "AssocMaxJobsLimit": "its account runs as many jobs as it may",
+    "JobArrayTaskLimit": "as many tasks of its array run as may",
     "PartitionTimeLimit": "its time limit is longer than its partition allows",
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition is inactive",
@@ -145,7 +155,7 @@ class _UnknownJob(CumuloError):
 
 
 def refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
-    last = " ".join(said.split())
+    last = _plain(said)
     if re.search("invalid job id", last, re.I):
         return _UnknownJob(last)
     if re.search("configuration source", last, re.I):
@@ -156,13 +166,11 @@ def refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
     if _IDENTITY.search(last):
         return TargetLost(
             f"Slurm does not accept who you are ({last}): check that munged runs here with the cluster's key and "
-            "that the clocks agree; the job is kept and is submitted by the next `cumulo jobs`"
+            f"that the clocks agree; {_kept(record, 'the next `cumulo jobs` submits it, once')}"
         )
     if _LOST.search(last):
-        return TargetLost(
-            f"Slurm's controller does not answer ({last}); the job is kept, and the next `cumulo jobs` or the same "
-            "`cumulo launch` submits it, once"
-        )
+        again = "the next `cumulo jobs` or the same `cumulo launch` submits it, once"
+        return TargetLost(f"Slurm's controller does not answer ({last}); {_kept(record, again)}")
     slurm = None if record is None else record.job.slurm
     if slurm is not None and re.search("partition", last, re.I) and not re.search("account", last, re.I):
         which = "its default partition" if slurm.partition is None else f"partition {slurm.partition!r}"
@@ -170,7 +178,36 @@ def refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
     if slurm is not None and re.search("account", last, re.I):
         which = "your default account" if slurm.account is None else f"account {slurm.account!r}"
         return ConfigError(f"Slurm refused {which}: {last}; set slurm.account in the job file")
+    if re.search("node configuration|can not be satisfied|feature", last, re.I):
+        more = f"{_nodes()}. Check devices and slurm.options in the job file"
+        return ConfigError(f"{program} refused: {last}; {more}")
     return ConfigError(f"{program} refused: {last}")
+
+
+def _plain(said: str) -> str:
+    """What a command of Slurm said, each thing once, without its own name and advice on threads before it."""
+    lines = [re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in said.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line and "--num-threads" not in line))
+
+
+def _kept(record: JobRecord | None, again: str) -> str:
+    """What becomes of the job: one that Slurm has already is not submitted again."""
+    if record is not None and record.handle:
+        return f"{record.job_id} was {record.state} when it was last asked, and Slurm goes on with it"
+    return f"the job is kept, and {again}"
+
+
+def _nodes() -> str:
+    """What the nodes have, as sinfo groups them."""
+    done = subprocess.run(
+        ["sinfo", "-h", "-o", "%D|%c|%G|%f"], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+    )
+    found = []
+    for line in done.stdout.splitlines():
+        count, cores, gres, features = [*line.strip().split("|"), "", "", ""][:4]
+        some = [f"{cores} cores"] + [text for text in (gres, features) if text and text != "(null)"]
+        found.append(f"{count} nodes have {', '.join(some)}")
+    return "; ".join(dict.fromkeys(found)) or "sinfo lists no nodes"
 
 
 def _partitions() -> str:
