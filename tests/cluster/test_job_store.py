@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cumulo.cluster.decide.fifo import fifo
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
+from cumulo.cluster.decide.policy.fifo import fifo
 from cumulo.cluster.decide.recovery import LostNode, recovery
 from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
 from cumulo.cluster.decide.snapshot import snapshot_of

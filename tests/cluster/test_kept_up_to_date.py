@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cumulo.cluster.decide import fair
 from cumulo.cluster.decide import nodes as nodes_module
 from cumulo.cluster.decide.decisions import JobPlacement
 from cumulo.cluster.decide.elastic_jobs.columns import SpeedTables
 from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
-from cumulo.cluster.decide.fragmentation import TaskMix, TaskShape, fragmentation, stranded
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
-from cumulo.cluster.decide.preemption import preemptible_on_nodes
+from cumulo.cluster.decide.policy import fair
+from cumulo.cluster.decide.policy.fragmentation import TaskMix, TaskShape, fragmentation, stranded
+from cumulo.cluster.decide.policy.preemption import preemptible_on_nodes
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.quotas import tenant_uses
 from cumulo.cluster.decide.releases import Releases

@@ -12,15 +12,15 @@ from pathlib import Path
 from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.decide.decisions import Decision
 from cumulo.cluster.decide.elastic_jobs.policy import elastic
-from cumulo.cluster.decide.fair import fair, preempting
 from cumulo.cluster.decide.fit import Placer, pack_gang
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.las import emptiest_first, least_attained_service
 from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.queueing import by_arrival, by_prediction, queue_policy
+from cumulo.cluster.decide.policy.fair import fair, preempting
+from cumulo.cluster.decide.policy.las import emptiest_first, least_attained_service
+from cumulo.cluster.decide.policy.queueing import by_arrival, by_prediction, queue_policy
+from cumulo.cluster.decide.policy.topology import TopologyPlacer, TopologyPlacers
+from cumulo.cluster.decide.policy.upkeep import cordoning, defragmenting
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
-from cumulo.cluster.decide.topology import TopologyPlacer, TopologyPlacers
-from cumulo.cluster.decide.upkeep import cordoning, defragmenting
 from cumulo.errors import ConfigError
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from cumulo.cluster.decide.check import violations
 from cumulo.cluster.decide.decisions import Cordon, Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.fit import slots
-from cumulo.cluster.decide.fragmentation import fragmented_share, task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
+from cumulo.cluster.decide.policy.fragmentation import fragmented_share, task_mix
 from cumulo.cluster.decide.queue import JobQueue, Shape, shape_key
 from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes

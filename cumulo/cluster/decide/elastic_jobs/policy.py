@@ -19,10 +19,10 @@ from cumulo.cluster.decide.elastic_jobs.sizes import (
     possible_sizes,
     size_groups,
 )
-from cumulo.cluster.decide.fifo import fifo
 from cumulo.cluster.decide.fit import only_gpus, task_places, tasks_that_fit, tightest
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints, members
+from cumulo.cluster.decide.policy.fifo import fifo
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 

@@ -14,9 +14,9 @@ from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import Placer, only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
-from cumulo.cluster.decide.preemption import RoomSearch, preemptible_on_nodes, preemptible_up_to
+from cumulo.cluster.decide.policy.preemption import RoomSearch, preemptible_on_nodes, preemptible_up_to
+from cumulo.cluster.decide.policy.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.queue import JobQueue, Shape, WaitingRow, shape_key, tenant_queues, tenant_rows
-from cumulo.cluster.decide.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook, TenantUses, tenant_uses
 from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
-from cumulo.cluster.decide.fifo import why_not
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
+from cumulo.cluster.decide.policy.fifo import why_not
+from cumulo.cluster.decide.policy.reservations import Reservation, Reservations
 from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key, rows_in_order
 from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.reservations import Reservation, Reservations
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 Order = Callable[[Snapshot], Iterator[WaitingRow]]

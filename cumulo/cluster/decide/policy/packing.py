@@ -14,9 +14,11 @@ from functools import lru_cache
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
-from cumulo.cluster.decide.fifo import why_not
 from cumulo.cluster.decide.fit import task_places, tasks_that_fit
-from cumulo.cluster.decide.fragmentation import (
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.policy.fifo import why_not
+from cumulo.cluster.decide.policy.fragmentation import (
     Floats,
     TaskMix,
     TaskShape,
@@ -24,8 +26,6 @@ from cumulo.cluster.decide.fragmentation import (
     reachable_shapes,
     shape_of,
 )
-from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import cache
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
-from cumulo.cluster.decide.fifo import why_not
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, tasks_that_fit
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, members
+from cumulo.cluster.decide.policy.fifo import why_not
 from cumulo.cluster.decide.queue import SortKey, ordered, shape_samples
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import RunningView, table_of
