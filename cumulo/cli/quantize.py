@@ -4,9 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cumulo.cli.shared import options
-from cumulo.cli.shared.declare import REQUIRED, option, takes_options
+from cumulo.cli.shared.declare import REQUIRED, option, takes_options, typed_flags
 
 EXAMPLE = "Example: [bold]cumulo quantize --method rtn --bits 4 --output smollm2-w4[/bold]"
+
+
+_WHOLE_NUMBERS = ("rtn", "gptq", "awq")
+_METHODS_OF = {  # options that say nothing to other methods
+    "bits": _WHOLE_NUMBERS, "group": _WHOLE_NUMBERS, "symmetric": _WHOLE_NUMBERS, "act_order": ("gptq",),
+    "damping": ("gptq",), "scheme": ("fp8",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +73,9 @@ def quantize(chosen: QuantizeOptions) -> None:
     for name in ("sequences", "length"):
         if getattr(chosen, name) < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {getattr(chosen, name)}")
+    for name, flag in typed_flags().items():
+        if chosen.method not in _METHODS_OF.get(name, (chosen.method,)):
+            note(f"{flag} is ignored: it is for {', '.join(_METHODS_OF[name])}, not for {chosen.method}")
     with loading(lines=True) as show:
         import torch
 
