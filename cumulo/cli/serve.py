@@ -237,6 +237,7 @@ def _make_key(name: str, chosen: ServeCommandOptions) -> None:
             chosen.tokens_per_minute,
             chosen.cache_group,
             chosen.operator,
+            chosen.promise.slo or None,
         )
     )
     note(

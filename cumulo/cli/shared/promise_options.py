@@ -13,7 +13,7 @@ class PromiseOptions:
     slo: str = option(
         "Latency to promise, for example ttft=500ms,itl=40ms: prompts are computed in pieces that keep the ITL, in "
         "order of deadline, and a request whose promise cannot be kept is refused with 429. Keys and requests can "
-        "have their own.",
+        "have their own; with --new-api-key: the new key's.",
         "",
     )
     slo_late: str = option(

@@ -160,8 +160,11 @@ def new_key(
     tokens_per_minute: int | None = None,
     cache_group: str | None = None,
     may_operate: bool = False,
+    slo: str | None = None,
 ) -> str:
     """Add a key to the file (made if need be, readable by its owner only); returns it, for this once."""
+    if slo is not None:
+        parse_promise(slo)
     entries = read_keys(path) if path.exists() else []
     if any(entry.name == name for entry in entries):
         raise CumuloError(
@@ -177,6 +180,7 @@ def new_key(
             tokens_per_minute,
             may_operate=may_operate,
             cache_group=cache_group,
+            slo=slo,
         )
     )
     content = json.dumps({"keys": msgspec.to_builtins(entries)}, indent=2) + "\n"
