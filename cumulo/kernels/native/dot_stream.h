@@ -123,6 +123,35 @@ struct Stream {
          "ldr d12, [%[scales]]\n ldr d13, [%[sums]]\n", THEN) \
     ADD(24, 20, 14) ADD(25, 21, 15) F##_ADD(24, 13, 0) F##_ADD(25, 13, 1)
 #define BODY_2(F) TWO_OF(F, F, SECOND_TWO(after, 16, 48, 80, 112))
+// The same for 4 bits, the most frequent of all, in an order that was found by trying: 3% less time. Activations are
+// loaded one block ahead, too.
+#define LOAD_2_FOUR LOAD_2 "ldr q12, [%[first_codes]]\n ldr q13, [%[first_codes], 64]\n" \
+    "ldr q14, [%[first_codes], 32]\n ldr q15, [%[first_codes], 96]\n"
+#define BODY_2_FOUR \
+    "ldr q21, [%[begin], 0]\n ldr q22, [%[begin], 32]\n ldr q20, [%[begin], 0]\n ldr q23, [%[begin], 32]\n" \
+    "sdot v20.4s, v0.16b, v12.4b[0]\n sdot v21.4s, v0.16b, v13.4b[0]\n sdot v22.4s, v0.16b, v14.4b[0]\n" \
+    "sdot v23.4s, v0.16b, v15.4b[0]\n and v0.16b, v8.16b, v31.16b\n ldr q29, [%[block], 64]\n" \
+    "sdot v20.4s, v1.16b, v12.4b[1]\n sdot v22.4s, v1.16b, v14.4b[1]\n sdot v23.4s, v1.16b, v15.4b[1]\n" \
+    "sdot v21.4s, v1.16b, v13.4b[1]\n and v1.16b, v9.16b, v31.16b\n fcvtl v28.4s, v29.4h\n" \
+    "sdot v21.4s, v2.16b, v13.4b[2]\n sdot v22.4s, v2.16b, v14.4b[2]\n ldr d27, [%[sums]]\n" \
+    "sdot v23.4s, v2.16b, v15.4b[2]\n sdot v21.4s, v3.16b, v13.4b[3]\n sdot v23.4s, v3.16b, v15.4b[3]\n" \
+    "sdot v20.4s, v2.16b, v12.4b[2]\n and v2.16b, v10.16b, v31.16b\n sdot v20.4s, v3.16b, v12.4b[3]\n" \
+    "ldr q13, [%[after], 64]\n sdot v22.4s, v3.16b, v14.4b[3]\n and v3.16b, v11.16b, v31.16b\n" \
+    "ldr q14, [%[after], 32]\n ldr q15, [%[after], 96]\n ldr q12, [%[after], 0]\n ldr d26, [%[scales]]\n" \
+    "sdot v20.4s, v4.16b, v16.4b[0]\n sdot v21.4s, v4.16b, v17.4b[0]\n sdot v23.4s, v4.16b, v19.4b[0]\n" \
+    "sdot v22.4s, v4.16b, v18.4b[0]\n ushr v4.16b, v8.16b, 4\n ldr q8, [%[block], 160]\n" \
+    "fcvtl2 v29.4s, v29.8h\n sdot v20.4s, v5.16b, v16.4b[1]\n sdot v21.4s, v5.16b, v17.4b[1]\n" \
+    "sdot v22.4s, v5.16b, v18.4b[1]\n sdot v23.4s, v5.16b, v19.4b[1]\n ushr v5.16b, v9.16b, 4\n" \
+    "ldr q9, [%[block], 176]\n sdot v20.4s, v6.16b, v16.4b[2]\n sdot v21.4s, v6.16b, v17.4b[2]\n" \
+    "sdot v22.4s, v6.16b, v18.4b[2]\n sdot v21.4s, v7.16b, v17.4b[3]\n ldr q17, [%[after], 80]\n" \
+    "sdot v23.4s, v6.16b, v19.4b[2]\n fmul v30.4s, v28.4s, v26.s[1]\n ushr v6.16b, v10.16b, 4\n" \
+    "ldr q10, [%[block], 192]\n fmul v28.4s, v28.4s, v26.s[0]\n sdot v20.4s, v7.16b, v16.4b[3]\n" \
+    "sdot v22.4s, v7.16b, v18.4b[3]\n sdot v23.4s, v7.16b, v19.4b[3]\n ldr q16, [%[after], 16]\n" \
+    "ushr v7.16b, v11.16b, 4\n ldr q11, [%[block], 208]\n ldr q19, [%[after], 112]\n" \
+    "ldr q18, [%[after], 48]\n ldr q26, [%[begin], 64]\n fsub v20.4s, v20.4s, v26.4s\n" \
+    "fsub v21.4s, v21.4s, v26.4s\n fadd v20.4s, v20.4s, v22.4s\n fadd v21.4s, v21.4s, v23.4s\n" \
+    "fmla v24.4s, v20.4s, v28.4s\n fmla v25.4s, v21.4s, v30.4s\n fmla v24.4s, v29.4s, v27.s[0]\n" \
+    "fmla v25.4s, v29.4s, v27.s[1]\n"
 #define LOAD_3 LOAD_2
 #define BODY_3(F) TWO_OF(F, SAME, SECOND(codes, 144, 176)) \
     SINGLE(FIRST(128, 160), F, , , , "ldr s12, [%[scales], 8]\n ldr s13, [%[sums], 8]\n", \
@@ -202,7 +231,8 @@ static void dot_stream(Stream s) {
     const float *scales, *sums;
     int64_t left;
 #define EITHER(N) \
-    if (FOUR_BITS && WIDE) PLAY(FOUR, N, 64, LOAD_##N, BODY_##N(FOUR)); \
+    if (FOUR_BITS && WIDE && N == 2) PLAY(FOUR, 2, 64, LOAD_2_FOUR, BODY_2_FOUR); \
+    if (FOUR_BITS && WIDE && N != 2) PLAY(FOUR, N, 64, LOAD_##N, BODY_##N(FOUR)); \
     if (!FOUR_BITS && WIDE) PLAY(EIGHT, N, 64, LOAD_##N, BODY_##N(EIGHT)); \
     if (FOUR_BITS && !WIDE) PLAY(FOUR, N, 32, "", NARROW(FOUR, N)); \
     if (!FOUR_BITS && !WIDE) PLAY(EIGHT, N, 32, "", NARROW(EIGHT, N))
