@@ -129,6 +129,8 @@ class EngineConfig:
             )
         if not self.shared_step_s > 0:
             raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
+        if self.slo is not None and not isinstance(self.slo, Slo):
+            raise CumuloError(f"slo must be a Slo, such as Slo(ttft_s=0.5, itl_s=0.04); got {self.slo!r}")
         if self.slo is not None and (self.slo.tpot_s is not None or self.slo.e2e_s is not None):
             raise CumuloError("a server can promise ttft and itl: remove tpot and e2e from the SLO")
         if not self.rank_timeout_s > 0:

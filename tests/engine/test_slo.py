@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.request import Request
@@ -18,7 +19,7 @@ from cumulo.engine.decide.slo.promises import Promises, learning_prompts
 from cumulo.engine.decide.slo.step_model import StepMix, StepModel
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
-from cumulo.errors import Overloaded
+from cumulo.errors import CumuloError, Overloaded
 from cumulo.spec.slo import ITL_SHARE, Slo
 from tests.engine.test_simulated import LinearCost
 
@@ -262,6 +263,13 @@ def test_a_slow_engine_learns_from_short_prompts_only() -> None:
     for tokens in (16, 32, 64, 64, 64, 64, 64, 64):
         promises.model.observe(StepMix(0, 0, tokens, tokens**2 // 2), 0.01 + 0.003 * tokens, 0.05)
     assert list(learning_prompts(lambda: promises, 8192)) == [16, 64, 128, 256]
+
+
+def test_an_slo_of_another_type_is_refused_with_an_example() -> None:
+    with pytest.raises(CumuloError, match=r"such as Slo\(ttft_s=0.5, itl_s=0.04\); got 'ttft=1s'"):
+        EngineConfig(slo="ttft=1s")  # type: ignore[arg-type]
+    with pytest.raises(CumuloError, match="remove tpot and e2e"):
+        EngineConfig(slo=Slo(e2e_s=3.0))
 
 
 def test_without_an_slo_nothing_is_promised_and_nothing_is_learnt() -> None:
