@@ -1,6 +1,6 @@
 // Panels x 1 to 4 tokens on CPUs with sdot: the inner loop of decoding, in assembly.
 //
-// The two vector pipes are the limit, and they look only some 30 operations ahead. So
+// The two vector pipes are the limit. To keep both busy
 // - the next block is unpacked between the products of this one, each vector behind the last product that needs its
 //   register, from codes that were loaded one block earlier still; panels follow each other without a gap.
 // - sums become floats without a conversion, which would take one of the pipes for two cycles. Sums of high and of low
