@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
 from cumulo.plan.network.collectives import Network, chosen, collective_s
-from cumulo.plan.network.lines import KINDS
+from cumulo.plan.network.lines import Kind
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.fabric import Fabric
 from tests import thorough
 
 GIB = 2**30
+KINDS = get_args(Kind)
 H100 = Network(catalog.cluster(4096, "h100-sxm"))
 
 

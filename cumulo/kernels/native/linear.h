@@ -191,7 +191,7 @@ template <Format FORMAT, int HALVES, bool WIDE, int SPAN, int T>
 static void multiply_panels(const PackedPart& part, const QuantizedRows& x, int64_t token, int64_t begin,
                             int64_t end, const LinearOutput& out) {
 #if HAS_STREAM
-    if constexpr (HALVES == 1 && SPAN == 1 && (T > 1 || !WIDE) &&
+    if constexpr (HALVES == 1 && SPAN == 1 &&
                   (FORMAT == EIGHT || (FORMAT == FOUR_HALF && T <= MAX_STREAM)))
         if (FORMAT == FOUR_HALF || (part.half_floats && !part.has_minimum))
             return stream_panels<FORMAT == FOUR_HALF, WIDE, T>(part, x, token, begin, end, out);
