@@ -28,6 +28,7 @@ from cumulo.engine.decide.transfer.orders import (
 )
 from cumulo.engine.decide.transfer.place import choose_prefill
 from cumulo.engine.decide.transfer.travel import BlockRuns, LayerPiece, TransferPlan, TransferProgress
+from cumulo.engine.decide.transfer.under_way import Peer
 from cumulo.engine.play.transfer_ways import copy_runs
 from cumulo.errors import CumuloError
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
@@ -135,6 +136,16 @@ def test_a_long_prompt_goes_to_the_prefill_engine_and_a_short_one_stays() -> Non
 def test_a_long_queue_there_keeps_a_prompt_here_unless_many_would_wait_for_it_here() -> None:
     assert _choice(1000, waiting_there=2000).peer is None
     assert _choice(1000, waiting_there=2000, running=8).peer == "there"
+
+
+def test_a_prefill_engine_that_has_computed_nothing_yet_is_asked() -> None:
+    scheduler = Scheduler(SchedulerConfig(blocks=8, max_context=64))
+    unknown = handover.load(scheduler.books)
+    transfers = scheduler.books.transfers
+    transfers.peers["there"] = Peer(unknown, 0.0)
+    here = ReplicaView("here", prompt_tok_s=8000)
+    peers = transfers.views(frozenset(), 16, here.prompt_tok_s)
+    assert choose_prefill(Ask(1000), here, peers, 2e-3, PrefixAware()).peer == "there"
 
 
 def test_without_a_prefill_engine_prompts_are_computed_here() -> None:

@@ -46,8 +46,9 @@ def order_prefill(
         return False
     hashes = sequence.extend_hashes(tokens // books.config.block_size, books.config.block_size)
     ask = Ask(tokens, hashes)
-    peers = transfers.views(failed_at, books.config.block_size)
-    choice = choose_prefill(ask, _view(books), peers, transfers.tail_s, transfers.router)
+    here = _view(books)
+    peers = transfers.views(failed_at, books.config.block_size, here.prompt_tok_s)
+    choice = choose_prefill(ask, here, peers, transfers.tail_s, transfers.router)
     if choice.peer is None:
         request.story.add(now_s, "prefill_here", why=choice.why)
         return False
@@ -276,7 +277,7 @@ def release(books: Books, key: str, now_s: float) -> None:
 
 def load(books: Books) -> PeerLoad:
     """A prefill engine's word about itself."""
+    costs = books.residency.costs
     waiting = sum(one.to_compute for request in books.requests.values() for one in request.sequences)
-    return PeerLoad(
-        waiting, len(books.running), 1.0 / books.residency.costs.prompt_s_per_token, books.config.max_running
-    )
+    speed = 1.0 / costs.prompt_s_per_token if costs.knows_prompts else 0.0
+    return PeerLoad(waiting, len(books.running), speed, books.config.max_running)

@@ -54,10 +54,12 @@ class PreemptionCosts:
     recompute_s_per_token: float = 1e-3
     swap_s_per_block: float = 1e-4
     prompt_s_per_token: float = 1e-3  # of steps of any size that have prompts: for how long a step may be
+    knows_prompts: bool = False  # whether a step with prompts was measured
 
     def observe_compute(self, tokens: int, rows: int, seconds: float) -> None:
         """Learn from a step that was mostly prefill: decode steps read all weights for few tokens."""
         if tokens > rows and seconds > 0:
+            self.knows_prompts = True
             self.prompt_s_per_token += 0.2 * (seconds / tokens - self.prompt_s_per_token)
         if tokens >= max(16, 4 * rows) and seconds > 0:
             self.recompute_s_per_token += 0.2 * (seconds / tokens - self.recompute_s_per_token)

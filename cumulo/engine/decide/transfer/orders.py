@@ -100,7 +100,7 @@ class PeerLoad:
 
     waiting_tokens: int
     running: int
-    prompt_tok_s: float
+    prompt_tok_s: float  # 0: not measured yet
     max_running: int
     peer: str = ""
 

@@ -116,8 +116,9 @@ class Transfers:
         if outgoing.released:
             del self.outgoing[request.id]
 
-    def views(self, avoid: frozenset[str], block_size: int) -> list[ReplicaView]:
-        """Prefill engines as a router sees them, with what was ordered since they last spoke."""
+    def views(self, avoid: frozenset[str], block_size: int, usual_tok_s: float) -> list[ReplicaView]:
+        """Prefill engines as a router sees them, with what was ordered since they last spoke. One that has computed
+        nothing yet has the usual speed: thought to be slow, a new engine would never be asked."""
         ordered: Mapping[str, int] = {
             name: sum(
                 one.tokens
@@ -132,7 +133,7 @@ class Transfers:
                 waiting_tokens=peer.load.waiting_tokens + ordered[name],
                 running=peer.load.running,
                 max_running=peer.load.max_running,
-                prompt_tok_s=peer.load.prompt_tok_s,
+                prompt_tok_s=peer.load.prompt_tok_s or usual_tok_s,
                 step_s=0.0,  # nothing is drawn there
                 block_size=block_size,
             )
