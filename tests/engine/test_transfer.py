@@ -186,6 +186,30 @@ def _ordered(scheduler: Scheduler, name: str = "one") -> ComputeOrder:
     return order
 
 
+def _slow_prefill() -> Scheduler:
+    scheduler = _decoding()
+    del scheduler.transfers.peers["p1"]
+    handover.enter_event(scheduler.books, PeerLoad(0, 0, 50.0, 8, "p0"), 0.0)
+    return scheduler
+
+
+def test_an_engine_that_has_computed_no_prompt_thinks_itself_as_fast_as_a_slow_prefill_engine() -> None:
+    assert _ordered(_slow_prefill()).peer == "p0"
+
+
+def test_one_slow_moment_of_a_prefill_engine_and_of_its_link_is_not_believed_for_ever() -> None:
+    scheduler = _slow_prefill()
+    scheduler.costs.observe_compute(100, 1, 0.01)
+    scheduler.transfers.learn(Landed(0, 5.0, 0, 0.0))
+    tries = 0
+    while not scheduler.transfers.orders:
+        tries += 1
+        scheduler.add(_request(f"{tries}"))
+        scheduler.abort(f"{tries}", 0.0)
+        assert tries < 100
+    assert tries > 2  # a while it is believed
+
+
 def test_a_request_holds_no_block_until_its_prefill_begins_and_draws_when_its_blocks_are_here() -> None:
     scheduler = _decoding()
     order = _ordered(scheduler)

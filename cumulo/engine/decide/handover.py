@@ -50,6 +50,7 @@ def order_prefill(
     peers = transfers.views(failed_at, books.config.block_size, here.prompt_tok_s)
     choice = choose_prefill(ask, here, peers, transfers.tail_s, transfers.router)
     if choice.peer is None:
+        transfers.trust *= 0.9
         request.story.add(now_s, "prefill_here", why=choice.why)
         return False
     number = transfers.next_number()
@@ -70,7 +71,9 @@ def _view(books: Books) -> ReplicaView:
     """This engine as a router sees it. Prompts computed elsewhere are no work here. Engines of a fleet are alike:
     one that has computed no prompt yet is as fast as the others."""
     config, costs = books.config, books.residency.costs
-    fastest = max((peer.load.prompt_tok_s for peer in books.transfers.peers.values()), default=0.0)
+    measured = [peer.load.prompt_tok_s for peer in books.transfers.peers.values()]
+    if costs.knows_prompts or not any(measured):
+        measured.append(1.0 / costs.prompt_s_per_token)
     waiting = sum(
         one.to_compute
         for request in books.requests.values()
@@ -82,7 +85,7 @@ def _view(books: Books) -> ReplicaView:
         waiting_tokens=max(0, waiting - len(books.running)),
         running=len(books.running),
         max_running=config.max_running,
-        prompt_tok_s=max(fastest, 1.0 / costs.prompt_s_per_token),
+        prompt_tok_s=max(measured),
         block_size=config.block_size,
         blocks=books.pool.block_of.keys(),
     )

@@ -67,13 +67,20 @@ class Transfers:
         self.orders: list[Order] = []  # the engine takes them
         self.fetches: list[tuple[int, FetchOrder]] = []  # ... later: when this step has run
         self.answers: list[Answer] = []
-        self.tail_s = 2e-3  # learnt: from the last layer's end to the last block's arrival
+        self.learnt_tail_s = 2e-3  # from the last layer's end to the last block's arrival
+        # In what was measured of prefill engines. It falls with every prompt that none is asked for: else one slow
+        # moment, of an engine or of a link, would be believed for ever, because nothing new is measured.
+        self.trust = 1.0
         self.copied_bytes = 0
         self.copying_s = 0.0
         self.landed = self.failed = 0
         self.heard = 0  # events: a decode engine that waits for others is alive as long as it hears of them
         self.router = PrefixAware()
         self._numbers = 0
+
+    @property
+    def tail_s(self) -> float:
+        return self.learnt_tail_s * self.trust
 
     def next_number(self) -> int:
         self._numbers += 1
@@ -118,7 +125,7 @@ class Transfers:
 
     def views(self, avoid: frozenset[str], block_size: int, usual_tok_s: float) -> list[ReplicaView]:
         """Prefill engines as a router sees them, with what was ordered since they last spoke. One that has computed
-        nothing yet has the usual speed: thought to be slow, a new engine would never be asked."""
+        nothing yet has the usual speed, and so has by and by one that is never asked."""
         ordered: Mapping[str, int] = {
             name: sum(
                 one.tokens
@@ -133,13 +140,16 @@ class Transfers:
                 waiting_tokens=peer.load.waiting_tokens + ordered[name],
                 running=peer.load.running,
                 max_running=peer.load.max_running,
-                prompt_tok_s=peer.load.prompt_tok_s or usual_tok_s,
+                prompt_tok_s=self._believed(peer.load.prompt_tok_s or usual_tok_s, usual_tok_s),
                 step_s=0.0,  # nothing is drawn there
                 block_size=block_size,
             )
             for name, peer in self.peers.items()
             if name not in avoid
         ]
+
+    def _believed(self, measured: float, usual: float) -> float:
+        return usual + (measured - usual) * self.trust
 
     def stalled(self, now_s: float) -> list[tuple[Incoming, str]]:
         """Transfers that have not moved for too long, though their engine lives."""
@@ -156,6 +166,7 @@ class Transfers:
 
     def learn(self, landed: Landed) -> None:
         self.landed += 1
-        self.tail_s += 0.2 * (landed.tail_s - self.tail_s)
+        self.trust = 1.0
+        self.learnt_tail_s += 0.2 * (landed.tail_s - self.learnt_tail_s)
         self.copied_bytes += landed.copied_bytes
         self.copying_s += landed.copying_s
