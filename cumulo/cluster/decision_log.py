@@ -13,6 +13,8 @@ from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota, snapshot_of
 
+_GONE = ("nvlink_domain",)
+
 
 class DecisionLog:
     """Written by one process at a time. Turns in which nothing is new are left out."""
@@ -57,7 +59,7 @@ def plain_snapshot(snapshot: Snapshot) -> dict[str, Any]:
 
 def read_snapshot(content: Mapping[str, Any]) -> Snapshot:
     def all_of(kind: type, name: str) -> list[Any]:
-        return [build(kind, one, f"{name} of the decision log") for one in content[name]]
+        return [build(kind, _now(one), f"{name} of the decision log") for one in content[name]]
 
     return snapshot_of(
         content["now_s"],
@@ -66,6 +68,11 @@ def read_snapshot(content: Mapping[str, Any]) -> Snapshot:
         all_of(RunningJob, "running"),
         all_of(TenantQuota, "quotas"),
     )
+
+
+def _now(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the fields of earlier versions, which no policy read."""
+    return {name: value for name, value in one.items() if name not in _GONE}
 
 
 def plain_decisions(decided: Iterable[Decision]) -> list[dict[str, Any]]:

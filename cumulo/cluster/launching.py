@@ -56,8 +56,13 @@ def explain(job: JobFile, target: Target, store: JobStore | None = None) -> str:
 def refreshed(store: JobStore, targets: Sequence[Target] = TARGETS) -> tuple[list[JobRecord], list[str]]:
     """All jobs as they are now, and what could not be asked. `targets`: those that are asked at all."""
     silent: dict[str, str] = {}
+    lost: dict[tuple[str, str | None], str] = {}  # places that do not answer, and why: they are asked once
     for record in store.jobs().values():
-        if record.ended or record.target in silent or record.target not in targets:
+        where = record.target, record.job.ray.address if record.target == "ray" else None
+        if record.ended or record.target not in targets:
+            continue
+        if where in lost:
+            _note_lost(store, record, lost[where])
             continue
         try:
             if record.state == "submitting":
@@ -65,13 +70,20 @@ def refreshed(store: JobStore, targets: Sequence[Target] = TARGETS) -> tuple[lis
             else:
                 store.change(record, **driver_for(record.target, store).look(record))
         except TargetLost as error:
-            silent[record.target] = str(error)
-            lost = f"contact lost: {error}"
-            if record.state != "submitting" and record.reason != lost:
-                store.change(record, reason=lost)
+            silent[record.job_id] = str(error)
+            if not error.of_job:
+                lost[where] = error.why
+            if record.state != "submitting":
+                _note_lost(store, record, str(error))
         except CumuloError as error:
             silent.setdefault(record.job_id, str(error))
     return list(store.jobs().values()), list(silent.values())
+
+
+def _note_lost(store: JobStore, record: JobRecord, why: str) -> None:
+    what = "not submitted yet" if record.state == "submitting" else "contact lost"
+    if record.reason != f"{what}: {why}":
+        store.change(record, reason=f"{what}: {why}")
 
 
 def cancel(store: JobStore, name: str) -> JobRecord:

@@ -11,10 +11,13 @@ Break = tuple[str, str, Any, str, str]
 
 
 def broken(whole: list[dict[str, Any]], subject: str, path: str, value: Any) -> list[dict[str, Any]]:
-    bodies = copy.deepcopy(whole)
+    """The manifests with another value in one field; the others are not copied."""
     kind, name = subject.split("/")
-    place: Any = next(one for one in bodies if one["kind"] == kind and one["metadata"]["name"] == name)
-    *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    bodies = list(whole)
+    at = next(n for n, one in enumerate(bodies) if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    place: Any = copy.deepcopy(bodies[at])
+    bodies[at] = place
+    *steps, last = steps_to(place, path)
     for step in steps:
         place = place[step]
     if value is GONE:
@@ -22,6 +25,21 @@ def broken(whole: list[dict[str, Any]], subject: str, path: str, value: Any) -> 
     else:
         place[last] = value
     return bodies
+
+
+def steps_to(body: Any, path: str) -> list[str | int]:
+    """A field's place; a key may contain dots."""
+    steps: list[str | int] = []
+    words, here = path.split("."), body
+    while words:
+        if isinstance(here, list):
+            step: str | int = int(words.pop(0))
+        else:
+            length = next(n for n in range(len(words), 0, -1) if n == 1 or ".".join(words[:n]) in here)
+            step, words = ".".join(words[:length]), words[length:]
+        steps.append(step)
+        here = here[step] if words else None
+    return steps
 
 
 def plain(path: str) -> str:

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from cumulo.cluster.drivers.kubernetes.check import check_bodies
+from tests.cluster.broken_manifests import GONE, Break, broken
 
 FILE = Path(__file__).parent / "blind_manifests.yaml"
 WHOLE = list(yaml.safe_load_all(FILE.read_text("utf-8")))
-GONE = object()
 POD = "spec.template.spec"
 C = f"{POD}.containers.0"
 RAY_WORKER = "spec.rayClusterSpec.workerGroupSpecs.0"
@@ -27,7 +27,7 @@ VOLUMES = _one("Deployment", "transcribe")["template"]["spec"]["volumes"]
 TASK = _one("Job", "finetune")["tasks"][0]
 GROUP = _one("RayJob", "embed")["rayClusterSpec"]["workerGroupSpecs"][0]
 # What is broken: kind and name, field, its new value; the field that is blamed, with words of the message.
-BROKEN: list[tuple[str, str, Any, str, str]] = [
+BROKEN: list[Break] = [
     # Quantities
     (
         "Deployment/transcribe",
@@ -313,29 +313,6 @@ BROKEN: list[tuple[str, str, Any, str, str]] = [
 ]
 
 
-def steps_to(path: str) -> list[Any]:
-    """Fields by dots; a name such as nvidia.com/gpu has dots of its own."""
-    kept = {"nvidia.com/gpu": "nvidia~com/gpu", "kueue.x-k8s.io/queue-name": "kueue~x-k8s~io/queue-name"}
-    for name, safe in kept.items():
-        path = path.replace(name, safe)
-    return [int(step) if step.isdecimal() else step.replace("~", ".") for step in path.split(".")]
-
-
-def broken(subject: str, path: str, value: Any) -> list[Any]:
-    kind, name = subject.split("/")
-    bodies = list(WHOLE)
-    at = next(n for n, one in enumerate(bodies) if (one["kind"], one["metadata"]["name"]) == (kind, name))
-    bodies[at] = here = copy.deepcopy(bodies[at])
-    *way, last = steps_to(path)
-    for step in way:
-        here = here[step]
-    if value is GONE:
-        del here[last]
-    else:
-        here[last] = value
-    return bodies
-
-
 def named(objects: list[Any], blamed: str, words: str) -> list[tuple[str, str]] | None:
     """None: the problem is named at its field; else all that is said."""
     shown = [(one.path.replace("[", ".").replace("]", ""), one.message) for one in check_bodies(objects)]
@@ -350,7 +327,7 @@ def test_whole_manifests_have_no_problem() -> None:
 def test_each_break_is_named_at_its_field() -> None:
     unnamed = []
     for subject, path, value, blamed, words in BROKEN:
-        said = named(broken(subject, path, value), blamed, words)
+        said = named(broken(WHOLE, subject, path, value), blamed, words)
         if said is not None:
             unnamed.append((subject, path, said))
     assert unnamed == [] and len(BROKEN) == 94

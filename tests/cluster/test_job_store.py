@@ -1,12 +1,14 @@
 """The store of jobs: one job per key, nothing lost to a crash, and decisions that replay."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cumulo.cluster import launching
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.policy.fifo import fifo
@@ -88,6 +90,9 @@ def test_a_recorded_decision_replays_identically_and_a_changed_one_is_seen(tmp_p
     snapshot = snapshot_of(5.0, [ClusterNode("n1", 4), ClusterNode("n2", 4)], waiting, [running])
     again = read_snapshot(json.loads(json.dumps(plain_snapshot(snapshot))))
     assert (again.nodes, again.waiting, again.running) == (snapshot.nodes, snapshot.waiting, snapshot.running)
+    earlier = plain_snapshot(snapshot)
+    earlier["nodes"][0]["nvlink_domain"] = "rack-1"  # as logs of earlier versions have it
+    assert read_snapshot(earlier).nodes == snapshot.nodes
     log = DecisionLog(tmp_path / "decisions.jsonl")
     decided = fifo(snapshot)
     log.add("fifo", snapshot, decided)
@@ -126,3 +131,43 @@ def test_a_gang_that_lost_a_node_goes_on_the_cheapest_way() -> None:
     assert (rigid.way, rigid.tasks) == ("wait", 4)
     forbidden = recovery(LostNode(tasks=4, least_tasks=2, fitting_tasks=3, left_s=300, ways=("wait",)))
     assert forbidden.way == "wait"
+
+
+def test_every_job_of_a_controller_that_is_gone_says_so_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tool, asked = JobStore(tmp_path / "jobs"), tmp_path / "bin" / "squeue", tmp_path / "asked"
+    names = ("running", "queued", "submitting", "done", "ray")
+    for name in names:
+        content = {"name": name, "train": {"config": "train-tiny.yaml"}, "ray": {"address": "elsewhere:6379"}}
+        target = "ray" if name == "ray" else "slurm"
+        record, _ = store.submit(job_from(content), target)
+        store.change(
+            record, state="running" if name == "ray" else name, handle="" if name == "submitting" else "7"
+        )
+
+    def squeue(script: str) -> list[str]:
+        """What each job says after a look, and how often Slurm was asked."""
+        asked.unlink(missing_ok=True)
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(f"#!/bin/sh\necho asked >> {asked}\n{script}\n")
+        tool.chmod(0o755)
+        found, _ = launching.refreshed(store, ("slurm",))
+        return [record.reason for record in found]
+
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    told = squeue("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
+    gone = "Slurm's controller does not answer (Unable to contact slurm controller)"
+    assert told == [
+        f"contact lost: {gone}; running-1 was running when it was last asked, and Slurm goes on with it",
+        f"contact lost: {gone}",
+        f"not submitted yet: {gone}",
+        "",
+        "",
+    ]
+    assert asked.read_text().split() == ["asked"]  # of a target that is gone only one job waits for an answer
+    states = [record.state for record in store.jobs().values()]
+    assert states == ["running", "queued", "submitting", "done", "running"]
+    monkeypatch.setattr(launching, "hand_over", lambda store, record: None)
+    told = squeue("echo '7|RUNNING|None|n0'")
+    assert told[:2] == ["its whole gang is allocated"] * 2 and len(asked.read_text().split()) == 2

@@ -1,17 +1,15 @@
 """Manifests of further kinds, broken one field at a time: Gateway API, JobSet, resource claims, network policies,
 probes, affinity. They were written before the rules for them."""
 
-import copy
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from cumulo.cluster.drivers.kubernetes.check import check_bodies
+from tests.cluster.broken_manifests import GONE, Break, broken
 
 FILE = Path(__file__).parent / "other_manifests.yaml"
 WHOLE = list(yaml.safe_load_all(FILE.read_text("utf-8")))
-GONE = object()
 SPEC = "spec.template.spec"
 SRV = f"{SPEC}.containers.0"
 AFFINITY = f"{SPEC}.affinity.nodeAffinity"
@@ -20,7 +18,7 @@ PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution.0"
 WORKER = "spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.resources.limits"
 RANKS = "spec.replicatedJobs.0.template.spec.template.spec"
 # What is broken: kind and name, field, its new value; the field that is blamed, with words of the message.
-BROKEN: list[tuple[str, str, Any, str, str]] = [
+BROKEN: list[Break] = [
     # NetworkPolicy
     ("NetworkPolicy/sglang", "spec.policyTypes", ["Ingress", "Outgress"], "spec.policyTypes.1", "Egress"),
     (
@@ -311,36 +309,6 @@ BROKEN: list[tuple[str, str, Any, str, str]] = [
 ]
 
 
-def steps_to(body: Any, path: str) -> list[str | int]:
-    """A field's place; a key may contain dots."""
-    steps: list[str | int] = []
-    words, here = path.split("."), body
-    while words:
-        if isinstance(here, list):
-            step: str | int = int(words.pop(0))
-        else:
-            length = next(n for n in range(len(words), 0, -1) if n == 1 or ".".join(words[:n]) in here)
-            step, words = ".".join(words[:length]), words[length:]
-        steps.append(step)
-        here = here[step] if words else None
-    return steps
-
-
-def broken(subject: str, path: str, value: Any) -> list[dict[str, Any]]:
-    kind, name = subject.split("/")
-    bodies = list(WHOLE)
-    at = next(n for n, one in enumerate(bodies) if (one["kind"], one["metadata"]["name"]) == (kind, name))
-    bodies[at] = here = copy.deepcopy(bodies[at])
-    *way, last = steps_to(here, path)
-    for step in way:
-        here = here[step]
-    if value is GONE:
-        del here[last]
-    else:
-        here[last] = value
-    return bodies
-
-
 def test_whole_manifests_have_no_problem() -> None:
     assert check_bodies(WHOLE) == []
 
@@ -348,7 +316,7 @@ def test_whole_manifests_have_no_problem() -> None:
 def test_each_break_is_named_at_its_field() -> None:
     unnamed = []
     for subject, path, value, blamed, words in BROKEN:
-        found = check_bodies(broken(subject, path, value))
+        found = check_bodies(broken(WHOLE, subject, path, value))
         shown = [(one.path.replace("[", ".").replace("]", ""), one.message) for one in found]
         if not any(at.startswith(blamed) and words in f"{at} {message}" for at, message in shown):
             unnamed.append((subject, path, shown))

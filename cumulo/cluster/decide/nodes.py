@@ -31,7 +31,6 @@ class ClusterNode:
     device: str = ""
     cpu_milli: int = UNLIMITED  # as good as unlimited, for clusters whose CPUs nobody counts
     memory_mib: int = UNLIMITED
-    nvlink_domain: str = ""  # nodes of one domain reach each other over scale-up links; "": this node alone
     leaf: str = ""  # the switch its network cards hang on; "": all nodes alike
     leaf_oversubscription: float = 2.0  # what the leaf's nodes can send over what its uplinks carry
     health: NodeHealth = "ready"

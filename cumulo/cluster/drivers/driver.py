@@ -9,7 +9,12 @@ Facts = dict[str, Any]  # what is new about a job, by the names of JobRecord
 
 
 class TargetLost(CumuloError):
-    """The target does not answer: nothing is known of what it did with the last question."""
+    """The target does not answer: nothing is known of what it did with the last question. `why` is true of all its
+    jobs, `job` of the one that was asked for. `of_job`: others of the target may be known."""
+
+    def __init__(self, why: str, job: str = "", of_job: bool = False) -> None:
+        super().__init__(f"{why}; {job}" if job else why)
+        self.why, self.of_job = why, of_job
 
 
 class Driver(Protocol):

@@ -68,9 +68,7 @@ class RayDriver:
             }  # fmt: skip
         except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
             disconnect()
-            raise TargetLost(
-                f"the Ray head does not answer ({_first_line(error)}); {_kept(record)}"
-            ) from error
+            raise TargetLost(f"the Ray head does not answer ({_first_line(error)})", _kept(record)) from error
         facts = _ask(ray, actor)
         if facts["state"] in ("done", "failed", "cancelled"):
             self._let_go(record)
@@ -218,7 +216,7 @@ def _knock(address: str, record: JobRecord) -> None:
     except OSError as error:
         why = error.strerror or error
     if why:
-        raise TargetLost(f"the Ray head at {address} does not answer ({why}); {_kept(record)}")
+        raise TargetLost(f"the Ray head at {address} does not answer ({why})", _kept(record))
 
 
 _SETTINGS = 4  # the type of the first frame that a gRPC server sends (RFC 9113, 6.5)
@@ -246,7 +244,7 @@ def _ask(ray: Any, actor: Any) -> Facts:
         facts: Facts = ray.get(actor.look.remote(), timeout=_ASK_S)
     except ray.exceptions.RayError as error:
         raise TargetLost(
-            f"the job's actor does not answer ({_first_line(error)}); the job is kept"
+            f"the job's actor does not answer ({_first_line(error)})", "the job is kept", of_job=True
         ) from error
     return {name: value for name, value in facts.items() if name in _KNOWN}
 

@@ -143,7 +143,7 @@ class SlurmDriver:
             )
         except subprocess.TimeoutExpired:
             raise TargetLost(
-                f"{program} did not answer within {_PATIENCE_S:.0f} s; the job is kept"
+                f"{program} did not answer within {_PATIENCE_S:.0f} s", "the job is kept"
             ) from None
         if done.returncode == 0:
             return done.stdout
@@ -160,17 +160,18 @@ def refusal(program: str, said: str, record: JobRecord | None) -> CumuloError:
         return _UnknownJob(last)
     if re.search("configuration source", last, re.I):
         return TargetLost(
-            "Slurm is installed here, and has no configuration: set SLURM_CONF or launch from a login node; the "
-            "job is kept"
+            "Slurm is installed here, and has no configuration: set SLURM_CONF or launch from a login node",
+            "the job is kept",
         )
     if _IDENTITY.search(last):
         return TargetLost(
             f"Slurm does not accept who you are ({last}): check that munged runs here with the cluster's key and "
-            f"that the clocks agree; {_kept(record, 'the next `cumulo jobs` submits it, once')}"
+            "that the clocks agree",
+            _kept(record, "the next `cumulo jobs` submits it, once"),
         )
     if _LOST.search(last):
         again = "the next `cumulo jobs` or the same `cumulo launch` submits it, once"
-        return TargetLost(f"Slurm's controller does not answer ({last}); {_kept(record, again)}")
+        return TargetLost(f"Slurm's controller does not answer ({last})", _kept(record, again))
     slurm = None if record is None else record.job.slurm
     if slurm is not None and re.search("partition", last, re.I) and not re.search("account", last, re.I):
         which = "its default partition" if slurm.partition is None else f"partition {slurm.partition!r}"

@@ -61,7 +61,7 @@ def _unknown(path: Path, columns: set[str]) -> str:
 
 
 def read_nodes(path: Path) -> list[ClusterNode]:
-    """A list of nodes: the columns of Alibaba's `openb`, or `name,gpus` and optionally `device,leaf,domain`."""
+    """A list of nodes: the columns of Alibaba's `openb`, or `name,gpus` and optionally `device,leaf`."""
     lines = read_lines(path)
     columns = set(lines[0].fields)
     if {"sn", "gpu", "model", "cpu_milli", "memory_mib"} <= columns:
@@ -76,13 +76,12 @@ def read_nodes(path: Path) -> list[ClusterNode]:
             for line in lines
         ]
     elif {"name", "gpus"} <= columns:
-        no_slips(path, columns, ("name", "gpus", "device", "leaf", "domain"))
+        no_slips(path, columns, ("name", "gpus", "device", "leaf"))
         nodes = [
             ClusterNode(
                 line.text("name"),
                 line.whole("gpus"),
                 line.text("device", ""),
-                nvlink_domain=line.text("domain", ""),
                 leaf=line.text("leaf", ""),
             )
             for line in lines
