@@ -110,9 +110,10 @@ def serve(chosen: PlanServeOptions) -> None:
     """Find the cheapest deployment that meets an SLO.
 
     The report names devices, parallelism, number formats, tokens per step and replicas, with predicted latencies.
-    The SLO is met at the pessimistic end of their ranges.
+    The SLO is met at the pessimistic end of their ranges. The plan file also promises it (`cumulo serve --slo`).
     """
     from cumulo.base import report as reports
+    from cumulo.base.text_file import write_text_file
     from cumulo.base.time_text import parse_duration_s
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.cli.view import plan_serve as view
@@ -134,6 +135,7 @@ def serve(chosen: PlanServeOptions) -> None:
     notes = (
         f"why: {view.why(plan)}.",
         f"evidence: {best.replica.confidence.evidence}.",
+        view.promised(plan),
         view.rejected(plan),
     )
     if chosen.svg is not None:
@@ -144,9 +146,10 @@ def serve(chosen: PlanServeOptions) -> None:
             chosen.report_file, heading, rows, notes, chart, view.users_lines(curve, best, think_s)
         )
         note(f"report written to {chosen.report_file}")
-    planned = plan_file(best, chosen.model, chosen.slo_percentile)
+    planned = plan_file(best, chosen.model, wanted.slo, plan.promise)
     if chosen.out is not None:
-        chosen.out.write_text(plan_text(planned, shlex.join(["cumulo", *sys.argv[1:]])), "utf-8")
+        text = plan_text(planned, shlex.join(["cumulo", *sys.argv[1:]]))
+        write_text_file(chosen.out, text, "the plan to")
         note(f"plan written to {chosen.out}")
     reports.write_json(chosen.json_file, rows, plans=[_as_dict(one, plan) for one in plan.deployments])
     if str(chosen.json_file) == "-":
@@ -154,7 +157,7 @@ def serve(chosen: PlanServeOptions) -> None:
     out.print(f"[bold]{heading}[/bold]", highlight=False)
     out.print(reports.table("", rows))
     out.print(view.users_table(curve, best, think_s))
-    for line in notes:
+    for line in filter(None, notes):
         out.print(line, style="dim", highlight=False)
     if best.replica.engine != "cumulo":
         note("this is hypothetical: `cumulo serve` cannot run it")

@@ -57,6 +57,11 @@ class Slo:
         """The share in percent, as percentiles are named."""
         return round(100 * self.share, 9)
 
+    @property
+    def text(self) -> str:
+        """As it is typed after --slo."""
+        return ",".join(f"{name}={1e3 * bound:.12g}ms" for name, bound in self.bounds.items())
+
     def with_rest_of(self, usual: "Slo | None") -> "Slo":
         """This one, and the bounds of `usual` where it has none."""
         missing = {} if usual is None else {f"{name}_s": bound for name, bound in usual.bounds.items()}

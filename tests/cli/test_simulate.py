@@ -138,10 +138,15 @@ def test_a_plan_names_the_cheapest_the_second_best_and_what_bounds_it(
     assert "steps are bound by" in rows["headroom"]["note"] and "range" in rows["headroom"]["note"]
     assert rows["second best, total"]["value"] >= rows["price, total"]["value"]
     assert best["headroom_low"] <= best["headroom"] <= best["headroom_high"]
+    promised = rows.get("promises kept")
+    assert promised is None if best["prefill_replicas"] else promised["value"] >= 99
     page = tmp_path / "plan.html"
     text = run(*words, *FAST, "--together", "--report", str(page), of=plan_app)
     assert "evidence: " in text and "were simulated" in text and "How many users fit" in text
     assert page.read_text("utf-8").count("<svg") == 1
+    assert "promises kept" in text and "of requests are refused" in " ".join(text.split())
+    with pytest.raises(CumuloError, match=r"cannot write the plan to .*nowhere.plan.yaml: No such file"):
+        run(*words, *FAST, "--together", "--out", str(tmp_path / "nowhere" / "plan.yaml"), of=plan_app)
 
 
 def test_a_plan_can_be_hypothetical(tmp_path: Path, plan_app: typer.Typer) -> None:

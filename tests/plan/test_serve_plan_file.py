@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from cumulo.cli.serve import _served
+from cumulo.cli.shared.plan_start import with_plan
+from cumulo.cli.shared.serve_options import ServeCommandOptions
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import play
 from cumulo.plan.serve.deployment import Deployment
-from cumulo.plan.serve.plan_file import ServePlanFile, check_places, plan_file, plan_text, read_plan
-from tests.plan.test_serve_search import replica, some_traffic
+from cumulo.plan.serve.goodput import Goodput
+from cumulo.plan.serve.plan_file import ServePlanFile, check_places, late, plan_file, plan_text, read_plan
+from tests.plan.test_serve_search import SLO, replica, some_traffic
 
 
 def deployment(**changes: int) -> Deployment:
@@ -21,19 +25,19 @@ def deployment(**changes: int) -> Deployment:
 def test_a_plan_that_is_read_is_the_one_that_was_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     for one in (deployment(), deployment(prefill_replicas=2)):
-        written = plan_file(one, "llama-3.1-8b", 99.0)
+        written = plan_file(one, "llama-3.1-8b", SLO)
         path.write_text(plan_text(written, "cumulo plan serve"))
         assert read_plan(path) == written
         assert written.model is None and written.planned_for.catalogue_model == "llama-3.1-8b"
         assert (written.tp, written.weights, written.device) == (2, "fp8", "cuda")
         assert written.max_tokens_per_step == 2048 and written.max_running == 512
     assert (written.prefill, written.decode, written.replicas) == (2, 3, 1)
-    assert plan_file(one, str(tmp_path), 99.0).model == str(tmp_path)
+    assert plan_file(one, str(tmp_path), SLO).model == str(tmp_path)
 
 
 def test_a_plan_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    text = plan_text(plan_file(deployment(), "llama-3.1-8b", 99.0), "")
+    text = plan_text(plan_file(deployment(), "llama-3.1-8b", SLO), "")
     path.write_text(text + "routr: round-robin\n")
     with pytest.raises(ConfigError, match=r"'routr'.*'router'"):
         read_plan(path)
@@ -58,7 +62,31 @@ def test_a_plan_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
 def test_more_ranks_than_devices_are_refused_with_what_would_work(
     changes: dict[str, int], present: int, says: str
 ) -> None:
-    plan: ServePlanFile = plan_file(deployment(**changes), "llama-3.1-8b", 99.0)
+    plan: ServePlanFile = plan_file(deployment(**changes), "llama-3.1-8b", SLO)
     check_places(plan, plan.ranks, "GPUs")
     with pytest.raises(ConfigError, match=says):
         check_places(plan, present, "GPUs")
+
+
+def kept(requests: int, admitted: int, kept: int) -> Goodput:
+    return Goodput(requests, admitted, kept, 0, admitted - kept, 10.0, 100.0)
+
+
+def test_the_server_of_a_plan_promises_what_was_planned_for(tmp_path: Path) -> None:
+    path, slo = tmp_path / "plan.yaml", replace(SLO, ttft_s=0.0125)
+    one = replace(deployment(), replica=replace(replica("cpu"), weights="float32"), replicas=1)
+    path.write_text(plan_text(plan_file(one, str(tmp_path), slo, kept(400, 398, 397)), ""))
+    served = _served(with_plan(ServeCommandOptions(), path)).engine
+    assert served.slo is not None and served.slo.bounds == {"ttft": 0.0125, "itl": 0.03}
+    assert served.slo_late == "refuse"
+    told = read_plan(path).planned_for
+    assert told.kept_share == pytest.approx(397 / 398, rel=1e-3) and "99.75% of promises kept" in str(told)
+    path.write_text(plan_text(plan_file(one, str(tmp_path), slo), ""))
+    assert _served(with_plan(ServeCommandOptions(), path)).engine.slo is None
+
+
+def test_requests_that_a_plan_counts_on_are_not_refused(tmp_path: Path) -> None:
+    assert late(SLO, kept(400, 396, 396)) == "refuse"  # as many as may miss it
+    assert late(SLO, kept(400, 395, 395)) == "queue"
+    assert late(replace(SLO, share=0.9), kept(400, 395, 395)) == "refuse"
+    assert plan_file(deployment(), "llama-3.1-8b", SLO, kept(400, 300, 300)).slo_late == "queue"

@@ -37,7 +37,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     catalogue.write_text(CATALOGUE)
     words = [
         "plan", "serve", str(model), "--rate", "2", "--input", "200", "--output", "100", "--requests", "20",
-        "--slo", "ttft=2s,itl=200ms", "--devices", "small-cpu", "--catalog", str(catalogue), "--out", str(written),
+        "--slo", "ttft=300s,itl=300s", "--devices", "small-cpu", "--catalog", str(catalogue), "--out", str(written),
     ]  # fmt: skip
     assert CliRunner().invoke(app, words).exit_code == 0
     return written
@@ -51,7 +51,7 @@ def server(plan: Path) -> Iterator[RunningServer]:
 
 
 def test_a_plan_starts_the_ranks_it_chose(plan: Path, server: RunningServer) -> None:
-    assert "tp: 2" in plan.read_text()
+    assert "tp: 2" in plan.read_text() and "slo: ttft=300000ms,itl=300000ms" in plan.read_text()
     assert "the plan predicts: TTFT p99" in server.log
     assert "2 ranks (tp 2)" in server.log and "context 512" in server.log  # which was typed
 

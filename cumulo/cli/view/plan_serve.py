@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cumulo.load.svg import Chart
     from cumulo.plan.serve.capacity import RateTrial
     from cumulo.plan.serve.deployment import Deployment
+    from cumulo.plan.serve.goodput import Goodput
     from cumulo.plan.serve.search import ServePlan
     from cumulo.spec.slo import Slo
 
@@ -67,6 +68,8 @@ def rows(plan: "ServePlan", slo: "Slo", think_s: float) -> "list[Row]":
         Row("request rate per replica", best.rate / best.replicas, "requests/s"),
     ]
     found += _latencies(plan, slo)
+    if plan.promise is not None:
+        found.append(_promises(plan.promise, slo))
     middle_report = plan.share[1]
     found += [
         Row(
@@ -119,6 +122,16 @@ def _latencies(plan: "ServePlan", slo: "Slo") -> "list[Row]":
     return found
 
 
+def _promises(promise: "Goodput", slo: "Slo") -> "Row":
+    from cumulo.base.report import Row
+    from cumulo.plan.serve.plan_file import late
+
+    then = "served without a promise" if late(slo, promise) == "queue" else "refused"
+    others = f"{100 * promise.refused_share:.3g}% of requests are {then}"
+    note = f"by `cumulo serve --slo`, at the pessimistic end; {others}"
+    return Row("promises kept", 100 * promise.kept_share, "%", must=slo.percentile, note=note)
+
+
 def _range(plan: "ServePlan", pick: Any, unit: str) -> str:
     # Queues are chaotic: slower steps can, by chance, make a percentile better.
     low, *_, high = sorted(map(pick, plan.share))
@@ -163,6 +176,19 @@ def why(plan: "ServePlan") -> str:
     if tokens := best.replica.max_tokens_per_step:
         found += f". Steps of {tokens:,} tokens, where the engine's default is larger, keep the ITL"
     return found
+
+
+def promised(plan: "ServePlan") -> str:
+    """What the plan file promises."""
+    best = plan.best
+    if plan.promise is not None:
+        return ""
+    if best.prefill_replicas:
+        return (
+            "the plan file does not promise the SLO: promises of servers with prefill on replicas of its own have "
+            "not been tested. Type `cumulo serve --slo` to make them"
+        )
+    return f"the plan file does not promise the SLO: {best.replica.engine} is not Cumulo's engine"
 
 
 def rejected(plan: "ServePlan") -> str:

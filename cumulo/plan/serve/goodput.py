@@ -1,4 +1,5 @@
-"""Goodput: requests per second that kept an SLO, of a simulated replica. For `cumulo simulate serve --promise`.
+"""Goodput: requests per second that kept an SLO, of a simulated replica. For `cumulo simulate serve --promise` and
+`cumulo plan serve`, whose plan promises the SLO.
 
 Every request is judged on its own: its TTFT, and that 99% of its tokens came within the ITL.
 """
@@ -29,18 +30,26 @@ class Goodput:
         return self.kept / self.span_s
 
     @property
+    def refused_share(self) -> float:
+        return 1 - self.admitted / self.requests
+
+    @property
     def kept_share(self) -> float:
         """Of those that were admitted: what a promise is worth."""
         return self.kept / self.admitted if self.admitted else 1.0
 
 
-def play_goodput(replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool) -> Goodput:
-    """`promise`: schedule by the SLO as `cumulo serve --slo` does; without, in steps of fixed size."""
+def play_goodput(
+    replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool, slower: float = 1.0
+) -> Goodput:
+    """`promise`: schedule by the SLO as `cumulo serve --slo` does; without, in steps of fixed size. `slower`: than
+    predicted by so much."""
     scheduler = replica.scheduler()
     if promise:
         scheduler = Scheduler(replace(scheduler.config, slo=slo))
-        _learn(scheduler, replica)
-    engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True, acceptance=replica.acceptance)
+        _learn(scheduler, replica, slower)
+    cost = replica.cost(slower=slower)
+    engine = SimulatedEngine(scheduler, cost, step_by_step=True, acceptance=replica.acceptance)
     engine.arrivals = list(traffic.arrivals)
     engine.run.itl_bound_s = slo.itl_s
     engine.advance(float("inf"))
@@ -56,9 +65,10 @@ def play_goodput(replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool)
     )
 
 
-def _learn(scheduler: Scheduler, replica: Replica) -> None:
+def _learn(scheduler: Scheduler, replica: Replica, slower: float) -> None:
     """What a server does before it is ready."""
-    engine = SimulatedEngine(scheduler, replica.cost(), step_by_step=True, acceptance=replica.acceptance)
+    cost = replica.cost(slower=slower)
+    engine = SimulatedEngine(scheduler, cost, step_by_step=True, acceptance=replica.acceptance)
     for tokens in learning_prompts(lambda: scheduler.books.promises, scheduler.config.max_context):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))

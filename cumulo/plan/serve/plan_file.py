@@ -3,7 +3,7 @@ predicted. Written by `cumulo plan serve --out`."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -13,6 +13,8 @@ from cumulo.base.yaml_text import yaml_problem
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.deployment import Deployment
+from cumulo.plan.serve.goodput import Goodput
+from cumulo.spec.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,10 @@ class PlannedFor:
     output_tok_s: float  # of all replicas together
     ttft_s: float | None = None  # at that percentile
     itl_s: float | None = None
+    # With the SLO promised: requests that are refused or, with slo_late, served without a promise; and those of the
+    # others that keep it
+    unpromised_share: float | None = None
+    kept_share: float | None = None
     catalogue_model: str | None = None  # where the plan knows a model's shape, and no weights
 
     def __str__(self) -> str:
@@ -34,6 +40,8 @@ class PlannedFor:
             for name, seconds in (("TTFT", self.ttft_s), ("ITL", self.itl_s))
             if seconds is not None
         ]
+        if self.kept_share is not None:
+            times.append(f"{100 * self.kept_share:.4g}% of promises kept")
         said = ", ".join([*times, quantity(self.output_tok_s, "tok/s")])
         return f"{said} at {self.rate:g} requests/s on {self.devices} × {self.device}"
 
@@ -59,6 +67,8 @@ class ServePlanFile:
     speculate: str | None = None
     max_loras: int | None = None
     max_lora_rank: int | None = None
+    slo: str = ""  # that the server promises
+    slo_late: str = "refuse"
 
     @property
     def engines(self) -> int:
@@ -73,8 +83,9 @@ class ServePlanFile:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "planned_for"}
 
 
-def plan_file(best: Deployment, model: str, percentile: float) -> ServePlanFile:
-    """`model`: a folder with weights, or a name of the catalogue."""
+def plan_file(best: Deployment, model: str, slo: Slo, promise: Goodput | None = None) -> ServePlanFile:
+    """`model`: a folder with weights, or a name of the catalogue. `promise`: what a replica keeps of the SLO if it
+    promises it; None: it does not."""
     replica, report = best.replica, best.report
     config = replica.engine_config()
     weights = Path(model).resolve() if Path(model).exists() else None
@@ -84,10 +95,12 @@ def plan_file(best: Deployment, model: str, percentile: float) -> ServePlanFile:
             replica.device.name,
             best.gpus,
             best.rate,
-            percentile,
+            slo.percentile,
             _rounded(best.output_tok_s),
             None if report.ttft_s is None else _rounded(report.ttft_s.at_slo),
             None if report.itl_s is None else _rounded(report.itl_s.at_slo),
+            None if promise is None else _rounded(promise.refused_share),
+            None if promise is None else _rounded(promise.kept_share),
             model if weights is None else None,
         ),
         model=None if weights is None else str(weights),
@@ -107,7 +120,16 @@ def plan_file(best: Deployment, model: str, percentile: float) -> ServePlanFile:
         speculate="ngram" if replica.acceptance else None,
         max_loras=replica.max_loras or None,
         max_lora_rank=replica.max_lora_rank if replica.max_loras else None,
+        slo="" if promise is None else slo.text,
+        slo_late=late(slo, promise),
     )
+
+
+def late(slo: Slo, promise: Goodput | None) -> Literal["refuse", "queue"]:
+    """Requests that the plan counts on are not turned away: where more could not be promised than the SLO lets miss
+    it, they are served without a promise."""
+    many = promise is not None and promise.refused_share > 1 - slo.share
+    return "queue" if many else "refuse"
 
 
 def differing(planned: ServePlanFile) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from functools import partial
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import Capacity, RateTrial, play
 from cumulo.plan.serve.deployment import Candidate, Deployment
+from cumulo.plan.serve.goodput import Goodput, play_goodput
 from cumulo.plan.serve.headroom import RateGrid
-from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.replica import CUMULO, Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.split import decode, prefill
 from cumulo.plan.serve.step_cost import StepLoad
@@ -37,6 +38,7 @@ class ServePlan:
     enumerated: int
     simulated: int  # kinds of replica
     rejected: tuple[Candidate, ...]  # those that cannot be used at all
+    promise: Goodput | None = None  # of one replica of the best that promises the SLO; None: it cannot
 
     @property
     def best(self) -> Deployment:
@@ -99,8 +101,19 @@ def search(
     )
     reports = _at_rate(best, wanted, sure.fastest)(rates.share), rates.report(0), best.report
     return ServePlan(
-        tuple(found), reports, (slow, usual, fast), rates.curve(usual), len(every), simulated, rejected
-    )
+        tuple(found), reports, (slow, usual, fast), rates.curve(usual), len(every), simulated, rejected,
+        _promise(best, wanted),
+    )  # fmt: skip
+
+
+def _promise(best: Deployment, wanted: Wanted) -> Goodput | None:
+    """What `cumulo serve --slo` would keep, at the pessimistic end. Where prefill is apart it has not been shown that
+    promises are kept, so the plan makes none."""
+    replica = best.replica
+    if best.prefill_replicas or replica.engine != CUMULO:
+        return None
+    share = wanted.traffic.at_rate(wanted.rate / best.replicas)
+    return play_goodput(replica, share, wanted.slo, promise=True, slower=replica.confidence.slowest)
 
 
 def _together(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
