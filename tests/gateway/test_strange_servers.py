@@ -11,6 +11,7 @@ from cumulo.errors import CumuloError
 from cumulo.gateway import upstream
 from cumulo.gateway.options import GatewayOptions, PoolMember
 from cumulo.gateway.replicas import Replicas
+from tests.leaping_loop import LeapingLoop
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 PAGE = b"<!doctype html><title>Welcome</title>"
@@ -50,7 +51,8 @@ def joining(answer: bytes, more: bytes = b"", key: str | None = None) -> str:
             finally:
                 await fleet.close()
 
-    return asyncio.run(join())
+    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        return runner.run(join())
 
 
 @pytest.mark.parametrize(
