@@ -59,6 +59,17 @@ class Layout:
         """Ranks over which gradients are summed: those with other samples or other pieces of them."""
         return self.dp * self.cp
 
+    @property
+    def axes(self) -> dict[str, tuple[int, int]]:
+        """Ranks of an axis' groups and GPUs from one member to the next; dp: all that gradients are summed over."""
+        return {
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "ep": (self.ep, self.tp),
+            "dp": (self.data_ranks, self.tp),
+            "pp": (self.pp, self.data_ranks * self.tp),
+        }
+
     def place(self, rank: int) -> Place:
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)

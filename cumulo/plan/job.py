@@ -155,6 +155,12 @@ class TrainJob:
         return self.layout.ep * (self.layout.tp if self.whole_experts else 1)
 
     @property
+    def axes(self) -> dict[str, tuple[int, int]]:
+        """Ranks and stride of each axis: the layout's, but for experts that tensor-parallel ranks hold whole."""
+        axes = self.layout.axes
+        return {**axes, "ep": (self.expert_ranks, 1)} if self.whole_experts else axes
+
+    @property
     def lora_rank_or_0(self) -> int:
         return self.lora_rank or 0
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cumulo.layout.layout import Layout
-from cumulo.plan.cluster.fabric import axes, count_switches, traffic_of
+from cumulo.plan.cluster.fabric import count_switches, traffic_of
 from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Network
@@ -54,7 +54,7 @@ def test_a_dragonfly_has_one_switch_for_every_h_cards():
 
 def test_axes_are_those_of_the_mesh():
     layout = Layout(dp=4, tp=2, pp=3, cp=2, ep=4)
-    for axis, (ranks, stride) in axes(layout).items():
+    for axis, (ranks, stride) in layout.axes.items():
         members = layout.group({"dp": "data"}.get(axis, axis), 0)
         assert members == tuple(rank * stride for rank in range(ranks)), axis
 

@@ -8,7 +8,7 @@ import pytest
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
-from cumulo.plan.network.collectives import Network
+from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.time.experts import distinct, exchanged_s
 from cumulo.plan.time.flops import model_flops
 from cumulo.plan.time.step import estimate
@@ -44,8 +44,13 @@ def test_routing_to_few_groups_meets_fewer_places() -> None:
 def test_sending_a_token_once_saves_most_between_nodes() -> None:
     network, moe = Network(H100S), QWEN.moe
     assert moe is not None
-    near = [exchanged_s(16e6, moe, network, 8, 1, once) for once in (True, False)]
-    far = [exchanged_s(16e6, moe, network, 64, 1, once) for once in (True, False)]
+    near, far = (
+        (
+            exchanged_s(16e6, moe, network, ranks, 1),
+            collective_s("all_to_all", 16e6 * moe.experts_per_token, network.group(ranks, 1)),
+        )
+        for ranks in (8, 64)
+    )
     assert near[0] < near[1] < far[0] < far[1]
     assert far[1] / far[0] > 1.25 > near[1] / near[0] * 0.85
 

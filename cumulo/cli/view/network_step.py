@@ -64,7 +64,7 @@ def print_step(chosen: "NetworkOptions") -> None:
     )
     for axis, base in zip(mine, ideal, strict=True):
         if (
-            axis.axis == "dp"
+            axis.axis in ("dp", "edp")
             and axis.call_s <= 1.05 * base.call_s
             and max(cluster.fabric.oversubscription) > 1
         ):

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, replace
 
 from cumulo.errors import ConfigError
-from cumulo.layout.layout import Layout
 from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Group, Network
@@ -146,7 +145,7 @@ def traffic_of(
 ) -> tuple[AxisTraffic, ...]:
     """By axis, those that stay nearest first."""
     found: list[AxisTraffic] = []
-    for axis, (ranks, stride) in axes(job.layout).items():
+    for axis, (ranks, stride) in job.axes.items():
         if axis not in link_bytes:
             continue
         group = network.group(ranks, stride)
@@ -175,17 +174,6 @@ def traffic_of(
             formula = f"{sent} / step_s / nic_bytes_per_s"
             sheet.work_out(f"{axis}_share", formula, "share", label, how)
     return tuple(sorted(found, key=lambda traffic: traffic.stride))
-
-
-def axes(layout: Layout) -> dict[str, tuple[int, int]]:
-    """Ranks and stride of each axis in the mesh of `Layout`: arange(world).reshape(pp, dp, cp, tp)."""
-    return {
-        "tp": (layout.tp, 1),
-        "cp": (layout.cp, layout.tp),
-        "ep": (layout.ep, layout.tp),
-        "dp": (layout.dp * layout.cp, layout.tp),
-        "pp": (layout.pp, layout.tp * layout.cp * layout.dp),
-    }
 
 
 def _where(group: Group, network: Network) -> str:

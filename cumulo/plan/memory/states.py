@@ -115,6 +115,21 @@ def stage_elements(job: TrainJob, places: tuple[Place, ...]) -> Elements:
     return found.plus(Elements(rest=rest + norm, wide=wide))
 
 
+def heaviest_stage(job: TrainJob) -> Elements:
+    """Parameters of a rank of the stage that has most: the first, which embeds, or the last, which has the head."""
+    model, layout = job.split_model, job.layout
+    per_stage = -(-model.layers // layout.pp)
+    experts = min(per_stage, sum(found for _, found in job.chunk_kinds))
+    table = job.padded_vocabulary * model.hidden // layout.tp
+    tables = 1 if layout.pp > 1 or model.tied_embeddings else 2
+    found = Elements(rest=tables * table, wide=table)  # of an embedding, moments are never in 8 bits
+    if experts:
+        found = found.plus(layer_elements(model, True, layout.tp, layout.ep), experts)
+    if experts < per_stage:
+        found = found.plus(layer_elements(model, False, layout.tp, layout.ep), per_stage - experts)
+    return found
+
+
 def state_bytes(job: TrainJob, elements: Elements) -> StateBytes:
     """Of a rank with `elements` before sharing, on the device and, where states are offloaded, beside it."""
     layout = job.layout

@@ -12,9 +12,8 @@ from dataclasses import replace
 from cumulo.plan.estimate import Interval, TrainEstimate
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.peak import chunk_activation_bytes
-from cumulo.plan.memory.states import state_bytes
+from cumulo.plan.memory.states import heaviest_stage, state_bytes
 from cumulo.plan.time.compute_profile import Profile
-from cumulo.plan.time.data_parallel import heaviest_stage
 from cumulo.plan.time.step import estimate
 from cumulo.spec.cluster import Cluster
 

@@ -5,13 +5,15 @@ layer. `step` plays the pipeline with them.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from cumulo.layout.stages import split_layers
 from cumulo.pipeline.decide.catalog import family
 from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.job import TrainJob
-from cumulo.plan.network.collectives import Network, collective_s
+from cumulo.plan.network.collectives import Network
 from cumulo.plan.time.adapters import frozen, with_adapters
+from cumulo.plan.time.communication import CommunicationCall, layer_calls
 from cumulo.plan.time.compute import (
     LayerWork,
     Passes,
@@ -26,10 +28,9 @@ from cumulo.plan.time.compute import (
     scale,
 )
 from cumulo.plan.time.compute_profile import Profile
-from cumulo.plan.time.experts import exchanged_s
 from cumulo.plan.time.recompute import operations_again
 from cumulo.spec.cluster import Cluster
-from cumulo.spec.model import ModelSpec, MoESpec
+from cumulo.spec.model import ModelSpec
 
 
 @lru_cache(64)
@@ -44,7 +45,6 @@ class Chunks:
     passes: tuple[Passes, ...]
     costs: tuple[ChunkCost, ...]  # the same, as the pipeline's schedules take it
     recomputed: tuple[Seconds, ...]  # part of their backward passes
-    message_bytes: float  # between two of them
 
 
 LayerKind = tuple[bool, int | None]  # whether it has experts, and the window of its attention
@@ -105,13 +105,7 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces 
             made[look] = _chunk(job, mine, costs, extra + ends * (chunk == last))
         found.append(made[look])
     passes, chunk_costs, again = zip(*found, strict=True)
-    return Chunks(passes, chunk_costs, again, message_bytes(job))
-
-
-def message_bytes(job: TrainJob) -> float:
-    """An activation between two chunks, of one rank. Tensor-parallel ranks each send their part and gather on the
-    other side (Narayanan et al. 2021, section 4.1)."""
-    return job.stream_bytes / job.layout.tp
+    return Chunks(passes, chunk_costs, again)
 
 
 def chunk_costs(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces) -> tuple[ChunkCost, ...]:
@@ -225,12 +219,13 @@ def _layer(
     plain = layer(job.split_model, moe, work, profile, cluster.device)
     if job.lora_rank is not None:
         plain = with_adapters(plain, job.split_model, moe, job.lora_targets, work, profile, cluster.device)
-    waits = _waits(job, cluster, profile, moe)
-    forward = add(plain.forward, waits)
-    # The ring of context parallelism brings keys and values again and takes their gradients along.
-    backward = add(plain.backward_input, waits._replace(context=2 * waits.context))
+    waits = waits_of(
+        layer_calls(job, moe), job.overlap_tensor, job.overlap_expert, is_paired(job), cluster, profile
+    )
+    forward = add(plain.forward, waits.forward)
+    backward = add(plain.backward_input, waits.backward)
     if job.recompute == "full":
-        again = forward
+        again = add(plain.forward, waits.again)
     elif job.recompute == "selective":
         share = profile.selective_products
         again = Seconds(
@@ -245,74 +240,63 @@ def _layer(
     elif job.recomputed_operations:
         between = between_s(job.split_model, moe, work, profile, cluster.device)
         once = replace(plain, forward=plain.forward._replace(elementwise=between))
-        again = operations_again(job, moe, once, waits)
+        again = add(operations_again(job, moe, once), waits.again)
     else:
         again = Seconds()
     return Passes(forward, backward, plain.backward_weight), again
 
 
-def _waits(job: TrainJob, cluster: Cluster, profile: Profile, moe: bool) -> Seconds:
-    """What a rank waits for others in one layer's forward."""
-    return waits_of(
-        job.layout.tp,
-        job.layout.cp,
-        job.expert_ranks if moe else 1,
-        moe and job.whole_experts,
-        job.layout.sequence_parallel,
-        job.overlap_tensor,
-        float(job.stream_bytes),
-        float(job.key_value_bytes),
-        job.model.moe,
-        job.expert_exchange == "once",
-        job.overlap_expert,
-        is_paired(job),
-        cluster,
-        profile,
-    )
+class LayerWaits(NamedTuple):
+    """What a rank waits for others in one layer."""
+
+    forward: Seconds
+    backward: Seconds
+    again: Seconds  # in what backward computes again
 
 
 @lru_cache(4096)
 def waits_of(
-    tp: int,
-    cp: int,
-    ep: int,
-    whole_experts: bool,
-    sequence_parallel: bool,
+    calls: tuple[CommunicationCall, ...],
     overlap_tensor: bool,
-    stream_bytes: float,
-    key_value_bytes: float,
-    moe: MoESpec | None,
-    once: bool,
     overlap_expert: bool,
     paired: bool,
     cluster: Cluster,
     profile: Profile,
-) -> Seconds:
-    """`stream_bytes`: the residual stream of the rank's tokens; `key_value_bytes`: all their keys and values;
-    `paired`: the schedule runs a forward beside a backward: there is twice as much to hide an exchange behind."""
+) -> LayerWaits:
+    """`paired`: the schedule runs a forward beside a backward: twice as much hides an exchange."""
     network = network_of(cluster)
-    tensor_s = context_s = expert_s = 0.0
-    if tp > 1:
-        group = network.group(tp, 1)
-        if sequence_parallel:  # gathered before, reduced and scattered after each of the two blocks
-            each = collective_s("all_gather", stream_bytes, group) + collective_s(
-                "reduce_scatter", stream_bytes, group
-            )
-        else:
-            each = collective_s("all_reduce", stream_bytes, group)
-        exposed = profile.tensor_overlapped_exposed if overlap_tensor else profile.tensor_exposed
-        tensor_s = (1 if whole_experts else 2) * each * exposed  # whole experts are no block of slices
-    if cp > 1:
-        ring = network.group(cp, tp)
-        context_s = (cp - 1) * collective_s("send_recv", key_value_bytes / tp, ring) * profile.context_exposed
-    if ep > 1 and moe is not None:
-        own_bytes = stream_bytes / (tp if sequence_parallel else 1)
-        stride = 1 if whole_experts else tp
-        exchange_s = exchanged_s(own_bytes, moe, network, ep, stride, once)
-        exposed = 1.0  # nothing hides what crosses the network
-        if overlap_expert:
-            exposed = profile.expert_overlapped_exposed * (0.5 if paired else 1.0)
-        elif network.group(ep, stride).reach.domains == 1:
-            exposed = profile.expert_exposed
-        expert_s = 2 * exchange_s * exposed
-    return Seconds(tensor=tensor_s, context=context_s, expert=expert_s)
+    forward, backward, again = (dict.fromkeys(_CAUSES, 0.0) for _ in range(3))
+    for call in calls:
+        exposed = _exposed(call, overlap_tensor, overlap_expert, paired, network, profile)
+        waited_s = exposed * call.seconds(network)
+        forward[call.axis] += call.forward * waited_s
+        backward[call.axis] += call.backward * waited_s
+        again[call.axis] += call.again * waited_s
+    return LayerWaits(
+        *(
+            Seconds(**{_CAUSES[axis]: seconds for axis, seconds in waited.items()})
+            for waited in (forward, backward, again)
+        )
+    )
+
+
+_CAUSES = {"tp": "tensor", "cp": "context", "ep": "expert"}
+
+
+def _exposed(
+    call: CommunicationCall,
+    overlap_tensor: bool,
+    overlap_expert: bool,
+    paired: bool,
+    network: Network,
+    profile: Profile,
+) -> float:
+    """Of a call, the share that computation does not hide."""
+    if call.axis == "tp":
+        return profile.tensor_overlapped_exposed if overlap_tensor else profile.tensor_exposed
+    if call.axis == "cp":
+        return profile.context_exposed
+    if overlap_expert:
+        return profile.expert_overlapped_exposed * (0.5 if paired else 1.0)
+    near = network.group(call.ranks, call.stride).reach.domains == 1
+    return profile.expert_exposed if near else 1.0  # nothing hides what crosses the network

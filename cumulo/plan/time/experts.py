@@ -1,4 +1,4 @@
-"""Seconds in which tokens reach their experts and come back. `chunks` adds them to a layer."""
+"""Tokens that travel once to each rank that wants them: how many, and their seconds. `communication` asks."""
 
 import math
 
@@ -6,14 +6,10 @@ from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.spec.model import MoESpec
 
 
-def exchanged_s(
-    stream_bytes: float, moe: MoESpec, network: Network, ranks: int, stride: int, once: bool
-) -> float:
-    """Seconds in which each rank's tokens reach their experts. `once`: a token travels once to each domain that
-    wants it, and there once to each rank; else once for each expert."""
+def exchanged_s(stream_bytes: float, moe: MoESpec, network: Network, ranks: int, stride: int) -> float:
+    """Seconds in which each rank's tokens reach their experts where a token travels once to each domain that wants
+    it, and there once to each rank."""
     group = network.group(ranks, stride)
-    if not once:
-        return collective_s("all_to_all", stream_bytes * moe.experts_per_token, group)
     reach = group.reach
     near_bytes = stream_bytes * distinct(reach.ranks, moe)
     near_s = collective_s("all_to_all", near_bytes, network.group(reach.per_domain, stride))

@@ -2,23 +2,30 @@
 the two takes longer. `cumulo plan train --phases` shows it; the seconds are those of the cost model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
-from cumulo.plan.job import DTYPE_BYTES, TrainJob
-from cumulo.plan.network.collectives import Group, collective_s
+from cumulo.plan.job import TrainJob
+from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.network.lines import Kind
 from cumulo.plan.time.chunks import chunks_of, layer_kinds, network_of
+from cumulo.plan.time.communication import (
+    FEED_FORWARD,
+    CommunicationCall,
+    data_exchanges,
+    data_rounds,
+    layer_calls,
+    message_call,
+    recomputed_share,
+    stage_layers,
+)
 from cumulo.plan.time.compute import BlockSeconds, LayerWork, block_seconds
 from cumulo.plan.time.compute_profile import Profile
-from cumulo.plan.time.data_parallel import data_groups, heaviest_stage
-from cumulo.plan.time.experts import exchanged_s
-from cumulo.plan.time.pipeline import messages_of_stage
 from cumulo.spec.cluster import Cluster
 
 When = Literal["forward", "backward", "step"]
-_SENT = {"all_reduce": 2.0, "send_recv": 1.0}  # times the buffer; others: what is not a rank's own, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +39,12 @@ class CommunicationPhase:
     ranks: int
     leaves_domain: bool  # over the network, not over scale-up links alone
     size_bytes: float  # of the buffer, as nccl-tests counts
+    sent_bytes: float  # by one rank in one call
     calls: int  # of one rank in one step
     call_s: float  # with links and cards to itself
     latency_s: float  # of that, what no byte takes
     compute_s: float  # computation of the block, which the collectives of the block stand beside
     together_s: float  # one call of each collective of the block
-
-    @property
-    def sent_bytes(self) -> float:
-        """By one rank in one call."""
-        own = (self.ranks - 1) / self.ranks if self.collective != "send_recv" else 1.0
-        return self.size_bytes * _SENT.get(self.collective, 1.0) * own
 
     @property
     def bound(self) -> Literal["compute", "bandwidth", "latency"]:
@@ -52,35 +54,29 @@ class CommunicationPhase:
         return "latency" if self.latency_s > self.call_s / 2 else "bandwidth"
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    axis: str
-    collective: Kind
-    group: Group
-    size_bytes: float
-    times: int = 1  # in the block
-    call_s: float | None = None  # None: as the network says
-
-
 def phases_of(job: TrainJob, cluster: Cluster, profile: Profile) -> tuple[CommunicationPhase, ...]:
     """Of one forward and one backward of a layer of each kind, of messages between stages, and of a step."""
-    found: list[CommunicationPhase] = []
-    layers = -(-job.model.layers // job.layout.pp)
-    kinds = layer_kinds(job.model)
-    for moe in sorted({moe for moe, _ in kinds}):
-        share = sum(kind[0] == moe for kind in kinds) / len(kinds)
-        window = next(kind[1] for kind in kinds if kind[0] == moe)
-        calls = job.micro_batches * max(1, round(layers * share))
+    return (
+        *_layers(job, cluster, profile),
+        *_messages(job, cluster, profile),
+        *_data(job, cluster, profile),
+    )
+
+
+def _layers(job: TrainJob, cluster: Cluster, profile: Profile) -> Iterator[CommunicationPhase]:
+    network, share = network_of(cluster), recomputed_share(job)
+    for moe, layers in stage_layers(job).items():
+        window = next(window for kind, window in layer_kinds(job.model) if kind == moe)
         for block in _blocks(job, cluster, profile, moe, window):
-            for name, seconds in (("forward", block.forward_s), ("backward", block.backward_s)):
-                # Whole layers that are computed again communicate again.
-                again = 2 if name == "forward" and job.recompute == "full" else 1
-                what = f"{block.name}{' with experts' if moe and block.name == 'feed-forward' else ''}"
-                made = list(_layer_calls(job, cluster, moe, block.name, name == "backward"))
-                found += _phases(name, what, made, calls * again, seconds)  # type: ignore[arg-type]
-    found += _messages(job, cluster, profile)
-    found += _data(job, cluster, profile)
-    return tuple(found)
+            calls = [call for call in layer_calls(job, moe) if call.place == block.name]
+            where = f"{block.name} with experts" if moe and block.name == FEED_FORWARD else block.name
+            often = job.micro_batches * layers
+            forward, backward = [call.forward for call in calls], [call.backward for call in calls]
+            # What is computed again communicates again.
+            times = [round(often * (call.forward + share * call.again)) for call in calls]
+            yield from _phases("forward", calls, network, times, block.forward_s, where, forward)
+            times = [often * count for count in backward]
+            yield from _phases("backward", calls, network, times, block.backward_s, where, backward)
 
 
 def _blocks(
@@ -94,103 +90,63 @@ def _blocks(
     return block_seconds(job.split_model, moe, work, profile, cluster.device)
 
 
-def _layer_calls(job: TrainJob, cluster: Cluster, moe: bool, block: str, backward: bool) -> Iterator[_Call]:
-    layout, model, network = job.layout, job.split_model, network_of(cluster)
-    stream = float(job.stream_bytes)
-    feed_forward = block == "feed-forward"
-    if layout.tp > 1 and not (feed_forward and moe and job.whole_experts):
-        group = network.group(layout.tp, 1)
-        if layout.sequence_parallel:
-            yield _Call("tp", "all_gather", group, stream)
-            yield _Call("tp", "reduce_scatter", group, stream)
-        else:
-            yield _Call("tp", "all_reduce", group, stream)
-    if layout.cp > 1 and not feed_forward:
-        ring = network.group(layout.cp, layout.tp)
-        yield _Call(
-            "cp", "send_recv", ring, job.key_value_bytes / layout.tp, (layout.cp - 1) * (2 if backward else 1)
-        )
-    if feed_forward and moe and job.expert_ranks > 1 and model.moe is not None:
-        stride = 1 if job.whole_experts else layout.tp
-        own = stream / (layout.tp if layout.sequence_parallel else 1)
-        group = network.group(job.expert_ranks, stride)
-        once = job.expert_exchange == "once"
-        seconds = exchanged_s(own, model.moe, network, job.expert_ranks, stride, once)
-        yield _Call("ep", "all_to_all", group, own * model.moe.experts_per_token, 2, seconds)
-
-
-def _messages(job: TrainJob, cluster: Cluster, profile: Profile) -> list[CommunicationPhase]:
-    layout = job.layout
-    if layout.pp == 1:
-        return []
-    chunks = chunks_of(job, cluster, profile)
-    group = network_of(cluster).group(2, layout.world // layout.pp)
-    calls = messages_of_stage(layout.pp, job.micro_batches, job.chunks_per_stage) // 2
-    number = len(chunks.costs)
-    found = []
-    for when, seconds in (
-        ("forward", sum(cost.forward_s for cost in chunks.costs) / number),
-        ("backward", sum(cost.backward_s for cost in chunks.costs) / number),
-    ):
-        message = _Call("pp", "send_recv", group, chunks.message_bytes)
-        found += _phases(when, "between stages", [message], calls, seconds)  # type: ignore[arg-type]
-    return found
-
-
-def _data(job: TrainJob, cluster: Cluster, profile: Profile) -> list[CommunicationPhase]:
-    layout = job.layout
+def _messages(job: TrainJob, cluster: Cluster, profile: Profile) -> Iterator[CommunicationPhase]:
+    message = message_call(job)
+    if message is None:
+        return
     costs = chunks_of(job, cluster, profile).costs
-    forward_s = sum(cost.forward_s for cost in costs) / layout.pp
-    backward_s = sum(cost.backward_s for cost in costs) / layout.pp
-    hidden = 1.0 if job.overlap_data else 0.0
-    times = job.micro_batches if layout.zero == 3 else 1
-    found: list[CommunicationPhase] = []
-    for some in data_groups(job, cluster, heaviest_stage(job), profile.bucket_bytes):
-        name, group, pieces = " of experts" if some.experts else "", some.group, some.pieces
-        gradients = some.parameters * DTYPE_BYTES[job.gradient_dtype] / pieces
-        weights = some.parameters * job.weight_bytes_each / pieces
-        reduced: Kind = "reduce_scatter" if layout.zero else "all_reduce"
-        seconds = collective_s(reduced, gradients, group) / profile.data_rate
-        calls = [_Call("dp", reduced, group, gradients, call_s=seconds)]
-        if some.copies is not None:
-            share = gradients / group.ranks
-            seconds = collective_s("all_reduce", share, some.copies) / profile.data_rate
-            calls.append(_Call("dp", "all_reduce", some.copies, share, call_s=seconds))
-        # All pieces together stand beside one backward, whatever their number.
-        found += _phases("step", f"gradients{name}", calls, times * pieces, hidden * backward_s / pieces)
-        if layout.zero:
-            gathers = 2 if layout.zero == 3 else 1
-            seconds = collective_s("all_gather", weights, group) / profile.data_rate
-            call = _Call("dp", "all_gather", group, weights, call_s=seconds)
-            beside_s = hidden * (forward_s + backward_s if gathers == 2 else forward_s)
-            found += _phases(
-                "step", f"weights{name}", [call], times * gathers * pieces, beside_s / gathers / pieces
+    forward_s = sum(cost.forward_s for cost in costs) / len(costs)
+    backward_s = sum(cost.backward_s for cost in costs) / len(costs)
+    network, m = network_of(cluster), job.micro_batches
+    yield from _phases("forward", [message], network, [m * message.forward], forward_s)
+    yield from _phases("backward", [message], network, [m * message.backward], backward_s)
+
+
+def _data(job: TrainJob, cluster: Cluster, profile: Profile) -> Iterator[CommunicationPhase]:
+    """All pieces together stand beside one pass, whatever their number."""
+    costs, network = chunks_of(job, cluster, profile).costs, network_of(cluster)
+    hidden = 1.0 / job.layout.pp if job.overlap_data else 0.0
+    forward_s = hidden * sum(cost.forward_s for cost in costs)
+    backward_s = hidden * sum(cost.backward_s for cost in costs)
+    for exchange in data_exchanges(job):
+        pieces = exchange.pieces(job, profile.bucket_bytes)
+        for _, found in groupby(exchange.calls, key=lambda call: call.place):
+            calls = list(found)
+            passes = calls[0].forward + calls[0].backward  # in which the same travels
+            beside_s = (calls[0].forward * forward_s + calls[0].backward * backward_s) / passes
+            times = [data_rounds(job) * passes * pieces] * len(calls)
+            yield from _phases(
+                "step", calls, network, times, beside_s / pieces, pieces=pieces, rate=profile.data_rate
             )
-    return found
 
 
 def _phases(
-    when: When, where: str, calls: list[_Call], times: int, compute_s: float
-) -> list[CommunicationPhase]:
-    seconds = [
-        collective_s(call.collective, call.size_bytes, call.group) if call.call_s is None else call.call_s
-        for call in calls
-    ]
-    together_s = sum(each * call.times for each, call in zip(seconds, calls, strict=True))
-    return [
-        CommunicationPhase(
+    when: When,
+    calls: Sequence[CommunicationCall],
+    network: Network,
+    times: Sequence[int],  # of each call, in a step
+    compute_s: float,
+    where: str | None = None,
+    together: Sequence[int] | None = None,  # of each call beside the computation; None: one
+    pieces: int = 1,
+    rate: float = 1.0,
+) -> Iterator[CommunicationPhase]:
+    seconds = [call.seconds(network, pieces) / rate for call in calls]
+    together_s = sum(each * count for each, count in zip(seconds, together or [1] * len(calls), strict=True))
+    for call, each, count in zip(calls, seconds, times, strict=True):
+        group = network.group(call.ranks, call.stride)
+        yield CommunicationPhase(
             when,
-            where,
+            where or call.place,
             call.axis,
             call.collective,
-            call.group.ranks,
-            call.group.reach.domains > 1,
-            call.size_bytes,
-            times * call.times,
+            call.ranks,
+            group.reach.domains > 1,
+            call.size_bytes / pieces,
+            call.sent_bytes / pieces,
+            count,
             each,
-            min(each, collective_s(call.collective, 0.0, call.group)),
+            min(each, collective_s(call.collective, 0.0, group)),
             compute_s,
             together_s,
         )
-        for each, call in zip(seconds, calls, strict=True)
-    ]

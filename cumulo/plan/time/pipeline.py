@@ -43,8 +43,3 @@ def played_s(
 @lru_cache(256)
 def _program(name: str, stages: int, micro_batches: int, chunks_per_stage: int) -> Program:
     return compile_schedule(build(name, stages, micro_batches, chunks_per_stage))
-
-
-def messages_of_stage(stages: int, micro_batches: int, chunks_per_stage: int) -> int:
-    """Messages that a stage in the middle sends in a step: an activation on and a gradient back for each chunk."""
-    return 0 if stages == 1 else 2 * micro_batches * chunks_per_stage

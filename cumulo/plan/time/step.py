@@ -14,17 +14,15 @@ from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.estimate import Interval, TrainEstimate
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.job import TrainJob
-from cumulo.plan.network.collectives import collective_s
 from cumulo.plan.time import compute_profile
-from cumulo.plan.time.chunks import Chunks, chunks_of, message_bytes, network_of
+from cumulo.plan.time.chunks import Chunks, chunks_of, network_of
+from cumulo.plan.time.communication import layer_calls, layer_counts, message_call, recomputed_share
 from cumulo.plan.time.compute import Seconds, add
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.data_parallel import AroundTime, around
-from cumulo.plan.time.experts import distinct
 from cumulo.plan.time.flops import model_flops
-from cumulo.plan.time.pipeline import messages_of_stage, played_s
+from cumulo.plan.time.pipeline import played_s
 from cumulo.plan.time.pipeline_bounds import bound_s
-from cumulo.plan.time.recompute import sent_again
 from cumulo.spec.cluster import Cluster
 
 
@@ -95,14 +93,19 @@ def messages_s(
 ) -> tuple[tuple[ChunkCost, ...], float, float]:
     """What chunks cost with the messages that they wait for, and a message's latency and transfer where they do
     not."""
-    layout = job.layout
-    next_stage = network_of(cluster).group(2, layout.world // layout.pp)
-    latency_s = collective_s("send_recv", 0.0, next_stage)
-    transfer_s = collective_s("send_recv", message_bytes(job), next_stage) - latency_s
+    latency_s, transfer_s = message_s(job, cluster)
     if not profile.waits_for_messages:
         return costs, latency_s, transfer_s
-    parts = layout.tp if profile.waits_for_messages == "whole" else 1
+    parts = job.layout.tp if profile.waits_for_messages == "whole" else 1
     return _with_messages(costs, latency_s + parts * transfer_s), 0.0, 0.0
+
+
+def message_s(job: TrainJob, cluster: Cluster) -> tuple[float, float]:
+    """Latency and transfer of a message to the next stage."""
+    network, message = network_of(cluster), message_call(job)
+    assert message is not None  # there are several stages
+    latency_s = message._replace(size_bytes=0.0).seconds(network)
+    return latency_s, message.seconds(network) - latency_s
 
 
 def _with_messages(costs: tuple[ChunkCost, ...], message_s: float) -> tuple[ChunkCost, ...]:
@@ -156,26 +159,14 @@ def _recomputed_share(time: TrainStepTime) -> float:
 
 def _link_bytes(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], ...]:
     """Bytes one rank sends in a step, by axis."""
-    model, layout, m = job.split_model, job.layout, job.micro_batches
-    stream = job.stream_bytes
-    layers = model.layers / layout.pp
-    again = sent_again(job)
-    rows: list[tuple[str, float]] = []
-    # An all-reduce, or a gather and a scatter, moves 2(t−1)/t of the stream; two in each pass.
-    if layout.tp > 1:
-        rows.append(("tp", m * layers * (2 + again.tensor) * 2 * stream * 2 * (layout.tp - 1) / layout.tp))
-    if layout.cp > 1:
-        key_value = job.key_value_bytes / layout.tp
-        rows.append(("cp", m * layers * (3 + again.context) * (layout.cp - 1) * key_value))
-    if layout.ep > 1 and model.moe is not None:
-        sent_to = (
-            distinct(layout.ep, model.moe) if job.expert_exchange == "once" else model.moe.experts_per_token
-        )
-        copies = stream * sent_to / (layout.tp if layout.sequence_parallel else 1)
-        rows.append(("ep", m * layers * (2 + again.expert) * 2 * copies * (layout.ep - 1) / layout.ep))
-    if layout.pp > 1:
-        sent = messages_of_stage(layout.pp, m, job.chunks_per_stage)
-        rows.append(("pp", sent * time.chunks.message_bytes))
+    sent: dict[str, float] = {}
+    again = recomputed_share(job)
+    for has_experts, layers in layer_counts(job).items():
+        for call in layer_calls(job, has_experts):
+            times = layers / job.layout.pp * (call.forward + call.backward + again * call.again)
+            sent[call.axis] = sent.get(call.axis, 0.0) + job.micro_batches * times * call.sent_bytes
+    if (message := message_call(job)) is not None:
+        sent["pp"] = job.micro_batches * (message.forward + message.backward) * message.sent_bytes
     if time.around.sent_bytes:
-        rows.append(("dp", time.around.sent_bytes))
-    return tuple(rows)
+        sent["dp"] = time.around.sent_bytes
+    return tuple(sent.items())

@@ -5,6 +5,7 @@ Every axis of the layout is played with all its groups at once, one call of each
 as a step makes it. The cost model knows groups and tiers only; here every message has its path.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -15,9 +16,15 @@ from cumulo.collectives.simulate.collective_traffic import collective_traffic
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, Routing
 from cumulo.collectives.simulate.player import RoundTraffic, play_network
 from cumulo.collectives.simulate.rounds import MessageRound
-from cumulo.plan.job import DTYPE_BYTES, TrainJob
-from cumulo.plan.time.data_parallel import heaviest_stage
-from cumulo.plan.time.pipeline import messages_of_stage
+from cumulo.plan.job import TrainJob
+from cumulo.plan.time.communication import (
+    data_exchanges,
+    data_rounds,
+    layer_calls,
+    message_call,
+    recomputed_share,
+    stage_layers,
+)
 
 Outermost = Literal["pp", "dp"]
 
@@ -62,53 +69,39 @@ def mesh(job: TrainJob, outermost: Outermost) -> Ints:
 
 def step_calls(job: TrainJob, node_gpus: int, outermost: Outermost = "pp") -> Iterator[StepCall]:
     """What a step communicates, as the cost model counts it."""
-    layout, model, m = job.layout, job.split_model, job.micro_batches
-    ranks = mesh(job, outermost)
-    stream = float(job.stream_bytes)
-    layers = -(-model.layers // layout.pp)
-    if layout.tp > 1:
-        groups, calls = ranks.reshape(-1, layout.tp), 4 * m * layers  # two blocks, forward and backward
-        near = min(layout.tp, node_gpus)
-        if layout.sequence_parallel:
-            yield StepCall("tp", "all_gather", groups, near, stream, calls)
-            yield StepCall("tp", "reduce_scatter", groups, near, stream, calls)
-        else:
-            yield StepCall("tp", "all_reduce", groups, near, stream, calls)
-    if layout.ep > 1 and model.moe is not None:
-        groups = ranks.transpose(0, 3, 1, 2).reshape(-1, layout.ep)
-        size = stream * model.moe.experts_per_token / (layout.tp if layout.sequence_parallel else 1)
-        near = max(1, min(layout.ep, node_gpus // layout.tp))
-        yield StepCall("ep", "all_to_all", groups, near, size, 4 * m * layers)
-    if layout.cp > 1:
-        groups = ranks.transpose(0, 1, 3, 2).reshape(-1, layout.cp)
-        size = job.key_value_bytes / layout.tp
-        near = max(1, min(layout.cp, node_gpus // layout.tp))
-        yield StepCall("cp", "all_gather", groups, near, float(size * layout.cp), 3 * m * layers)
-    if layout.pp > 1:
-        groups = ranks.transpose(1, 2, 3, 0).reshape(-1, layout.pp)
-        sent = messages_of_stage(layout.pp, m, job.chunks_per_stage)
-        size = stream / (layout.tp if layout.sequence_parallel else 1)
-        yield StepCall("pp", "neighbours", groups, 1, size, sent // 2)
-    yield from _data_calls(job, ranks, node_gpus)
+    ranks = mesh(job, outermost).ravel()
+    for (axis, collective, members, stride, size), calls in _counted(job).items():
+        groups = ranks.reshape(-1, members, stride).swapaxes(1, 2).reshape(-1, members)
+        near = max(1, min(members, node_gpus // stride))
+        if collective == "neighbours" or np.any(groups[:, :near] // node_gpus != groups[:, :1] // node_gpus):
+            near = 1
+        yield StepCall(axis, collective, groups, near, size, calls)
 
 
-def _data_calls(job: TrainJob, ranks: Ints, node_gpus: int) -> Iterator[StepCall]:
-    layout = job.layout
-    if layout.data_ranks == 1:
-        return
-    groups = ranks.transpose(0, 3, 1, 2).reshape(-1, layout.data_ranks)
-    near = max(1, min(layout.data_ranks, node_gpus // layout.tp))
-    if np.any(groups[:, :near] // node_gpus != groups[:, :1] // node_gpus):
-        near = 1
-    elements = heaviest_stage(job).total
-    gradients = float(elements * DTYPE_BYTES[job.gradient_dtype])
-    if layout.zero == 0:
-        yield StepCall("dp", "all_reduce", groups, near, gradients, 1)
-        return
-    often = job.micro_batches if layout.zero == 3 else 1
-    yield StepCall("dp", "reduce_scatter", groups, near, gradients, often)
-    gathers = 2 * often if layout.zero == 3 else 1
-    yield StepCall("dp", "all_gather", groups, near, float(elements * job.weight_bytes_each), gathers)
+def _counted(job: TrainJob) -> dict[tuple[str, str, int, int, float], int]:
+    """Calls by axis, collective, members of a group, stride and bytes."""
+    found: Counter[tuple[str, str, int, int, float]] = Counter()
+    m, again = job.micro_batches, recomputed_share(job)
+    for has_experts, layers in stage_layers(job).items():
+        for call in layer_calls(job, has_experts):
+            calls = m * round(layers * (call.forward + call.backward + again * call.again))
+            if call.axis == "cp":  # once round the ring is an all-gather
+                key = ("cp", "all_gather", call.ranks, call.stride, call.ranks * call.size_bytes)
+                found[key] += calls // (call.ranks - 1)
+            else:
+                found[call.axis, call.collective, call.ranks, call.stride, call.size_bytes] += calls
+    if (message := message_call(job)) is not None:  # activations on and gradients back, at the same time
+        found["pp", "neighbours", job.layout.pp, message.stride, message.size_bytes] += m * message.forward
+    sizes: defaultdict[tuple[str, str, int, int, int], float] = defaultdict(float)
+    for exchange in data_exchanges(job):
+        for call in exchange.calls:
+            # Expert data parallelism, where it is among other ranks.
+            axis = "edp" if job.layout.ep > 1 and call.place.endswith("experts") else "dp"
+            times = data_rounds(job) * (call.forward + call.backward)
+            sizes[axis, call.collective, call.ranks, call.stride, times] += call.size_bytes
+    for (axis, collective, members, stride, times), size in sizes.items():
+        found[axis, collective, members, stride, size] += times
+    return found
 
 
 def play_step(

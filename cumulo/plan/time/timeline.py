@@ -6,10 +6,8 @@ from cumulo.pipeline.decide.costs import Costs, Link
 from cumulo.pipeline.simulate.timeline import Timeline, simulate
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.live import enough_micro_batches
-from cumulo.plan.network.collectives import collective_s
-from cumulo.plan.time.chunks import network_of
 from cumulo.plan.time.compute_profile import shipped
-from cumulo.plan.time.step import step_time
+from cumulo.plan.time.step import message_s, step_time
 from cumulo.spec.cluster import Cluster
 
 
@@ -22,10 +20,9 @@ def timeline(job: TrainJob, cluster: Cluster) -> Timeline:
         )
     profile, _ = shipped().find(cluster.device, job.dtype, job.software)
     time = step_time(job, cluster, profile, play=False)
-    neighbours = network_of(cluster).group(2, layout.world // layout.pp)
-    latency_s = collective_s("send_recv", 0.0, neighbours)
-    transfer_s = collective_s("send_recv", time.chunks.message_bytes, neighbours) - latency_s
-    link = Link(latency_s, time.chunks.message_bytes / max(transfer_s, 1e-12))
+    latency_s, transfer_s = message_s(job, cluster)
+    message_bytes = job.stream_bytes / layout.tp
+    link = Link(latency_s, message_bytes / max(transfer_s, 1e-12))
     shown = enough_micro_batches(layout.schedule, layout.pp, job.micro_batches)
     schedule = build(layout.schedule, layout.pp, shown, job.chunks_per_stage)
-    return simulate(schedule, Costs(time.chunks.costs, link=link, message_bytes=time.chunks.message_bytes))
+    return simulate(schedule, Costs(time.chunks.costs, link=link, message_bytes=message_bytes))
