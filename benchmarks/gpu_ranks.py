@@ -226,7 +226,7 @@ def sum_us(engine: Engine, rows: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for turn in range(40):
-            sum_partials(memory, partials[turn % 2], model.slice._partial_dtype(rows), stream, add=False)
+            sum_partials(memory, partials[turn % 2], model.slice._dtype_of(rows), stream, add=False)
     graph.replay()
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu_agreement import prompts, texts
-from benchmarks.gpu_ranks import agreement, padded
+from benchmarks.gpu_rank_answers import agreement, padded
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
