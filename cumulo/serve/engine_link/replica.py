@@ -1,5 +1,6 @@
 """FleetReplica: one engine of a fleet, and what the fleet's router knows of it. Owned by Fleet."""
 
+import statistics
 from collections import Counter, deque
 
 from cumulo.engine.decide.block_pool import BlockHash
@@ -10,7 +11,7 @@ from cumulo.serve.engine_link.messages import Stats
 
 _SILENT_S = 3.0  # an engine says something every second, and after every step
 _HASH_BYTES = 16
-_LEARNT = 0.2  # how much a new measurement counts
+_STEPS = 15  # the last ones: their median is what a step takes, so that a slow moment does not count
 
 
 class FleetReplica:
@@ -21,7 +22,7 @@ class FleetReplica:
         self.unlike = ""  # how its model differs from the fleet's; empty: it does not
         self.blocks: set[BlockHash] = set()  # that its engine has told of
         self.heard_s = 0.0
-        self.step_s: float | None = None  # of steps that only decode, as measured
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)  # of steps that only decode, as measured
         self.requests = 0  # given to it since the server started
         self.prompt_tokens = 0  # of them
         self.cached_tokens = 0  # of them, as the router expected
@@ -43,10 +44,7 @@ class FleetReplica:
         self.heard_s = now_s
         for record in stats.records:
             if record.decode_tokens and not record.prefill_tokens:
-                took_s = record.finished_s - record.started_s
-                self.step_s = (
-                    took_s if self.step_s is None else self.step_s + _LEARNT * (took_s - self.step_s)
-                )
+                self._steps_s.append(record.finished_s - record.started_s)
         news = stats.routing
         if news is not None:
             self.blocks.difference_update(_hashes(news.went))
@@ -59,6 +57,11 @@ class FleetReplica:
         self.blocks.clear()
         self._on_the_way.clear()
         self.heard_s = now_s
+
+    @property
+    def step_s(self) -> float | None:
+        """Of a step that only decodes; None: it was not measured yet."""
+        return statistics.median(self._steps_s) if self._steps_s else None
 
     @property
     def refuses(self) -> str:
