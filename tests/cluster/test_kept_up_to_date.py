@@ -8,21 +8,23 @@ import numpy as np
 import pytest
 
 from cumulo.cluster.decide import nodes as nodes_module
-from cumulo.cluster.decide.decisions import JobPlacement
+from cumulo.cluster.decide.decisions import JobPlacement, Waits
 from cumulo.cluster.decide.elastic_jobs.columns import SpeedTables
 from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import fair
 from cumulo.cluster.decide.policy.fragmentation import TaskMix, TaskShape, fragmentation, stranded
 from cumulo.cluster.decide.policy.preemption import preemptible_on_nodes
+from cumulo.cluster.decide.policy.topology import Leaves, _take
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.quotas import tenant_uses
 from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
+from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.play import play
 from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
 
@@ -305,6 +307,45 @@ def test_decisions_are_those_of_a_snapshot_that_is_built_anew(name):
 
     run = play(uniform_nodes(8, 8), synthetic_trace(150, 64, 1.6, seed=1), both)
     assert len(run.outcomes) == 150 and looked > 150
+
+
+@pytest.mark.parametrize(
+    ("name", "moves"),
+    (("backfill", 0), ("fair", 0), ("priority", 1), ("fifo+defrag", 5), ("backfill+defrag", 5)),
+)
+def test_a_policy_that_remembers_decides_as_one_that_has_seen_nothing(name, moves):
+    remembers = policy_named(name).decide
+
+    def both(snapshot: Snapshot):
+        decided, fresh = remembers(snapshot), policy_named(name).decide(snapshot)
+        assert [one for one in decided if not isinstance(one, Waits)] == [
+            one for one in fresh if not isinstance(one, Waits)
+        ]
+        return decided
+
+    trace = [
+        replace(one, request=replace(one.request, checkpoint_s=number % 7, priority=number % 3))
+        for number, one in enumerate(synthetic_trace(250, 64, 1.4, seed=2))
+    ]
+    run = play(uniform_nodes(8, 8), trace, both)
+    assert len(run.outcomes) == 250 and run.resizes + run.evictions >= moves
+
+
+def test_nodes_that_a_gang_takes_under_many_leaves_are_those_that_it_takes_under_each():
+    draw = random.Random(9)
+    nodes = [ClusterNode(f"n{n}", leaf=f"leaf-{draw.randrange(5)}") for n in range(40)]
+    leaves, fabric = Leaves(nodes), leaf_fabric(nodes)
+    for _ in range(100):
+        fits, tasks = np.array([draw.choice((0, 0, 1, 2, 8)) for _ in nodes]), draw.randint(2, 20)
+        job = JobRequest("gang", tasks, step=StepProfile(0.1, 1e9, draw.choice((0.0, 1e8))))
+        able = [leaf for leaf, room in enumerate(leaves.sums(fits)) if room >= tasks]
+        draw.shuffle(able)
+        found = leaves.taken(tasks, fits, able)
+        for leaf, (used, most) in zip(able, found, strict=True):
+            counts = _take(tasks, fits, [leaves.nodes[leaf]])
+            assert (used, most) == (len(counts), max(count for _, count in counts))
+            on = {nodes[node].name: count for node, count in counts}
+            assert fabric.step_under_a_leaf(job, used, most) == fabric.step_of(job, on, {})
 
 
 def test_looking_ahead_sees_gpus_without_cores():

@@ -37,7 +37,7 @@ def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | No
     left."""
     if job.tasks == 1 and only_gpus(job):
         node = tightest(free, job.gpus_per_task, free.usable_set(job.devices))
-        return None if node is None else (_first_gpus(job, free, node),)
+        return None if node is None else (first_gpus(job, free, node),)
     counts = packed_nodes(job, free)
     return None if counts is None else task_places(job, free, counts)
 
@@ -55,15 +55,15 @@ def packed_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]] |
     return [(int(np.where(table.fits > 0, left, _MORE_THAN_ANY).argmin()), 1)]
 
 
-def tightest(free: FreeCapacity, gpus: int, among: int) -> int | None:
-    """The first node with the fewest free GPUs that are enough."""
-    for room in range(gpus, len(free.room)):
+def tightest(free: FreeCapacity, gpus: int, among: int, below: int = _MORE_THAN_ANY) -> int | None:
+    """The first node with the fewest free GPUs that are enough; `below`: and fewer than so many."""
+    for room in range(gpus, min(below, len(free.room))):
         if free.tally[room] and free.room[room] & among:
             return first_member(free.room[room] & among)
     return None
 
 
-def _first_gpus(job: JobRequest, free: FreeCapacity, node: int) -> TaskPlace:
+def first_gpus(job: JobRequest, free: FreeCapacity, node: int) -> TaskPlace:
     """The first whole GPUs of a node."""
     if job.gpus_per_task == free.nodes[node].gpus:
         return free.whole_place(node)

@@ -34,6 +34,31 @@ class Snapshot:
     releases: Releases | None = None  # when GPUs become free; None: worked out when it is asked for
 
 
+@dataclass(frozen=True, slots=True)
+class SameState:
+    """Tells whether nothing started, ended or became ready since: what was found then is still right."""
+
+    running: Mapping[str, RunningJob]
+    changes: int
+    free: FreeCapacity
+    gains: int
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> "SameState | None":
+        """None: nobody counts the changes."""
+        running, free = snapshot.running, snapshot.free
+        return cls(running, running.changes, free, free.gains) if isinstance(running, RunningTable) else None
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        return (
+            self.running is snapshot.running
+            and isinstance(self.running, RunningTable)
+            and self.running.changes == self.changes
+            and self.free is snapshot.free
+            and self.free.gains == self.gains
+        )
+
+
 Policy = Callable[[Snapshot], list[Decision]]
 
 

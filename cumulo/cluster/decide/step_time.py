@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, StepProfile, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.plan.network.lines import Kind, Reach, lines
@@ -45,14 +45,22 @@ class LeafFabric:
 
     def step_of(self, job: JobRequest, tasks: Mapping[str, int], busy: Mapping[str, int]) -> float:
         """As `step_s`; `tasks` are those on each node."""
+        return 0.0 if job.step is None else self._priced_step_s(job.step, self._reach(job, tasks, busy))
+
+    def step_under_a_leaf(self, job: JobRequest, nodes: int, most: int) -> float:
+        """As `step_s` of a gang on so many nodes under one leaf, with so many tasks at most on one of them."""
         if job.step is None:
             return 0.0
-        reach = self._reach(job, tasks, busy)
-        seconds = job.step.compute_s
-        if job.step.all_reduce_bytes:
-            seconds += self._collective_s("all_reduce", job.step.all_reduce_bytes, reach)
-        if job.step.all_to_all_bytes:
-            seconds += self._collective_s("all_to_all", job.step.all_to_all_bytes, reach)
+        card, latency = self._card, self.machine.fabric.latency_s
+        reach = Reach(job.tasks * job.gpus_per_task, most * job.gpus_per_task, nodes, card, card, latency)
+        return self._priced_step_s(job.step, reach)
+
+    def _priced_step_s(self, step: StepProfile, reach: Reach) -> float:
+        seconds = step.compute_s
+        if step.all_reduce_bytes:
+            seconds += self._collective_s("all_reduce", step.all_reduce_bytes, reach)
+        if step.all_to_all_bytes:
+            seconds += self._collective_s("all_to_all", step.all_to_all_bytes, reach)
         return seconds
 
     def _collective_s(self, kind: Kind, size_bytes: float, reach: Reach) -> float:
@@ -67,10 +75,15 @@ class LeafFabric:
             )
         return known
 
+    @cached_property
+    def _card(self) -> float:
+        """Bytes per second of a network card."""
+        share = network_constants().transport_share[self.machine.fabric.transport]
+        return self.machine.node.nic_bytes_per_s * share
+
     def _reach(self, job: JobRequest, tasks: Mapping[str, int], busy: Mapping[str, int]) -> Reach:
-        fabric, node = self.machine.fabric, self.machine.node
+        fabric, card = self.machine.fabric, self._card
         gpus = max(tasks.values()) * job.gpus_per_task
-        card = node.nic_bytes_per_s * network_constants().transport_share[fabric.transport]
         near_loss = far_loss = 1.0
         leaves = Counter(map(self.leaf_of.__getitem__, tasks))  # nodes of the gang under each leaf
         crosses = len(leaves) > 1

@@ -19,7 +19,7 @@ from cumulo.cluster.decide.policy.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.queue import JobQueue, Shape, WaitingRow, shape_key, tenant_queues, tenant_rows
 from cumulo.cluster.decide.quotas import QuotaBook, TenantUses, tenant_uses
 from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes, table_of
-from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
+from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot, TenantQuota
 
 _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
@@ -193,14 +193,13 @@ def preempting(place: Placer) -> Policy:
     # Priorities and shapes for which nobody is stopped, and the state of the cluster in which that is so: as long
     # as nothing starts or ends, the same jobs would be found, and time alone makes stopping them worth less.
     hopeless: set[tuple[int, Shape]] = set()
-    of_state: tuple[RunningTable, int, FreeCapacity, int] | None = None
+    of_state: SameState | None = None
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         nonlocal hopeless, of_state
-        running, free = table_of(snapshot.running), snapshot.free
-        if of_state is None or not _same_state(of_state, running, free):
-            hopeless, of_state = set(), (running, running.changes, free, free.gains)
-        book, preemptible = QuotaBook(snapshot), running.preemptible
+        if of_state is None or not of_state.holds(snapshot):
+            hopeless, of_state = set(), SameState.of(snapshot)
+        book, preemptible = QuotaBook(snapshot), table_of(snapshot.running).preemptible
         lowest = min((priority for priority, jobs in preemptible.items() if jobs), default=None)
         _watch(snapshot, _priority)
         preemptible_up_to(snapshot)
@@ -218,13 +217,6 @@ def preempting(place: Placer) -> Policy:
         return fill(snapshot)
 
     return policy
-
-
-def _same_state(
-    known: tuple[RunningTable, int, FreeCapacity, int], running: RunningTable, free: FreeCapacity
-) -> bool:
-    """Whether nothing started, ended or became ready since."""
-    return known[0] is running and known[1] == running.changes and known[2] is free and known[3] == free.gains
 
 
 def _watch(snapshot: Snapshot, kind: Callable[[RunningJob], Hashable]) -> None:

@@ -2,6 +2,7 @@
 job's step, and the fastest is taken; among equals the one that leaves the most whole leaves free.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +26,11 @@ class PricedWay:
     """One way to place a gang, with its price."""
 
     name: str
-    counts: _Counts
+    counts: _Counts | None  # None: under the leaf of this number, found when it is the best
     step_s: float
     leaves: int
     left_over: int  # free GPUs that stay on the leaves it takes: fewer is tidier
+    leaf: int = -1
 
 
 @dataclass
@@ -45,13 +47,17 @@ class TopologyPlacer:
             return pack_gang(job, free)
         if slots(job, free) < job.tasks:
             return None
-        found = list(self._ways(job, tasks_that_fit(job, free), free))
+        fits = tasks_that_fit(job, free)
+        found = list(self._ways(job, fits, free))
         found.sort(key=lambda one: (round(one.step_s, 9), one.leaves, one.left_over))
         best, worst = found[0], found[-1]
         self.why[job.job_id] = f"{best.name}: a step of {1e3 * best.step_s:.4g} ms" + (
             f"; {worst.name} would take {1e3 * worst.step_s:.4g} ms" if worst.step_s > best.step_s else ""
         )
-        places = task_places(job, free, best.counts)
+        counts = best.counts
+        if counts is None:
+            counts = _take(job.tasks, fits, [self.leaves.nodes[best.leaf]])
+        places = task_places(job, free, counts)
         crossed = self.fabric.crossing(places)
         if crossed:
             self.busy = Counter(self.busy)
@@ -61,26 +67,25 @@ class TopologyPlacer:
     def _ways(self, job: JobRequest, fits: Ints, free: FreeCapacity) -> Iterator[PricedWay]:
         """Under each leaf that has room; over as few leaves as possible; over the leaves with idle uplinks;
         packed without looking."""
-        by_leaf, rooms = self.leaves.nodes, self.leaves.sums(fits)
-        idle = self.leaves.sums(free.whole)
-        room = dict(zip(by_leaf, rooms, strict=True))
-        able = sorted((leaf for leaf in room if room[leaf] >= job.tasks), key=lambda leaf: room[leaf])
+        leaves, room = self.leaves, self.leaves.sums(fits)
+        names, nodes, idle = leaves.names, leaves.nodes, leaves.sums(free.whole)
+        able = sorted([leaf for leaf, tasks in enumerate(room) if tasks >= job.tasks], key=room.__getitem__)
         inside: dict[
             tuple[int, int], float
         ] = {}  # under one leaf only the nodes and the most tasks on one count
-        for leaf in able[:_MOST_LEAVES_TRIED]:
-            counts = _take(job.tasks, fits, [by_leaf[leaf]])
-            key = len(counts), max(count for _, count in counts)
+        able = able[:_MOST_LEAVES_TRIED]
+        for leaf, key in zip(able, leaves.taken(job.tasks, fits, able), strict=True):
             if key not in inside:
-                inside[key] = self._step_s(job, free, counts)
-            left_over = idle[self.leaves.of[counts[0][0]]] - job.tasks * job.gpus_per_task
-            yield PricedWay(f"under {leaf}", counts, inside[key], 1, left_over)
+                inside[key] = self.fabric.step_under_a_leaf(job, *key)
+            left_over = idle[leaf] - job.tasks * job.gpus_per_task
+            yield PricedWay(f"under {names[leaf]}", None, inside[key], 1, left_over, leaf)
         if not able:
-            wide = sorted((leaf for leaf in room if room[leaf]), key=lambda leaf: (-room[leaf], leaf))
-            counts = _take(job.tasks, fits, (by_leaf[leaf] for leaf in wide))
+            some = [leaf for leaf, tasks in enumerate(room) if tasks]
+            wide = sorted(some, key=lambda leaf: (-room[leaf], names[leaf]))
+            counts = _take(job.tasks, fits, (nodes[leaf] for leaf in wide))
             yield self._priced(job, free, idle, "over the fewest leaves", counts)
-            calm = sorted(wide, key=lambda leaf: (self.busy.get(leaf, 0), -room[leaf], leaf))
-            counts = _take(job.tasks, fits, (by_leaf[leaf] for leaf in calm))
+            calm = sorted(wide, key=lambda leaf: self.busy.get(names[leaf], 0))
+            counts = _take(job.tasks, fits, (nodes[leaf] for leaf in calm))
             yield self._priced(job, free, idle, "over leaves with idle uplinks", counts)
         packed = packed_nodes(job, free)
         if packed is not None:
@@ -92,11 +97,8 @@ class TopologyPlacer:
         """`idle`: free GPUs of each leaf."""
         leaves = {self.leaves.of[node] for node, _ in counts}
         left_over = sum(idle[leaf] for leaf in leaves) - job.tasks * job.gpus_per_task
-        return PricedWay(name, counts, self._step_s(job, free, counts), len(leaves), left_over)
-
-    def _step_s(self, job: JobRequest, free: FreeCapacity, counts: _Counts) -> float:
         tasks = {free.nodes[node].name: count for node, count in counts}
-        return self.fabric.step_of(job, tasks, self.busy)
+        return PricedWay(name, counts, self.fabric.step_of(job, tasks, self.busy), len(leaves), left_over)
 
 
 def _take(tasks: int, fits: Ints, leaves: Iterable[list[int]]) -> _Counts:
@@ -116,17 +118,38 @@ class Leaves:
     """The nodes under each leaf switch, by number."""
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
-        self.nodes: dict[str, list[int]] = {}
+        under: dict[str, list[int]] = {}
         for number, node in enumerate(nodes):
-            self.nodes.setdefault(node.leaf, []).append(number)
-        numbers = {leaf: number for number, leaf in enumerate(self.nodes)}
+            under.setdefault(node.leaf, []).append(number)
+        self.names, self.nodes = list(under), list(under.values())  # of each leaf
+        numbers = {leaf: number for number, leaf in enumerate(under)}
         self.of = [numbers[node.leaf] for node in nodes]  # of each node: its leaf, by number
         self._of = np.array(self.of, dtype=np.int64)
+        self._nodes = np.array(list(itertools.chain.from_iterable(self.nodes)), dtype=np.int64)
+        self._many = np.array([len(some) for some in self.nodes], dtype=np.int64)
+        self._first = self._many.cumsum() - self._many  # of each leaf: its first node in `_nodes`
 
     def sums(self, of_nodes: Ints) -> list[int]:
         """Of each leaf: the sum over its nodes."""
         found: list[int] = np.bincount(self._of, of_nodes, len(self.nodes)).astype(np.int64).tolist()
         return found
+
+    def taken(self, tasks: int, fits: Ints, leaves: list[int]) -> list[tuple[int, int]]:
+        """Of each of these leaves, which have room: the nodes that `_take` fills there, and the most tasks that one
+        of them gets."""
+        if not leaves:
+            return []
+        many = self._many[leaves]
+        at, rows = np.arange(many.max()), np.arange(len(leaves))
+        nodes = self._nodes.take(self._first[leaves][:, None] + at, mode="clip")  # [leaves, nodes]
+        room = np.where(at < many[:, None], fits[nodes], 0)
+        filled = room.cumsum(axis=1)
+        last = (filled < tasks).sum(axis=1)  # the node, by its place in the row, that gets the rest
+        before = at < last[:, None]
+        used = (before & (room > 0)).sum(axis=1) + 1
+        rest = tasks - (filled[rows, last] - room[rows, last])
+        most = np.maximum(np.where(before, room, 0).max(axis=1), rest)
+        return list(zip(used.tolist(), most.tolist(), strict=True))
 
 
 class TopologyPlacers:

@@ -5,12 +5,12 @@ moved where that makes room for a gang that waits. Each wraps another policy.
 from collections.abc import Iterator, Sequence
 
 from cumulo.cluster.decide.decisions import Cordon, Decision, JobPlacement, Resize
-from cumulo.cluster.decide.fit import pack_gang, slots
+from cumulo.cluster.decide.fit import first_gpus, only_gpus, pack_gang, slots, tightest
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import jobs_on_nodes
-from cumulo.cluster.decide.snapshot import Policy, Snapshot
+from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot
 
 _MOST_MOVES = 8
 _MOST_NODES = 32  # that are looked at, to make room for one gang
@@ -43,18 +43,28 @@ def cordoning(policy: Policy, failures: int = 3, at_most: float = 0.05) -> Polic
 def defragmenting(policy: Policy, moves: int = _MOST_MOVES) -> Policy:
     """If the first waiting gang fits in the free GPUs but not on the nodes they are on, running jobs move
     together to make room, where that pays: the moves must cost less GPU time than the gang would wait."""
+    # Jobs for which there is no room to be made, and the state of the cluster in which that is so: as long as
+    # nothing starts or ends, the same moves would be found, and time alone makes them worth less.
+    hopeless: dict[str, JobRequest] = {}
+    of_state: SameState | None = None
 
     def wrapped(snapshot: Snapshot) -> list[Decision]:
+        nonlocal hopeless, of_state
         if snapshot.releases is not None:
             snapshot.releases.begin()
         decided = policy(snapshot)
         if any(isinstance(one, JobPlacement | Resize) for one in decided):
             return decided
         book = QuotaBook(snapshot)
+        if of_state is None or not of_state.holds(snapshot):
+            hopeless, of_state = {}, SameState.of(snapshot)
         for job in snapshot.waiting[:3]:
-            found = _make_room(job, snapshot, moves) if book.refuses(job) is None else None
+            if hopeless.get(job.job_id) is job or book.refuses(job) is not None:
+                continue
+            found = _make_room(job, snapshot, moves)
             if found is not None:
                 return found
+            hopeless[job.job_id] = job
         return decided
 
     return wrapped
@@ -69,9 +79,10 @@ def _make_room(job: JobRequest, snapshot: Snapshot, moves: int) -> list[Decision
         or not 0 < job.tasks - slots(job, free) <= moves
     ):
         return None
-    then = free.copy()
+    then = free  # copied when the first job moves
     moved: list[Resize] = []
     on = jobs_on_nodes(snapshot.running)
+    cost, worth = 0.0, job.gpus * max(0.0, _first_end_s(snapshot) - snapshot.now_s)
     for node in _nearly_free(job, free):
         name = free.nodes[node].name
         small = [
@@ -83,11 +94,17 @@ def _make_room(job: JobRequest, snapshot: Snapshot, moves: int) -> list[Decision
                 break
             places = _elsewhere(one, then, each)
             if places is not None:
+                cost += one.gpus * one.request.checkpoint_s
+                if cost > worth:
+                    return None  # with more moves it only becomes worse
+                then = free.copy() if then is free else then
                 then.release(one.request, one.places)
                 then.allocate(one.request, places)
                 moved.append(Resize(one.job_id, places, f"it makes room for {job.job_id}"))
         if slots(job, then) >= job.tasks:
-            return _if_it_pays(job, snapshot, then, moved)
+            places = pack_gang(job, then)
+            why = f"{len(moved)} jobs moved to make room for it"
+            return None if places is None else [*moved, JobPlacement(job.job_id, places, why)]
         if len(moved) >= moves:
             break
     return None
@@ -104,21 +121,14 @@ def _nearly_free(job: JobRequest, free: FreeCapacity) -> Iterator[int]:
 
 def _elsewhere(one: RunningJob, free: FreeCapacity, gpus: int) -> tuple[TaskPlace, ...] | None:
     """Another node for a job, one that could not take a task of the gang anyway."""
+    home = free.index[one.places[0].node]
+    if one.tasks == 1 and only_gpus(one.request):  # as most are: the sets of nodes tell
+        among = free.usable_set(one.request.devices) & ~(1 << home)
+        node = tightest(free, one.request.gpus_per_task, among, below=gpus)
+        return None if node is None else (first_gpus(one.request, free, node),)
     able = free.whole < gpus
-    able[free.index[one.places[0].node]] = False
+    able[home] = False
     return pack_gang(one.request.resized(one.tasks), free.narrowed(able))
-
-
-def _if_it_pays(
-    job: JobRequest, snapshot: Snapshot, then: FreeCapacity, moved: list[Resize]
-) -> list[Decision] | None:
-    cost = sum(
-        snapshot.running[one.job_id].gpus * snapshot.running[one.job_id].request.checkpoint_s for one in moved
-    )
-    places = pack_gang(job, then)
-    if places is None or cost > job.gpus * max(0.0, _first_end_s(snapshot) - snapshot.now_s):
-        return None
-    return [*moved, JobPlacement(job.job_id, places, f"{len(moved)} jobs moved to make room for it")]
 
 
 def _first_end_s(snapshot: Snapshot) -> float:
