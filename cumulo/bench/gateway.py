@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from cumulo.base.quantiles import quantile
 from cumulo.base.report import Row
 from cumulo.bench.gateway_upstream import MODEL
 from cumulo.errors import CumuloError
@@ -125,17 +126,13 @@ async def _added(server: str, gateway: str, pid: int) -> list[Row]:
                 times[pool].append(ttft_s * 1e3)
     cpu_ms = (_cpu_s(pid) - cpu_s) / _TTFTS * 1e3
     direct_ms, through_ms = (sorted(times[pool]) for pool in (direct, through))
-    added = {share: _at(through_ms, share) - _at(direct_ms, share) for share in (0.5, 0.99)}
+    added = {share: quantile(through_ms, share) - quantile(direct_ms, share) for share in (0.5, 0.99)}
     return [
         Row("TTFT added, p50", round(added[0.5], 3), "ms", "lower", must=_MUST_ADD_MS,
-            note=f"{_at(through_ms, 0.5):.2f} ms against {_at(direct_ms, 0.5):.2f} ms"),
+            note=f"{quantile(through_ms, 0.5):.2f} ms against {quantile(direct_ms, 0.5):.2f} ms"),
         Row("TTFT added, p99", round(added[0.99], 3), "ms", "lower"),
         Row("CPU time of a request", round(cpu_ms, 3), "ms", "lower", note=f"with {_TTFT_TOKENS} tokens"),
     ]  # fmt: skip
-
-
-def _at(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 # -- many streams ---------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from cumulo.base.quantiles import percentile
 from cumulo.console.machine_use import UseSample
-from cumulo.console.words import percentile
 from cumulo.serve.observe.step_history import Slice, StepHistory
 from cumulo.serve.observe.stories import Record
 

@@ -1,7 +1,6 @@
 """Numbers as the console writes them. Used by every page."""
 
 import time
-from collections.abc import Sequence
 from datetime import datetime
 
 _EPOCH_S = time.time() - time.perf_counter()
@@ -42,11 +41,3 @@ def short_id(request_id: str, length: int) -> str:
     _, _, rest = request_id.replace("_", "-", 1).partition("-")  # chatcmpl-…, resp_…
     random, _, position = (rest or request_id).partition("-")
     return f"{random[:length]}-{position}" if position else random[:length]
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least this share of them does not exceed."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

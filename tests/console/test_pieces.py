@@ -18,7 +18,7 @@ from cumulo.console.request_table import Filter, rows_of, table_html
 from cumulo.console.resolved_options import engine_rows, server_rows
 from cumulo.console.sessions import COOKIE, Sessions, Visitor
 from cumulo.console.tiles import tile
-from cumulo.console.words import duration, milliseconds, percentile, short_id
+from cumulo.console.words import duration, milliseconds, short_id
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.story import Story
 from cumulo.serve.access.keys import ApiKeys, Caller, new_key
@@ -46,12 +46,6 @@ def test_latencies_are_of_recent_requests_only() -> None:
     assert late.requests == 1
     assert late.first_p50_s == pytest.approx(0.2)
     assert late.gap_p50_s == pytest.approx(0.1) and late.gap_p99_s == pytest.approx(0.2)
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    assert percentile([], 0.5) is None
-    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert percentile(list(map(float, range(1, 101))), 0.99) == 99.0
 
 
 def test_times_are_written_in_the_unit_one_would_say() -> None:

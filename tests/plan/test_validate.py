@@ -27,7 +27,6 @@ from cumulo.plan.evidence.validate import (
     predict,
     predict_left_out,
     predict_unnamed,
-    quantile,
     scatter_svg,
     summarise,
 )
@@ -125,12 +124,6 @@ def test_what_lies_outside_the_rows_is_said() -> None:
     job = replace(row.job, layout=layout, global_batch=2 * row.job.global_batch)
     sentences = estimate(job, catalog.cluster(12288, "h100-sxm")).evidence
     assert any("12,288 GPUs (rows reach 6,144)" in sentence for sentence in sentences)
-
-
-def test_quantiles_are_interpolated() -> None:
-    assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0
-    assert quantile([0.0, 1.0], 0.9) == pytest.approx(0.9)
-    assert quantile([5.0], 0.9) == 5.0
 
 
 def test_the_scatter_plot_has_a_dot_for_each_row(predictions: list[RowPrediction]) -> None:

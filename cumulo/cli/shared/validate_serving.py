@@ -68,8 +68,8 @@ def _table(title: str) -> "Table":
 
 
 def _summary(table: "Table", name: str, errors: Sequence[float], judged: bool) -> "list[Row]":
+    from cumulo.base.quantiles import quantile
     from cumulo.base.report import Row
-    from cumulo.plan.evidence.validate import quantile
 
     sizes = sorted(map(abs, errors))
     shown: Callable[[float], str] = "{:.1%}".format

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from cumulo.base import svg
+from cumulo.base.quantiles import quantile
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import PublishedRow
 from cumulo.plan.job import TrainJob
@@ -125,14 +126,6 @@ def by_source(predictions: Sequence[RowPrediction]) -> list[ErrorSummary]:
     ]
     groups.append(("all", list(predictions)))
     return [summarise(name, some) for name, some in groups if some]
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of ordered numbers, with linear interpolation."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 # -- the picture ------------------------------------------------------------------------------------------------

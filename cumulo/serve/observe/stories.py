@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from cumulo.base.quantiles import percentile
 from cumulo.engine.decide.routing import Route
 from cumulo.engine.decide.story import Event, Story
 from cumulo.serve.engine_link.in_flight import Dispatch
@@ -154,8 +155,8 @@ def explanation(record: Record) -> dict[str, Any]:
             "first_token": None if story is None else to_ms(story.first_token_s),
             "total": to_ms(record.ended_s),
             "gap_mean": statistics.fmean(itls_ms) if itls_ms else None,
-            "gap_median": _percentile(itls_ms, 0.5),
-            "gap_p99": _percentile(itls_ms, 0.99),
+            "gap_median": percentile(itls_ms, 0.5),
+            "gap_p99": percentile(itls_ms, 0.99),
             "gap_max": itls_ms[-1] if itls_ms else None,
         },
         "tokens": {
@@ -256,7 +257,7 @@ def summary(record: Record) -> str:
         parts.append(f"then {story.decode_tok_s:.1f} tokens/s")
     itls_ms = sorted(itl_s * 1e3 for itl_s in record.itls_s)
     if itls_ms:
-        parts.append(f"ITL median {_percentile(itls_ms, 0.5):.1f} ms, longest {itls_ms[-1]:.1f} ms")
+        parts.append(f"ITL median {percentile(itls_ms, 0.5):.1f} ms, longest {itls_ms[-1]:.1f} ms")
     if any(event.kind == "embedded" for event in story.events):
         parts.append("ended with its embedding")
     else:
@@ -283,7 +284,3 @@ def _since(origin_s: float) -> Any:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _percentile(ordered: list[float], share: float) -> float | None:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
