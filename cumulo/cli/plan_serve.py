@@ -2,13 +2,14 @@
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
-from cumulo.cli.shared.declare import option, takes_options
+from cumulo.cli.shared.declare import group, option, takes_options
+from cumulo.cli.shared.tier_options import TierOptions
 
 if TYPE_CHECKING:
     from cumulo.plan.serve.deployment import Deployment
@@ -60,9 +61,15 @@ class PlanServeOptions:
         min=0,
         max=1,
     )
-    kv_host_gib: float = option(
-        "Also consider host memory for prefixes that leave the KV cache, in GiB.", 0.0, panel=_WHERE, min=0
+    stores: TierOptions = group(
+        TierOptions(),
+        helps={
+            "kv_host_gib": "Also consider host memory of each engine for prefixes that leave the KV cache, in GiB.",
+            "kv_disk": "Also consider a folder, with its size in GiB, for prefixes that leave host memory.",
+            "swap_gib": "Also consider host memory of each engine for KV blocks of preempted sequences, in GiB.",
+        },
     )
+    disk_gb_s: shared.DiskSpeed = 0.5
     max_loras: int = option(
         "Number of low-rank adapters that every engine has in memory, asked for equally often.",
         0,
@@ -119,6 +126,7 @@ def serve(chosen: PlanServeOptions) -> None:
     from cumulo.cli.view import plan_serve as view
     from cumulo.cli.view.chart_file import write_chart
     from cumulo.plan.serve.kinds import kinds
+    from cumulo.plan.serve.options import weigh
     from cumulo.plan.serve.plan_file import plan_file, plan_text
     from cumulo.plan.serve.search import search
     from cumulo.spec.catalog import shipped
@@ -128,6 +136,8 @@ def serve(chosen: PlanServeOptions) -> None:
     with working("planning") as tell:
         every = kinds(wanted.spec, wanted.traffic, wanted.slo, catalog, choices)
         plan = search(wanted, every, tell)
+        tell("options")
+        options_chosen = weigh(plan, wanted, choices)
     best, curve = plan.best, plan.curve
     rows = view.rows(plan, wanted.slo, think_s)
     chart = view.users_chart(curve, best, wanted.slo, think_s)
@@ -136,6 +146,7 @@ def serve(chosen: PlanServeOptions) -> None:
         f"why: {view.why(plan)}.",
         f"evidence: {best.replica.confidence.evidence}.",
         view.promised(plan),
+        *map(str, options_chosen),
         view.rejected(plan),
     )
     if chosen.svg is not None:
@@ -151,7 +162,12 @@ def serve(chosen: PlanServeOptions) -> None:
         text = plan_text(planned, shlex.join(["cumulo", *sys.argv[1:]]))
         write_text_file(chosen.out, text, "the plan to")
         note(f"plan written to {chosen.out}")
-    reports.write_json(chosen.json_file, rows, plans=[_as_dict(one, plan) for one in plan.deployments])
+    reports.write_json(
+        chosen.json_file,
+        rows,
+        plans=[_as_dict(one, plan) for one in plan.deployments],
+        options=[asdict(one) for one in options_chosen],
+    )
     if str(chosen.json_file) == "-":
         return
     out.print(f"[bold]{heading}[/bold]", highlight=False)
@@ -200,19 +216,16 @@ def _choices(chosen: PlanServeOptions, catalog: "Catalog") -> "ReplicaChoices":
     for kind in _names(chosen.weights):
         if kind not in FORMATS:
             raise ConfigError(f"--weights takes {', '.join(FORMATS)}; got {kind!r}")
-    for kind in _names(chosen.kv):
-        if kind not in ("bfloat16", "float8"):
-            raise ConfigError(f"--kv takes bfloat16 and float8; got {kind!r}")
     return ReplicaChoices(
         tuple(names),
         tuple(_names(chosen.weights) or usual),
-        tuple("" if kind == "bfloat16" else kind for kind in _names(chosen.kv)) or ("",),
+        tuple(map(shared.kv_format, _names(chosen.kv))) or ("",),
         chosen.split,
         chosen.hypothetical,
         chosen.acceptance,
-        chosen.kv_host_gib,
-        chosen.max_loras,
-        chosen.max_lora_rank,
+        max_loras=chosen.max_loras,
+        max_lora_rank=chosen.max_lora_rank,
+        **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
     )
 
 

@@ -9,7 +9,8 @@ import typer
 
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
-from cumulo.cli.shared.declare import option, takes_options
+from cumulo.cli.shared.declare import group, option, takes_options
+from cumulo.cli.shared.tier_options import TierOptions
 from cumulo.cli.view import simulate as view
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class SimulateOptions:
         "Maximum number of tokens in a step; 0: the engine's default.", 0, panel=_WHERE
     )
     prefix_cache: bool = option("Reuse the KV cache of shared prefixes.", True, panel=_WHERE)
-    kv_host_gib: float = option(
-        "Host memory for prefixes that leave the KV cache, in GiB.", 0.0, panel=_WHERE, min=0
+    kv: str = option(
+        "KV cache format: bfloat16 or float8. Default: the format of activations.", "", panel=_WHERE
     )
     acceptance: float = option(
         "Speculation: share of drafted tokens that are right, 0 to 1. The scheduler chooses how many to draft; "
@@ -87,6 +88,11 @@ class SimulateOptions:
         "2ms",
         panel=_WHERE,
     )
+    stores: TierOptions = group(
+        TierOptions(),
+        helps={"kv_disk": "Folder, which is not used, and size in GiB for prefixes that leave host memory."},
+    )
+    disk_gb_s: shared.DiskSpeed = 0.5
     rate: str = option(
         "Request rate, in requests/s; '5,10,20' simulates each rate.", "", panel=shared.TRAFFIC
     )
@@ -137,8 +143,8 @@ def serve(chosen: SimulateOptions) -> None:
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
         max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
-        kv_host_gib=chosen.kv_host_gib, acceptance=chosen.acceptance, max_loras=chosen.max_loras,
-        max_lora_rank=chosen.max_lora_rank,
+        acceptance=chosen.acceptance, max_loras=chosen.max_loras, max_lora_rank=chosen.max_lora_rank,
+        kv=shared.kv_format(chosen.kv), **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
         front_door_s=parse_duration_s(chosen.front_door, "--front-door"),
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.

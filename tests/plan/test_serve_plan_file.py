@@ -11,8 +11,9 @@ from cumulo.cli.shared.serve_options import ServeCommandOptions
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import play
 from cumulo.plan.serve.deployment import Deployment
-from cumulo.plan.serve.goodput import Goodput
-from cumulo.plan.serve.plan_file import ServePlanFile, check_places, late, plan_file, plan_text, read_plan
+from cumulo.plan.serve.plan_file import ServePlanFile, check_places, plan_file, plan_text, read_plan
+from cumulo.plan.serve.promised import Promised, promised
+from cumulo.plan.serve.traffic import Traffic
 from tests.plan.test_serve_search import SLO, replica, some_traffic
 
 
@@ -68,25 +69,27 @@ def test_more_ranks_than_devices_are_refused_with_what_would_work(
         check_places(plan, present, "GPUs")
 
 
-def kept(requests: int, admitted: int, kept: int) -> Goodput:
-    return Goodput(requests, admitted, kept, 0, admitted - kept, 10.0, 100.0)
-
-
 def test_the_server_of_a_plan_promises_what_was_planned_for(tmp_path: Path) -> None:
     path, slo = tmp_path / "plan.yaml", replace(SLO, ttft_s=0.0125)
     one = replace(deployment(), replica=replace(replica("cpu"), weights="float32"), replicas=1)
-    path.write_text(plan_text(plan_file(one, str(tmp_path), slo, kept(400, 398, 397)), ""))
+    path.write_text(plan_text(plan_file(one, str(tmp_path), slo, Promised("refuse", 0.005, 0.9975)), ""))
     served = _served(with_plan(ServeCommandOptions(), path)).engine
     assert served.slo is not None and served.slo.bounds == {"ttft": 0.0125, "itl": 0.03}
     assert served.slo_late == "refuse"
     told = read_plan(path).planned_for
-    assert told.kept_share == pytest.approx(397 / 398, rel=1e-3) and "99.75% of promises kept" in str(told)
+    assert told.kept_share == 0.9975 and "99.75% of promises kept" in str(told)
     path.write_text(plan_text(plan_file(one, str(tmp_path), slo), ""))
     assert _served(with_plan(ServeCommandOptions(), path)).engine.slo is None
 
 
-def test_requests_that_a_plan_counts_on_are_not_refused(tmp_path: Path) -> None:
-    assert late(SLO, kept(400, 396, 396)) == "refuse"  # as many as may miss it
-    assert late(SLO, kept(400, 395, 395)) == "queue"
-    assert late(replace(SLO, share=0.9), kept(400, 395, 395)) == "refuse"
-    assert plan_file(deployment(), "llama-3.1-8b", SLO, kept(400, 300, 300)).slo_late == "queue"
+def test_requests_that_a_plan_counts_on_are_not_refused() -> None:
+    one, traffic = replica(), some_traffic(40).at_rate(4.0)
+    easy = promised(one, traffic, SLO)
+    assert (
+        easy is not None and (easy.late, easy.unpromised_share) == ("refuse", 0.0) and easy.kept_share > 0.99
+    )
+    crowd = Traffic(tuple(replace(one, arrived_s=0.01 * i) for i, one in enumerate(traffic.arrivals)))
+    hard = promised(one, crowd, replace(SLO, ttft_s=0.1))
+    assert hard is not None and hard.late == "queue" and 0 < hard.unpromised_share < 1
+    assert plan_file(deployment(), "llama-3.1-8b", SLO, hard).slo_late == "queue"
+    assert promised(one, crowd, replace(SLO, ttft_s=1e-4)) is None

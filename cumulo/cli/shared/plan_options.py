@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cumulo.cli.shared.declare import option
+from cumulo.cli.shared.tier_options import TierOptions
 
 if TYPE_CHECKING:
     from cumulo.plan.serve.traffic import Traffic
@@ -102,6 +103,34 @@ class TrafficOptions:
             self.requests,
             self.seed,
         )
+
+
+DiskSpeed = Annotated[
+    float,
+    typer.Option(
+        help="With --kv-disk: speed at which an engine reads its files, with their checksums, in GB/s. The default "
+        "is that of one core of a Neoverse-N1.",
+        rich_help_panel=TierOptions.PANEL,
+    ),
+]
+
+
+def tier_fields(stores: TierOptions, disk_gb_s: float) -> dict[str, Any]:
+    """KV blocks beyond the device, as fields of a simulated replica."""
+    from cumulo.errors import ConfigError
+
+    if not 0 < disk_gb_s < float("inf"):
+        raise ConfigError(f"--disk-gb-s must be more than 0 GB/s, got {disk_gb_s:g}")
+    return stores.config() | {"disk_bytes_per_s": 1e9 * disk_gb_s}
+
+
+def kv_format(text: str) -> str:
+    """--kv as a replica takes it."""
+    from cumulo.errors import ConfigError
+
+    if text not in ("", "bfloat16", "float8"):
+        raise ConfigError(f"--kv takes bfloat16 and float8; got {text!r}")
+    return text if text == "float8" else ""
 
 
 SloOption = Annotated[

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cumulo.load.svg import Chart
     from cumulo.plan.serve.capacity import RateTrial
     from cumulo.plan.serve.deployment import Deployment
-    from cumulo.plan.serve.goodput import Goodput
+    from cumulo.plan.serve.promised import Promised
     from cumulo.plan.serve.search import ServePlan
     from cumulo.spec.slo import Slo
 
@@ -122,12 +122,11 @@ def _latencies(plan: "ServePlan", slo: "Slo") -> "list[Row]":
     return found
 
 
-def _promises(promise: "Goodput", slo: "Slo") -> "Row":
+def _promises(promise: "Promised", slo: "Slo") -> "Row":
     from cumulo.base.report import Row
-    from cumulo.plan.serve.plan_file import late
 
-    then = "served without a promise" if late(slo, promise) == "queue" else "refused"
-    others = f"{100 * promise.refused_share:.3g}% of requests are {then}"
+    then = "served without a promise" if promise.late == "queue" else "refused"
+    others = f"{100 * promise.unpromised_share:.3g}% of requests are {then}"
     note = f"by `cumulo serve --slo`, at the pessimistic end; {others}"
     return Row("promises kept", 100 * promise.kept_share, "%", must=slo.percentile, note=note)
 
@@ -187,6 +186,10 @@ def promised(plan: "ServePlan") -> str:
         return (
             "the plan file does not promise the SLO: promises of servers with prefill on replicas of its own have "
             "not been tested. Type `cumulo serve --slo` to make them"
+        )
+    if best.replica.engine == "cumulo":
+        return (
+            "the plan file does not promise the SLO: it could not be promised to any request when it arrives"
         )
     return f"the plan file does not promise the SLO: {best.replica.engine} is not Cumulo's engine"
 

@@ -17,6 +17,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.simulate.disk import SimulatedDisk
 from cumulo.engine.simulate.drafts import rounds_time
 from cumulo.engine.simulate.results import enter_result, note_settled
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost, StepInFlight
@@ -33,11 +34,12 @@ def simulate(
     stop_s: float = float("inf"),
     step_by_step: bool = False,
     acceptance: float = 0.0,
+    disk: SimulatedDisk | None = None,
 ) -> Run:
     """Serve all arrivals, given in order of time. Ends when the last is answered or, unfinished, at `stop_s`.
     `acceptance`: with a scheduler that speculates, how often a drafted token is right."""
     engine = SimulatedEngine(
-        scheduler, cost, overlap=overlap, step_by_step=step_by_step, acceptance=acceptance
+        scheduler, cost, overlap=overlap, step_by_step=step_by_step, acceptance=acceptance, disk=disk
     )
     engine.arrivals = list(arrivals)
     engine.advance(stop_s)
@@ -59,8 +61,11 @@ class SimulatedEngine:
         overlap: bool = True,
         step_by_step: bool = False,
         acceptance: float = 0.0,
+        disk: SimulatedDisk | None = None,
     ) -> None:
+        """`disk`: of the KV tier, with a scheduler that has one."""
         self.scheduler, self.cost, self.overlap, self.acceptance = scheduler, cost, overlap, acceptance
+        self.disk, self._until_s = disk, float("inf")
         self.run, self._lockstep = Run(), Lockstep(scheduler.books)
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
         self.clock_s = 0.0
@@ -77,8 +82,10 @@ class SimulatedEngine:
     def advance(self, until_s: float) -> None:
         """Play steps until the clock reaches `until_s`, or until everything that has arrived is answered."""
         scheduler, run, lockstep, arrivals = self.scheduler, self.run, self._lockstep, self.arrivals
-        count = len(arrivals)
+        count, self._until_s = len(arrivals), until_s
         while self.clock_s < until_s:
+            if self.disk is not None:
+                self.disk.exchange(scheduler.books, self.clock_s)
             while self._coming < count and arrivals[self._coming].arrived_s <= self.clock_s:
                 self.clock_s += take_in(arrivals[self._coming], self._coming, scheduler, self.cost, run)
                 self._coming += 1
@@ -147,7 +154,13 @@ class SimulatedEngine:
         return done_s
 
     def _wait_for_others(self) -> None:
-        """Nothing can be computed and nothing is in flight. An engine alone has nobody to wait for."""
+        """Nothing can be computed and nothing is in flight. An engine alone has only its disk to wait for."""
+        if self.disk is not None:
+            self.disk.exchange(self.scheduler.books, self.clock_s)
+        if self.disk is not None and self.disk.next_s < float("inf"):
+            coming = (one.arrived_s for one in self.arrivals[self._coming : self._coming + 1])
+            self.clock_s = min(self.disk.next_s, self._until_s, *coming)
+            return
         raise RuntimeError("the scheduler plans nothing while nothing is in flight: a bug in the scheduler")
 
     def _finish(self, ready: StepInFlight) -> None:

@@ -76,7 +76,7 @@ def close_ended(scheduler: Scheduler, now_s: float, run: Run) -> None:
         served, story = request.tag, request.story
         served.finished, served.last_token_s = True, now_s
         served.cached_tokens, served.preemptions = story.cached_tokens, story.preemptions
-        served.recomputed_tokens = story.recomputed_tokens
+        served.recomputed_tokens, served.promised = story.recomputed_tokens, story.promise is not None
         run.drafted_tokens += story.drafted_tokens
         run.accepted_tokens += story.accepted_tokens
         request.sequences = []  # they know each other: apart, both are freed at once and not by the collector

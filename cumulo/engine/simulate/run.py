@@ -84,6 +84,7 @@ class Served:
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    promised: bool = False  # a latency, and it has ended
     refused: str | None = None  # why it could never run, or that its latency could not be promised
     tokens: int = 0  # where a run judges by ITL: of its tokens after the first one,
     late_tokens: int = 0  # those that came later than the bound

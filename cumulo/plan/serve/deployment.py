@@ -21,10 +21,11 @@ class Candidate:
     why_not: str = ""  # where it cannot be used at all
     fits: bool = True  # into memory
     runnable: bool = True  # by `cumulo serve`
+    options: tuple[Replica, ...] = ()  # the same with engine options that may let fewer do, the fewest first
 
     def is_of(self, deployment: "Deployment") -> bool:
-        """Whether it is the kind of a deployment, which may have chosen smaller steps."""
-        chosen = deployment.replica
+        """Whether it is the kind of a deployment, which may have chosen smaller steps and further options."""
+        chosen = deployment.replica.without_stores()
         usual = replace(
             chosen, max_tokens_per_step=self.replica.max_tokens_per_step, max_running=self.replica.max_running
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from cumulo.engine.decide.block_pool import BlockHash
 from cumulo.engine.decide.routing import router
-from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.fleet import PromptHashes, simulate_fleet
 from cumulo.engine.simulate.run import Run
 from cumulo.engine.simulate.split_fleet import KVLink, SplitDecode, SplitFleet, SplitPrefill
@@ -44,10 +43,8 @@ def play_fleet(
     """The traffic on so many replicas of one kind, under a routing policy."""
     if replicas < 1:
         raise ConfigError(f"a fleet needs 1 or more replicas, got {replicas}")
-    engines = [
-        SimulatedEngine(replica.scheduler(), replica.cost(), acceptance=replica.acceptance)
-        for _ in range(replicas)
-    ]
+    one = replica.one_of(replicas)
+    engines = [one.engine_of(one.scheduler(), one.cost()) for _ in range(replicas)]
     runs = simulate_fleet(traffic.arrivals, engines, router(policy))
     return _report(policy, runs, replica, traffic, percentile)
 

@@ -5,10 +5,10 @@ Every request is judged on its own: its TTFT, and that 99% of its tokens came wi
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.slo.promises import learning_prompts
-from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Served
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.traffic import Traffic
@@ -18,7 +18,7 @@ from cumulo.spec.slo import ITL_SHARE, Slo
 @dataclass(frozen=True, slots=True)
 class Goodput:
     requests: int
-    admitted: int
+    admitted: int  # and promised the SLO, if it is promised at all
     kept: int
     missed_ttft: int
     missed_itl: int
@@ -31,6 +31,7 @@ class Goodput:
 
     @property
     def refused_share(self) -> float:
+        """Of all: those that were not, or that are served without a promise."""
         return 1 - self.admitted / self.requests
 
     @property
@@ -40,21 +41,26 @@ class Goodput:
 
 
 def play_goodput(
-    replica: Replica, traffic: Traffic, slo: Slo, *, promise: bool, slower: float = 1.0
+    replica: Replica,
+    traffic: Traffic,
+    slo: Slo,
+    *,
+    promise: bool,
+    late: Literal["refuse", "queue"] = "refuse",
+    slower: float = 1.0,
 ) -> Goodput:
-    """`promise`: schedule by the SLO as `cumulo serve --slo` does; without, in steps of fixed size. `slower`: than
-    predicted by so much."""
+    """`promise`: schedule by the SLO as `cumulo serve --slo` does; without, in steps of fixed size. `late`: what is
+    done with requests whose promise cannot be kept. `slower`: than predicted by so much."""
     scheduler = replica.scheduler()
     if promise:
-        scheduler = Scheduler(replace(scheduler.config, slo=slo))
+        scheduler = Scheduler(replace(scheduler.config, slo=slo, late=late))
         _learn(scheduler, replica, slower)
-    cost = replica.cost(slower=slower)
-    engine = SimulatedEngine(scheduler, cost, step_by_step=True, acceptance=replica.acceptance)
+    engine = replica.engine_of(scheduler, replica.cost(slower=slower), step_by_step=True)
     engine.arrivals = list(traffic.arrivals)
     engine.run.itl_bound_s = slo.itl_s
     engine.advance(float("inf"))
     run = engine.end()
-    admitted = [one for one in run.served if one.refused is None]
+    admitted = [one for one in run.served if one.refused is None and (one.promised or not promise)]
     late_start = {id(one) for one in admitted if _late_start(one, slo)}
     uneven = [one for one in admitted if id(one) not in late_start and _uneven(one)]
     kept = [one for one in admitted if one.finished and id(one) not in late_start and not _uneven(one)]
@@ -67,11 +73,12 @@ def play_goodput(
 
 def _learn(scheduler: Scheduler, replica: Replica, slower: float) -> None:
     """What a server does before it is ready."""
-    cost = replica.cost(slower=slower)
-    engine = SimulatedEngine(scheduler, cost, step_by_step=True, acceptance=replica.acceptance)
+    engine = replica.engine_of(scheduler, replica.cost(slower=slower), step_by_step=True)
     for tokens in learning_prompts(lambda: scheduler.books.promises, scheduler.config.max_context):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
+    if engine.disk is not None:
+        engine.disk.finish(scheduler.books, engine.clock_s)
     scheduler.pool.clear_cache()
 
 

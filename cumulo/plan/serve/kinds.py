@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
 
+from cumulo.errors import OutOfMemory
 from cumulo.layout.serving import ServingLayout, serving_problems
 from cumulo.plan.serve.deployment import Candidate, candidate
-from cumulo.plan.serve.replica import TENSORRT_LLM, Replica
+from cumulo.plan.serve.replica import DISK_BYTES_PER_S, TENSORRT_LLM, Replica
 from cumulo.plan.serve.runnable import obstacle
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.catalog import Catalog
@@ -32,6 +35,24 @@ class ReplicaChoices:
     kv_host_gib: float = 0.0  # host memory that prefixes could go to
     max_loras: int = 0  # adapters that every replica must have room for
     max_lora_rank: int = 16
+    kv_disk: str = ""  # folder that prefixes could go to from there
+    kv_disk_gib: float = 0.0  # of all engines of a host
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
+    swap_gib: float = 0.0  # host memory that preempted sequences could go to
+
+    @property
+    def stores(self) -> dict[str, dict[str, Any]]:
+        """Where KV blocks could go from the device: fields of Replica, by the option that asks for them."""
+        asked: dict[str, dict[str, Any]] = {}
+        if self.kv_host_gib:
+            asked[f"--kv-host-gib {self.kv_host_gib:g}"] = {"kv_host_gib": self.kv_host_gib}
+        if self.kv_disk:
+            asked[f"--kv-disk {self.kv_disk}:{self.kv_disk_gib:g}"] = {
+                "kv_disk": self.kv_disk, "kv_disk_gib": self.kv_disk_gib, "disk_bytes_per_s": self.disk_bytes_per_s,
+            }  # fmt: skip
+        if self.swap_gib:
+            asked[f"--swap-gib {self.swap_gib:g}"] = {"swap_gib": self.swap_gib}
+        return asked
 
 
 def kinds(
@@ -51,7 +72,7 @@ def kinds(
                 )  # fmt: skip
                 for replica in _variants(plain, choices):
                     for apart in (False, True) if choices.split is None else (choices.split,):
-                        yield _candidate(replica, apart, traffic, slo, choices.hypothetical)
+                        yield _candidate(replica, apart, traffic, slo, choices)
 
 
 def _variants(plain: Replica, choices: ReplicaChoices) -> Iterator[Replica]:
@@ -63,19 +84,46 @@ def _variants(plain: Replica, choices: ReplicaChoices) -> Iterator[Replica]:
             yield replica
             if choices.acceptance:
                 yield replace(replica, acceptance=choices.acceptance)
-            if choices.kv_host_gib:
-                yield replace(replica, kv_host_gib=choices.kv_host_gib)
-            if choices.acceptance and choices.kv_host_gib:
-                yield replace(replica, acceptance=choices.acceptance, kv_host_gib=choices.kv_host_gib)
     if choices.hypothetical and not on_cpu and plain.weights in ("float8", "float4", "bfloat16"):
         yield replace(plain, engine=TENSORRT_LLM, kv="float8", max_running=_MOST_RUNNING)
 
 
-def _candidate(replica: Replica, apart: bool, traffic: Traffic, slo: Slo, hypothetical: bool) -> Candidate:
-    why = "" if hypothetical else obstacle(replica, apart)
+def _candidate(
+    replica: Replica, apart: bool, traffic: Traffic, slo: Slo, choices: ReplicaChoices
+) -> Candidate:
+    why = "" if choices.hypothetical else obstacle(replica, apart)
     if why:
         return Candidate(replica, apart, 0.0, why, fits=False, runnable=False)
-    return candidate(replica, apart, traffic, slo)
+    found = candidate(replica, apart, traffic, slo)
+    return replace(found, options=tuple(_with_stores(replica, apart, choices))) if found.fits else found
+
+
+def _with_stores(replica: Replica, apart: bool, choices: ReplicaChoices) -> Iterator[Replica]:
+    """The replica with what it may keep of KV blocks beyond the device. No bound on its price changes: that counts
+    every token once, and a shared prefix not at all."""
+    asked = list(choices.stores.values())
+    for count in range(1, len(asked) + 1):
+        for together in combinations(asked, count):
+            more = replace(replica, **{name: value for one in together for name, value in one.items()})
+            if not why_no_store(more, apart) and _fits(more):
+                yield more
+
+
+def why_no_store(replica: Replica, apart: bool) -> str:
+    """Why a replica cannot keep KV blocks beyond the device as it says; empty: it can."""
+    if replica.engine == TENSORRT_LLM:
+        return "TensorRT-LLM's published throughputs say nothing about it"
+    if apart and (replica.kv_disk or replica.swap_gib):
+        return "it is considered only where replicas do prefill and decode"
+    return obstacle(replica, apart)
+
+
+def _fits(replica: Replica) -> bool:
+    try:
+        replica.memory()
+    except OutOfMemory:
+        return False
+    return True
 
 
 def rank_sizes(spec: ModelSpec, node: Node) -> Iterator[tuple[int, int, int]]:

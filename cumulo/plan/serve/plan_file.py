@@ -3,7 +3,7 @@ predicted. Written by `cumulo plan serve --out`."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -13,7 +13,7 @@ from cumulo.base.yaml_text import yaml_problem
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.deployment import Deployment
-from cumulo.plan.serve.goodput import Goodput
+from cumulo.plan.serve.promised import Promised
 from cumulo.spec.slo import Slo
 
 
@@ -64,6 +64,8 @@ class ServePlanFile:
     max_tokens_per_step: int | None = None
     kv_dtype: str | None = None
     kv_host_gib: float = 0.0
+    kv_disk: str = ""
+    swap_gib: float = 0.0
     speculate: str | None = None
     max_loras: int | None = None
     max_lora_rank: int | None = None
@@ -83,7 +85,7 @@ class ServePlanFile:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "planned_for"}
 
 
-def plan_file(best: Deployment, model: str, slo: Slo, promise: Goodput | None = None) -> ServePlanFile:
+def plan_file(best: Deployment, model: str, slo: Slo, promise: Promised | None = None) -> ServePlanFile:
     """`model`: a folder with weights, or a name of the catalogue. `promise`: what a replica keeps of the SLO if it
     promises it; None: it does not."""
     replica, report = best.replica, best.report
@@ -99,7 +101,7 @@ def plan_file(best: Deployment, model: str, slo: Slo, promise: Goodput | None = 
             _rounded(best.output_tok_s),
             None if report.ttft_s is None else _rounded(report.ttft_s.at_slo),
             None if report.itl_s is None else _rounded(report.itl_s.at_slo),
-            None if promise is None else _rounded(promise.refused_share),
+            None if promise is None else _rounded(promise.unpromised_share),
             None if promise is None else _rounded(promise.kept_share),
             model if weights is None else None,
         ),
@@ -117,19 +119,14 @@ def plan_file(best: Deployment, model: str, slo: Slo, promise: Goodput | None = 
         max_tokens_per_step=config.max_tokens_per_step,
         kv_dtype="fp8" if replica.kv == "float8" else None,
         kv_host_gib=replica.kv_host_gib,
+        kv_disk=f"{replica.kv_disk}:{replica.kv_disk_gib:g}" if replica.kv_disk else "",
+        swap_gib=replica.swap_gib,
         speculate="ngram" if replica.acceptance else None,
         max_loras=replica.max_loras or None,
         max_lora_rank=replica.max_lora_rank if replica.max_loras else None,
         slo="" if promise is None else slo.text,
-        slo_late=late(slo, promise),
+        slo_late="refuse" if promise is None else promise.late,
     )
-
-
-def late(slo: Slo, promise: Goodput | None) -> Literal["refuse", "queue"]:
-    """Requests that the plan counts on are not turned away: where more could not be promised than the SLO lets miss
-    it, they are served without a promise."""
-    many = promise is not None and promise.refused_share > 1 - slo.share
-    return "queue" if many else "refuse"
 
 
 def differing(planned: ServePlanFile) -> dict[str, Any]:

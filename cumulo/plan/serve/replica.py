@@ -14,7 +14,8 @@ from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.memory.ledger import GIB
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
-from cumulo.engine.simulate.engine import simulate
+from cumulo.engine.simulate.disk import SimulatedDisk
+from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.layout.adapters import served_elements
@@ -37,6 +38,10 @@ _QUANTISED: dict[str, Literal["fp8", "int4"]] = {
     "int4": "int4",
 }  # by `cumulo serve --weights`
 _DRIVER_BYTES = GIB // 2  # of a GPU's memory, taken before the engine asks how much is free
+# That a thread reads files at, mostly the digest that it checks: 0.54 to 0.55 GB/s for blocks of 1 to 8 MiB, from
+# the page cache, on a Neoverse-N1 (docs/simulate-serving.md). Writing them takes 1.5 times as long.
+DISK_BYTES_PER_S = 0.5e9
+_WRITING_TAKES = 1.5
 FORMATS = {
     "bfloat16": Format(),
     "float8": Format(weights="float8", compute="float8"),
@@ -63,6 +68,10 @@ class Replica:
     max_tokens_per_step: int = 0
     prefix_cache: bool = True
     kv_host_gib: float = 0.0  # host memory for prefixes that leave the device
+    kv_disk: str = ""  # folder for prefixes that leave host memory
+    kv_disk_gib: float = 0.0  # of this engine: engines of a host share a folder
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
+    swap_gib: float = 0.0  # host memory for the blocks of preempted sequences
     pp: int = 1  # layers over this many stages, of tp ranks each
     acceptance: float = 0.0  # speculation: how often a drafted token is right; 0: none are drafted
     max_loras: int = 0  # adapters in memory, asked for equally often
@@ -114,6 +123,9 @@ class Replica:
             max_tokens_per_step=self.max_tokens_per_step,
             prefix_cache=self.prefix_cache,
             kv_host_gib=self.kv_host_gib,
+            kv_disk=self.kv_disk,
+            kv_disk_gib=self.kv_disk_gib,
+            swap_gib=self.swap_gib,
             weights=_QUANTISED.get(self.weights, "auto"),
             kv_dtype="fp8" if self.kv == "float8" else "auto",
             pp=self.pp,
@@ -165,11 +177,28 @@ class Replica:
     def scheduler(self, host_blocks: int = 0) -> Scheduler:
         """The engine's own; `host_blocks`: room for keys and values that arrive from other engines."""
         config = scheduler_config(self.engine_config(), self.memory())
-        scheduler = Scheduler(replace(config, host_blocks=host_blocks))
-        if config.tier_blocks:
-            block_bytes = config.block_size * self.work().kv_bytes_per_token
-            scheduler.costs.swap_s_per_block = block_bytes / self.device.host_bytes_per_s
+        scheduler = Scheduler(replace(config, host_blocks=config.host_blocks + host_blocks))
+        if config.tier_blocks or config.host_blocks:  # what a real engine measures before it is ready
+            scheduler.costs.swap_s_per_block = self.block_bytes / self.device.host_bytes_per_s
         return scheduler
+
+    @property
+    def block_bytes(self) -> float:
+        """Of a KV block, on one rank."""
+        return self.engine_config().block_size * self.work().kv_bytes_per_token
+
+    def engine_of(
+        self, scheduler: Scheduler, cost: StepCostModel, *, step_by_step: bool = False
+    ) -> SimulatedEngine:
+        """One that plays the steps of this scheduler."""
+        disk = None
+        if self.kv_disk:
+            read_s = self.block_bytes / self.disk_bytes_per_s
+            most = int(self.kv_disk_gib * GIB / self.block_bytes)
+            disk = SimulatedDisk(read_s, _WRITING_TAKES * read_s, most)
+        return SimulatedEngine(
+            scheduler, cost, step_by_step=step_by_step, acceptance=self.acceptance, disk=disk
+        )
 
     def cost(self, swap_bytes_per_s: float | None = None, slower: float = 1.0) -> StepCostModel:
         return self.cost_under(self.profile, swap_bytes_per_s, slower)
@@ -202,7 +231,19 @@ class Replica:
     def serve(self, arrivals: tuple[Arrival, ...], slower: float = 1.0) -> tuple[Run, StepCostModel]:
         """Play traffic; the cost model comes back knowing where the time went."""
         cost = self.cost(slower=slower)
-        return simulate(arrivals, self.scheduler(), cost, acceptance=self.acceptance), cost
+        engine = self.engine_of(self.scheduler(), cost)
+        engine.arrivals = list(arrivals)
+        engine.advance(float("inf"))
+        return engine.end(), cost
+
+    def one_of(self, replicas: int) -> "Replica":
+        """As one of so many: those of a host share the disk's folder, of which each is given its part."""
+        on_host = min(replicas, max(1, self.node.gpus // self.ranks))
+        return replace(self, kv_disk_gib=self.kv_disk_gib / on_host) if self.kv_disk else self
+
+    def without_stores(self) -> "Replica":
+        """Without what is kept of KV blocks beyond the device."""
+        return replace(self, kv_host_gib=0.0, kv_disk="", kv_disk_gib=0.0, swap_gib=0.0)
 
     def with_context_for(self, arrivals: tuple[Arrival, ...]) -> "Replica":
         """With room for the longest request, so that none is refused and no memory is planned for longer ones."""
@@ -225,12 +266,23 @@ class Replica:
             return longest
         return roomy
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Options that a plain replica does not have, as `cumulo serve` takes them."""
+        named = {
+            "--kv-host-gib": f"{self.kv_host_gib:g}" if self.kv_host_gib else "",
+            "--kv-disk": self.kv_disk and f"{self.kv_disk}:{self.kv_disk_gib:g}",
+            "--swap-gib": f"{self.swap_gib:g}" if self.swap_gib else "",
+        }
+        return tuple(f"{name} {value}" for name, value in named.items() if value)
+
     def __str__(self) -> str:
         sizes = (("tp", self.tp), ("pp", self.pp), ("ep", self.ep))
         split = " ".join(f"{name}{size}" for name, size in sizes if size > 1)
         numbers = self.weights + (f", {self.kv} KV" if self.kv else "")
         numbers += "" if self.engine == CUMULO else f", {self.engine}"
         numbers += f", {self.max_loras} adapters" if self.max_loras else ""
+        numbers += "".join(f", {words}" for words in self.extras)
         if not split:
             return f"{self.device.name} ({numbers})"
         return f"{self.ranks} × {self.device.name} ({split}, {numbers})"

@@ -14,6 +14,8 @@ def obstacle(replica: Replica, split: bool = False) -> str:
         return "prefill and decode apart need engines without a pipeline"
     if replica.acceptance and replica.ranks > 1:
         return "speculation runs on one rank"
+    if replica.kv_disk and replica.ranks > 1:
+        return "prefixes are kept on disk by engines on one rank"
     if device.generation == "cpu":
         return ""
     if replica.max_loras and replica.ranks > 1:

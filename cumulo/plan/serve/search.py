@@ -12,8 +12,8 @@ from functools import partial
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import Capacity, RateTrial, play
 from cumulo.plan.serve.deployment import Candidate, Deployment
-from cumulo.plan.serve.goodput import Goodput, play_goodput
 from cumulo.plan.serve.headroom import RateGrid
+from cumulo.plan.serve.promised import Promised, promised
 from cumulo.plan.serve.replica import CUMULO, Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.split import decode, prefill
@@ -35,10 +35,22 @@ class ServePlan:
     ]  # of one replica of the best: fast, expected, slow steps
     capacity: tuple[Capacity, Capacity, Capacity]  # of one replica of the best: slow, expected, fast steps
     curve: tuple[RateTrial, ...]  # of one replica of the best, by rate, as expected
-    enumerated: int
-    simulated: int  # kinds of replica
-    rejected: tuple[Candidate, ...]  # those that cannot be used at all
-    promise: Goodput | None = None  # of one replica of the best that promises the SLO; None: it cannot
+    every: tuple[Candidate, ...]  # kinds of replica, those first that cost the least at least
+    tried: tuple[Deployment | None, ...]  # of the first of them: what was simulated, and what came of it
+    promise: Promised | None = None  # of one replica of the best; None: it promises nothing
+
+    @property
+    def enumerated(self) -> int:
+        return len(self.every)
+
+    @property
+    def simulated(self) -> int:
+        return len(self.tried)
+
+    @property
+    def rejected(self) -> tuple[Candidate, ...]:
+        """Those that cannot be used at all."""
+        return tuple(one for one in self.every if one.most_rate <= 0)
 
     @property
     def best(self) -> Deployment:
@@ -73,20 +85,19 @@ def search(
     if not every:
         raise ConfigError("--devices contains no device: name one or more, or omit it")
     found: list[Deployment] = []
-    simulated = 0
+    tried: list[Deployment | None] = []
     for one in every:
         price = one.least_price(wanted.rate)
         if price == float("inf") or (len(found) >= 2 and price >= found[1].price_per_hour):
             break
         tell(f"{one.replica}{', prefill apart' if one.split else ''}")
         limit = found[1].price_per_hour if len(found) >= 2 else float("inf")
-        simulated += 1
         deployment = (_split if one.split else _together)(one, wanted, limit)
+        tried.append(deployment)
         if deployment is not None:
             found.append(deployment)
             found.sort(key=lambda plan: (plan.price_per_hour, plan.gpus))
             del found[2:]
-    rejected = tuple(one for one in every if one.most_rate <= 0)
     if not found:
         raise ConfigError(_nothing_works(wanted, every))
     tell("headroom")
@@ -101,37 +112,49 @@ def search(
     )
     reports = _at_rate(best, wanted, sure.fastest)(rates.share), rates.report(0), best.report
     return ServePlan(
-        tuple(found), reports, (slow, usual, fast), rates.curve(usual), len(every), simulated, rejected,
+        tuple(found), reports, (slow, usual, fast), rates.curve(usual), tuple(every), tuple(tried),
         _promise(best, wanted),
     )  # fmt: skip
 
 
-def _promise(best: Deployment, wanted: Wanted) -> Goodput | None:
-    """What `cumulo serve --slo` would keep, at the pessimistic end. Where prefill is apart it has not been shown that
-    promises are kept, so the plan makes none."""
-    replica = best.replica
-    if best.prefill_replicas or replica.engine != CUMULO:
+def _promise(best: Deployment, wanted: Wanted) -> Promised | None:
+    """Where prefill is apart nobody has tested promises, so the plan makes none."""
+    if best.prefill_replicas or best.replica.engine != CUMULO:
         return None
-    share = wanted.traffic.at_rate(wanted.rate / best.replicas)
-    return play_goodput(replica, share, wanted.slo, promise=True, slower=replica.confidence.slowest)
+    traffic = wanted.traffic.at_rate(wanted.rate / best.replicas)
+    return promised(best.replica.one_of(best.replicas), traffic, wanted.slo)
 
 
 def _together(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
-    """The fewest replicas that hold, each with its share of the rate; with smaller steps where fewer hold so."""
+    """The fewest replicas that hold, each with its share of the rate; with smaller steps, and then with further
+    options, where fewer hold so."""
     least = int(max(1, -(-wanted.rate // one.most_rate)))
-    best, most = None, _most(one.replica, wanted, price_limit)
-    for replica in _step_sizes(one.replica, wanted):
+    most = _most(one.replica, wanted, price_limit)
+
+    def fewest(replica: Replica) -> Deployment | None:
         at = partial(_share_of, wanted, replica)
         found = _fewest(at, lambda result: result.holds(wanted.slo), least, most)
-        if found is not None:
-            best = Deployment(replica, found[0], 0, wanted.rate, found[1], wanted.output_tokens)
-            most = found[0] - 1
+        if found is None:
+            return None
+        return Deployment(replica, found[0], 0, wanted.rate, found[1], wanted.output_tokens)
+
+    sizes, best = list(_step_sizes(one.replica, wanted)), None
+    for replica in sizes:
+        if (found := fewest(replica)) is not None:
+            best, most = found, found.replicas - 1
+    steps = sizes[0] if best is None else best.replica
+    for option in one.options:
+        replica = replace(
+            option, max_tokens_per_step=steps.max_tokens_per_step, max_running=steps.max_running
+        )
+        if (found := fewest(replica)) is not None:
+            best, most = found, found.replicas - 1
     return best
 
 
 def _share_of(wanted: Wanted, replica: Replica, replicas: int) -> ServeReport:
     traffic = wanted.traffic.at_rate(wanted.rate / replicas)
-    return play(replica, traffic, wanted.slo.percentile, replica.confidence.slowest)
+    return play(replica.one_of(replicas), traffic, wanted.slo.percentile, replica.confidence.slowest)
 
 
 def _step_sizes(replica: Replica, wanted: Wanted) -> Iterator[Replica]:
@@ -156,10 +179,21 @@ def _step_sizes(replica: Replica, wanted: Wanted) -> Iterator[Replica]:
 
 
 def _split(one: Candidate, wanted: Wanted, price_limit: float) -> Deployment | None:
+    """The fewest replicas, with further options where fewer hold so."""
+    best = _apart(one, one.replica, wanted, price_limit)
+    for option in one.options:
+        limit = price_limit if best is None else best.price_per_hour - one.replica.price_per_hour
+        found = _apart(one, option, wanted, limit)
+        if found is not None and (best is None or found.gpus < best.gpus):
+            best = found
+    return best
+
+
+def _apart(one: Candidate, replica: Replica, wanted: Wanted, price_limit: float) -> Deployment | None:
     """First the fewest prefill replicas for the time to first token, then the fewest for the gaps after it. Both
     run on one host, where keys and values go from GPU to GPU."""
-    slo, most = wanted.slo, min(_most(one.replica, wanted, price_limit), one.replica.node.gpus)
-    slow, replica = one.replica.confidence.slowest, one.replica
+    slo, most = wanted.slo, min(_most(replica, wanted, price_limit), replica.node.gpus)
+    slow = replica.confidence.slowest
 
     def prompts(replicas: int) -> ServeReport:
         return prefill(replica, wanted.traffic.at_rate(wanted.rate / replicas), slo.percentile, slow).report
@@ -192,12 +226,13 @@ def _most(replica: Replica, wanted: Wanted, price_limit: float) -> int:
 def _fewest(
     at: Callable[[int], ServeReport], holds: Callable[[ServeReport], bool], least: int, most: int
 ) -> tuple[int, ServeReport] | None:
-    """The smallest number in least..most that holds, given that more hold if fewer do: stride, then halve."""
+    """The smallest number in least..most that holds, given that more hold if fewer do: stride, then halve. Where
+    the fewest do not hold, it is first seen whether any do."""
     if least > most:
         return None
     low, high, stride = least - 1, least, 1
     while not holds(result := at(high)):
-        if high == most:
+        if high == most or (high == least and not holds(at(most))):
             return None
         low, high, stride = high, min(most, high + stride), stride * 2
     while high - low > 1:
@@ -211,7 +246,7 @@ def _fewest(
 
 def _at_rate(best: Deployment, wanted: Wanted, slower: float) -> Callable[[float], ServeReport]:
     """One (decode) replica of a deployment under any rate."""
-    slo, replica = wanted.slo, best.replica
+    slo, replica = wanted.slo, best.replica.one_of(best.replicas)
     if not best.prefill_replicas:
         return lambda rate: play(replica, wanted.traffic.at_rate(rate), slo.percentile, slower)
     ratio = best.replicas / best.prefill_replicas

@@ -16,6 +16,7 @@ from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.tiers.choice import TierCosts
 from cumulo.engine.decide.tiers.host_tier import HostTier
 
+KEPT_FILES = 0.95  # of the disk's limit is left when files are deleted, so that it is not done for every file
 _MOST_WRITES = 64  # ordered and not done: a disk that is slower than the device evicts gets every nth block
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+from cumulo.engine.decide.tiers.tiers import KEPT_FILES
 from cumulo.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,6 @@ _HEAD = struct.Struct("<8sI16s16sQ")  # magic, version, fingerprint, block hash,
 _DIGEST_BYTES = 32
 _NAME = re.compile(r"[0-9a-f]{32}\.kv")
 _FORGOTTEN_S = 600.0  # after which a file that was being written is nobody's
-_FEWER = 0.95  # of the limit is left when files are deleted, so that it is not done for every file
 _TELL_EVERY_S = 60.0
 
 
@@ -71,12 +71,12 @@ class KvFiles:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
             if error.errno == errno.ENOSPC:
-                self.trim(int(self.used_bytes * _FEWER))
+                self.trim(int(self.used_bytes * KEPT_FILES))
             self._tell("KV blocks cannot be written to %s: %s", self.root, error.strerror)
             return False
         self.used_bytes += size + len(head) + _DIGEST_BYTES
         if self.used_bytes > self.limit_bytes:
-            self.trim(int(self.limit_bytes * _FEWER))
+            self.trim(int(self.limit_bytes * KEPT_FILES))
         return True
 
     def read(self, block_hash: bytes, size: int) -> memoryview | None:
@@ -117,7 +117,7 @@ class KvFiles:
                 found.add(bytes.fromhex(path.stem))
         self.used_bytes = used
         if used > self.limit_bytes:
-            self.trim(int(self.limit_bytes * _FEWER))
+            self.trim(int(self.limit_bytes * KEPT_FILES))
         return found
 
     def trim(self, limit_bytes: int) -> None:
