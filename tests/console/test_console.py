@@ -277,7 +277,7 @@ def test_with_api_keys_the_console_asks_for_one_and_shows_only_its_requests(
     mine, other = new_key(keys, "mine"), new_key(keys, "other")
     with running_server(quick_model(), "--api-keys", str(keys)) as server:
         assert server.get("/live").headers["location"] == "/login"
-        wrong = httpx.post(server.url + "/login", data={"key": "ck-wrong"})
+        wrong = httpx.post(server.url + "/login", data={"key": "ck-wrong"}, timeout=60)
         assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
         theirs = server.client(other).chat.completions.create(
             model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "Hi"}]
@@ -301,6 +301,7 @@ def test_with_api_keys_the_console_asks_for_one_and_shows_only_its_requests(
                 server.url + "/logout",
                 cookies={cookie["name"]: cookie["value"]},
                 headers={"Origin": "http://elsewhere.example"},
+                timeout=60,
             )
             assert foreign.status_code == 403
             page.goto(server.url + "/system")

@@ -92,7 +92,7 @@ class RunningServer:
 
     def status(self, path: str) -> int | None:
         with contextlib.suppress(httpx.TransportError):
-            return _http().get(self.url + path, timeout=5).status_code
+            return self.get(path).status_code
         return None
 
     def get(self, path: str, **more: Any) -> httpx.Response:

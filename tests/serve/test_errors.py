@@ -103,6 +103,7 @@ def test_numbers_json_does_not_have_are_400(server: RunningServer) -> None:
                 f"{server.url}/v1/chat/completions",
                 content=body,
                 headers={"Content-Type": "application/json"},
+                timeout=60,
             )
         )
 
@@ -112,7 +113,7 @@ def test_a_lone_surrogate_is_400(server: RunningServer) -> None:
     for path in ("/v1/completions", "/tokenize"):
         content = body if path == "/v1/completions" else json.dumps({"prompt": "\ud800"})
         response = httpx.post(
-            server.url + path, content=content, headers={"Content-Type": "application/json"}
+            server.url + path, content=content, headers={"Content-Type": "application/json"}, timeout=60
         )
         assert "surrogate" in error_of(response)["message"]
     odd = {"role": "user", "content": [{"type": "\ud800", "text": "x"}]}
@@ -121,6 +122,7 @@ def test_a_lone_surrogate_is_400(server: RunningServer) -> None:
             server.url + "/v1/chat/completions",
             content=json.dumps(CHAT | change),
             headers={"Content-Type": "application/json"},
+            timeout=60,
         )
         error_of(response)
 

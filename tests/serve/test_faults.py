@@ -96,7 +96,7 @@ def test_a_killed_engine_is_replaced_and_everyone_is_answered(hurt: RunningServe
         os.kill(next_engine, signal.SIGSTOP)  # until everybody has seen that there is none
         os.kill(server.engine_pid(), signal.SIGKILL)
         wait_for(lambda: server.status("/health") == 503, "a bad /health", server)
-        assert httpx.get(f"{server.url}/health").json()["engine"] == "restarting"
+        assert server.get("/health").json()["engine"] == "restarting"
         with pytest.raises(openai.InternalServerError, match="being restarted"):
             client.chat.completions.create(**SHORT)
         os.kill(next_engine, signal.SIGCONT)
@@ -121,7 +121,7 @@ def test_an_engine_that_stands_still_is_replaced(hurt: RunningServer) -> None:
     stuck = hurt.engine_pid()
     os.kill(stuck, signal.SIGSTOP)
     wait_for(lambda: hurt.status("/health") == 503, "a bad /health", hurt)
-    assert "finished no step for 6 s although it had work" in httpx.get(f"{hurt.url}/health").text
+    assert "finished no step for 6 s although it had work" in hurt.get("/health").text
     assert text_of(first, *stream) == story
     wait_for(lambda: hurt.status("/health") == 200, "health", hurt)
     assert engine_is_gone(stuck)

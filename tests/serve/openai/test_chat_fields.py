@@ -262,10 +262,10 @@ def test_heads_are_answered_like_gets(server: RunningServer) -> None:
     import httpx
 
     for path in ("/health", "/ready", "/version", "/v1/models", f"/v1/models/{MODEL}"):
-        head, whole = httpx.head(server.url + path), server.get(path)
+        head, whole = httpx.head(server.url + path, timeout=60), server.get(path)
         assert head.status_code == whole.status_code == 200 and head.content == b""
         assert head.headers["content-type"] == whole.headers["content-type"]
-    assert httpx.head(f"{server.url}/v1/models/nobody").status_code == 404
+    assert httpx.head(f"{server.url}/v1/models/nobody", timeout=60).status_code == 404
     for method in ("HEAD", "OPTIONS", "PUT"):
-        answer = httpx.request(method, f"{server.url}/v1/chat/completions")
+        answer = httpx.request(method, f"{server.url}/v1/chat/completions", timeout=60)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
