@@ -1,18 +1,24 @@
 """Guides that eat a machine, sent to a real server: they are refused, nothing is left, and others do not notice."""
 
+import contextlib
+import json
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from cumulo.serve.access.keys import new_key
+from cumulo.serve.engine_link.fair_queue import MOST_WAITING
 from tests.base.sandbox.test_worker import wait_until_gone
+from tests.serve.http.raw import Answer, Client, post
 from tests.serve.running_server import PATIENCE_S, RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
@@ -39,14 +45,17 @@ def server(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Keys]) ->
 _CLIENT = httpx.Client(limits=httpx.Limits(max_connections=None))
 
 
-def ask(server: RunningServer, key: str, schema: object, patience_s: float = PATIENCE_S) -> httpx.Response:
-    body = {
+def body_of(schema: object) -> dict[str, Any]:
+    return {
         "model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8,
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
     }  # fmt: skip
+
+
+def ask(server: RunningServer, key: str, schema: object, patience_s: float = PATIENCE_S) -> httpx.Response:
     return _CLIENT.post(
         f"{server.url}/v1/chat/completions",
-        json=body,
+        json=body_of(schema),
         headers={"Authorization": f"Bearer {key}"},
         timeout=patience_s,
     )
@@ -145,11 +154,25 @@ def test_another_keys_guided_requests_all_succeed_during_a_flood(
 def test_a_key_with_too_many_guides_waiting_is_told_when_to_come_back(
     server: RunningServer, keys: tuple[Path, Keys]
 ) -> None:
-    with Flood(server, keys[1]["attacker"], clients=140) as flood:
-        wait_for(lambda: [one for one in flood.answers if one.status_code == 503], "a refusal", server)
+    headers = ("Content-Type: application/json", f"Authorization: Bearer {keys[1]['attacker']}")
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Client(server.url)) for _ in range(MOST_WAITING + 12)]
+        for number, client in enumerate(clients):
+            bomb = body_of({**BOMB, "multipleOf": 99999989 + 2 * number})
+            client.send(post(json.dumps(bomb).encode(), "/v1/chat/completions", *headers))
+        busy = next(answer for answer in answers_of(clients) if answer.status == 503)
         assert ask(server, keys[1]["honest"], person(1)).status_code == 200
-    busy = next(one for one in flood.answers if one.status_code == 503)
-    assert busy.json()["error"]["code"] == "guide_compiler_busy" and int(busy.headers["Retry-After"]) >= 1
+    assert busy.error["code"] == "guide_compiler_busy" and int(busy.headers["retry-after"]) >= 1
+
+
+def answers_of(clients: list[Client]) -> Iterator[Answer]:
+    """In the order in which they come."""
+    waiting = {client.socket: client for client in clients}
+    while ready := select.select(list(waiting), [], [], PATIENCE_S)[0]:
+        for one in ready:
+            answer = waiting.pop(one).answer()
+            assert answer is not None
+            yield answer
 
 
 def test_no_worker_outlives_the_server(tmp_path: Path) -> None:
