@@ -79,7 +79,7 @@ class UpstreamReplica:
         self.draining = False  # an operator's wish
         self.works: set[ReplicaWork] = set()
         self.waiting_tokens = 0
-        self.requests = self.failures = self.moved_away = 0
+        self.requests = self.failures = 0
         self.heard_s = time.monotonic()
 
     @property

@@ -60,6 +60,16 @@ class Layout:
         return self.dp * self.cp
 
     @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO shares out what it does; 1 without it."""
+        return (self.shard or self.dp) * self.cp if self.zero else 1
+
+    @property
+    def expert_zero_ranks(self) -> int:
+        """... that hold the same experts: of these ranks one in every ep."""
+        return max(1, self.zero_ranks // self.ep)
+
+    @property
     def axes(self) -> dict[str, tuple[int, int]]:
         """Ranks of an axis' groups and GPUs from one member to the next; dp: all that gradients are summed over."""
         return {

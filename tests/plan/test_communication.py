@@ -67,6 +67,7 @@ def test_groups_of_a_step_are_those_of_the_layout() -> None:
     layout = Layout(dp=8, tp=2, pp=2, cp=2, ep=4, zero=1, shard=4, sequence_parallel=True)
     job = TrainJob(catalog.model("qwen3-30b-a3b"), layout, 256, 4096)
     calls = [*layer_calls(job, has_experts=True), *(c for one in data_exchanges(job) for c in one.calls)]
+    assert layout.zero_ranks == len(layout.group("shard", 0))
     message = message_call(job)
     assert message is not None and message.stride == layout.group("pp", 0)[1]
     named = {"tp": "tp", "cp": "cp", "ep": "ep", "reduce_scatter": "shard", "all_reduce": "copies"}

@@ -60,7 +60,7 @@ def tune(collective: Collective, size_bytes: float, ranks: int, machine: Machine
             continue
         played = _played(collective, algorithm, ranks, min(machine.node_size, ranks))
         for protocol in machine.protocols:
-            found.append(_choice(algorithm, played, protocol, machine, size_bytes, ranks))
+            found.append(_choice(algorithm, played, protocol, machine, size_bytes))
     return sorted(found, key=lambda one: one.seconds)
 
 
@@ -117,7 +117,6 @@ def _choice(
     protocol: ProtocolCosts,
     machine: MachineCosts,
     size: float,
-    ranks: int,
 ) -> TunedChoice:
     near_s = size * played.near_load / protocol.near_bytes_per_s
     far_s = size * played.far_load / (protocol.far_bytes_per_s * machine.cards)

@@ -7,6 +7,7 @@ CPU), NODE (through its PCIe host bridges), SYS (through the link between CPUs).
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 
 from cumulo.errors import ConfigError
 
@@ -127,3 +128,9 @@ def links(kind: str) -> int:
 
 def _rank(kind: str) -> int:
     return 0 if links(kind) else ORDER.index(kind) if kind in ORDER else len(ORDER)
+
+
+def shared_bridges(one: list[str], other: list[str]) -> int:
+    """How many parts of two paths from the CPU agree, from the first on; the last part is the device itself."""
+    pairs = zip(one[:-1], other[:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -3,7 +3,7 @@
 import re
 from xml.etree import ElementTree
 
-from cumulo.collectives.topology.machine_graph import CardPlace, GpuPlace, MachineGraph
+from cumulo.collectives.topology.machine_graph import CardPlace, GpuPlace, MachineGraph, shared_bridges
 from cumulo.errors import ConfigError
 
 
@@ -72,14 +72,10 @@ def _walk(
 
 
 def _kind(one: list[str], other: list[str]) -> str:
-    """By how far their paths from the CPU agree; the last part of a path is the device itself."""
+    """By how far their paths from the CPU agree."""
     if one[0] != other[0]:
         return "SYS"
-    shared = 0
-    for mine, yours in zip(one[:-1], other[:-1], strict=False):
-        if mine != yours:
-            break
-        shared += 1
+    shared = shared_bridges(one, other)
     if shared <= 1:
         return "PHB"
     far = max(len(one), len(other)) - 1 - shared

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from cumulo.collectives.topology.machine_graph import CardPlace, GpuPlace, MachineGraph
+from cumulo.collectives.topology.machine_graph import CardPlace, GpuPlace, MachineGraph, shared_bridges
 from cumulo.collectives.topology.topo_text import parse_topo
 from cumulo.errors import ConfigError
 
@@ -89,11 +89,7 @@ def _path(device: Path) -> list[str]:
 def _kind(one: list[str], other: list[str], numa: int | None, other_numa: int | None) -> str:
     if numa is not None and other_numa is not None and numa != other_numa:
         return "SYS"
-    shared = 0
-    for mine, yours in zip(one[:-1], other[:-1], strict=False):
-        if mine != yours:
-            break
-        shared += 1
+    shared = shared_bridges(one, other)
     if shared == 0:
         return "NODE"
     if shared == 1:

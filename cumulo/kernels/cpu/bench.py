@@ -60,7 +60,7 @@ def rows() -> list[dict[str, Any]]:
     ]
     for shape in SHAPES:
         found += _linear_rows(library, shape, read_gb_s, dot_gmac_s)
-    return found + _attention_rows(library, read_gb_s)
+    return found + _attention_rows(read_gb_s)
 
 
 def _row(name: str, value: float, unit: str, note: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _torch_peers(blocks: AffineBlocks, dense: Tensor) -> dict[str, Callable[[Ten
     return peers
 
 
-def _attention_rows(library: NativeLibrary, read_gb_s: float) -> list[dict[str, Any]]:
+def _attention_rows(read_gb_s: float) -> list[dict[str, Any]]:
     heads, kv_heads, dim, block_size = 9, 3, 64, 16
     found = []
     for name, sequences, count, context in (

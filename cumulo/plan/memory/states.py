@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from cumulo.layout.layout import Layout
 from cumulo.plan.job import DTYPE_BYTES, LORA_TARGETS, TrainJob
 from cumulo.plan.memory.live import Place
 from cumulo.spec.model import ModelSpec
@@ -130,14 +131,18 @@ def heaviest_stage(job: TrainJob) -> Elements:
     return found
 
 
+def updated_elements(layout: Layout, elements: Elements) -> float:
+    """Of a rank's parameters before sharing, those that its optimizer updates."""
+    plain = elements.matrices + elements.rest
+    return plain / layout.zero_ranks + elements.experts / layout.expert_zero_ranks
+
+
 def state_bytes(job: TrainJob, elements: Elements) -> StateBytes:
     """Of a rank with `elements` before sharing, on the device and, where states are offloaded, beside it."""
     layout = job.layout
     if job.lora_rank is not None:
         return _adapter_bytes(job, elements)
-    shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
-    # Ranks with the same experts: of those that share the rest, one in every ep.
-    experts_shared_by = max(1, shared_by // layout.ep)
+    shared_by, experts_shared_by = layout.zero_ranks, layout.expert_zero_ranks
     muon, narrow = job.optimizer == "muon", job.optimizer == "adamw8bit"
     weights = gradients = optimizer = masters = updated = 0
     for count, ranks, each in (
@@ -199,9 +204,8 @@ def has_adapter(operation: str, targets: tuple[str, ...]) -> bool:
 def _adapter_bytes(job: TrainJob, elements: Elements) -> StateBytes:
     """Frozen weights in their own width (4 and 8 bits come with a scale of a byte for each 64); adapters have
     gradients, a float32 copy and two moments."""
-    layout = job.layout
     each = {4: 0.5 + 1 / 64, 8: 1 + 1 / 64, 16: 2.0}[job.frozen_bits]
-    shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero >= 3 else 1
+    shared_by = job.layout.zero_ranks if job.layout.zero >= 3 else 1
     frozen = (each * (elements.matrices + elements.experts) + 2 * elements.rest) / shared_by
     adapters = adapter_elements(job, elements)
     return StateBytes(round(frozen) + 2 * adapters, DTYPE_BYTES[job.gradient_dtype] * adapters, 12 * adapters)

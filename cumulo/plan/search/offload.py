@@ -12,7 +12,7 @@ from dataclasses import replace
 from cumulo.plan.estimate import Interval, TrainEstimate
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.peak import chunk_activation_bytes
-from cumulo.plan.memory.states import heaviest_stage, state_bytes
+from cumulo.plan.memory.states import heaviest_stage, state_bytes, updated_elements
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.step import estimate
 from cumulo.spec.cluster import Cluster
@@ -52,10 +52,7 @@ def optimizer_s(job: TrainJob, cluster: Cluster) -> float:
     layout, elements = job.layout, heaviest_stage(job)
     gradient = DTYPE_BYTES[job.gradient_dtype]
     host_bytes = state_bytes(job, elements).host  # states and gradients of what the rank updates
-    shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
-    updated = (elements.total - elements.experts) / shared_by + elements.experts / max(
-        1, shared_by // layout.ep
-    )
+    updated = updated_elements(layout, elements)
     down = gradient * updated
     if layout.world == 1:  # the gradients of every micro-batch, as wide as the weights
         down = job.micro_batches * job.weight_bytes_each * updated

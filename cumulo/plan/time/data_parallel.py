@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cumulo.plan.job import TrainJob
-from cumulo.plan.memory.states import Elements
+from cumulo.plan.memory.states import Elements, updated_elements
 from cumulo.plan.time.chunks import network_of
 from cumulo.plan.time.communication import data_exchanges, data_rounds, trained_elements
 from cumulo.plan.time.compute import rates
@@ -47,15 +47,10 @@ def around(job: TrainJob, cluster: Cluster, profile: Profile, micro_batch_s: flo
 def surroundings(job: TrainJob, cluster: Cluster, profile: Profile) -> Surroundings:
     byte_s = rates(profile, cluster.device).byte_s
     elements = trained_elements(job)  # frozen weights are neither accumulated nor updated
-    layout = job.layout
-    shared_by = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
-    updated = (elements.matrices + elements.rest) / shared_by + elements.experts / max(
-        1, shared_by // layout.ep
-    )
     travel_s, sent_bytes = _travel(job, cluster, elements, profile.bucket_bytes)
     return Surroundings(
         travel_s=travel_s,
-        optimizer_s=updated * profile.optimizer_bytes * byte_s,
+        optimizer_s=updated_elements(job.layout, elements) * profile.optimizer_bytes * byte_s,
         weights_s=job.micro_batches * elements.total * profile.weight_bytes * byte_s,
         sent_bytes=data_rounds(job) * sent_bytes,
     )

@@ -63,7 +63,7 @@ def settled(recipe: Recipe, spec: ModelSpec) -> Recipe:
     if recipe.layers is not None and not 1 <= recipe.layers <= spec.layers:
         raise ConfigError(f"--layers must be 1 to {spec.layers}, which the model has; got {recipe.layers}")
     if recipe.method == "fp8":
-        return _settled_float8(recipe, spec)
+        return _settled_float8(recipe)
     if recipe.static_activations:
         raise ConfigError("--static-activations exists for --method fp8")
     if recipe.method == "int8":
@@ -82,7 +82,7 @@ def settled(recipe: Recipe, spec: ModelSpec) -> Recipe:
     return recipe
 
 
-def _settled_float8(recipe: Recipe, spec: ModelSpec) -> Recipe:
+def _settled_float8(recipe: Recipe) -> Recipe:
     if recipe.format in ("awq", "gptq"):
         raise ConfigError(f"--format {recipe.format} holds whole numbers; use compressed-tensors or fp8")
     if recipe.format == "fp8" and recipe.scheme != "block":

@@ -29,7 +29,6 @@ def promise(books: Books, request: Request) -> None:
         outlook = look_ahead(books, promises, request, now_s)
         tokens = outlook.own_tokens
         if outlook.kept:
-            story.promise.expected_ttft_s = outlook.ttft_s
             story.add(
                 now_s, "promised", promise=_words(slo), expected_ms=1e3 * outlook.ttft_s, ahead=outlook.ahead
             )

@@ -12,7 +12,6 @@ Outcome = Literal["kept", "missed_ttft", "missed_itl"]
 class Promise:
     ttft_s: float | None
     itl_s: float | None
-    expected_ttft_s: float = 0.0  # when it was given
     tokens: int = 0  # of its first sample, after the first one
     late_tokens: int = 0  # of these, that came later than itl_s after the one before
     worst_itl_s: float = 0.0
