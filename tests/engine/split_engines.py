@@ -17,6 +17,8 @@ from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from tests.engine.tiny_engine import make_engine
 
+PATIENCE_S = 600.0  # with a prefill engine that says nothing: on a busy machine it may just not be its turn
+
 
 class PrefillThread:
     """A prefill engine; `kill` is what its death looks like from outside."""
@@ -68,6 +70,7 @@ def decode_engine(decoder: Decoder, peers: list[tuple[str, str]], **options) -> 
     engine = make_engine(decoder, **options)
     receiver = TransferReceiver(engine.runner.cache, "tiny", peers)
     engine.link = DecodeLink(engine.scheduler, receiver, decoder.spec.layers)
+    engine.scheduler.transfers.stall_s = PATIENCE_S
     return engine
 
 

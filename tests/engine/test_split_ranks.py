@@ -22,7 +22,7 @@ from cumulo.models.batch import KVCache
 from tests.engine.equivalence import Lengths, Request, draw_requests
 from tests.engine.guided_engine import VOCAB
 from tests.engine.ranked_models import CONFIGS, save_model
-from tests.engine.split_engines import run_split, wait_for_peers
+from tests.engine.split_engines import PATIENCE_S, run_split, wait_for_peers
 from tests.engine.test_ranks import TIGHT, assert_same
 from tests.engine.tiny_engine import make_decoder
 
@@ -87,6 +87,7 @@ def compare(model: Path, folder: Path, transport: str, **layout: int) -> None:
             turning(prefill.engine),
         ):
             wait_for_peers(decode.engine)
+            decode.engine.scheduler.transfers.stall_s = PATIENCE_S
             ask(decode.engine, requests)
             got = run_split(decode.engine)
             transfers = decode.engine.scheduler.transfers
