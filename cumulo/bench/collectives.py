@@ -12,6 +12,7 @@ import torch
 
 from cumulo.base.report import Row, machine
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
+from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.collectives.play.groups import make_player
 from cumulo.ranks.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from cumulo.ranks.groups import world_group, world_store
@@ -53,7 +54,7 @@ def _rows(found: list[dict[str, Any]], transport: str) -> list[Row]:
     for row in found:
         size, n, kind = row["bytes"], row["ranks"], row["collective"]
         name = f"{row['algorithm']} {kind}, {_size(size)}"
-        bus = size / row["seconds"] * (2 if kind == "all_reduce" else 1) * (n - 1) / n / 1e9
+        bus = size / row["seconds"] * busbw_factor(kind, n) / 1e9
         if row["algorithm"] == "gloo":
             rows.append(Row(name, row["seconds"] * 1e6, "µs", "lower", note=f"bus bandwidth {bus:.2f} GB/s"))
             continue

@@ -11,6 +11,7 @@ import torch
 
 from cumulo.base.report import Row, available_cores
 from cumulo.bench.overlapped.batches import LENGTH, random_batch
+from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.collectives.play.shaping import LinkShaper
 from cumulo.layout.layout import Layout
 from cumulo.ranks.collective_meter import meter
@@ -125,9 +126,10 @@ def _calibrated(plan: OrderPlan, step: Callable[[str], float]) -> tuple[float, f
     before_s = time.process_time()
     step(plan.ways[0])
     step(plan.ways[1])
-    n = plan.ranks
-    factor = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n}
-    sent = sum(one.calls * one.size_bytes * factor.get(one.kind, 0.0) for one in meter.take_times()) / 2
+    counted = [
+        one for one in meter.take_times() if one.kind in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
+    sent = sum(one.calls * one.size_bytes * busbw_factor(one.kind, plan.ranks) for one in counted) / 2
     total = torch.tensor([(time.process_time() - before_s) / 2, sent], dtype=torch.float64)
     all_reduce(total, world_group())
-    return float(total[0]) / available_cores(), float(total[1]) / n
+    return float(total[0]) / available_cores(), float(total[1]) / plan.ranks

@@ -198,14 +198,16 @@ def tune(
             name, seconds = known.ours(collective, 1 << power, ranks)
             gloo_s = known.times(collective, 1 << power, ranks).get("gloo", seconds)
             note = f"{name}; {gloo_s / seconds:.2f} × gloo's speed"
-            rows.append(report.Row(_bytes(1 << power), seconds * 1e6, "µs", "lower", note=note))
+            rows.append(report.Row(quantity(1 << power, "B"), seconds * 1e6, "µs", "lower", note=note))
     else:
         costs = _costs(device, ranks)
         for one in crossovers(kind, ranks, costs):
             best = one.choice
             words = f"{best.algorithm}, {best.protocol}, {_count(best.channels, 'channel')}: {best.why}"
             rows.append(
-                report.Row(f"from {_bytes(one.size_bytes)}", best.seconds * 1e6, "µs", "lower", note=words)
+                report.Row(
+                    f"from {quantity(one.size_bytes, 'B')}", best.seconds * 1e6, "µs", "lower", note=words
+                )
             )
         if size is not None:
             asked = int(parse_bytes(size, "--size"))
@@ -214,7 +216,7 @@ def tune(
                     f"{best.protocol}, {_count(best.channels, 'channel')}, {_count(best.pieces, 'piece')}; "
                     f"latency {quantity(best.latency_s, 's')}, bytes {quantity(best.bytes_s, 's')}"
                 )
-                name = f"{_bytes(asked)}: {best.algorithm}"
+                name = f"{quantity(asked, 'B')}: {best.algorithm}"
                 rows.append(report.Row(name, best.seconds * 1e6, "µs", "lower", note=words))
     report.write_json(json_file, rows)
     if str(json_file) != "-":
@@ -230,10 +232,3 @@ def _costs(device: str, ranks: int) -> "MachineCosts":
     from cumulo.spec import catalog
 
     return machine_costs(catalog.cluster(ranks, device))
-
-
-def _bytes(size: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size // unit} {name}"
-    return f"{size} B"

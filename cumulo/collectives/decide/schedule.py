@@ -44,6 +44,13 @@ COLLECTIVES: tuple[Collective, ...] = (
 )
 
 
+def busbw_factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it: of a buffer, what one rank sends."""
+    if collective == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return 1.0 if collective in ("broadcast", "reduce", "send_recv") else (ranks - 1) / ranks
+
+
 class Move(Enum):
     SEND = "send"
     REDUCE = "receive-reduce"  # add what arrives to the chunk

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from cumulo.base import quick_re as re
+from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.plan.diagnose.machine_names import bridged_node, card_gbps_of, node_of
 from cumulo.plan.network.check import published_runs
 from cumulo.plan.network.collectives import Network, collective_s
@@ -21,13 +22,6 @@ _LIKE_KIND = {
     "scatter": "all_to_all",
     "hypercube": "all_gather",
 }
-
-
-def busbw_factor(operation: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
-    if operation == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return 1.0 if operation in ("broadcast", "reduce", "send_recv") else (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,5 +113,5 @@ def nearest_published(expected: Expected) -> str | None:
     _, _, run = min(near, key=lambda one: one[:2])
     size = max(run["times_us"])
     n = run["ranks"]
-    busbw = size / run["times_us"][size] / 1e3 * 2 * (n - 1) / n
+    busbw = size / run["times_us"][size] / 1e3 * busbw_factor("all_reduce", n)
     return f"{run['run']}, {n} ranks, all_reduce of {size / 2**30:g} GiB: {busbw:.0f} GB/s ({run['source']})"

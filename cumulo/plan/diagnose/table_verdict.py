@@ -3,8 +3,8 @@ messages that are small."""
 
 from cumulo.base import quick_re as re
 from cumulo.base.quantities import quantity
+from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.plan.diagnose.diagnosis import LOG_STEP, TEST_STEP, Diagnosis
-from cumulo.plan.diagnose.expected import busbw_factor
 from cumulo.plan.diagnose.nccl_case import NcclCase
 from cumulo.plan.diagnose.table_rows import TestRow
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.states import Elements, adapter_elements, heaviest_stage
 from cumulo.plan.network.collectives import Network, collective_s
@@ -43,10 +44,7 @@ class CommunicationCall(NamedTuple):
     @property
     def sent_bytes(self) -> float:
         """By one rank in one call."""
-        if self.collective == "send_recv":
-            return self.size_bytes
-        times = 2 if self.collective == "all_reduce" else 1  # of what is not a rank's own
-        return times * self.size_bytes * (self.ranks - 1) / self.ranks
+        return self.size_bytes * busbw_factor(self.collective, self.ranks)
 
     def seconds(self, network: Network, pieces: int = 1) -> float:
         """Of one call, or of one of the pieces that it is made in."""
