@@ -59,12 +59,15 @@ class _Sorted:
         self.version = next(_versions)  # a number that no other state of any queue has
 
     def rows(self) -> Iterator[WaitingRow]:
+        return itertools.chain.from_iterable(self._stretches())
+
+    def _stretches(self) -> Iterator[list[WaitingRow]]:
         at, first, jobs = 0, self._first, self.jobs
         while at < len(jobs):
             if at >= len(first):
                 first += map(self._row, jobs[at : at + _STRETCH])
             some = first[at : at + _STRETCH]
-            yield from some
+            yield some
             at += len(some)
 
     def add(self, job: JobRequest, number: int) -> None:

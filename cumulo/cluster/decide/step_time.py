@@ -45,7 +45,16 @@ class LeafFabric:
 
     def step_of(self, job: JobRequest, tasks: Mapping[str, int], busy: Mapping[str, int]) -> float:
         """As `step_s`; `tasks` are those on each node."""
-        return 0.0 if job.step is None else self._priced_step_s(job.step, self._reach(job, tasks, busy))
+        leaves = Counter(map(self.leaf_of.__getitem__, tasks))
+        return self.step_over(job, leaves, max(tasks.values()), sum(tasks.values()), busy)
+
+    def step_over(
+        self, job: JobRequest, leaves: Mapping[str, int], most: int, tasks: int, busy: Mapping[str, int]
+    ) -> float:
+        """As `step_s` of a gang on so many nodes under each leaf, with so many tasks at most on one of them."""
+        if job.step is None:
+            return 0.0
+        return self._priced_step_s(job.step, self._reach(job, leaves, most, tasks, busy))
 
     def step_under_a_leaf(self, job: JobRequest, nodes: int, most: int) -> float:
         """As `step_s` of a gang on so many nodes under one leaf, with so many tasks at most on one of them."""
@@ -81,21 +90,21 @@ class LeafFabric:
         share = network_constants().transport_share[self.machine.fabric.transport]
         return self.machine.node.nic_bytes_per_s * share
 
-    def _reach(self, job: JobRequest, tasks: Mapping[str, int], busy: Mapping[str, int]) -> Reach:
+    def _reach(
+        self, job: JobRequest, leaves: Mapping[str, int], most: int, tasks: int, busy: Mapping[str, int]
+    ) -> Reach:
         fabric, card = self.machine.fabric, self._card
-        gpus = max(tasks.values()) * job.gpus_per_task
+        gpus, nodes = most * job.gpus_per_task, sum(leaves.values())
         near_loss = far_loss = 1.0
-        leaves = Counter(map(self.leaf_of.__getitem__, tasks))  # nodes of the gang under each leaf
         crosses = len(leaves) > 1
         for leaf, inside in leaves.items() if crosses else ():
             sharing = busy.get(leaf, 0) + 1
             uplinks = self.leaf_cards[leaf] / self.oversubscription / sharing  # cards' worth, for this job
             # A ring leaves the leaf once, on every rail; an all-to-all with all that goes elsewhere.
             near_loss = max(near_loss, gpus / uplinks)
-            far_loss = max(far_loss, inside * gpus * (1 - inside / len(tasks)) / uplinks)
+            far_loss = max(far_loss, inside * gpus * (1 - inside / nodes) / uplinks)
         latency = fabric.latency_s + (2 * fabric.hop_latency_s if crosses else 0.0)
-        ranks = sum(tasks.values()) * job.gpus_per_task
-        return Reach(ranks, gpus, len(tasks), card / near_loss, card / far_loss, latency)
+        return Reach(tasks * job.gpus_per_task, gpus, nodes, card / near_loss, card / far_loss, latency)
 
 
 class Uplinks(RunningView):

@@ -227,7 +227,8 @@ class _Trial:
                 return
         if self.hopeless:
             return
-        for job, shape, seconds, _, _ in tried:
+        # Most are of a shape that failed already; those of one that fails on the way are passed over below.
+        for job, shape, seconds, _, _ in [row for row in tried if row[1] not in failed]:
             if shape in failed or (shape in harmful and now_s + seconds > harmful[shape]):
                 continue
             if not self._tried(job, shape) or self.hopeless:

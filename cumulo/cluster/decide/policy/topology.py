@@ -2,20 +2,19 @@
 job's step, and the fastest is taken; among equals the one that leaves the most whole leaves free.
 """
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from cumulo.cluster.decide.fit import pack_gang, packed_nodes, slots, task_places, tasks_that_fit
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, Ints
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, Ints, NodeChanges
 from cumulo.cluster.decide.snapshot import Snapshot
 from cumulo.cluster.decide.step_time import LeafFabric, leaf_fabric, uplinks_of
 
 _MOST_LEAVES_TRIED = 32
+_FEW_LEAVES = 4  # that are faster looked at one by one
 
 
 _Counts = list[tuple[int, int]]  # nodes by number, and how many tasks each gets
@@ -39,7 +38,7 @@ class TopologyPlacer:
 
     fabric: LeafFabric
     leaves: "Leaves"
-    busy: Counter[str]  # that of the running jobs; never changed
+    busy: Mapping[str, int]  # that of the running jobs; never changed
     why: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
@@ -60,52 +59,59 @@ class TopologyPlacer:
         places = task_places(job, free, counts)
         crossed = self.fabric.crossing(places)
         if crossed:
-            self.busy = Counter(self.busy)
-            self.busy.update(crossed)
+            busy = dict(self.busy)
+            for leaf in crossed:
+                busy[leaf] = busy.get(leaf, 0) + 1
+            self.busy = busy
         return places
 
     def _ways(self, job: JobRequest, fits: Ints, free: FreeCapacity) -> Iterator[PricedWay]:
-        """Under each leaf that has room; over as few leaves as possible; over the leaves with idle uplinks;
-        packed without looking."""
+        """Under the best and the worst leaf that has room; over as few leaves as possible; over the leaves with
+        idle uplinks; packed without looking."""
         leaves, room = self.leaves, self.leaves.sums(fits)
-        names, nodes, idle = leaves.names, leaves.nodes, leaves.sums(free.whole)
+        names, nodes, idle = leaves.names, leaves.nodes, leaves.idle(free)
         able = sorted([leaf for leaf, tasks in enumerate(room) if tasks >= job.tasks], key=room.__getitem__)
-        inside: dict[
-            tuple[int, int], float
-        ] = {}  # under one leaf only the nodes and the most tasks on one count
-        able = able[:_MOST_LEAVES_TRIED]
-        for leaf, key in zip(able, leaves.taken(job.tasks, fits, able), strict=True):
-            if key not in inside:
-                inside[key] = self.fabric.step_under_a_leaf(job, *key)
-            left_over = idle[leaf] - job.tasks * job.gpus_per_task
-            yield PricedWay(f"under {names[leaf]}", None, inside[key], 1, left_over, leaf)
-        if not able:
-            some = [leaf for leaf, tasks in enumerate(room) if tasks]
-            wide = sorted(some, key=lambda leaf: (-room[leaf], names[leaf]))
+        if able:
+            able = able[:_MOST_LEAVES_TRIED]
+            taken = leaves.taken(job.tasks, fits, able)
+            steps = {one: self.fabric.step_under_a_leaf(job, *one) for one in set(taken)}
+            rounded = {one: round(step_s, 9) for one, step_s in steps.items()}
+            ranks = [(rounded[one], idle[leaf]) for leaf, one in zip(able, taken, strict=True)]
+            first = min(range(len(able)), key=ranks.__getitem__)
+            last = max(reversed(range(len(able))), key=ranks.__getitem__)
+            for at in (first,) if first == last else (first, last):
+                left_over = idle[able[at]] - job.tasks * job.gpus_per_task
+                yield PricedWay(f"under {names[able[at]]}", None, steps[taken[at]], 1, left_over, able[at])
+        else:
+            wide = sorted([leaf for leaf in leaves.by_name if room[leaf]], key=room.__getitem__, reverse=True)
             counts = _take(job.tasks, fits, (nodes[leaf] for leaf in wide))
-            yield self._priced(job, free, idle, "over the fewest leaves", counts)
+            yield self._priced(job, idle, "over the fewest leaves", counts)
             calm = sorted(wide, key=lambda leaf: self.busy.get(names[leaf], 0))
             counts = _take(job.tasks, fits, (nodes[leaf] for leaf in calm))
-            yield self._priced(job, free, idle, "over leaves with idle uplinks", counts)
+            yield self._priced(job, idle, "over leaves with idle uplinks", counts)
         packed = packed_nodes(job, free)
         if packed is not None:
-            yield self._priced(job, free, idle, "packed without looking", packed)
+            yield self._priced(job, idle, "packed without looking", packed)
 
-    def _priced(
-        self, job: JobRequest, free: FreeCapacity, idle: list[int], name: str, counts: _Counts
-    ) -> PricedWay:
+    def _priced(self, job: JobRequest, idle: list[int], name: str, counts: _Counts) -> PricedWay:
         """`idle`: free GPUs of each leaf."""
-        leaves = {self.leaves.of[node] for node, _ in counts}
-        left_over = sum(idle[leaf] for leaf in leaves) - job.tasks * job.gpus_per_task
-        tasks = {free.nodes[node].name: count for node, count in counts}
-        return PricedWay(name, counts, self.fabric.step_of(job, tasks, self.busy), len(leaves), left_over)
+        of, names, most = self.leaves.of, self.leaves.names, 0
+        leaves: dict[int, int] = {}  # nodes under each
+        for node, count in counts:
+            leaf = of[node]
+            leaves[leaf] = leaves.get(leaf, 0) + 1
+            most = max(most, count)
+        left_over = sum([idle[leaf] for leaf in leaves]) - job.tasks * job.gpus_per_task
+        named = {names[leaf]: nodes for leaf, nodes in leaves.items()}
+        step_s = self.fabric.step_over(job, named, most, job.tasks, self.busy)
+        return PricedWay(name, counts, step_s, len(leaves), left_over)
 
 
-def _take(tasks: int, fits: Ints, leaves: Iterable[list[int]]) -> _Counts:
+def _take(tasks: int, fits: Ints, leaves: Iterable[Ints]) -> _Counts:
     """Fills the nodes of the leaves in the order given until all tasks have a place."""
     chosen: _Counts = []
     for nodes in leaves:
-        for node, room in zip(nodes, fits[nodes].tolist(), strict=True):
+        for node, room in zip(nodes.tolist(), fits[nodes].tolist(), strict=True):
             if room:
                 chosen.append((node, min(room, tasks)))
                 tasks -= room
@@ -121,11 +127,14 @@ class Leaves:
         under: dict[str, list[int]] = {}
         for number, node in enumerate(nodes):
             under.setdefault(node.leaf, []).append(number)
-        self.names, self.nodes = list(under), list(under.values())  # of each leaf
+        self.names = list(under)
+        self.nodes = [np.array(some, dtype=np.int64) for some in under.values()]  # of each leaf
         numbers = {leaf: number for number, leaf in enumerate(under)}
         self.of = [numbers[node.leaf] for node in nodes]  # of each node: its leaf, by number
         self._of = np.array(self.of, dtype=np.int64)
-        self._nodes = np.array(list(itertools.chain.from_iterable(self.nodes)), dtype=np.int64)
+        self.by_name = sorted(range(len(self.names)), key=self.names.__getitem__)
+        self._idle: tuple[tuple[NodeChanges, int, int], list[int]] | None = None
+        self._nodes = np.concatenate(self.nodes)
         self._many = np.array([len(some) for some in self.nodes], dtype=np.int64)
         self._first = self._many.cumsum() - self._many  # of each leaf: its first node in `_nodes`
 
@@ -134,11 +143,19 @@ class Leaves:
         found: list[int] = np.bincount(self._of, of_nodes, len(self.nodes)).astype(np.int64).tolist()
         return found
 
+    def idle(self, free: FreeCapacity) -> list[int]:
+        """Of each leaf: its free GPUs. To be asked after what fits, so that changes are written down."""
+        state = free.changes, free.changes.count, free.gains
+        if self._idle is None or self._idle[0] != state:
+            self._idle = state, self.sums(free.whole)
+        return self._idle[1]
+
     def taken(self, tasks: int, fits: Ints, leaves: list[int]) -> list[tuple[int, int]]:
         """Of each of these leaves, which have room: the nodes that `_take` fills there, and the most tasks that one
         of them gets."""
-        if not leaves:
-            return []
+        if len(leaves) <= _FEW_LEAVES:
+            counts = [[count for _, count in _take(tasks, fits, [self.nodes[leaf]])] for leaf in leaves]
+            return [(len(some), max(some)) for some in counts]
         many = self._many[leaves]
         at, rows = np.arange(many.max()), np.arange(len(leaves))
         nodes = self._nodes.take(self._first[leaves][:, None] + at, mode="clip")  # [leaves, nodes]
