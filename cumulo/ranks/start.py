@@ -63,7 +63,7 @@ def run_ranks(
     function: Callable[..., Any],
     world: int,
     *arguments: Any,
-    timeout_s: float | None = 60,
+    timeout_s: float | None = 300,
     threads: int = 1,
     heard: Callable[[Any], None] = lambda message: None,
     preload: Sequence[str] = (),
@@ -297,9 +297,15 @@ def _collect(ranks: dict[int, _Rank], timeout_s: float | None, heard: Callable[[
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    waiting = dict(ranks)
-    while waiting and (left_s := deadline - time.monotonic()) > 0:
-        ready = wait([one.pipe for one in waiting.values()], None if left_s == float("inf") else left_s)
+    waiting, late = dict(ranks), False
+    while waiting and not late:
+        left_s = deadline - time.monotonic()
+        late = (
+            left_s <= 0
+        )  # then what has come is heard all the same: on a busy machine it was our turn only now
+        ready = wait(
+            [one.pipe for one in waiting.values()], None if left_s == float("inf") else max(0.0, left_s)
+        )
         for rank, one in list(waiting.items()):
             if one.pipe not in ready:
                 continue

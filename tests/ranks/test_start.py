@@ -2,6 +2,8 @@
 
 import os
 import time
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ import torch
 from cumulo.errors import RanksFailed
 from cumulo.ranks.collectives import all_reduce, barrier
 from cumulo.ranks.groups import world_group
+from cumulo.ranks.start import _collect
 from tests.train.pool import run_ranks
 
 
@@ -53,6 +56,13 @@ def test_a_rank_that_dies_is_named_and_replaced() -> None:
     with pytest.raises(RanksFailed, match="rank 1: died, exit code 7"):
         run_ranks(die_on_rank_1, 2)
     assert run_ranks(ranks_summed, 2, 1) == [1, 1]
+
+
+def test_what_came_in_time_is_heard_though_it_is_late_when_we_look() -> None:
+    ours, theirs = Pipe()
+    theirs.send(("done", 5))
+    rank = SimpleNamespace(pipe=ours, hear=ours.recv)
+    assert _collect({0: rank}, 0.0, lambda message: None) == [5]  # type: ignore[dict-item]
 
 
 def test_a_hang_ends_with_the_stacks_of_all_who_waited() -> None:
