@@ -27,7 +27,6 @@ from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, FleetAsk, written
 
 _REPLICAS = "/v1/fleet/replicas"
 _RECENT = 50
-_EXPLAIN_TIMEOUT_S = 2.0
 
 
 class AddReplica(msgspec.Struct, forbid_unknown_fields=True):
@@ -207,7 +206,7 @@ class GatewayPages:
         path = f"/v1/requests/{quote(record.call_id, safe='')}/explain"
         try:
             exchange = await replica.upstream.begin(replica.upstream.request("GET", path, headers))
-            whole = await exchange.whole(_EXPLAIN_TIMEOUT_S)
+            whole = await exchange.whole(self._fleet.options.hang_timeout_s)
             found: list[dict[str, Any]] = json.loads(whole)["data"]
         except (UpstreamError, ValueError, KeyError):
             return []
