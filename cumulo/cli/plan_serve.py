@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import group, option, takes_options
+from cumulo.cli.shared.draft_options import DraftOptions
 from cumulo.cli.shared.tier_options import TierOptions
 
 if TYPE_CHECKING:
@@ -53,13 +54,14 @@ class PlanServeOptions:
         "--split/--together",
         panel=_WHERE,
     )
-    acceptance: float = option(
-        "Also consider speculation, in which this share of drafted tokens is right, 0 to 1. "
-        "`cumulo bench speculate` measures it.",
-        0.0,
-        panel=_WHERE,
-        min=0,
-        max=1,
+    drafts: DraftOptions = group(
+        DraftOptions(),
+        helps={
+            "acceptance": "Also consider speculation: how often a drafted token is right, those before it being "
+            "right, 0 to 1.",
+            "draft_choices": "With --speculate DIR: also consider trees of drafts (`cumulo serve --draft-tree`): "
+            "how often the head's second, third and fourth choice is right, for example 0.12,0.06,0.04.",
+        },
     )
     stores: TierOptions = group(
         TierOptions(),
@@ -222,9 +224,9 @@ def _choices(chosen: PlanServeOptions, catalog: "Catalog") -> "ReplicaChoices":
         tuple(map(shared.kv_format, _names(chosen.kv))) or ("",),
         chosen.split,
         chosen.hypothetical,
-        chosen.acceptance,
         max_loras=chosen.max_loras,
         max_lora_rank=chosen.max_lora_rank,
+        **chosen.drafts.fields(),
         **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
     )
 

@@ -10,6 +10,7 @@ import typer
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import group, option, takes_options
+from cumulo.cli.shared.draft_options import DraftOptions
 from cumulo.cli.shared.tier_options import TierOptions
 from cumulo.cli.view import simulate as view
 
@@ -70,14 +71,6 @@ class SimulateOptions:
     kv: str = option(
         "KV cache format: bfloat16 or float8. Default: the format of activations.", "", panel=_WHERE
     )
-    acceptance: float = option(
-        "Speculation: share of drafted tokens that are right, 0 to 1. The scheduler chooses how many to draft; "
-        "drafting itself costs nothing, as with ngram. 0: no speculation.",
-        0.0,
-        panel=_WHERE,
-        min=0,
-        max=1,
-    )
     max_loras: int = option(
         "Number of low-rank adapters in memory, asked for equally often.", 0, panel=_WHERE, min=0, max=4096
     )
@@ -87,6 +80,13 @@ class SimulateOptions:
         "gateway in front adds about 1 ms. `cumulo bench overhead` and `cumulo bench gateway` measure both.",
         "2ms",
         panel=_WHERE,
+    )
+    drafts: DraftOptions = DraftOptions()
+    draft_tree: int = option(
+        "With --draft-choices: also draft trees of this many levels, 2 to 4, where they pay. Default: 0, chains "
+        "only.",
+        0,
+        panel=DraftOptions.PANEL,
     )
     stores: TierOptions = group(
         TierOptions(),
@@ -143,8 +143,9 @@ def serve(chosen: SimulateOptions) -> None:
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
         max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
-        acceptance=chosen.acceptance, max_loras=chosen.max_loras, max_lora_rank=chosen.max_lora_rank,
-        kv=shared.kv_format(chosen.kv), **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
+        max_loras=chosen.max_loras, max_lora_rank=chosen.max_lora_rank, draft_tree=_levels(chosen),
+        kv=shared.kv_format(chosen.kv), **chosen.drafts.fields(),
+        **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
         front_door_s=parse_duration_s(chosen.front_door, "--front-door"),
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.
@@ -207,6 +208,17 @@ def serve(chosen: SimulateOptions) -> None:
             out.print(view.sweep_table(trials, objective is not None))
         out.print(reports.table("", rows))
         out.print(f"evidence: {evidence}", style="dim")
+
+
+def _levels(chosen: SimulateOptions) -> int:
+    from cumulo.errors import ConfigError
+
+    if chosen.draft_tree and not chosen.drafts.draft_choices:
+        raise ConfigError(
+            "--draft-tree needs to know how often a head's further choices are right: add --draft-choices, for "
+            "example --acceptance 0.55 --speculate DIR --draft-choices 0.12,0.06,0.04"
+        )
+    return chosen.draft_tree
 
 
 def _with_trace(chosen: SimulateOptions) -> SimulateOptions:

@@ -60,12 +60,13 @@ def test_the_time_outside_the_engine_is_part_of_ttft_and_of_nothing_else(replica
 def test_right_drafts_make_answers_faster_in_every_kind_of_fleet(replica: Replica) -> None:
     """One long answer: what it takes is nearly the whole run."""
     traffic = Traffic((Arrival(0.0, 200, 600), Arrival(0.001, 200, 2)))
-    drafting = replace(replica, acceptance=0.8)
+    drafting, repeating = replace(replica, acceptance=0.8, speculate="head"), replace(replica, acceptance=0.9)
     for play in (
         lambda one: play_fleet(one, 1, "prefix-aware", traffic),
         lambda one: play_split(one, 1, 1, "prefix-aware", traffic),
     ):
         assert play(replica).simulated_s > 1.5 * play(drafting).simulated_s
+        assert play(replica).simulated_s > 1.5 * play(repeating).simulated_s
     slo = Slo(ttft_s=1.0, e2e_s=None, itl_s=0.05)
     with_promises = [play_goodput(one, traffic, slo, promise=True) for one in (replica, drafting)]
     assert all(one.kept == one.admitted == 2 for one in with_promises)

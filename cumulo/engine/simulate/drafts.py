@@ -1,36 +1,68 @@
 """Speculation in virtual time: of every draft that a plan verifies, how many tokens are accepted. For `simulate`.
 
 A drafted token is right with a given probability. Whether it is follows from its request and place alone, so that
-a run repeats itself to the last bit.
+a run repeats itself to the last bit. For n-gram lookup, which drafts what the text says, the text is made so: an
+answer repeats its prompt, and where a draft is to be wrong it has a token of its own. So lookups find nothing for
+two tokens behind a wrong draft, as in a real text.
 """
 
+import heapq
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
 from cumulo.engine.decide.request import Sequence
-from cumulo.engine.simulate.run import StepCost, StepTime
+from cumulo.engine.decide.speculation.rounds import TREE_DRAFTS
+from cumulo.engine.simulate.run import Arrival, StepCost, StepTime
 
 _PROPOSED, _DRAWN = 1, 0  # a proposed token, and the one that is drawn where it is wrong
+_NEW_TOKEN = 1 << 24  # from here on tokens that a text has once
 _MASK = (1 << 64) - 1
+_FOLLOWED = 2  # nodes of a tree's level behind which a head proposes
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedHead:
+    """A draft head."""
+
+    pass_s: float = 0.0  # that it takes to propose behind one place, or behind a level of a tree
+    choices: tuple[float, ...] = ()  # how often its second, third, ... choice is right
 
 
 def drafted_result(
-    plan: StepPlan, rows: list[Sequence], draws: list[Sequence], acceptance: float
+    plan: StepPlan,
+    rows: list[Sequence],
+    draws: list[Sequence],
+    acceptance: float,
+    *,
+    by_lookup: bool = False,
+    head: SimulatedHead | None = None,
 ) -> StepResult:
-    """What a runner would return. Proposals cost nothing here, as n-gram lookup does; verifying them does."""
+    """What a runner would return. Verifying takes time, and a head's proposals (`rounds_time`)."""
     result = StepResult([_DRAWN] * len(draws))
+    wrong: dict[int, int] = {}  # drafts by row
     for row, tokens in plan.drafts:
-        number, start = int(rows[row].request.id), plan.starts[row]
+        sequence, start = rows[row], plan.starts[row]
         right = 0
-        while right < len(tokens) and _uniform(number, start + 1 + right) < acceptance:
+        while right < len(tokens) and (
+            tokens[right] == _text(sequence, start + 1 + right, acceptance)
+            if by_lookup
+            else _uniform(int(sequence.request.id), start + 1 + right) < acceptance
+        ):
             right += 1
+        wrong[row] = len(tokens) - right
         if right:
             result.accepted[row] = tokens[:right]
+    if by_lookup:
+        for draw, (sequence, row) in enumerate(zip(draws, plan.draw_rows, strict=True)):
+            place = plan.starts[row] + plan.counts[row] - wrong.get(row, 0)
+            result.tokens[draw] = _text(sequence, place, acceptance)
     if plan.rounds is not None:
+        levels = plan.rounds.levels
+        rates = tree_rates((acceptance, *(head.choices if head else ())), levels) if levels else ()
         for row, sequence in enumerate(rows):
             result.round_hits[row] = hits = _kept(
-                int(sequence.request.id), plan.starts[row], plan.rounds, acceptance
+                int(sequence.request.id), plan.starts[row], plan.rounds, acceptance, rates
             )
             result.accepted[row] = [_PROPOSED] * (sum(hits) + len(hits) - 1)
     for draw, count in plan.proposals:
@@ -38,22 +70,58 @@ def drafted_result(
     return result
 
 
-def _kept(number: int, start: int, rounds: Rounds, acceptance: float) -> list[int]:
-    """Drafts that are kept in each round."""
+def _text(sequence: Sequence, place: int, acceptance: float) -> int:
+    """The token of an answer at a place. It repeats what its prompt shares with no other."""
+    request = sequence.request
+    if _uniform(int(request.id), place) >= acceptance:
+        return _NEW_TOKEN + place
+    arrival: Arrival = request.tag.arrival
+    length = sequence.prompt_length
+    own = max(1, length - sum(tokens for _, tokens in arrival.shared))
+    return sequence.tokens[length - own + (place - length) % own]
+
+
+def tree_rates(choices: tuple[float, ...], levels: int) -> tuple[float, ...]:
+    """How often one of a tree's drafts is right on each level, those above being right. `choices`: how often a
+    head's first, second, ... choice is. The tree has the drafts whose chance to be reached is greatest (EAGLE-2, Li
+    et al. 2024), of those proposed behind the likeliest nodes of each level."""
+    proposed: list[tuple[float, int]] = []  # chance and level
+    nodes = [1.0]
+    for level in range(levels):
+        behind = sorted((node * right for node in nodes for right in choices), reverse=True)
+        proposed += [(chance, level) for chance in behind]
+        nodes = behind[:_FOLLOWED]
+    reached = [0.0] * levels
+    for chance, level in heapq.nlargest(TREE_DRAFTS, proposed):
+        reached[level] += chance
+    above = [1.0, *reached[:-1]]
+    return tuple(
+        min(1.0, here / before) if before else 0.0 for here, before in zip(reached, above, strict=True)
+    )
+
+
+def _kept(number: int, start: int, rounds: Rounds, acceptance: float, rates: tuple[float, ...]) -> list[int]:
+    """Drafts that are kept in each round. `rates`: of each level of a tree."""
     hits = []
     for _ in range(rounds.times):
         right = 0
-        while right < rounds.depth and _uniform(number, start + 1 + right) < acceptance:
+        while right < rounds.depth and _uniform(number, start + 1 + right) < (
+            rates[right] if rates else acceptance
+        ):
             right += 1
         hits.append(right)
         start += right + 1
     return hits
 
 
-def rounds_time(plan: StepPlan, rounds: Rounds, cost: StepCost, shared: Mapping[int, int]) -> StepTime:
-    """A round computes every row with its drafts; what the head takes is not counted."""
+def rounds_time(
+    plan: StepPlan, rounds: Rounds, cost: StepCost, shared: Mapping[int, int], head: SimulatedHead | None
+) -> StepTime:
+    """A round computes every row with its drafts, and its head proposes them one after the other, or a level of a
+    tree at a time."""
     once = cost.time_of(replace(plan, counts=[rounds.drafts + 1] * len(plan.slots)), shared)
-    return StepTime(once.submit_s, once.device_s * rounds.times, once.apply_s)
+    proposing_s = rounds.depth * head.pass_s if head else 0.0
+    return StepTime(once.submit_s, (once.device_s + proposing_s) * rounds.times, once.apply_s)
 
 
 def _uniform(request: int, place: int) -> float:

@@ -18,11 +18,13 @@ from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.disk import SimulatedDisk
-from cumulo.engine.simulate.drafts import rounds_time
+from cumulo.engine.simulate.drafts import SimulatedHead, rounds_time
 from cumulo.engine.simulate.results import enter_result, note_settled
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost, StepInFlight
 from cumulo.engine.simulate.stretch import play_stretch
 from cumulo.errors import InvalidRequest
+
+_OWN_TOKEN = 1 << 23  # from here on tokens of a prompt that its answer repeats
 
 
 def simulate(
@@ -34,12 +36,12 @@ def simulate(
     stop_s: float = float("inf"),
     step_by_step: bool = False,
     acceptance: float = 0.0,
-    disk: SimulatedDisk | None = None,
+    head: SimulatedHead | None = None,
 ) -> Run:
     """Serve all arrivals, given in order of time. Ends when the last is answered or, unfinished, at `stop_s`.
     `acceptance`: with a scheduler that speculates, how often a drafted token is right."""
     engine = SimulatedEngine(
-        scheduler, cost, overlap=overlap, step_by_step=step_by_step, acceptance=acceptance, disk=disk
+        scheduler, cost, overlap=overlap, step_by_step=step_by_step, acceptance=acceptance, head=head
     )
     engine.arrivals = list(arrivals)
     engine.advance(stop_s)
@@ -61,10 +63,13 @@ class SimulatedEngine:
         overlap: bool = True,
         step_by_step: bool = False,
         acceptance: float = 0.0,
+        head: SimulatedHead | None = None,
         disk: SimulatedDisk | None = None,
     ) -> None:
-        """`disk`: of the KV tier, with a scheduler that has one."""
-        self.scheduler, self.cost, self.overlap, self.acceptance = scheduler, cost, overlap, acceptance
+        """`acceptance` and `head`: of drafts, with a scheduler that speculates. `disk`: of the KV tier, with one
+        that has it."""
+        self.scheduler, self.cost, self.overlap = scheduler, cost, overlap
+        self.acceptance, self.head = acceptance, head
         self.disk, self._until_s = disk, float("inf")
         self.run, self._lockstep = Run(), Lockstep(scheduler.books)
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
@@ -136,7 +141,7 @@ class SimulatedEngine:
             if plan.rounds is None:
                 time = self.cost.time_of(plan, self._shared)
             else:
-                time = rounds_time(plan, plan.rounds, self.cost, self._shared)
+                time = rounds_time(plan, plan.rounds, self.cost, self._shared, self.head)
             self.clock_s += time.submit_s
             in_flight.append(StepInFlight(plan, time, self._pass_stages(time.device_s)))
             run.count_step(len(plan.slots), plan.tokens, time.device_s)
@@ -165,7 +170,9 @@ class SimulatedEngine:
 
     def _finish(self, ready: StepInFlight) -> None:
         self.clock_s = max(self.clock_s, ready.done_s)
-        enter_result(ready, self.clock_s, self.scheduler, self._lockstep, self.run, self.acceptance)
+        enter_result(
+            ready, self.clock_s, self.scheduler, self._lockstep, self.run, self.acceptance, self.head
+        )
         self.clock_s += ready.time.apply_s
 
     def end(self) -> Run:
@@ -181,7 +188,8 @@ def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepCost,
     """Queue a request; returns what that costs the loop."""
     served = Served(arrival)
     run.served.append(served)
-    params, prompt = _params(arrival.output_tokens), _prompt(arrival, number)
+    params = _params(arrival.output_tokens)
+    prompt = _prompt(arrival, number, scheduler.config.speculate == "ngram")
     request = Request(
         str(number),
         prompt,
@@ -220,17 +228,23 @@ def _params(output_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
 
 
-def _prompt(arrival: Arrival, number: int) -> bytes:
-    """Token ids that hash as the traffic shares: a piece's name over and over, then the request's own number.
+def _prompt(arrival: Arrival, number: int, can_repeat: bool = False) -> bytes:
+    """Token ids that hash as the traffic shares: a piece's name over and over, then the request's own number. With
+    `can_repeat` further ones behind that, each of them once: an answer that repeats them can be looked up.
 
     As bytes, which an array takes over at once; one by one its tokens would cost more than scheduling them.
     """
-    if not arrival.shared:
+    if not arrival.shared and not can_repeat:
         return (array("i", (number,)) * arrival.prompt_tokens).tobytes()
     tokens = array("i")
     for name, length in arrival.shared:
         tokens.extend(array("i", (-1 - name,)) * min(length, arrival.prompt_tokens - len(tokens)))
-    tokens.extend(array("i", (number,)) * (arrival.prompt_tokens - len(tokens)))
+    own = arrival.prompt_tokens - len(tokens)
+    if can_repeat and own:
+        tokens.append(number)
+        tokens.extend(range(_OWN_TOKEN, _OWN_TOKEN + own - 1))
+    else:
+        tokens.extend(array("i", (number,)) * own)
     return tokens.tobytes()
 
 

@@ -5,7 +5,7 @@
 from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.simulate.drafts import drafted_result
+from cumulo.engine.simulate.drafts import SimulatedHead, drafted_result
 from cumulo.engine.simulate.run import Run, Served, StepInFlight
 
 
@@ -16,6 +16,7 @@ def enter_result(
     lockstep: Lockstep,
     run: Run,
     acceptance: float = 0.0,
+    head: SimulatedHead | None = None,
 ) -> None:
     """A step's tokens arrive: who gained one, or several with speculation, and who has ended."""
     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
@@ -25,7 +26,10 @@ def enter_result(
         same, advanced = lockstep.enter_result(ready.plan, now_s)
     else:
         flight = scheduler.books.in_flight[ready.plan.index]
-        result = drafted_result(ready.plan, flight.rows, flight.draws, acceptance)
+        by_lookup = scheduler.config.speculate == "ngram"
+        result = drafted_result(
+            ready.plan, flight.rows, flight.draws, acceptance, by_lookup=by_lookup, head=head
+        )
         same, advanced = 0, scheduler.apply(ready.plan, result, now_s)
         at_once = 0
         if ready.plan.may_accept:

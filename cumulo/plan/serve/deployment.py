@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from cumulo.base.quantities import quantity
+from cumulo.engine.decide.speculation.choose import MOST_DRAFTED
 from cumulo.errors import OutOfMemory
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport
@@ -25,7 +26,7 @@ class Candidate:
 
     def is_of(self, deployment: "Deployment") -> bool:
         """Whether it is the kind of a deployment, which may have chosen smaller steps and further options."""
-        chosen = deployment.replica.without_stores()
+        chosen = deployment.replica.without_options()
         usual = replace(
             chosen, max_tokens_per_step=self.replica.max_tokens_per_step, max_running=self.replica.max_running
         )
@@ -117,7 +118,7 @@ def _short(reason: str) -> str:
 
 def _most_at_once(replica: Replica) -> int:
     """Tokens of a sequence that one step can yield: with speculation, drafts as well."""
-    return 8 if replica.acceptance else 1
+    return 1 + MOST_DRAFTED if replica.acceptance else 1
 
 
 def _kv_share(replica: Replica) -> float:

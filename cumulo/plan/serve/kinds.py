@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from cumulo.engine.decide.speculation.rounds import MOST_LEVELS
 from cumulo.errors import OutOfMemory
 from cumulo.layout.serving import ServingLayout, serving_problems
 from cumulo.plan.serve.deployment import Candidate, candidate
@@ -32,6 +33,10 @@ class ReplicaChoices:
     split: bool | None = None  # prefill and decode apart; None: both ways
     hypothetical: bool = False  # also what `cumulo serve` cannot run, as other engines do
     acceptance: float = 0.0  # share of drafted tokens that would be right; 0: no speculation is considered
+    speculate: str = "ngram"  # what would draft, or the folder of a head
+    draft_choices: tuple[
+        float, ...
+    ] = ()  # how often a head's second, ... choice is right: for trees of drafts
     kv_host_gib: float = 0.0  # host memory that prefixes could go to
     max_loras: int = 0  # adapters that every replica must have room for
     max_lora_rank: int = 16
@@ -83,7 +88,10 @@ def _variants(plain: Replica, choices: ReplicaChoices) -> Iterator[Replica]:
             replica = replace(plain, kv=kv)
             yield replica
             if choices.acceptance:
-                yield replace(replica, acceptance=choices.acceptance)
+                yield replace(
+                    replica, acceptance=choices.acceptance, speculate=choices.speculate,
+                    draft_choices=choices.draft_choices,
+                )  # fmt: skip
     if choices.hypothetical and not on_cpu and plain.weights in ("float8", "float4", "bfloat16"):
         yield replace(plain, engine=TENSORRT_LLM, kv="float8", max_running=_MOST_RUNNING)
 
@@ -95,7 +103,17 @@ def _candidate(
     if why:
         return Candidate(replica, apart, 0.0, why, fits=False, runnable=False)
     found = candidate(replica, apart, traffic, slo)
-    return replace(found, options=tuple(_with_stores(replica, apart, choices))) if found.fits else found
+    if not found.fits:
+        return found
+    trees = (more for more in with_trees(replica) if choices.hypothetical or not obstacle(more, apart))
+    return replace(found, options=(*trees, *_with_stores(replica, apart, choices)))
+
+
+def with_trees(replica: Replica) -> Iterator[Replica]:
+    """A replica whose head drafts, with trees of each depth."""
+    if replica.acceptance and replica.draft_choices:
+        for levels in range(2, MOST_LEVELS + 1):
+            yield replace(replica, draft_tree=levels)
 
 
 def _with_stores(replica: Replica, apart: bool, choices: ReplicaChoices) -> Iterator[Replica]:

@@ -67,6 +67,7 @@ class ServePlanFile:
     kv_disk: str = ""
     swap_gib: float = 0.0
     speculate: str | None = None
+    draft_tree: int | None = None
     max_loras: int | None = None
     max_lora_rank: int | None = None
     slo: str = ""  # that the server promises
@@ -121,7 +122,8 @@ def plan_file(best: Deployment, model: str, slo: Slo, promise: Promised | None =
         kv_host_gib=replica.kv_host_gib,
         kv_disk=f"{replica.kv_disk}:{replica.kv_disk_gib:g}" if replica.kv_disk else "",
         swap_gib=replica.swap_gib,
-        speculate="ngram" if replica.acceptance else None,
+        speculate=replica.speculate if replica.acceptance else None,
+        draft_tree=replica.draft_tree or None,
         max_loras=replica.max_loras or None,
         max_lora_rank=replica.max_lora_rank if replica.max_loras else None,
         slo="" if promise is None else slo.text,

@@ -15,6 +15,7 @@ from cumulo.engine.memory.ledger import GIB
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
 from cumulo.engine.simulate.disk import SimulatedDisk
+from cumulo.engine.simulate.drafts import SimulatedHead
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory
@@ -42,6 +43,7 @@ _DRIVER_BYTES = GIB // 2  # of a GPU's memory, taken before the engine asks how 
 # the page cache, on a Neoverse-N1 (docs/simulate-serving.md). Writing them takes 1.5 times as long.
 DISK_BYTES_PER_S = 0.5e9
 _WRITING_TAKES = 1.5
+_HEAD_VOCABULARY = 32_000  # tokens that published EAGLE-3 heads propose
 FORMATS = {
     "bfloat16": Format(),
     "float8": Format(weights="float8", compute="float8"),
@@ -74,6 +76,9 @@ class Replica:
     swap_gib: float = 0.0  # host memory for the blocks of preempted sequences
     pp: int = 1  # layers over this many stages, of tp ranks each
     acceptance: float = 0.0  # speculation: how often a drafted token is right; 0: none are drafted
+    speculate: str = "ngram"  # with acceptance: what drafts, or the folder of a head
+    draft_choices: tuple[float, ...] = ()  # how often a head's second, third and fourth choice is right
+    draft_tree: int = 0  # levels of the trees that such a head may draft; 0: chains only
     max_loras: int = 0  # adapters in memory, asked for equally often
     max_lora_rank: int = 16
     front_door_s: float = 0.0  # of a request outside the engine: HTTP, tokenization, to the engine and back
@@ -129,7 +134,8 @@ class Replica:
             weights=_QUANTISED.get(self.weights, "auto"),
             kv_dtype="fp8" if self.kv == "float8" else "auto",
             pp=self.pp,
-            speculate="drafts" if self.acceptance else "",
+            speculate=self.speculate if self.acceptance else "",
+            draft_tree=self.draft_tree,
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,
         ).settled("cpu" if on_cpu else "cuda")
@@ -197,8 +203,26 @@ class Replica:
             most = int(self.kv_disk_gib * GIB / self.block_bytes)
             disk = SimulatedDisk(read_s, _WRITING_TAKES * read_s, most)
         return SimulatedEngine(
-            scheduler, cost, step_by_step=step_by_step, acceptance=self.acceptance, disk=disk
+            scheduler, cost, step_by_step=step_by_step, acceptance=self.acceptance, head=self.head, disk=disk
         )
+
+    @property
+    def head(self) -> SimulatedHead | None:
+        """What drafts in rounds, on a GPU."""
+        if not self.acceptance or self.speculate == "ngram":
+            return None
+        return SimulatedHead(self._head_pass_s(), self.draft_choices)
+
+    def _head_pass_s(self) -> float:
+        """An EAGLE-3 head (Li et al. 2025) is one layer, whose attention sees hidden state and token side by side,
+        and an output matrix of the most frequent tokens, all in 16 bits. For one place all of it is read once."""
+        spec, profile = self.spec, self.profile
+        width = spec.heads * spec.head_dim
+        attention = 2 * spec.hidden * (width + 2 * spec.kv_heads * spec.head_dim) + width * spec.hidden
+        output = spec.hidden * min(spec.vocab_size, _HEAD_VOCABULARY)
+        parameters = attention + 3 * spec.hidden * spec.ffn_hidden + output
+        reached = profile.products.get("bfloat16") or next(iter(profile.products.values()))
+        return 2 * parameters / (self.device.memory_bytes_per_s * reached.bandwidth) + profile.layer_s
 
     def cost(self, swap_bytes_per_s: float | None = None, slower: float = 1.0) -> StepCostModel:
         return self.cost_under(self.profile, swap_bytes_per_s, slower)
@@ -241,9 +265,12 @@ class Replica:
         on_host = min(replicas, max(1, self.node.gpus // self.ranks))
         return replace(self, kv_disk_gib=self.kv_disk_gib / on_host) if self.kv_disk else self
 
-    def without_stores(self) -> "Replica":
-        """Without what is kept of KV blocks beyond the device."""
-        return replace(self, kv_host_gib=0.0, kv_disk="", kv_disk_gib=0.0, swap_gib=0.0)
+    def without_options(self) -> "Replica":
+        """Chains of drafts only, and no KV blocks beyond the device."""
+        return replace(
+            self, kv_host_gib=0.0, kv_disk="", kv_disk_gib=0.0, disk_bytes_per_s=DISK_BYTES_PER_S, swap_gib=0.0,
+            draft_tree=0,
+        )  # fmt: skip
 
     def with_context_for(self, arrivals: tuple[Arrival, ...]) -> "Replica":
         """With room for the longest request, so that none is refused and no memory is planned for longer ones."""
@@ -273,6 +300,8 @@ class Replica:
             "--kv-host-gib": f"{self.kv_host_gib:g}" if self.kv_host_gib else "",
             "--kv-disk": self.kv_disk and f"{self.kv_disk}:{self.kv_disk_gib:g}",
             "--swap-gib": f"{self.swap_gib:g}" if self.swap_gib else "",
+            "--speculate": self.speculate if self.acceptance else "",
+            "--draft-tree": str(self.draft_tree or ""),
         }
         return tuple(f"{name} {value}" for name, value in named.items() if value)
 

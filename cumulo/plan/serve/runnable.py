@@ -14,6 +14,10 @@ def obstacle(replica: Replica, split: bool = False) -> str:
         return "prefill and decode apart need engines without a pipeline"
     if replica.acceptance and replica.ranks > 1:
         return "speculation runs on one rank"
+    if replica.draft_tree and device.generation == "cpu":
+        return "trees of drafts need a GPU"
+    if replica.draft_tree and spec.sliding_window is not None:
+        return "trees of drafts need full attention in every layer"
     if replica.kv_disk and replica.ranks > 1:
         return "prefixes are kept on disk by engines on one rank"
     if device.generation == "cpu":

@@ -70,13 +70,20 @@ def load_of(plan: StepPlan, window: int | None = None, shared: Mapping[int, int]
     return StepLoad(
         sum(plan.counts),
         rows,
-        len(plan.draw_rows),
+        len(plan.draw_rows) + drafts_of(plan),
         decode_context,
         sum([shared.get(slot, 0) for slot in plan.slots]) if shared else 0,
         chunk_pairs,
         chunk_context,
         len(plan.swap_in) + len(plan.swap_out),
     )
+
+
+def drafts_of(plan: StepPlan) -> int:
+    """Drafted tokens, at each of which there is a draw."""
+    if plan.rounds is not None:
+        return len(plan.slots) * plan.rounds.drafts
+    return sum(len(draft.tokens) for draft in plan.drafts)
 
 
 def pairs(start: int, count: int, window: int | None = None) -> int:
@@ -175,7 +182,7 @@ class StepCostModel:
             decode = self.decode(load.rows)
             if decode is not None:
                 return decode.time_with(load.decode_context, load.shared_context)
-        prompts_s = host.prompt_submit_s if load.tokens > load.rows else 0.0
+        prompts_s = host.prompt_submit_s if load.tokens > load.rows + drafts_of(plan) else 0.0
         return StepTime(
             self._submit_s + load.rows * host.submit_row_s + prompts_s,
             self._slower * sum(parts),
