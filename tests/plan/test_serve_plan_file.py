@@ -93,3 +93,21 @@ def test_requests_that_a_plan_counts_on_are_not_refused() -> None:
     assert hard is not None and hard.late == "queue" and 0 < hard.unpromised_share < 1
     assert plan_file(deployment(), "llama-3.1-8b", SLO, hard).slo_late == "queue"
     assert promised(one, crowd, replace(SLO, ttft_s=1e-4)) is None
+
+
+def test_every_option_of_a_plan_reaches_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    chosen = replace(
+        replica("cpu"), weights="float32", max_tokens_per_step=256, max_running=64, max_loras=3, max_lora_rank=8,
+        kv_host_gib=2.0, kv_disk="/var/cache/kv", kv_disk_gib=9.0, swap_gib=1.5, acceptance=0.5,
+        speculate="/models/head",
+    )  # fmt: skip
+    planned = plan_file(replace(deployment(), replica=chosen, replicas=1), str(tmp_path), SLO)
+    path.write_text(plan_text(replace(planned, draft_tree=3, kv_dtype="fp8"), ""))
+    engine = _served(with_plan(ServeCommandOptions(), path)).engine
+    told = {
+        "max_tokens_per_step": 256, "max_running": 64, "max_loras": 3, "max_lora_rank": 8, "kv_host_gib": 2.0,
+        "kv_disk": "/var/cache/kv", "kv_disk_gib": 9.0, "swap_gib": 1.5, "speculate": "/models/head",
+        "draft_tree": 3, "kv_dtype": "fp8", "device": "cpu",
+    }  # fmt: skip
+    assert {name: getattr(engine, name) for name in told} == told
