@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests import thorough
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -199,13 +199,20 @@ def test_killed_engines_change_no_stream(server: RunningServer) -> None:
     undisturbed = {name: Stream(server, *asked) for name, asked in KINDS.items()}
     for stream in undisturbed.values():
         stream.join()
-    kills = 2 if thorough.chosen else 1
-    for _ in range(kills):
+    wanted, kills = 2 if thorough.chosen else 1, 0
+    while wanted:
         streams = begin_and_kill(server)
+        kills += 1
         for name, stream in streams.items():
             stream.join()
             assert said(stream.events) == said(undisturbed[name].events), name
         ids = [stream.events[0]["id"] for stream in streams.values() if "id" in stream.events[0]]
         told = [server.get(f"/v1/requests/{one}/explain").json()["data"][0] for one in ids]
-        assert sum(one["retried_after_engine_restart"] for one in told) >= 3  # the kill came in mid-answer
-    assert server.sample("cumulo:engine_restarts") == kills
+        # Where it did not come in mid-answer, because this process had to wait for its turn, it says nothing.
+        wanted -= sum(one["retried_after_engine_restart"] for one in told) >= 3
+        assert kills < 10
+
+        def replaced(kills: int = kills) -> bool:
+            return server.sample("cumulo:engine_restarts") == kills and server.status("/ready") == 200
+
+        wait_for(replaced, "the next engine", server)
