@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import fair
 from cumulo.cluster.decide.policy.fragmentation import TaskMix, TaskShape, fragmentation, stranded
-from cumulo.cluster.decide.policy.preemption import preemptible_on_nodes
+from cumulo.cluster.decide.policy.preemption import preemptible_on_nodes, preemptible_up_to
 from cumulo.cluster.decide.policy.topology import Leaves, _take
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.quotas import tenant_uses
@@ -34,7 +35,7 @@ def some_job(draw: random.Random, name: str) -> JobRequest:
     return JobRequest(
         name, draw.choice((1, 1, 2, 3, 9)), 1 if share else draw.choice((1, 2, 4, 8)), 250 if share else 1000,
         devices=draw.choice(((), (), ("a",))), tenant=draw.choice("xy"), arrival_s=draw.uniform(0, 9),
-        predicted_s=draw.choice((None, draw.uniform(1, 99))),
+        predicted_s=draw.choice((None, draw.uniform(1, 99))), priority=sum(map(ord, name)) % 4,
     )  # fmt: skip
 
 
@@ -142,6 +143,29 @@ def test_tenants_that_borrow_are_known_while_jobs_come_and_go():
         assert uses.borrowed[0].tolist() == expected.tolist()
         seen |= {frozenset(over)}
     assert len(seen) == 4  # nobody, one, the other, both
+
+
+def test_the_priority_up_to_which_jobs_must_stop_is_known_while_they_come_and_go():
+    found = set()
+    for draw, nodes, free, running, _ in states(11, 300):
+        assert running.preemptible == Counter(one.request.priority for one in running.values())
+        job = JobRequest(
+            "urgent", draw.choice((1, 2, 5)), draw.choice((1, 2, 4, 8)), priority=draw.randint(0, 4)
+        )
+        up_to = preemptible_up_to(Snapshot(0.0, nodes, [], running, free))
+        expected = None
+        for at, level in enumerate(up_to.levels if up_to.levels else ()):
+            left = free.gpu_milli.sum(axis=1)
+            for one in running.values():
+                for place in one.places if one.request.priority <= level < job.priority else ():
+                    left[free.index[place.node]] += one.request.milli_per_task
+            tasks = sum(int(room) // (1000 * job.gpus_per_task) for room in left[free.ready])
+            if level < job.priority and tasks >= job.tasks:
+                expected = at
+                break
+        assert up_to.first_with_room(job, free) == expected
+        found.add(expected)
+    assert found >= {None, 0, 1, 3}
 
 
 def test_a_gang_gets_the_nodes_that_a_search_over_all_nodes_finds():

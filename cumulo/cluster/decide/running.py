@@ -29,7 +29,7 @@ class RunningTable(dict[str, RunningJob]):
         super().__init__()
         self.milli: Counter[str] = Counter()  # of each tenant: thousandths of GPUs
         self.cpu_milli: Counter[str] = Counter()
-        self.preemptible: Counter[int] = Counter()  # jobs of each priority
+        self.preemptible: Counter[int] = Counter()  # jobs of each priority that some have
         self.changes = 0  # how often a job started, ended, or became better known
         self._views: dict[Any, RunningView] = {}
         for job in jobs:
@@ -73,6 +73,8 @@ class RunningTable(dict[str, RunningJob]):
             self.cpu_milli[request.tenant] += tasks * request.cpu_milli
         if request.preemptible:
             self.preemptible[request.priority] += sign
+            if not self.preemptible[request.priority]:
+                del self.preemptible[request.priority]
 
 
 class JobsOnNodes(RunningView):

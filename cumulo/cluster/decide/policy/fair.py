@@ -199,8 +199,7 @@ def preempting(place: Placer) -> Policy:
         nonlocal hopeless, of_state
         if of_state is None or not of_state.holds(snapshot):
             hopeless, of_state = set(), SameState.of(snapshot)
-        book, preemptible = QuotaBook(snapshot), table_of(snapshot.running).preemptible
-        lowest = min((priority for priority, jobs in preemptible.items() if jobs), default=None)
+        book, lowest = QuotaBook(snapshot), min(table_of(snapshot.running).preemptible, default=None)
         _watch(snapshot, _priority)
         preemptible_up_to(snapshot)
         for job, *_ in itertools.islice(by_priority(snapshot), _MOST_URGENT):

@@ -59,7 +59,8 @@ class PreemptibleUpTo(RunningView):
     def __init__(self, index: Mapping[str, int]) -> None:
         self.index = index
         self.levels: list[int] = []  # priorities that were seen, in order
-        self.milli: Ints = np.zeros((0, len(index)), dtype=np.int64)  # [levels, nodes]
+        self.milli: Ints = np.zeros((0, len(index)), dtype=np.int32)  # [levels, nodes]
+        self._left: tuple[FreeCapacity, Ints] | None = None  # what is free, until a job starts or ends
 
     def add(self, job: RunningJob) -> None:
         self._move(job, 1)
@@ -71,12 +72,13 @@ class PreemptibleUpTo(RunningView):
         pass  # it keeps its places
 
     def _move(self, job: RunningJob, sign: int) -> None:
+        self._left = None
         request = job.request
         if not request.preemptible or not request.gpus_per_task:
             return
         at = bisect.bisect_left(self.levels, request.priority)
         if at == len(self.levels) or self.levels[at] != request.priority:
-            below = self.milli[at - 1] if at else np.zeros(len(self.index), dtype=np.int64)
+            below = self.milli[at - 1] if at else np.zeros(len(self.index), dtype=np.int32)
             self.levels.insert(at, request.priority)
             self.milli = np.insert(self.milli, at, below, axis=0)
         change, above = sign * request.milli_per_task, self.milli[at:]
@@ -94,10 +96,16 @@ class PreemptibleUpTo(RunningView):
         """The number of the lowest priority up to which jobs would have to stop, at least; None: even all of those
         below the job's own are too few. Of jobs that ask for whole GPUs only."""
         able = free.ready & free.device_mask(job.devices) if job.devices else free.ready
-        left, each = free.gpu_milli.sum(axis=1, dtype=np.int64), WHOLE_GPU * job.gpus_per_task
+        if self._left is None or self._left[0] is not free:
+            self._left = free, free.gpu_milli.sum(axis=1, dtype=np.int32)
+        left, each, everywhere = self._left[1], WHOLE_GPU * job.gpus_per_task, bool(able.all())
+
+        one_fits = 2 * each > WHOLE_GPU * (len(free.room) - 1)  # one task on a node at most: no division
 
         def too_few(at: int) -> bool:
-            return int(((left + self.milli[at]) // each)[able].sum()) < job.tasks
+            room = left + self.milli[at]
+            tasks: Ints = room >= each if one_fits else room // each
+            return int((tasks if everywhere else tasks[able]).sum(dtype=np.int32)) < job.tasks
 
         low, high = 0, bisect.bisect_left(self.levels, job.priority)
         if not high or too_few(high - 1):
