@@ -102,7 +102,7 @@ def test_every_path_leads_from_its_sender_to_its_receiver(name: str, kind: str) 
         if begin == end:
             assert not len(links)
             continue
-        edges = [fabric.switch_of(int(link)) for link in links]
+        edges = [fabric.links.ends(int(link)) for link in links]
         if (kind == "adaptive" and any("all " in one for edge in edges for one in edge)) or name == "sites":
             continue  # bundles of links have no single ends
         followed = dict(edges)

@@ -1,7 +1,6 @@
 """Export: a model as a Hugging Face folder, which `cumulo chat`, `cumulo serve` and `transformers` open. Called by
 the trainer at the end, with the parameters of a decoder under their own names."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from cumulo.checkpoint.play.folder import MANIFEST, write_whole
 from cumulo.models.files import names_huggingface
+from cumulo.models.files.json_file import write_json
 from cumulo.models.files.weights_safetensors import INDEX_NAME
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.to_huggingface import config_from_spec
@@ -30,9 +30,9 @@ def export_huggingface(
 
     def fill(aside: Path) -> None:
         _write_weights(aside, tensors)
-        _write_json(aside / "config.json", config_from_spec(spec))
+        write_json(aside / "config.json", config_from_spec(spec))
         ends = list(spec.eos_token_ids)
-        _write_json(aside / "generation_config.json", {"eos_token_id": ends} if ends else {})
+        write_json(aside / "generation_config.json", {"eos_token_id": ends} if ends else {})
         if tokenizer_folder is not None:
             for name in _TOKENIZER_FILES:
                 if (tokenizer_folder / name).is_file():
@@ -64,8 +64,4 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -5,7 +5,6 @@ The decoder fuses query, key and value, and gate and up. An adapter of a fused m
 share, and one B whose rows belong to the parts; PEFT wants a pair for each part.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from cumulo.checkpoint.play.folder import MANIFEST, write_whole
 from cumulo.models.files import names_huggingface
+from cumulo.models.files.json_file import write_json
 from cumulo.spec.model import ModelSpec
 
 
@@ -48,7 +48,7 @@ def export_peft(
 
     def fill(aside: Path) -> None:
         save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
-        (aside / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        write_json(aside / "adapter_config.json", config)
 
     write_whole(folder, fill)
     (folder / MANIFEST).unlink()  # as in the model's folder: its users change it

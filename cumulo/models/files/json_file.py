@@ -1,11 +1,11 @@
-"""JSON files of a model folder, read within bounds. Used by everything that opens a Hugging Face folder.
+"""JSON files of a model folder, read within bounds or written. Used by all that opens a Hugging Face folder.
 
 A model's files are someone else's: a file may be gigabytes long, nested a million deep or no regular file at all.
 """
 
 import json
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} must contain a JSON object, not {type(content).__name__}")
     return content
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """As Hugging Face's files are: indented by two, with a last newline."""
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def token_ids(value: Any, where: str, vocabulary: int) -> list[int]:

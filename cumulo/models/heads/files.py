@@ -5,7 +5,6 @@ midlayer.* (the layer; its projections see token and stream side by side), norm,
 vocabulary), and d2t: what to add to a draft token's number to have the served model's.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from cumulo.errors import ModelError
 from cumulo.kernels.cpu.affine_blocks import AffineBlocks
 from cumulo.kernels.cpu.packed_linear import GROUP, PackedColumns, PackedWeight
-from cumulo.models.files.json_file import read_json
+from cumulo.models.files.json_file import read_json, write_json
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.linear import Linear
 from cumulo.spec.from_huggingface import spec_from_config
@@ -116,7 +115,7 @@ def save_eagle(folder: Path, head: EagleHead) -> None:
         "max_position_embeddings": spec.max_context, "hidden_act": "silu", "tie_word_embeddings": False,
         "attention_bias": False, "torch_dtype": "float32",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
     width, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     tensors = {theirs.format(layer=layer): head.get_parameter(ours).data for ours, theirs in _NAMES.items()}
     for name, part in zip("qkv", head.qkv.weight.data.split((width, kv, kv)), strict=True):

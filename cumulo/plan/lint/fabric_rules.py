@@ -136,7 +136,7 @@ def lint_loops(cluster: Cluster, groups: Ints) -> tuple[PacketFlow, ...]:
     paths = graph.paths(source[keep], target[keep], np.zeros(len(keep), np.int64), Routing())
     flows = []
     for number, path in enumerate(paths):
-        edges = dict(graph.switch_of(int(link)) for link in path[path >= 0])
+        edges = dict(graph.links.ends(int(link)) for link in path[path >= 0])
         starts = set(edges) - set(edges.values())
         if len(starts) != 1:
             continue

@@ -1,8 +1,6 @@
 """What stands in a written folder next to the layers: configuration, tokenizer, embedding and head, the index."""
 
-import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from cumulo.models.files import names_huggingface
-from cumulo.models.files.json_file import read_json
+from cumulo.models.files.json_file import read_json, write_json
 from cumulo.models.files.parameter_reader import ParameterReader
 from cumulo.models.files.quantised import awq, compressed_tensors, gptq
 from cumulo.models.files.quantised.matrices import Float8Matrix, QuantisedMatrix
@@ -60,8 +58,8 @@ def write_folder(folder: Path, files: list[str], reader: ParameterReader, recipe
         with safe_open(folder / name, framework="pt") as handle:
             weight_map |= dict.fromkeys(handle.keys(), name)
         total += (folder / name).stat().st_size
-    _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(folder / "config.json", _config(reader, recipe))
+    write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / "config.json", _config(reader, recipe))
     if reader.is_folder:
         for name in _COPIED:
             if (reader.files.path / name).is_file():
@@ -69,7 +67,7 @@ def write_folder(folder: Path, files: list[str], reader: ParameterReader, recipe
     else:
         write_tokenizer(folder, reader.tokenizer())
         ends = list(reader.spec.eos_token_ids)
-        _write_json(folder / "generation_config.json", {"eos_token_id": ends} if ends else {})
+        write_json(folder / "generation_config.json", {"eos_token_id": ends} if ends else {})
 
 
 def _config(reader: ParameterReader, recipe: Recipe) -> dict[str, Any]:
@@ -93,10 +91,6 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """A tokenizer that came with a GGUF file, as the files of a Hugging Face folder."""
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    _write_json(folder / "tokenizer_config.json", fields | tokenizer.special_texts)
+    write_json(folder / "tokenizer_config.json", fields | tokenizer.special_texts)
     if tokenizer.chat_template is not None:
         (folder / "chat_template.jinja").write_text(tokenizer.chat_template.source, "utf-8")
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from cumulo.serve.openai.fields import Strict
+from cumulo.serve.openai.fields import Strict, writable
 from cumulo.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_STOP_STRINGS, Label, StopString
 from cumulo.serve.openai.schemas_form import MAX_TOOLS, Description, FunctionName, Schema
 
@@ -65,7 +65,7 @@ def _only(*known: str) -> BeforeValidator:
                 "this server reads text only; '{kind}' blocks are not supported"
                 if kind in ("image", "document")
                 else "blocks are of type {known} here, not '{kind}'",
-                {"known": ", ".join(f"'{one}'" for one in known), "kind": _writable(kind)},
+                {"known": ", ".join(f"'{one}'" for one in known), "kind": writable(kind[:64])},
             )
         return value
 
@@ -125,7 +125,7 @@ def _is_custom(value: Any) -> Any:
         raise PydanticCustomError(
             "unsupported_tool",
             "this server has no '{kind}' tool: it calls tools that you describe with an input_schema and you run",
-            {"kind": _writable(kind)},
+            {"kind": writable(kind[:64])},
         )
     return value
 
@@ -158,11 +158,6 @@ class OutputConfig(Strict):
 
 class Metadata(Strict):
     user_id: Label | None = Field(None, description="Accepted for compatibility; not used.")
-
-
-def _writable(kind: str) -> str:
-    """JSON may hold half a surrogate pair, which has no UTF-8 to put into a message."""
-    return kind[:64].encode("utf-8", "backslashreplace").decode()
 
 
 # -- the requests -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ Limit = Annotated[int, Query(ge=1, le=100, description="How many at most.")]
 After = Annotated[str | None, Query(max_length=64, description="Go on after the batch with this id.")]
 
 
-def _batches(request: Request) -> Batches:
+def batches_of(request: Request) -> Batches:
     batches: Batches = request.app.state.batches
     return batches
 
@@ -31,15 +31,15 @@ def _batches(request: Request) -> Batches:
 )
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Requests run with the lowest priority, as the engine has room for them. The results are files."""
-    return json_response((await _batches(request).create(caller_of(request).name, body)).as_json())
+    return json_response((await batches_of(request).create(caller_of(request).name, body)).as_json())
 
 
 @router.get(
     "/v1/batches", summary="Your batches", responses=answers(plain(BatchList, "The batches."), 400, 401)
 )
-async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
+async def listbatches_of(request: Request, limit: Limit = 20, after: After = None) -> Response:
     return json_response(
-        page(_batches(request).owned_by(caller_of(request).name), BatchRecord.as_json, limit, after)
+        page(batches_of(request).owned_by(caller_of(request).name), BatchRecord.as_json, limit, after)
     )
 
 
@@ -49,7 +49,7 @@ async def list_batches(request: Request, limit: Limit = 20, after: After = None)
     responses=answers(plain(BatchObject, "The batch."), 400, 401, 404),
 )
 async def get_batch(batch_id: str, request: Request) -> Response:
-    return json_response(_batches(request).get(batch_id, caller_of(request).name).as_json())
+    return json_response(batches_of(request).get(batch_id, caller_of(request).name).as_json())
 
 
 @router.post(
@@ -59,7 +59,7 @@ async def get_batch(batch_id: str, request: Request) -> Response:
 )
 async def cancel_batch(batch_id: str, request: Request) -> Response:
     """What has been answered by then is in its files."""
-    batches = _batches(request)
+    batches = batches_of(request)
     record = batches.get(batch_id, caller_of(request).name)
     await batches.cancel(record)
     return json_response(record.as_json())

@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response
 
 from cumulo.serve.access.caller import caller_of
 from cumulo.serve.batches import upload
-from cumulo.serve.batches.desk import Batches
+from cumulo.serve.batches.endpoints import batches_of
 from cumulo.serve.batches.paging import page
 from cumulo.serve.batches.schemas import DeletedFile, FileList, FileObject
 from cumulo.serve.batches.store import StoredFile
@@ -45,11 +45,6 @@ After = Annotated[str | None, Query(max_length=64, description="Go on after the 
 Order = Annotated[Literal["asc", "desc"], Query(description="By when they were made; desc: newest first.")]
 
 
-def _batches(request: Request) -> Batches:
-    batches: Batches = request.app.state.batches
-    return batches
-
-
 @router.post(
     "/v1/files",
     summary="Upload a file of requests",
@@ -58,7 +53,7 @@ def _batches(request: Request) -> Batches:
 )
 async def create_file(request: Request) -> Response:
     """A form with `purpose` (batch) and `file`: one request per line, as JSON. See /v1/batches."""
-    batches, owner = _batches(request), caller_of(request).name
+    batches, owner = batches_of(request), caller_of(request).name
     store, running = batches.store, batches.uploads
     if running[owner] >= _UPLOADS_AT_A_TIME:
         raise ApiError(
@@ -114,7 +109,7 @@ async def list_files(
 ) -> Response:
     found = [
         stored
-        for stored in _batches(request).store.owned_by(caller_of(request).name)
+        for stored in batches_of(request).store.owned_by(caller_of(request).name)
         if purpose is None or stored.purpose == purpose
     ]
     return json_response(page(found[:: -1 if order == "asc" else 1], StoredFile.as_json, limit, after))
@@ -126,7 +121,7 @@ async def list_files(
     responses=answers(plain(FileObject, "The file."), 400, 401, 404),
 )
 async def get_file(file_id: str, request: Request) -> Response:
-    return json_response(_batches(request).store.get(file_id, caller_of(request).name).as_json())
+    return json_response(batches_of(request).store.get(file_id, caller_of(request).name).as_json())
 
 
 @router.get(
@@ -139,7 +134,7 @@ async def get_file(file_id: str, request: Request) -> Response:
     },
 )
 async def get_content(file_id: str, request: Request) -> Response:
-    store = _batches(request).store
+    store = batches_of(request).store
     stored = store.get(file_id, caller_of(request).name)
     # To be saved, never shown: what somebody uploaded must not run as a page of this server's origin.
     return FileResponse(
@@ -156,7 +151,7 @@ async def get_content(file_id: str, request: Request) -> Response:
     responses=answers(plain(DeletedFile, "It is gone."), 400, 401, 404),
 )
 async def delete_file(file_id: str, request: Request) -> Response:
-    batches = _batches(request)
+    batches = batches_of(request)
     stored = batches.store.get(file_id, caller_of(request).name)
     reader = batches.reader_of(stored.id)
     if reader is not None:

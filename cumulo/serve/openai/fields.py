@@ -100,7 +100,7 @@ class Strict(BaseModel):
             raise PydanticCustomError(
                 "misspelt",
                 "'{name}' is not a field this server knows; did you mean '{near}'?",
-                {"name": _writable(name), "near": near},
+                {"name": writable(name), "near": near},
             )
 
 
@@ -116,12 +116,12 @@ class TextOnly(Strict):
             raise PydanticCustomError(
                 "unsupported_part",
                 "this server reads text only (parts of type {kinds}), not '{kind}'",
-                {"kind": _writable(kind[:64]), "kinds": " or ".join(f"'{known}'" for known in kinds)},
+                {"kind": writable(kind[:64]), "kinds": " or ".join(f"'{known}'" for known in kinds)},
             )
         return data
 
 
-def _writable(text: str) -> str:
+def writable(text: str) -> str:
     """JSON may hold half a surrogate pair, which has no UTF-8 to put into a message."""
     return text.encode("utf-8", "backslashreplace").decode()
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from cumulo.serve.openai.fields import Strict, TextOnly
+from cumulo.serve.openai.fields import Strict, TextOnly, writable
 from cumulo.serve.openai.schemas import MAX_MESSAGES, MAX_PARTS, Label, ReasoningEffort
 from cumulo.serve.openai.schemas_form import MAX_TOOLS, Description, FunctionName, Schema
 
@@ -111,7 +111,7 @@ def _check_item(value: Any) -> Any:
             "unsupported_item",
             "this server reads items of type 'message', 'function_call', 'function_call_output' and 'reasoning', "
             "not '{kind}'",
-            {"kind": _writable(kind)},
+            {"kind": writable(kind[:64])},
         )
     return value
 
@@ -160,7 +160,7 @@ def _is_function(value: Any) -> Any:
         raise PydanticCustomError(
             "unsupported_tool",
             "this server has no '{kind}' tool: it calls functions that you describe (type 'function') and you run",
-            {"kind": _writable(kind)},
+            {"kind": writable(kind[:64])},
         )
     return value
 
@@ -184,11 +184,6 @@ ToolChoice = Annotated[
     Discriminator(_choice_tag),
     BeforeValidator(_check_choice),
 ]
-
-
-def _writable(kind: str) -> str:
-    """JSON may hold half a surrogate pair, which has no UTF-8 to put into a message."""
-    return kind[:64].encode("utf-8", "backslashreplace").decode()
 
 
 # -- the request ------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 Everything is kept in the run's folder, so that a resumed run sees what the first one saw.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cumulo.errors import ConfigError
 from cumulo.models.files.hub import resolve
+from cumulo.models.files.json_file import write_json
 from cumulo.models.files.load import LoadedModel, load_model
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.spec.check import checked
@@ -112,7 +112,7 @@ def _save_loaded(tokenizer: Tokenizer, folder: Path, chat: bool) -> None:
     config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_texts}
     if "eos_token" not in config and tokenizer.eos_ids:
         config["eos_token"] = tokenizer.decode([tokenizer.eos_ids[0]], skip_special=False)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    write_json(folder / "tokenizer_config.json", config)
     template = CHAT_TEMPLATE if chat else CONTINUE_TEMPLATE
     if tokenizer.chat_template is not None:
         template = tokenizer.chat_template.source

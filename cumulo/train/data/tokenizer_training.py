@@ -4,13 +4,13 @@ Both are byte-level (Radford et al. 2019): every text can be written, and `cumul
 `transformers` read the saved folder.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from cumulo.models.files.json_file import write_json
 from cumulo.models.text.tokenizer import byte_alphabet
 
 END_OF_TEXT = "<|endoftext|>"
@@ -65,6 +65,6 @@ def save_tokenizer(backend: tokenizers.Tokenizer, folder: Path, chat: bool) -> N
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    write_json(folder / "tokenizer_config.json", config)
     template = CHAT_TEMPLATE if chat else CONTINUE_TEMPLATE
     (folder / "chat_template.jinja").write_text(template, "utf-8")

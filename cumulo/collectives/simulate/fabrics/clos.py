@@ -124,10 +124,6 @@ class ClosGraph:
         """Numbers start at 0 in each tier; a rail's switches are numbered rail by rail."""
         return f"{self.tiers[level].name} {group * self._columns[level] + column}"
 
-    def switch_of(self, link: int) -> tuple[str, str]:
-        first, _, last = self.links.name(link).partition(" → ")
-        return first, last
-
     def _card(self, ranks: Ints) -> tuple[Ints, Ints]:
         """Plane, and place in the plane."""
         if self.rails:

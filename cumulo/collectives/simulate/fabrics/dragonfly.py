@@ -55,10 +55,6 @@ class DragonflyGraph:
         """The switch of a group that has its `way`-th link to the group `away` + 1 further."""
         return (way * (self.groups - 1) + away) // self.at_switch % self.switches
 
-    def switch_of(self, link: int) -> tuple[str, str]:
-        first, _, last = self.links.name(link).partition(" → ")
-        return first, last
-
     def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
         found = np.full((len(source), _HOPS), -1, np.int64)
         near = source // self.domain_gpus == target // self.domain_gpus

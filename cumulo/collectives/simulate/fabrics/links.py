@@ -66,6 +66,12 @@ class LinkTable:
         first, name = next(block for block in reversed(self._blocks) if block[0] <= link)
         return name(link - first)
 
+    def ends(self, link: int) -> tuple[str, str]:
+        """The devices at the two ends of a link, for buffer dependencies; both with their site."""
+        first, _, last = self.name(link).partition(" → ")
+        site, apart, _ = first.rpartition(": ")
+        return first, f"{site}{apart}{last}"
+
     def named(self, name: str) -> int:
         """For people who name a link that fails."""
         for link in range(len(self.capacity)):
@@ -86,10 +92,6 @@ class FabricGraph(Protocol):
 
     def fail(self, link: int, capacity: float = 0.0) -> None:
         """Change a link's capacity."""
-        ...
-
-    def switch_of(self, link: int) -> tuple[str, str]:
-        """The devices at the two ends of a link, for buffer dependencies."""
         ...
 
 

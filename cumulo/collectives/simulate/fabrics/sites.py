@@ -35,10 +35,6 @@ class JoinedSites:
         self.links._blocks.append((first, lambda i: f"site {number}: {site.links.name(i)}"))
         return first
 
-    def switch_of(self, link: int) -> tuple[str, str]:
-        first, _, last = self.links.name(link).partition(" → ")
-        return first, last if ": " not in first else f"{first.partition(': ')[0]}: {last}"
-
     def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
         """Between sites a message leaves by rank 0's gateway card and enters by the far one's: both ends use their
         own card and the long link; the gateways themselves are no limit."""

@@ -29,10 +29,6 @@ class TorusGraph:
         at = rank // stride % size
         return rank + ((at + (1 if sign == "+" else -1)) % size - at) * stride
 
-    def switch_of(self, link: int) -> tuple[str, str]:
-        first, _, last = self.links.name(link).partition(" → ")
-        return first, last
-
     def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
         found = np.full((len(source), sum(size // 2 for size in self.shape) or 1), -1, np.int64)
         at, column = source.copy(), 0
