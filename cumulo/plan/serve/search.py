@@ -96,7 +96,8 @@ def search(
         tried.append(deployment)
         if deployment is not None:
             found.append(deployment)
-            found.sort(key=lambda plan: (plan.price_per_hour, plan.gpus))
+            # Of two that cost the same, the one whose SLO the server can promise (`_promise`).
+            found.sort(key=lambda plan: (plan.price_per_hour, plan.gpus, plan.prefill_replicas > 0))
             del found[2:]
     if not found:
         raise ConfigError(_nothing_works(wanted, every))
