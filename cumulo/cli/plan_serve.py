@@ -137,7 +137,7 @@ def serve(chosen: PlanServeOptions) -> None:
     wanted, choices = _wanted(chosen, catalog), _choices(chosen, catalog)
     with working("planning") as tell:
         every = kinds(wanted.spec, wanted.traffic, wanted.slo, catalog, choices)
-        plan = search(wanted, every, tell)
+        plan = search(wanted, every, tell, promises=True)
         tell("options")
         options_chosen = weigh(plan, wanted, choices)
     best, curve = plan.best, plan.curve

@@ -37,7 +37,7 @@ class ServePlan:
     curve: tuple[RateTrial, ...]  # of one replica of the best, by rate, as expected
     every: tuple[Candidate, ...]  # kinds of replica, those first that cost the least at least
     tried: tuple[Deployment | None, ...]  # of the first of them: what was simulated, and what came of it
-    promise: Promised | None = None  # of one replica of the best; None: it promises nothing
+    promise: Promised | None = None  # of one replica of the best; None: nothing, or it was not asked for
 
     @property
     def enumerated(self) -> int:
@@ -78,8 +78,13 @@ class Wanted:
 
 
 def search(
-    wanted: Wanted, candidates: Iterable[Candidate], tell: Callable[[str], None] = lambda _: None
+    wanted: Wanted,
+    candidates: Iterable[Candidate],
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    promises: bool = False,
 ) -> ServePlan:
+    """`promises`: also play the best deployment with its SLO promised."""
     check_rate(wanted.rate)
     every = sorted(candidates, key=lambda one: (one.least_price(wanted.rate), one.replica.ranks))
     if not every:
@@ -114,7 +119,7 @@ def search(
     reports = _at_rate(best, wanted, sure.fastest)(rates.share), rates.report(0), best.report
     return ServePlan(
         tuple(found), reports, (slow, usual, fast), rates.curve(usual), tuple(every), tuple(tried),
-        _promise(best, wanted),
+        _promise(best, wanted) if promises else None,
     )  # fmt: skip
 
 
