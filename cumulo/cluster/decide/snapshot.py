@@ -44,7 +44,7 @@ class SameState:
     gains: int
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> "SameState | None":
+    def noted(cls, snapshot: Snapshot) -> "SameState | None":
         """None: nobody counts the changes."""
         running, free = snapshot.running, snapshot.free
         return cls(running, running.changes, free, free.gains) if isinstance(running, RunningTable) else None

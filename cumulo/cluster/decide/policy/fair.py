@@ -198,7 +198,7 @@ def preempting(place: Placer) -> Policy:
     def policy(snapshot: Snapshot) -> list[Decision]:
         nonlocal hopeless, of_state
         if of_state is None or not of_state.holds(snapshot):
-            hopeless, of_state = set(), SameState.of(snapshot)
+            hopeless, of_state = set(), SameState.noted(snapshot)
         book, lowest = QuotaBook(snapshot), min(table_of(snapshot.running).preemptible, default=None)
         _watch(snapshot, _priority)
         preemptible_up_to(snapshot)

@@ -57,7 +57,7 @@ def defragmenting(policy: Policy, moves: int = _MOST_MOVES) -> Policy:
             return decided
         book = QuotaBook(snapshot)
         if of_state is None or not of_state.holds(snapshot):
-            hopeless, of_state = {}, SameState.of(snapshot)
+            hopeless, of_state = {}, SameState.noted(snapshot)
         for job in snapshot.waiting[:3]:
             if hopeless.get(job.job_id) is job or book.refuses(job) is not None:
                 continue
