@@ -181,11 +181,17 @@ def test_token_probabilities_are_shown_on_markdown_while_it_streams(
     browser: Any, server: RunningServer
 ) -> None:
     with looking_at(browser, server, "/", DESKTOP) as page:
-        settings(page, max_tokens="40", temperature="0")
+        settings(page, max_tokens="120", temperature="0")
         page.get_by_text("Token probabilities").click()
+        # Noted by the page itself: who looks every half second may find the answer finished.
+        page.evaluate(
+            "new MutationObserver(() => {"
+            " window.streamed ||= !!document.querySelector('.answer-text.waiting .token') })"
+            ".observe(document.body, {subtree: true, childList: true, attributes: true})"
+        )
         say(page, "Write a Python function that adds two numbers.")
-        page.wait_for_selector(".answer-text.waiting .token")
         answered(page)
+        assert page.evaluate("window.streamed")
         token = page.locator(".code-block .token").first
         token.hover()
         bubble = page.locator(".token-odds")
