@@ -74,14 +74,12 @@ def test_what_takes_all_the_time_is_ended_and_not_tried_for_ever(
     )
     template, before = ChatTemplate(COMPARING), resident_bytes()
     for _ in range(2):
-        with pytest.raises(ModelError, match=r"stopped: it takes more than .* s"):
+        with pytest.raises(ModelError, match=r"stopped: it takes more than .* s of processor time"):
             template.render([USER])
-    stops = template._stops
     assert ChatTemplate(HONEST).render([USER]) == "Hi"
-    if stops == 2:  # not where the machine was so busy that the clock ended it
-        with pytest.raises(ModelError, match="it was stopped 2 times and is not run again"):
-            template.render([USER])
-        assert runs.count(COMPARING) == 2
+    with pytest.raises(ModelError, match="it was stopped 2 times and is not run again"):
+        template.render([USER])
+    assert runs.count(COMPARING) == 2
     assert resident_bytes() < before + (64 << 20)
 
 

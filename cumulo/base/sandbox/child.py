@@ -14,7 +14,6 @@ import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,23 +71,23 @@ def _keep(work: Work, jobs_per_child: int, owner: int) -> None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _child(work, jobs_per_child)
-        status, cpu_s = _wait_for(child, poll, bell, owner)
+        status = _wait_for(child, poll, bell, owner)
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             reason = _REASONS.get(signal.Signals(number), "lost")
-            write_all(1, reply_frame({"ended": reason, "cpu_s": cpu_s}))
+            write_all(1, reply_frame({"ended": reason}))
         elif os.WEXITSTATUS(status) == _OWNER_GONE:
             return
         elif os.WEXITSTATUS(status) != _RENEW:
             write_all(1, reply_frame({"ended": "lost"}))
 
 
-def _wait_for(child: int, poll: select.poll, bell: int, owner: int) -> tuple[int, float]:
-    """The child's exit status and the processor time it used. Ends the child when the owner is gone."""
+def _wait_for(child: int, poll: select.poll, bell: int, owner: int) -> int:
+    """The child's exit status. Ends the child when the owner is gone."""
     while True:
-        done, status, usage = os.wait4(child, os.WNOHANG)
+        done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return status, usage.ru_utime + usage.ru_stime
+            return status
         for fd, _ in poll.poll(2000):
             if fd == bell:
                 os.read(bell, 4096)
@@ -149,7 +148,7 @@ class _Jobs:
     def _do(self, job: Any) -> bytes:
         try:
             header, payload = self._work(job)
-            return reply_frame({"done": header, "cpu_s": time.process_time()}, payload)
+            return reply_frame({"done": header}, payload)
         except MemoryError:
             self._left = 0
             return reply_frame({"ended": "memory"})

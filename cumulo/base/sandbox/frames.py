@@ -100,8 +100,9 @@ def _receive_some(fd: int, deadline_s: float) -> bytes:
 
 
 def _wait(fd: int, event: int, deadline_s: float) -> None:
-    left_s = deadline_s - time.monotonic()
+    """What is there already is taken after the deadline, too: the owner may have had to wait for its turn."""
+    left_s = max(0.0, deadline_s - time.monotonic())
     poll = select.poll()
     poll.register(fd, event)
-    if left_s <= 0 or not poll.poll(left_s * 1000):
+    if not poll.poll(left_s * 1000):
         raise TimeoutError

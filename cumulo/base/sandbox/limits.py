@@ -23,9 +23,8 @@ class Limits:
 class JobEnded(Exception):
     """A job went past its limits, or its process died of it. Nothing of it is left running."""
 
-    def __init__(self, reason: Reason, limits: Limits, cpu_s: float = 0.0) -> None:
-        """`cpu_s`: the processor time it had used, at least."""
-        self.reason, self.limits, self.cpu_s = reason, limits, cpu_s
+    def __init__(self, reason: Reason, limits: Limits) -> None:
+        self.reason, self.limits = reason, limits
         super().__init__(self.words)
 
     @property

@@ -43,7 +43,6 @@ class Worker:
         self._lock = threading.Lock()
         self._closed = False
         self.started = 0  # processes so far
-        self._used_s = 0.0  # processor time of the child that does the jobs, after the last one
 
     def start(self) -> None:
         """Load the code now rather than at the first job. WorkerUnavailable if it cannot be."""
@@ -85,8 +84,6 @@ class Worker:
         except (EOFError, BrokenPipeError, ValueError):
             self._kill()
             raise JobEnded("lost", limits) from None
-        found = header.get("cpu_s")
-        before_s, self._used_s = self._used_s, found if isinstance(found, float) else 0.0
         if isinstance(done := header.get("done"), dict):
             return done, payload
         if "failed" in header:
@@ -94,8 +91,7 @@ class Worker:
         reason: Reason | None = next((known for known in REASONS if known == header.get("ended")), None)
         if reason is None or reason == "lost":
             self._kill()  # a child that was killed may have left half a job in the pipe
-        cpu_s, self._used_s = max(0.0, self._used_s - before_s), 0.0
-        raise JobEnded(reason or "lost", limits, cpu_s)
+        raise JobEnded(reason or "lost", limits)
 
     def _running(self) -> "subprocess.Popen[bytes]":
         process = self._process

@@ -21,7 +21,9 @@ from cumulo.engine.decide.params import Guide
 from cumulo.engine.guides.grammar import grammar_text, refusal
 from cumulo.errors import CumuloError, InvalidRequest
 
-TRIAL = Limits(cpu_s=2.0, wall_s=10.0, memory_bytes=512 * MIB)
+# A trial gives way to everything else on the machine, so its own time on the clock says little: where the clock
+# ends it the host is busy, and the guide may be sent again.
+TRIAL = Limits(cpu_s=2.0, wall_s=60.0, memory_bytes=512 * MIB)
 # A first try that tells the many quick guides from the few slow ones, so that the quick need not wait for those.
 QUICK_TRIAL = Limits(cpu_s=0.15, wall_s=2.0, memory_bytes=512 * MIB)
 MAX_KEPT_BYTES = 64 * MIB  # of a compiled guide, after a few steps
@@ -76,6 +78,11 @@ def try_out(worker: Worker, guide: Guide, limits: Limits = TRIAL) -> Trial:
             raise GuideCompilerBusy("the process that compiles guides was ended; try again") from error
         if error.reason in ("cpu time", "time") and limits.cpu_s < TRIAL.cpu_s:
             raise
+        if error.reason == "time":
+            raise GuideCompilerBusy(
+                f"the machine is too busy to compile this guide: in {error.limits.wall_s:g} s it did not get its "
+                f"{error.limits.cpu_s:g} s of processor time; try again"
+            ) from error
         raise refusal(guide, f"it is too complex to compile: {error.words}") from error
     except JobFailed as error:
         raise refusal(guide, f"llguidance fails on it ({error})") from error

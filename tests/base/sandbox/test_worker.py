@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cumulo.base.sandbox.frames import receive_reply, reply_frame
 from cumulo.base.sandbox.limits import MIB, JobEnded, JobFailed, Limits, WorkerUnavailable
 from cumulo.base.sandbox.worker import Worker
 
@@ -121,6 +122,16 @@ def test_a_worker_that_is_stopped_does_not_hold_its_owner_for_ever(worker: Worke
     assert caught.value.reason == "time"
     wait_until_gone(*pids.values())
     assert worker.call(("echo", 3), AMPLE)[0]["value"] == 3
+
+
+def test_a_reply_that_is_there_is_taken_by_an_owner_who_comes_late() -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, reply_frame({"done": 1}, b"payload"))
+    assert receive_reply(ours, time.monotonic() - 60) == ({"done": 1}, b"payload")
+    with pytest.raises(TimeoutError):
+        receive_reply(ours, time.monotonic() - 60)
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_closing_ends_a_job_that_runs(worker: Worker) -> None:
