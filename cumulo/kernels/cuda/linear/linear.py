@@ -18,10 +18,12 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
+from cumulo.kernels.cuda.linear.few_dot import DotConfig, few_dot
 from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX, FewConfig, few_linear
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
+from cumulo.kernels.cuda.linear.rotation import Rotation
 from cumulo.kernels.cuda.linear.skinny_linear import (
     SkinnyConfig,
     ends_in_a_short_wave,
@@ -35,11 +37,12 @@ from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
 
 Weight = Tensor | Fp8Weight | W4Weight
-Config = SmallConfig | FewConfig | SkinnyConfig | W4Config
+Config = SmallConfig | FewConfig | DotConfig | SkinnyConfig | W4Config
 
-_CONFIGS: dict[str, type[SmallConfig] | type[FewConfig] | type[SkinnyConfig] | type[W4Config]] = {
+_CONFIGS: dict[str, type[Config]] = {
     "small": SmallConfig,
     "few": FewConfig,
+    "dot": DotConfig,
     "skinny": SkinnyConfig,
     "w4": W4Config,
 }
@@ -47,7 +50,7 @@ _CONFIGS: dict[str, type[SmallConfig] | type[FewConfig] | type[SkinnyConfig] | t
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a product: "small", "few", "skinny", "w4" with a configuration, or "library"."""
+    """Who computes a product: "small", "few", "dot", "skinny", "w4" with a configuration, or "library"."""
 
     kernel: str
     config: Config | None = None
@@ -115,6 +118,17 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
     return _default(m, n, k, kind, swiglu) if found is None else found
 
 
+def rotates(m: int, weight: Weight) -> bool:
+    """Whether `linear` takes a `Rotation` for m rows of queries, keys and values: where that was measured to be
+    faster than rope_cache behind the product."""
+    return _rotating(m, weight) is not None
+
+
+def _rotating(m: int, weight: Weight) -> Choice | None:
+    n, k = weight.shape
+    return WINNERS.get(f"{shape_key(m, n, k, kind_of(weight), False)} rotated")
+
+
 def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
     found = WINNERS.get(shape_key(m, n, k, kind, swiglu))
     if found is None and 4 < m <= 8:  # a class of its own only for small matrices
@@ -171,12 +185,14 @@ def linear(
     bias: Tensor | None = None,
     invariant: bool = False,
     parts: int = 1,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """residual + f(norm(x)·Wᵀ + bias) into `out`, which may be `residual`; every part but the product is optional.
 
     x [M, K]; weight [N, K]; with `swiglu` f pairs the first half of the rows with the second and out is [M, N/2].
     `invariant`: a row's bits do not depend on the rows beside it (slower); nor, with `parts`, on how many ranks
-    share the sum over K (`parts_of`).
+    share the sum over K (`parts_of`). `rotation`: of queries, keys and values, where `rotates` says so; out has the
+    rotated queries then, keys and values are on their pages.
     """
     if isinstance(x, Fp8Rows):
         if not isinstance(weight, Fp8Weight):
@@ -185,6 +201,14 @@ def linear(
     if invariant:
         return _invariant(x, weight, out, norm_weight, eps, residual, swiglu, bias, parts)
     choice = choose(x.shape[0], weight, swiglu)
+    if rotation is not None:
+        choice = _rotating(x.shape[0], weight) or Choice("dot")
+    if choice.kernel == "dot" and (x.is_cuda or rotation is not None):
+        assert isinstance(weight, Tensor)
+        return few_dot(
+            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
+            rotation=rotation, config=choice.config if isinstance(choice.config, DotConfig) else None,
+        )  # fmt: skip
     if choice.kernel == "library":
         return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
     if isinstance(weight, W4Weight):
@@ -192,7 +216,7 @@ def linear(
             x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
             config=choice.config if isinstance(choice.config, W4Config) else None,
         )  # fmt: skip
-    if choice.kernel == "few":
+    if choice.kernel in ("few", "dot"):  # no interpreter plays few_dot
         assert isinstance(weight, Tensor)
         return few_linear(
             x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
