@@ -18,7 +18,8 @@ from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
-from cumulo.kernels.cuda.linear.linear import Weight, linear, prepare
+from cumulo.kernels.cuda.linear.linear import Weight, linear, prepare, rotates
+from cumulo.kernels.cuda.linear.rotation import Rotation
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, reserve_scratch
 from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.models.adapters.bank import AdapterBank
@@ -313,25 +314,37 @@ class CudaDecoder:
         if not isinstance(heads, HeadWeights):
             assert self.latent is not None and isinstance(step.attention, LatentPlan)
             normed = self.products.norm(stream, layer.attention_norm)
-            rotation = (self.cosine, self.sine)
             return self.latent.attend(
-                heads, normed, keys, rotation, step.positions, step.slots, step.attention, layer.scale,
+                heads, normed, keys, (self.cosine, self.sine), step.positions, step.slots, step.attention, layer.scale,
                 layer.window, mixed,
             )  # fmt: skip
         assert isinstance(step.attention, AttentionPlan)
         qkv = self.qkv[:tokens]
         name = (index, "attention.qkv")
-        added = self.products.of_normed(
-            stream, layer.attention_norm, heads.qkv, heads.qkv_bias, qkv, name, adapted, late
-        )
-        rope_cache(
-            qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
-            heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant, added=added,
-        )  # fmt: skip
+        if adapted is None and late is None and self._rotates_at_once(tokens, heads, keys):
+            rotation = Rotation(self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads)
+            linear(
+                stream, heads.qkv, qkv, norm_weight=layer.attention_norm, eps=spec.norm_eps, bias=heads.qkv_bias,
+                rotation=rotation,
+            )  # fmt: skip
+        else:
+            added = self.products.of_normed(
+                stream, layer.attention_norm, heads.qkv, heads.qkv_bias, qkv, name, adapted, late
+            )
+            rope_cache(
+                qkv, self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads,
+                heads.q_norm, heads.k_norm, spec.norm_eps, spec.rope_interleaved, invariant=self.invariant,
+                added=added,
+            )  # fmt: skip
         query = qkv.view(tokens, -1, spec.head_dim)[:, : spec.heads]
         result = mixed.view(tokens, spec.heads, spec.head_dim)
         step.attention.attend(query, keys, values, result, layer.scale, window=layer.window)
         return mixed
+
+    def _rotates_at_once(self, tokens: int, heads: HeadWeights, keys: Tensor) -> bool:
+        """Whether one kernel makes queries, keys and values, rotates them and writes their pages."""
+        plain = heads.q_norm is None and not self.spec.rope_interleaved and keys.dtype == self.dtype
+        return plain and not self.invariant and rotates(tokens, heads.qkv)
 
     @staticmethod
     def _taken_up(late: Tensor | None, stream: Tensor) -> None:
