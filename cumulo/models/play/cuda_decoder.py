@@ -315,8 +315,8 @@ class CudaDecoder:
             assert self.latent is not None and isinstance(step.attention, LatentPlan)
             normed = self.products.norm(stream, layer.attention_norm)
             return self.latent.attend(
-                heads, normed, keys, (self.cosine, self.sine), step.positions, step.slots, step.attention, layer.scale,
-                layer.window, mixed,
+                heads, normed, keys, (self.cosine, self.sine), step.positions, step.slots, step.attention,
+                layer.scale, layer.window, mixed,
             )  # fmt: skip
         assert isinstance(step.attention, AttentionPlan)
         qkv = self.qkv[:tokens]
