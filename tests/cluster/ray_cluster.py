@@ -5,9 +5,11 @@ with RayCluster() as cluster:
 """
 
 import os
+import signal
 import socket
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,12 +74,23 @@ class RayCluster:
 
 def _patiently(start: Callable[[], Any]) -> Any:
     for _ in range(4):
+        before = _children()
         try:
             return start()
         except Exception as error:
             if "timed out during startup" not in str(error):
                 raise
+            # What it had started runs on, on the port that the next try needs.
+            for process in _children() - before:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
     return start()
+
+
+def _children() -> set[int]:
+    """Processes that this one has started and that have not ended; none where there is no /proc."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(number) for one in lists for number in one.read_text().split()}
 
 
 def free_port() -> int:
