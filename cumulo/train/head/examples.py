@@ -120,7 +120,7 @@ def together(decoder: Decoder, examples: Sequence[Example], depth: int) -> HeadB
     device = examples[0].tokens.device
     numbers = np.concatenate((whose, firsts[whose] + within, begins[whose] + within, taught_of, taught_at))
     sizes = (len(whose),) * 3 + (len(taught_of),) * 2
-    rows, places, taught, taught_rows, taught_places = torch.from_numpy(numbers).to(device).split(sizes)
+    rows, places, taught, taught_rows, taught_places = _sent(torch.from_numpy(numbers), device).split(sizes)
     longest = max(one.length for one in examples)
     tokens = padded([one.tokens[: longest + depth + 1] for one in examples])
     tokens = F.pad(tokens, (0, longest + depth + 1 - tokens.shape[1]))
@@ -130,6 +130,11 @@ def together(decoder: Decoder, examples: Sequence[Example], depth: int) -> HeadB
     else:
         stream, teacher = hidden_states(decoder, tokens[:, :longest])
     return HeadBatch(stream, tokens, teacher[taught_rows, taught_places], rows, places, taught, depth)
+
+
+def _sent(here: Tensor, device: torch.device) -> Tensor:
+    """To the device, without waiting for what it computes: only page-locked memory is copied so."""
+    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
 
 
 def _counted(counts: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -60,10 +60,18 @@ class HeadResult:
         return [shares[0] for shares in self.right["held-out answers"]]
 
 
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """The tokens that a head can propose."""
+
+    number_of: Tensor  # by token of the served model: the head's number for it, or -1
+    teacher_rows: Tensor  # of the model's last matrix
+
+
 class HeadTrainer:
     def __init__(self, config: HeadConfig, tell: Tell) -> None:
         self.config, self.tell = config, tell
-        self._taught_rows: Tensor | None = None
+        self._known: KnownTokens | None = None
         self._saved_s = time.perf_counter()
         torch.manual_seed(config.seed)
 
@@ -164,10 +172,10 @@ class HeadTrainer:
 
     def loss(self, head: EagleHead, decoder: Decoder, batch: HeadBatch) -> Tensor:
         """The mean over proposals and over the places whose token the head knows."""
-        taught = F.linear(batch.teacher.to(head.dtype), self._teacher_rows(head, decoder)).to(head.dtype)
-        number_of, losses = _numbers(head), list[Tensor]()
+        known_tokens, losses = self._known_tokens(head, decoder), list[Tensor]()
+        taught = F.linear(batch.teacher.to(head.dtype), known_tokens.teacher_rows).to(head.dtype)
         for ahead, stream in enumerate(self.unrolled(head, decoder, batch)):
-            known = number_of[batch.tokens[batch.rows, batch.places + 2 + ahead]] >= 0
+            known = known_tokens.number_of[batch.tokens[batch.rows, batch.places + 2 + ahead]] >= 0
             every = _losses(head.logits(stream).to(head.dtype), taught[batch.taught + ahead])
             losses.append((every * known).mean())
         return torch.stack(losses).mean()
@@ -179,7 +187,7 @@ class HeadTrainer:
         """How often the model's own token is among the first, the first two, ... choices of the first, second, ...
         proposal, those before it being right."""
         right, tried = np.zeros((depth, _CHOICES)), np.zeros(depth)
-        number_of = _numbers(head)
+        number_of = self._known_tokens(head, decoder).number_of
         for first in range(0, len(examples), _TOGETHER):
             batch = together(decoder, examples[first : first + _TOGETHER], depth)
             reached = torch.ones_like(batch.places, dtype=torch.bool)
@@ -214,12 +222,15 @@ class HeadTrainer:
             stream = head.rest(stream, mixed.flatten(2))
             yield stream[batch.rows, batch.places]
 
-    def _teacher_rows(self, head: EagleHead, decoder: Decoder) -> Tensor:
-        """Of the model's last matrix, those of the tokens that the head knows."""
-        if self._taught_rows is None:
+    def _known_tokens(self, head: EagleHead, decoder: Decoder) -> KnownTokens:
+        """Looked up once: every copy to a GPU would wait for what it computes."""
+        if self._known is None:
+            known = head.token_of.to(head.head.weight.device)
+            number_of = torch.full((head.spec.vocab_size,), -1, dtype=torch.int64, device=known.device)
+            number_of[known] = torch.arange(len(known), device=known.device)
             last = decoder.embed if decoder.spec.tied_embeddings else decoder.head
-            self._taught_rows = last.rows(head.token_of.to(head.head.weight.device)).to(head.dtype)
-        return self._taught_rows
+            self._known = KnownTokens(number_of, last.rows(known).to(head.dtype))
+        return self._known
 
 
 def _losses(logits: Tensor, taught: Tensor) -> Tensor:
@@ -245,11 +256,3 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], spec: Model
     for index, value in enumerate(values[1:]):
         mixed = mixed + weights[..., n + index].transpose(1, 2)[..., None] * value
     return mixed
-
-
-def _numbers(head: EagleHead) -> Tensor:
-    """By token of the served model: the head's number for it, or -1."""
-    known = head.token_of.to(head.head.weight.device)
-    numbers = torch.full((head.spec.vocab_size,), -1, dtype=torch.int64, device=known.device)
-    numbers[known] = torch.arange(len(known), device=known.device)
-    return numbers
