@@ -44,6 +44,13 @@ def test_backfill_starts_what_does_not_delay_the_reserved_job():
     assert ends("backfill") == {"long": 100, "all": 110, "short": 52, "too-long": 310}
 
 
+def test_a_percentile_of_completion_times_is_one_that_99_of_100_jobs_do_not_exceed():
+    run = play(
+        uniform_nodes(100, 1), [job(f"j{n}", 0, n + 1, 1) for n in range(100)], policy_named("fifo").decide
+    )
+    assert run.percentile_jct_s(99) == 99 and run.percentile_jct_s(50) == 50
+
+
 def test_the_urgent_preempt_where_the_checkpoint_is_worth_it():
     trace = [job("low", 0, 100, 4, checkpoint_s=5), job("high", 10, 20, 4, priority=1)]
     assert ends("priority", trace) == {"high": 30, "low": 30 + 5 + 90}

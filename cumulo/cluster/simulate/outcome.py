@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from cumulo.base.fair_index import jain_index
+from cumulo.base.quantiles import percentile
 from cumulo.cluster.decide.decisions import Decision
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
@@ -109,8 +110,7 @@ class ClusterRun:
         return statistics.fmean(self.fragmented) if self.fragmented else 0.0
 
     def percentile_jct_s(self, percent: float) -> float:
-        ordered = sorted(one.jct_s for one in self.outcomes)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
+        return percentile([one.jct_s for one in self.outcomes], percent / 100) or 0.0
 
     @property
     def fairness(self) -> float:
