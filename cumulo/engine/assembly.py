@@ -3,6 +3,7 @@
 Inspect the files → plan memory (or refuse) → load weights → choose the decoder → cache, runner, scheduler.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.adapters.book import AdapterBook
 from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.rank_backend import RankPlaces, choose_backend
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.engine import Engine
@@ -43,11 +45,14 @@ from cumulo.layout.serving import serving_problems
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, ModelFiles, inspect_model, load_model
 from cumulo.models.text.tokenizer import Tokenizer
+from cumulo.ranks.device_group import has_nccl
 from cumulo.ranks.plan_ring import RingFile
 from cumulo.ranks.rank_group import THIS_HOST, meeting_point
 from cumulo.ranks.remote import host_and_port
 from cumulo.spec.gpu_kernels import obstacle_of
 from cumulo.spec.model import ModelSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +213,17 @@ def _assemble_ranks(
     own_ranks = layout.world - config.remote_ranks
     places, unit = max(cores, LEAST_CPU_RANKS), f"places for ranks on {cores} CPU cores"
     own_bytes = free_bytes // own_ranks
-    if config.device == "cuda" and config.remote_ranks:
-        raise ConfigError("ranks of several hosts run on CPUs only: omit remote_ranks, or choose device=cpu")
+    chosen = choose_backend(config.rank_backend, _rank_places(config))
+    config = replace(config, rank_backend=chosen.backend)
+    log.info("ranks exchange numbers by %s", chosen)
     if config.device == "cuda":
         from cumulo.engine.play.rank_player_cuda import gpu_places, own_memory, refuse_layout
 
         refuse_layout(files.spec, layout)
         if config.redundant_experts:
             raise ConfigError("redundant_experts needs ranks on CPUs: omit it, or choose device=cpu")
-        places, unit, own_bytes = gpu_places(), "GPUs", own_memory(files.spec, config, layout, free_bytes)
+        places, unit = gpu_places(config.rank_backend), "GPUs"
+        own_bytes = own_memory(files.spec, config, layout, free_bytes)
     problems = list(serving_problems(files.spec, layout, places + config.remote_ranks, unit))
     if config.redundant_experts and files.spec.moe is not None:
         problem = copies_problem(files.spec.moe.experts, layout.ep, config.redundant_experts)
@@ -247,6 +254,8 @@ def _assemble_ranks(
         return Guidance(tokenizer, files.spec.vocab_size, loaded.eos_ids) if tokenizer is not None else None
 
     loaded, guidance, player = start_ranks(setup, store, lambda part: load(part=part), guidance_of)
+    if config.device == "cuda" and chosen.backend != "symmetric":
+        player = replace(player, runs_on=f"{player.runs_on}; ranks exchange numbers by {chosen}")
     engine = _engine(
         player, config, memory, loaded.tokenizer, loaded.eos_ids, files.spec.vocab_size, guidance
     )
@@ -255,6 +264,17 @@ def _assemble_ranks(
         _compile_first(engine, tell)
     connect(engine, player, config, _identity(files, config))
     return Assembly(loaded, config, memory, engine, player)
+
+
+def _rank_places(config: EngineConfig) -> RankPlaces:
+    on_gpu = config.device == "cuda"
+    return RankPlaces(
+        config.device,
+        config.layout.world - config.remote_ranks,
+        config.remote_ranks,
+        torch.cuda.device_count() if on_gpu else 0,
+        on_gpu and has_nccl(),
+    )
 
 
 def _identity(files: ModelFiles, config: EngineConfig) -> str:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from cumulo.collectives.decide.choices import parse_choices
 from cumulo.collectives.decide.measured import read_collective_profile
+from cumulo.engine.decide.rank_backend import BACKENDS
 from cumulo.engine.decide.transfer.address import named_address, parse_address
 from cumulo.errors import CumuloError
 from cumulo.layout.equal_sums import USUAL_PARTS
@@ -72,6 +73,9 @@ class EngineConfig:
     # HOST:PORT of rank 0's host; all of them have the same transfer_key
     remote_ranks: int = 0
     rank_address: str = ""
+    # How ranks exchange numbers in a step: symmetric (GPUs of one host), nccl (GPUs of several), gloo (CPUs; slow
+    # between GPUs); auto: by where the ranks are
+    rank_backend: Literal["auto", "symmetric", "nccl", "gloo"] = "auto"
     # Which of our schedules add between CPU ranks of one host: all_reduce=ring; auto: the tuner's; empty: gloo
     collective: str = ""
     collective_profile: str = (
@@ -145,6 +149,10 @@ class EngineConfig:
                 f"remote_ranks ({self.remote_ranks}) is how many of the {layout.world} ranks of tp, pp, dp and ep "
                 "come from other hosts, all but one at most, and needs a rank_address (HOST:PORT), where they join"
             )
+        if self.rank_backend != "auto" and layout.world == 1:
+            raise CumuloError(
+                "rank_backend says how several ranks exchange numbers: add tp, pp, dp or ep, or omit it"
+            )
         if self.remote_ranks and not self.transfer_key:
             raise CumuloError("ranks of other hosts need a key: give all of them the same --fleet-key-file")
         if not self.transfer_stall_s > 0:
@@ -206,6 +214,7 @@ _ALLOWED = {
     "dtype": ("auto", "float64", "float32", "float16", "bfloat16"),
     "weights": ("auto", "fp8", "int4"),
     "kv_dtype": ("auto", "fp8", "int8"),
+    "rank_backend": BACKENDS,
 }
 _DEFAULTS: dict[str, dict[str, int | str]] = {
     "cpu": {"block_size": 16, "max_running": 256, "max_tokens_per_step": 512, "dtype": "float32"},

@@ -84,10 +84,14 @@ class RankGroup:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every member's tensor; all have one shape."""
         found = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.gather_into(found, tensor.contiguous())
+        return found
+
+    def gather_into(self, found: list[Tensor], tensor: Tensor) -> None:
+        """The same, into memory that the caller keeps."""
         with self._waiting:
             if tensor.numel():
-                self._group.allgather([found], [tensor.contiguous()]).wait()
-        return found
+                self._group.allgather([found], [tensor]).wait()
 
     def gather_array(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
         """Every member's array, [members, ...]; all have one shape."""

@@ -33,7 +33,7 @@ from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.rank_decoder import empty_rank_decoder
 from cumulo.models.play.rank_links import connect
-from cumulo.ranks.rank_group import meeting_point
+from cumulo.ranks.rank_group import THIS_HOST, meeting_point
 from cumulo.spec.model import ModelSpec
 
 SIZES = dict(blocks=24, block_size=16, max_context=120, max_running=6, max_tokens_per_step=48)
@@ -49,7 +49,9 @@ def cut(whole: Decoder, part: RankPart) -> Decoder:
     return decoder
 
 
-def rank_runner(spec: ModelSpec, layout: ServingLayout, rank: int, invariant: bool = False) -> CudaRunner:
+def rank_runner(
+    spec: ModelSpec, layout: ServingLayout, rank: int, invariant: bool = False, backend: str = "auto"
+) -> CudaRunner:
     part, world_store = rank_part(spec, layout, rank), _get_default_store()
     if rank == 0:
         store = meeting_point()
@@ -61,12 +63,13 @@ def rank_runner(spec: ModelSpec, layout: ServingLayout, rank: int, invariant: bo
     config = EngineConfig(
         device="cpu", dtype="float32", block_size=SIZES["block_size"], max_running=SIZES["max_running"],
         max_tokens_per_step=SIZES["max_tokens_per_step"], tp=layout.tp, pp=layout.pp, dp=layout.dp, ep=layout.ep,
-        batch_invariant=invariant,
+        batch_invariant=invariant, rank_backend=backend,
     )  # fmt: skip
     memory = SimpleNamespace(
         kv_blocks=SIZES["blocks"] * layout.dp, max_context=SIZES["max_context"], all_host_blocks=0
     )
-    links = connect(part, store, 60.0)
+    # Every rank at an address of its own, as if each were on another host.
+    links = connect(part, store, 60.0, host=THIS_HOST if backend == "auto" else f"127.0.0.{rank + 2}")
     guides = SharedGuides(None, links)
     runner = rank_player_cuda.make_cuda_runner(
         config, memory, part, decoder, store, (EOS,), guides, links, DEVICE
@@ -111,12 +114,14 @@ def play_rank(
     requests: list[tuple[list[int], SamplingParams]],
     prepare: Callable[[CudaRunner], None] = lambda runner: None,
     invariant: bool = False,
+    backend: str = "auto",
 ) -> Said:
-    """What rank 0's engine answers; the others say nothing. `prepare` is given the runner first."""
+    """What rank 0's engine answers; the others say nothing. `prepare` is given the runner first. `backend`: gloo,
+    as if the ranks were on several hosts."""
     if not HAS_GPU:
         use_few_programs(SimpleNamespace(setattr=setattr))  # type: ignore[arg-type]
     spec = spec_of(name, layout)
-    runner = rank_runner(spec, layout, rank, invariant)
+    runner = rank_runner(spec, layout, rank, invariant, backend)
     prepare(runner)
     if rank:
         plans, store = 0, _get_default_store()

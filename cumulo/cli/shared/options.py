@@ -98,6 +98,12 @@ class EngineOptions:
     redundant_experts: int | None = option(
         "With --ep: number of copies of the experts that get most tokens, placed by measured load.", None
     )
+    rank_backend: str | None = option(
+        "How processes exchange numbers in a step: symmetric (GPUs of one host), nccl (GPUs of several hosts) or "
+        "gloo (CPUs; slow between GPUs). Default: chosen by where they are.",
+        None,
+        metavar="symmetric|nccl|gloo",
+    )
     collective: str | None = option(
         "Algorithm of all-reduces between CPU ranks, such as all_reduce=ring, or auto. Default: gloo's.",
         None,

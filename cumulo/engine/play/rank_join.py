@@ -23,26 +23,27 @@ def serve_ranks(address: str, key: str, model: str | None, threads: int | None, 
     host_and_port(address)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # the next engine is joined without importing torch again
-    ranks: list[BaseProcess] = []
+    ranks: dict[int, BaseProcess] = {}  # by place: on GPUs, which of this host's it takes
     while True:
-        while len(ranks) < count:
+        for place in set(range(count)) - set(ranks):
             # A process for each engine: what one leaves in torch must not meet the next.
-            one = context.Process(target=_be_rank_once, args=(address, key, model, threads), daemon=True)
-            one.start()
-            ranks.append(one)
-        wait([one.sentinel for one in ranks])
-        ended = [one for one in ranks if one.exitcode is not None]
-        ranks = [one for one in ranks if one.exitcode is None]
+            given = (address, key, model, threads, place)
+            ranks[place] = context.Process(target=_be_rank_once, args=given, daemon=True)
+            ranks[place].start()
+        wait([one.sentinel for one in ranks.values()])
+        ended = [one for one in ranks.values() if one.exitcode is not None]
+        ranks = {place: one for place, one in ranks.items() if one.exitcode is None}
         if any(one.exitcode == _REFUSED for one in ended):
             raise CumuloError(f"the engine at {address} refused this rank; the line above says why")
 
 
-def _be_rank_once(address: str, key: str, model: str | None, threads: int | None) -> None:
+def _be_rank_once(address: str, key: str, model: str | None, threads: int | None, place: int) -> None:
     try:
         connection, rank, setup, own_host = join_door(address, key)
     except CumuloError as error:
         print(f"error: {error}", flush=True)
         raise SystemExit(_REFUSED) from error
     print(f"rank {rank} of the engine at {address}", flush=True)
-    setup = replace(setup, model=model or setup.model, threads=threads or setup.threads, host=own_host)
+    threads = threads or setup.threads
+    setup = replace(setup, model=model or setup.model, threads=threads, host=own_host, place=place)
     be_rank(connection, play_rank, rank, (setup,), setup.threads)

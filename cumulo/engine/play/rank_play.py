@@ -21,6 +21,7 @@ from cumulo.models.play.rank_links import RankLinks
 
 if TYPE_CHECKING:  # it needs Triton
     from cumulo.models.play.cuda_stage import RankStage
+    from cumulo.models.play.far_stage import FarStage
 
 Ints = NDArray[np.int64]
 _MOST_EXPECTED = (
@@ -131,7 +132,11 @@ class DeviceRank:
     """The same for a CudaRunner, which waits for nobody: what other stages say is waited for on the device."""
 
     def __init__(
-        self, part: RankPart, stage: "RankStage | None", homes: SequenceHomes, links: RankLinks
+        self,
+        part: RankPart,
+        stage: "RankStage | FarStage | None",
+        homes: SequenceHomes,
+        links: RankLinks,
     ) -> None:
         self.part, self._stage, self.homes, self.links = part, stage, homes, links
         self._expected: deque[list[int]] = deque()  # slots of tokens drawn elsewhere, by step

@@ -71,6 +71,7 @@ class RankSetup:
     engine_pid: int  # rank 0's process
     meeting_host: str = THIS_HOST  # rank 0's
     host: str = THIS_HOST  # of the rank that is told this
+    place: int = 0  # of a rank of another host: its number there
     # Of an engine with a role: rank 0's descriptors of the files that hold each rank's KV cache.
     kv_files: tuple[tuple[int, ...], ...] = ()
     weights: str = ""  # digest of rank 0's, where ranks of other hosts have copies of their own
@@ -187,8 +188,9 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     if setup.on_gpu:
         from cumulo.engine.play.rank_player_cuda import end_with, use_own_gpu
 
-        end_with(setup.engine_pid)
-        use_own_gpu(rank)
+        here = rank < setup.own_ranks
+        end_with(setup.engine_pid if here else None, starter().fileno())
+        use_own_gpu(rank if here else setup.place)
     ring = RingFile(setup.ring, setup.config.layout.world) if rank < setup.own_ranks else None
     tell_starter(_OPENED)
     plans = PlanReader(None if setup.config.remote_ranks else ring, rank, starter())

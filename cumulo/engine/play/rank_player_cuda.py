@@ -16,6 +16,7 @@ import torch
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import DeviceRunner, kv_dtype
+from cumulo.engine.play.rank_memory import held_for_others, shared_parts
 from cumulo.engine.play.rank_play import DeviceRank, SequenceHomes
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
@@ -24,17 +25,13 @@ from cumulo.engine.play.transfer_ways import cuda_handles
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.collective.one_shot import release
-from cumulo.kernels.cuda.collective.peers import aligned, flags_bytes
 from cumulo.layout.divide import nearest_divisor
 from cumulo.layout.serving import RankPart, ServingLayout, rank_part
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.cuda_decoder import CudaDecoder, why_not
-from cumulo.models.play.cuda_rows import RankRows, rows_bytes
-from cumulo.models.play.cuda_slice import RankSlice, shared_bytes
-from cumulo.models.play.cuda_stage import RankStage, stage_bytes
 from cumulo.models.play.rank_links import RankLinks
-from cumulo.ranks.peer_memory import peer_memory
+from cumulo.ranks.mirrored_memory import MirroredMemory
 from cumulo.ranks.rank_group import TCPStore
 from cumulo.ranks.start import RankProcesses
 from cumulo.spec.model import ModelSpec
@@ -44,33 +41,19 @@ _RELEASE_S = 0.01  # between attempts to let kernels go on
 _LOOK_S = 0.5  # between looks whether a step stands still
 
 
-def gpu_places() -> int:
-    """How many ranks this machine has a GPU for. Several may be told to share one, to try a layout."""
-    shared = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+def gpu_places(backend: str) -> int:
+    """How many ranks this machine has a GPU for. Several may be told to share one, to try a layout; over gloo they
+    always may."""
+    shared = backend == "gloo" or os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     return _MANY if shared else torch.cuda.device_count()
 
 
 def own_memory(spec: ModelSpec, config: EngineConfig, layout: ServingLayout, free_bytes: int) -> int:
     """Of a GPU's memory what a rank has for weights, cache and steps; the rest is what ranks show each other."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    shared = sum(_shared_sizes(rank_part(spec, layout, 0), config, dtype))
-    on_one = -(-layout.world // torch.cuda.device_count())
+    shared = held_for_others(rank_part(spec, layout, 0), config, dtype)
+    on_one = -(-(layout.world - config.remote_ranks) // torch.cuda.device_count())
     return free_bytes // on_one - shared - config.max_running * spec.vocab_size * dtype.itemsize
-
-
-def _shared_sizes(part: RankPart, config: EngineConfig, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Bytes that a rank shares with other slices, with other stages, and with ranks that have other rows. All ranks
-    have as many: symmetric memory asks for it."""
-    tokens, draws, layout = config.max_tokens_per_step, config.max_running, part.layout
-    hidden, invariant = part.whole.hidden, config.batch_invariant
-    slices = stages = rows = 0
-    if layout.tp > 1:
-        slices = shared_bytes(part.local, tokens, draws, dtype, layout.tp, invariant)
-    if layout.pp > 1:
-        stages = stage_bytes(hidden, tokens, draws, dtype, layout.pp)
-    if layout.dp > 1:
-        rows = rows_bytes(hidden, tokens, draws, dtype, layout.stage_ranks, invariant)
-    return slices, stages, rows
 
 
 def refuse_layout(spec: ModelSpec, layout: ServingLayout) -> None:
@@ -82,9 +65,10 @@ def refuse_layout(spec: ModelSpec, layout: ServingLayout) -> None:
         )
 
 
-def use_own_gpu(rank: int) -> None:
-    """Ranks take the GPUs in turn; where there are fewer, they share."""
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+def use_own_gpu(place: int) -> None:
+    """Ranks take the GPUs in turn; where there are fewer, they share. `place`: of this rank among those of its
+    host."""
+    torch.cuda.set_device(place % torch.cuda.device_count())
 
 
 def make_cuda_runner(
@@ -104,19 +88,7 @@ def make_cuda_runner(
             f"on several GPUs a model runs on our kernels only ({obstacle}); omit tp, pp, dp and ep"
         )
     tokens, draws, invariant = config.max_tokens_per_step, config.max_running, config.batch_invariant
-    layout, rank_slice, stage, rows = part.layout, None, None, None
-    sizes = _shared_sizes(part, config, decoder.dtype)
-    size = flags_bytes(layout.world) + sum(map(aligned, sizes))
-    peers = peer_memory(size, store, "cumulo-peers", part.rank, layout.world, device, links.together)
-    if layout.tp > 1:
-        shared = peers.among(layout.tensor_group(part.rank), sizes[0])
-        rank_slice = RankSlice(shared, part, tokens, draws, decoder.dtype, invariant)
-    if layout.pp > 1:
-        shared = peers.among(layout.pipeline_group(part.rank), sizes[1])
-        stage = RankStage(shared, part, tokens, draws, decoder.dtype)
-    if layout.dp > 1:
-        shared = peers.among(layout.stage_group(part.rank), sizes[2])
-        rows = RankRows(shared, part, tokens, draws, decoder.dtype, invariant)
+    rank_slice, stage, rows = shared_parts(config, part, decoder.dtype, store, links, device)
     model = CudaDecoder(
         decoder,
         tokens,
@@ -129,7 +101,7 @@ def make_cuda_runner(
         sum_parts=config.sum_parts,
         largest=links.largest_of_slices,
     )
-    blocks = memory.kv_blocks // layout.dp
+    blocks = memory.kv_blocks // part.layout.dp
     cache = KVCache(part.local, blocks, config.block_size, kv_dtype(config, decoder.dtype), device)
     runner = CudaRunner(
         model,
@@ -138,7 +110,7 @@ def make_cuda_runner(
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
         host_blocks=memory.all_host_blocks,
-        graphs=config.cuda_graphs,
+        graphs=config.cuda_graphs and config.rank_backend != "gloo",  # whose messages the host sends
         rank=DeviceRank(part, stage, SequenceHomes(part, draws, blocks), links),
     )
     runner.table.guided = guided
@@ -165,7 +137,8 @@ def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses
     memories = [part.memory for part in meeting if part is not None]
     stream = torch.cuda.Stream()
     device = torch.cuda.current_device()
-    for memory in memories:
+    shared = [memory for memory in memories if not isinstance(memory, MirroredMemory)]
+    for memory in shared:
         release(memory, only_load=True)
 
     def watch() -> None:
@@ -175,8 +148,11 @@ def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses
         ranked.lost = True
         torch.cuda.set_device(device)
         with torch.cuda.stream(stream):
+            for memory in memories:
+                if isinstance(memory, MirroredMemory):
+                    memory.group.abort()
             while not ranked.closed.wait(_RELEASE_S):
-                for memory in memories:
+                for memory in shared:
                     release(memory)
                 if stage is not None:
                     stage.let_go()
@@ -184,12 +160,17 @@ def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses
     threading.Thread(target=watch, name="cumulo-rank-watch", daemon=True).start()
 
 
-def end_with(process_id: int) -> None:
-    """End this process as soon as that one has, whatever it waits for then."""
-    handle = os.pidfd_open(process_id)
+def end_with(process_id: int | None, connection: int) -> None:
+    """End this process as soon as the engine's has, whatever it waits for then. None: that one is on another host,
+    and this connection to it ends."""
+    looked = select.poll()
+    if process_id is None:
+        looked.register(connection, select.POLLRDHUP | select.POLLHUP)  # not when there is something to read
+    else:
+        looked.register(os.pidfd_open(process_id), select.POLLIN)
 
     def watch() -> None:
-        select.select([handle], [], [])
+        looked.poll()
         os._exit(1)
 
     threading.Thread(target=watch, name="cumulo-engine-watch", daemon=True).start()

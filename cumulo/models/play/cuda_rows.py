@@ -2,7 +2,7 @@
 rows of all ranks, and gives the others the hidden states that tokens are drawn from. `CudaDecoder` calls it.
 
 What a rank writes for the others stays until they have read it: between two writings of one buffer there is always
-a meeting of all ranks behind the kernel that reads.
+a meeting of all ranks behind the kernel that reads. From ranks of other hosts it is fetched (`bring`).
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_byte
 from cumulo.kernels.cuda.collective.rows import gather_owned, gather_rows, sum_rows
 from cumulo.layout.serving import RankPart
 from cumulo.models.play.cuda_partials import partial_bytes, partial_dtype
+from cumulo.ranks.mirrored_memory import bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +54,29 @@ class RankRows:
         size = partial_bytes(self._hidden, max_tokens, dtype, invariant)
         self._partial = memory.carve((size,), torch.uint8)
         self._all = torch.empty((max_tokens, self._hidden), dtype=dtype, device=self._rows.own.device)
+        self._shown = self._rows.own[:0]  # of this step
 
     def own_rows(self, rows: int) -> Tensor:
         """Where this rank's hidden states go, as its experts' neighbours read them."""
-        return self._rows.own[:rows]
+        self._shown = self._rows.own[:rows]
+        return self._shown
 
     def all_rows(self, homes: StepHomes) -> Tensor:
         """Those of all ranks, whose owners have written them."""
+        bring(self.memory, self._rows, self._shown)
         return gather_rows(self.memory, self._rows, homes.starts, self._slice, self._all[: homes.tokens])
 
     def partial(self, homes: StepHomes) -> Tensor:
         """Where what this rank's experts add to all rows goes; zeros."""
+        return self._own_partial(homes).zero_()
+
+    def _own_partial(self, homes: StepHomes) -> Tensor:
         numbers = self._partial.own.view(self._dtype_of(homes))
-        return numbers[: homes.tokens * self._hidden].view(homes.tokens, self._hidden).zero_()
+        return numbers[: homes.tokens * self._hidden].view(homes.tokens, self._hidden)
 
     def add_partials(self, homes: StepHomes, stream: Tensor) -> None:
         """What all ranks' experts add to the rows that are here."""
+        bring(self.memory, self._partial, self._own_partial(homes))
         sum_rows(self.memory, self._partial, self._dtype_of(homes), homes.starts, self._home, stream)
 
     def own_wanted(self, outputs: int) -> Tensor:
@@ -76,6 +84,7 @@ class RankRows:
 
     def all_wanted(self, homes: StepHomes, out: Tensor) -> Tensor:
         """Of every draw the hidden state that its owner has written."""
+        bring(self.memory, self._wanted, self._wanted.own[: len(out)])
         return gather_owned(self.memory, self._wanted, homes.owners, self._homes, self._slice, out)
 
     def _dtype_of(self, homes: StepHomes) -> torch.dtype:

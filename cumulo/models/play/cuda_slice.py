@@ -4,6 +4,8 @@ sums and draws from logits whose columns lie on all ranks. `CudaDecoder` and `Cu
 Where each partial sum is written is shared by turns: attention's, then the feed-forward's (and before the first
 layer the embedding's). So nobody waits until the others have read (kernels/cuda/collective/one_shot.py says why).
 In the batch-invariant mode the expert that every token passes through has a sum of its own, as on one rank.
+
+Ranks of several hosts cannot read each other's memory: `bring` fetches what they show before a kernel reads it.
 """
 
 import torch
@@ -16,9 +18,10 @@ from cumulo.kernels.cuda.collective.one_shot import (
     sum_partials,
 )
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
-from cumulo.kernels.cuda.sampling.sample import part_count, pick_token, weigh_parts
+from cumulo.kernels.cuda.sampling.sample import POSITION, SLOT, part_count, pick_token, weigh_parts
 from cumulo.layout.serving import RankPart
 from cumulo.models.play.cuda_partials import partial_bytes, partial_dtype
+from cumulo.ranks.mirrored_memory import MirroredMemory, bring
 from cumulo.spec.model import ModelSpec
 
 ATTENTION, FEED_FORWARD, SHARED_EXPERT = 0, 1, 2
@@ -85,6 +88,7 @@ class RankSlice:
 
     def _sum(self, half: int, stream: Tensor, add: bool, rounded: bool) -> None:
         dtype = self._dtype_of(len(stream))
+        bring(self.memory, self._partials[half], self.partial(half, len(stream)))
         sum_partials(self.memory, self._partials[half], dtype, stream, add, rounded)
 
     def _dtype_of(self, rows: int) -> torch.dtype:
@@ -96,12 +100,30 @@ class RankSlice:
         own = self._logits.own[:rows]
         if rows:
             weigh_parts(own, draws, self._maxima.own, self._places.own, self._masses.own)
+            for parts in (self._maxima, self._places, self._masses):
+                bring(self.memory, parts, parts.own[:rows])
         meet_all(self.memory)
         if rows:
             pick_token(
                 own, draws, self._maxima.addresses, self._places.addresses, self._masses.addresses, picked, tokens,
                 self._logits.addresses,
             )  # fmt: skip
+            if isinstance(self.memory, MirroredMemory):
+                self._share_draws(self.memory, draws[:rows], picked[:rows], tokens)
+
+    def _share_draws(self, memory: MirroredMemory, draws: Tensor, picked: Tensor, tokens: Tensor) -> None:
+        """All ranks know which part a token is drawn from, but only its owner has the logits: the others drew
+        nonsense from that part, which the owner's token replaces."""
+        owned = (picked >= self._first) & (picked < self._first + self._logits.own.shape[1])
+        right = torch.where(owned, picked, -1)
+        memory.group.largest(right)
+        picked.copy_(right)
+        slots, positions = draws[:, SLOT].long(), draws[:, POSITION].long()
+        # Added as a difference: rows that fill a step up have no slot, and must not overwrite anybody's token.
+        places = torch.where(slots >= 0, slots * tokens.stride(0) + positions, 0)
+        entered = tokens.view(-1)
+        difference = torch.where(slots >= 0, right.clamp_min(0) - entered[places], 0)
+        entered.scatter_add_(0, places, difference)
 
     def end_step(self) -> None:
         """Of a stage that draws nothing: after it a rank may write what the others read."""
@@ -109,4 +131,5 @@ class RankSlice:
 
     def gather(self, rows: int) -> Tensor:
         """The whole logits of the last step, for draws that look at all of a row."""
+        bring(self.memory, self._logits, self._logits.own[:rows])
         return gather_columns(self.memory, self._logits, self.whole_logits[:rows])

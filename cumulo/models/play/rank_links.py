@@ -1,6 +1,7 @@
 """RankLinks: what a rank's decoder and its runner say to the other ranks, in their words. Made once per rank; on a
 GPU the same words are said by other means."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,6 +19,7 @@ from cumulo.ranks.rank_meter import RankMeter
 
 T = TypeVar("T")
 _LONGEST_COMPLAINT = 4000  # bytes
+_STREAMS_AHEAD = 4  # of the next stage
 
 
 @dataclass(slots=True)
@@ -30,7 +32,11 @@ class RankLinks:
     stage: RankGroup | None = None  # all ranks of the stage, over which experts are spread
     pipeline: RankGroup | None = None  # same slice and sequences, other layers; by stage
     meter: RankMeter | None = None
-    _leaving: list[tuple[Work, Tensor]] = field(default_factory=list)  # held until they have left
+    host: str = THIS_HOST  # the address at which the others reach this one
+    # Held until they have left, which gloo says only to who waits: streams, which the next stage takes in every
+    # step, and tokens, which the first stage may take later.
+    _streams: deque[tuple[Work, Tensor]] = field(default_factory=deque)
+    _tokens: list[tuple[Work, Tensor]] = field(default_factory=list)
 
     # -- tensor parallel ------------------------------------------------------------------------------
     def sum_slices(self, partial: Tensor) -> Tensor:
@@ -117,23 +123,21 @@ class RankLinks:
     def send_stream(self, stream: Tensor) -> None:
         assert self.pipeline is not None
         if len(stream):
-            self._send(stream, self.pipeline.index + 1)
+            stream = stream.contiguous()
+            self._streams.append((self.pipeline.send(stream, self.pipeline.index + 1), stream))
+            while len(self._streams) > _STREAMS_AHEAD:
+                self._streams.popleft()[0].wait()
 
     def send_tokens(self, tokens: NDArray[np.int64]) -> None:
         """From the last stage, which drew them, to the first, which embeds them."""
         if self.pipeline is not None:
-            self._send(torch.from_numpy(tokens.copy()), 0)
+            told = torch.from_numpy(tokens.copy())
+            self._tokens.append((self.pipeline.send(told, 0), told))
 
     def receive_tokens(self, count: int) -> NDArray[np.int64]:
         assert self.pipeline is not None
         tokens = torch.empty(count, dtype=torch.int64)
         return self.pipeline.receive(tokens, self.pipeline.size - 1).numpy()
-
-    def _send(self, tensor: Tensor, stage: int) -> None:
-        assert self.pipeline is not None
-        tensor = tensor.contiguous()
-        self._leaving = [(work, held) for work, held in self._leaving if not work.is_completed()]
-        self._leaving.append((self.pipeline.send(tensor, stage), tensor))
 
 
 def connect(
@@ -163,4 +167,5 @@ def connect(
         stage=group(layout.stage_group(rank)),
         pipeline=group(layout.pipeline_group(rank)),
         meter=meter,
+        host=host,
     )
