@@ -13,7 +13,7 @@ from cumulo.kernels.cuda.linear import few_dot as played
 from tests.kernels.cuda.play_gluon import Pointer, pointer
 
 CONSTANTS = ("K", "TILE", "SLICES", "NORM", "SWIGLU", "RESIDUAL", "BIAS", "PICK", "DIM", "HEADS", "KV_HEADS",
-             "EARLY", "num_warps")  # fmt: skip
+             "PAGE", "EARLY", "num_warps")  # fmt: skip
 
 
 @dataclass

@@ -129,8 +129,15 @@ def test_candidates_keep_their_weights_in_registers() -> None:
 POINTERS = dict.fromkeys(
     ("x", "weight", "out", "norm_weight", "residual", "bias", "cos", "sin", "keys", "values"), "*bf16"
 ) | dict.fromkeys(("rows_of", "positions", "slots"), "*i32")
-SIZES = ("OUTPUTS", "stride_x", "stride_weight", "stride_out", "stride_residual", "block_stride", "head_stride",
-         "block_size")  # fmt: skip
+SIZES = (
+    "OUTPUTS",
+    "stride_x",
+    "stride_weight",
+    "stride_out",
+    "stride_residual",
+    "block_stride",
+    "head_stride",
+)
 TYPES = POINTERS | dict.fromkeys(SIZES, "i32:16") | {"M": "i32", "eps": "fp32"}
 
 
@@ -143,10 +150,9 @@ def case(k: int, slices: int, **more: object) -> Case:
 
 def test_weights_go_from_memory_to_the_tensor_cores_and_are_asked_for_before_the_wait() -> None:
     cases = [
-        case(576, 4, RESIDUAL=1),
         case(576, 4, NORM=1, SWIGLU=1),
         case(1536, 8, RESIDUAL=1),
-        case(576, 4, NORM=1, DIM=64, HEADS=9, KV_HEADS=3),
+        case(576, 4, NORM=1, DIM=64, HEADS=9, KV_HEADS=3, PAGE=64),
     ]
     for given, made in zip(cases, compile_for_sm90(cases), strict=True):
         made.check_fits()

@@ -47,10 +47,10 @@ class DotConfig:
 def candidates(m: int, n: int, k: int, paired: bool = False) -> list[DotConfig]:
     """What is worth timing: 2 to 12 steps of k for each warp, whose weights are in registers all at once."""
     found = []
-    for rows, slices, across in product((16, 32), (1, 2, 4, 8), (1, 2)):
+    for rows, slices, across in product((16, 32), (1, 2, 4, 8, 16), (1, 2)):
         steps = triton.cdiv(k, STEP * slices)
         registers = steps * 8 * (rows // 16 // across)
-        if rows // 16 >= across and slices * across <= 8 and 2 <= steps <= 24 and 16 <= registers <= 128:
+        if rows // 16 >= across and slices * across <= 16 and 2 <= steps <= 24 and 16 <= registers <= 128:
             found += [DotConfig(rows, slices, slices * across, True, first) for first in (False, True)]
     return found
 
@@ -75,10 +75,10 @@ def _columns(pointers, column, step: gl.constexpr, K: gl.constexpr, SLICES: gl.c
 @gluon.jit(do_not_specialize=["M"])
 def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, sin, positions, slots, keys, values,
                     M, OUTPUTS, stride_x, stride_weight, stride_out, stride_residual, block_stride, head_stride,
-                    block_size, eps, K: gl.constexpr, TILE: gl.constexpr, SLICES: gl.constexpr,
+                    eps, K: gl.constexpr, TILE: gl.constexpr, SLICES: gl.constexpr,
                     NORM: gl.constexpr, SWIGLU: gl.constexpr, RESIDUAL: gl.constexpr, BIAS: gl.constexpr,
                     PICK: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-                    EARLY: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+                    PAGE: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     PAIRED: gl.constexpr = SWIGLU or DIM > 0
     KEPT: gl.constexpr = TILE // 2 if PAIRED else TILE  # rows of the output
     STEPS: gl.constexpr = (K + 32 * SLICES - 1) // (32 * SLICES)
@@ -149,6 +149,10 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
     if PICK:
         x_line = gl.load(rows_of + x_line)
         lines = gl.load(rows_of + lines)
+    slot, position = lines, lines
+    if DIM > 0:  # asked for first: what they lead to is asked for behind x
+        slot = gl.load(slots + lines)
+        position = gl.load(positions + lines)
     x_rows = x + x_line * stride_x
     mask = (safe == first + out_row) & (line < M)
     inputs = ()
@@ -157,15 +161,15 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
     added = gl.zeros([KEPT, LINES], gl.float32, CELLS)
     if RESIDUAL:  # asked for here, or it would be waited for at the end
         added = gl.load(residual + lines * stride_residual + safe, mask=mask, other=0.0).to(gl.float32)
-    turn, turn_back, slot = added, added, lines
+    turn, turn_back = added, added
     if DIM > 0:
-        slot = gl.load(slots + lines)
         if head < HEADS + KV_HEADS:
-            angle = gl.load(positions + lines).to(gl.int64) * (DIM // 2) + (first % DIM + out_row)
+            angle = position.to(gl.int64) * (DIM // 2) + (first % DIM + out_row)
             turn = gl.load(cos + angle).to(gl.float32)
             turn_back = gl.load(sin + angle).to(gl.float32)
 
     acc = gl.zeros([SLICES, TILE, LINES], gl.float32, DOT)
+    odd = acc  # two sums take turns: a product waits for the one before it in its own
     squares = gl.zeros([SLICES, 32, LINES], gl.float32, OF_X)
     for step in gl.static_range(STEPS):
         values_of_x = inputs[step]  # type: ignore[var-annotated]
@@ -173,10 +177,13 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
             wide = values_of_x.to(gl.float32)  # type: ignore[var-annotated]
             squares += wide * wide
             values_of_x = (wide * gains[step].to(gl.float32)).to(x.dtype.element_ty)
-        acc = mma_v2(tiles[step], values_of_x, acc)
+        if step % 2 == 0:
+            acc = mma_v2(tiles[step], values_of_x, acc)
+        else:
+            odd = mma_v2(tiles[step], values_of_x, odd)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [SLICES, TILE, LINES], PLAIN)
-    sums.store(acc)
+    sums.store(acc + odd)
     of_squares = gl.allocate_shared_memory(
         gl.float32, [SLICES, LINES], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
@@ -200,9 +207,7 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
         # Rounded where a product of its own would round.
         y = y.to(out.dtype.element_ty).to(gl.float32)
         z = (z + high_bias).to(out.dtype.element_ty).to(gl.float32)
-        page = (
-            (slot // block_size).to(gl.int64) * block_stride + slot % block_size * DIM + first % DIM + out_row
-        )
+        page = (slot // PAGE).to(gl.int64) * block_stride + slot % PAGE * DIM + first % DIM + out_row
         kept = (line < M) & (slot >= 0)  # a token that only fills up a captured shape has no slot
         if head < HEADS:
             places = out + line * stride_out + safe
@@ -249,7 +254,7 @@ def few_dot(
     config = config or default_config(m, n, k, paired)
     kept = config.rows // 2 if paired else config.rows
     turned = (x,) * 6 if rotation is None else rotation.tensors
-    strides = (0, 0, 1) if rotation is None else rotation.strides
+    strides = (0, 0) if rotation is None else rotation.strides
     _few_dot_kernel[(triton.cdiv(outputs // 2 if rotation is not None else outputs, kept),)](
         x,
         weight,
@@ -278,6 +283,7 @@ def few_dot(
         DIM=0 if rotation is None else rotation.dim,
         HEADS=0 if rotation is None else rotation.heads,
         KV_HEADS=0 if rotation is None else rotation.kv_heads,
+        PAGE=1 if rotation is None else rotation.block_size,
         num_warps=config.num_warps,
         **early(config.early, x, config.waits_first),
     )

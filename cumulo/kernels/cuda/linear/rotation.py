@@ -35,6 +35,10 @@ class Rotation:
         return self.cos, self.sin, self.positions, self.slots, self.keys, self.values
 
     @property
-    def strides(self) -> tuple[int, int, int]:
-        """Of a block and of a head; positions of a block."""
-        return self.keys.stride(0), self.keys.stride(1), self.keys.shape[2]
+    def block_size(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Of a block and of a head."""
+        return self.keys.stride(0), self.keys.stride(1)
