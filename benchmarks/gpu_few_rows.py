@@ -75,15 +75,15 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 def error_of(chain: Chain, part: str, choice: Choice) -> float:
     """Of one product on its own, against float64; of a rotated one, of its queries, keys and values."""
-    shape, m = chain.shape, chain.m
+    shape, m, device = chain.shape, chain.m, chain.stream.device
     own = parts(shape)[part.removeprefix("rotated ")]
-    generator = torch.Generator("cuda").manual_seed(7)
-    x = random_bf16(m, own.k, device="cuda", generator=generator)
+    generator = torch.Generator(device).manual_seed(7)
+    x = random_bf16(m, own.k, device=device, generator=generator)
     weight = chain.weights[0][part.removeprefix("rotated ")]
     norm = chain.norms[0][0] if own.norm else None
     outputs = own.n // 2 if own.swiglu else own.n
-    residual = random_bf16(m, outputs, device="cuda", generator=generator) if own.residual else None
-    out = torch.full((m, outputs), float("nan"), dtype=torch.bfloat16, device="cuda")
+    residual = random_bf16(m, outputs, device=device, generator=generator) if own.residual else None
+    out = torch.full((m, outputs), float("nan"), dtype=x.dtype, device=device)
     wide = [None if one is None else one.double() for one in (norm, residual)]
     exact = reference(x.double(), weight.double(), wide[0], EPS, wide[1], own.swiglu)
     with using(shape, m, {part: choice}):
@@ -93,10 +93,10 @@ def error_of(chain: Chain, part: str, choice: Choice) -> float:
         keys, values, other_keys, other_values = (
             torch.full_like(chain.keys[0], float("nan")) for _ in range(4)
         )
-        slots = torch.arange(3, 3 + m, dtype=torch.int32, device="cuda") * 7
+        slots = torch.arange(3, 3 + m, dtype=torch.int32, device=device) * 7
         rotation = Rotation(chain.cos, chain.sin, chain.positions, slots, keys, values, shape.heads)
         linear(x, weight, out, norm_weight=norm, eps=EPS, rotation=rotation)
-        plain = exact.bfloat16()
+        plain = exact.to(x.dtype)
         rope_cache(plain, chain.cos, chain.sin, chain.positions, slots, other_keys, other_values, shape.heads)
         columns = shape.heads * shape.dim
         errors = [off(out[:, :columns], plain[:, :columns].double())]
