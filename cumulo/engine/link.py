@@ -39,8 +39,9 @@ def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model:
     scheduler.transfers.stall_s = config.transfer_stall_s
     if config.role == "prefill":
         sender = TransferSender(cache, model, config.transfer_address, config.transfer_key)
-        if isinstance(runner, TorchRunner):
-            runner.layer_teller = sender.layer_teller
+        # On one host all layers of a GPU's step go in one copy; over a network each leaves when it is computed.
+        if isinstance(runner, TorchRunner) or (ranked is None and sender.staged):
+            runner.layer_teller = sender.layer_teller  # type: ignore[union-attr]
         before_told = ranked.wait_for_ranks if ranked is not None else None
         engine.link = PrefillLink(scheduler, sender, cache.spec.layers, before_told)
         return

@@ -22,6 +22,7 @@ from cumulo.engine.decide.transfer.orders import (
     SenderEvent,
 )
 from cumulo.engine.play.mailbox import Mailbox
+from cumulo.engine.play.transfer_staged import StagedExport
 from cumulo.engine.play.transfer_ways import CudaExport, SharedExport, TcpExport
 from cumulo.engine.play.transfer_wire import (
     Greeting,
@@ -75,6 +76,11 @@ class TransferSender:
         self._cache = cache
         self._thread = threading.Thread(target=self._run, name="cumulo-transfer", daemon=True)
         self._thread.start()
+
+    @property
+    def staged(self) -> bool:
+        """Whether KV of a GPU goes over a network."""
+        return isinstance(self._export, StagedExport)
 
     # -- for the engine and its runner --------------------------------------------------------------------
     def give(self, answers: Iterable[Answer]) -> None:
@@ -169,7 +175,9 @@ class TransferSender:
             log.error("a decode engine was refused: %s", refusal)
             self._send(receiver, pack(replace(self._greeting, refusal=refusal)))
             return False
-        if word.transport == "tcp" and isinstance(self._export, TcpExport):  # a connection for blocks
+        if word.transport == "tcp" and isinstance(
+            self._export, TcpExport | StagedExport
+        ):  # a connection for blocks
             self._selector.unregister(receiver.socket)
             del self._receivers[receiver.number]
             receiver.socket.setblocking(True)
@@ -218,13 +226,11 @@ class TransferSender:
                 Path(self._path).unlink()
 
 
-def _export(cache: SentCache, address: str) -> SharedExport | TcpExport | CudaExport:
+def _export(cache: SentCache, address: str) -> SharedExport | TcpExport | CudaExport | StagedExport:
     on_gpu = cache.key_storage.is_cuda
     if address.startswith("unix:"):
         return CudaExport(cache) if on_gpu else SharedExport(cache)
-    if on_gpu:
-        raise CumuloError("KV on a GPU is sent by CUDA IPC on one host: use a unix: address")
-    return TcpExport(cache)
+    return StagedExport(cache) if on_gpu else TcpExport(cache)
 
 
 def _bound(listener: socket.socket, address: str) -> str:

@@ -1,5 +1,5 @@
 """How KV blocks get from one engine's cache into another's: shared memory and CUDA IPC on one host, TCP between
-hosts. The sender exports its cache, the receiver opens it and reads.
+hosts (from and to GPUs: transfer_staged.py). The sender exports its cache, the receiver opens it and reads.
 
 A way is two small classes, one for each end. Its export says in a greeting how the cache is reached; its source
 reads runs of blocks of one layer straight into the receiver's own cache, and returns when they are there. Libraries
@@ -22,7 +22,7 @@ from cumulo.errors import CumuloError
 from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import KVCache
 
-_ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
+ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
 _MANY_RUNS = 4  # from so many on, a call of the native library costs less than as many copies
 _MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
@@ -125,12 +125,12 @@ class TcpExport:
     def serve(self, connection: socket.socket) -> None:
         """Answer requests for blocks until the receiver is gone. A thread of its own runs this."""
         with connection:
-            while (head := _receive(connection, _ASK.size)) is not None:
-                layer, count = _ASK.unpack(head)
-                asked = _receive(connection, count * _ASK.size)
+            while (head := receive_exactly(connection, ASK.size)) is not None:
+                layer, count = ASK.unpack(head)
+                asked = receive_exactly(connection, count * ASK.size)
                 if asked is None:
                     return
-                runs = list(_ASK.iter_unpack(asked))
+                runs = list(ASK.iter_unpack(asked))
                 views = [
                     side[layer, source : source + blocks].data.cast("B")
                     for side in self._blocks
@@ -153,8 +153,8 @@ class TcpSource:
         return sum(self._read(one, runs) for one in range(layer, layer + layers))
 
     def _read(self, layer: int, runs: BlockRuns) -> int:
-        asked = b"".join(_ASK.pack(source, blocks) for source, _, blocks in runs.runs)
-        self._socket.sendall(_ASK.pack(layer, len(runs.runs)) + asked)
+        asked = b"".join(ASK.pack(source, blocks) for source, _, blocks in runs.runs)
+        self._socket.sendall(ASK.pack(layer, len(runs.runs)) + asked)
         copied = 0
         for ours in self._ours:
             for _, target, blocks in runs.runs:
@@ -174,7 +174,7 @@ class TcpSource:
         self._socket.close()
 
 
-def _receive(connection: socket.socket, size: int) -> bytes | None:
+def receive_exactly(connection: socket.socket, size: int) -> bytes | None:
     """So many bytes, or None at the end of the stream."""
     data = bytearray()
     while len(data) < size:
@@ -250,11 +250,7 @@ class CudaSource:
     def __init__(self, cache: SentCache, reach: dict[str, Any]) -> None:
         """Called by the thread that reads: the streams become that thread's own."""
         blocks, self.turn_layers = int(reach["blocks"]), cache.spec.layers
-        if isinstance(cache, RankCaches):
-            own, handles = cache.ranks[0], cache.handles
-            ours = [_words_of(own), *(_opened(one, own, own.blocks) for one in handles[1:])]
-        else:
-            own, ours = cache, [_words_of(cache)]
+        own, ours = cache.ranks[0] if isinstance(cache, RankCaches) else cache, words_by_rank(cache)
         self._ranks = [
             _RankSource(mine, _opened(theirs, own, blocks))
             for mine, theirs in zip(ours, reach["ranks"], strict=True)
@@ -317,6 +313,15 @@ class _RankSource:
     def settle(self) -> None:
         self._stream.synchronize()
         self._used = 0
+
+
+def words_by_rank(cache: SentCache) -> list[list[torch.Tensor]]:
+    """Keys and values of every rank, each as [layers, blocks, numbers of a block]; those that other processes of
+    this host hold on GPUs are opened."""
+    if not isinstance(cache, RankCaches):
+        return [_words_of(cache)]
+    own = cache.ranks[0]
+    return [*map(_words_of, cache.ranks), *(_opened(one, own, own.blocks) for one in cache.handles[1:])]
 
 
 def _words_of(cache: KVCache) -> list[torch.Tensor]:

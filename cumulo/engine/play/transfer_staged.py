@@ -1,0 +1,204 @@
+"""KV of a GPU over TCP: staged through page-locked host memory, a page at a time, while the device copies the next
+one. The words are those of `TcpExport` and `TcpSource`, so that either end may be on a CPU.
+
+Both ends have two pages. The sender's device fills one while the other leaves through the socket; the receiver's
+device empties one while the other fills from it. Copies run on streams of their own, beside the engine's steps.
+"""
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cumulo.engine.decide.transfer.travel import BlockRuns
+from cumulo.engine.play.transfer_ways import ASK, receive_exactly, words_by_rank
+from cumulo.engine.play.transfer_wire import SentCache, open_socket
+
+PAGE_BYTES = 4 << 20
+_PAGES = 2
+_LAYERS_AHEAD = 4  # asked for before the first of them has come
+
+
+class _Page:
+    """Host memory, and the moments from which the copies to or from it have ended."""
+
+    def __init__(self, size: int, page_locked: bool) -> None:
+        self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=page_locked)
+        self.view = memoryview(self.tensor.numpy())
+        self.used = 0
+        self._ends: list[torch.cuda.Event] = []
+
+    def copied_by(self, streams: Iterable["torch.cuda.Stream"]) -> None:
+        """What these have been given so far is the last that touches it."""
+        self._ends = [stream.record_event() for stream in streams]
+
+    def wait(self) -> None:
+        for end in self._ends:
+            end.synchronize()
+        self._ends = []
+
+
+class _DeviceSide:
+    """The KV of all ranks of an engine as bytes, and the streams that copy it. Without a GPU, copies are done when
+    they return."""
+
+    def __init__(self, cache: SentCache) -> None:
+        # [layers, blocks, bytes] each
+        self.storages = [one.view(torch.uint8) for rank in words_by_rank(cache) for one in rank]
+        self.blocks = self.storages[0].shape[1]
+        devices = {one.device for one in self.storages if one.is_cuda}
+        self.streams = {device: torch.cuda.Stream(device) for device in devices}
+
+    def pages(self) -> list[_Page]:
+        return [_Page(PAGE_BYTES, bool(self.streams)) for _ in range(_PAGES)]
+
+    def pieces(self, layer: int, runs: Iterable[tuple[int, int]]) -> list[Tensor]:
+        """The bytes of runs (first block, blocks) of a layer, in the order in which they travel."""
+        listed = list(runs)
+        if any(first < 0 or first + count > self.blocks for first, count in listed):
+            raise OSError("a transfer names KV blocks that do not exist")
+        return [
+            side[layer, first : first + count].view(-1) for side in self.storages for first, count in listed
+        ]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        device = target.device if target.is_cuda else source.device
+        with torch.cuda.stream(self.streams[device]) if device.type == "cuda" else contextlib.nullcontext():
+            target.copy_(source, non_blocking=True)
+
+
+class StagedExport:
+    """The sender's end."""
+
+    name = "tcp"
+
+    def __init__(self, cache: SentCache) -> None:
+        self.descriptors: list[int] = []
+        self._device = _DeviceSide(cache)
+
+    def reach(self) -> dict[str, Any]:
+        return {"blocks": self._device.blocks}
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer requests for blocks until the receiver is gone. A thread of its own runs this and fills pages;
+        another one sends them."""
+        free: queue.SimpleQueue[_Page] = queue.SimpleQueue()
+        full: queue.SimpleQueue[_Page | None] = queue.SimpleQueue()
+        for page in self._device.pages():
+            free.put(page)
+        sending = threading.Thread(target=_send_pages, args=(connection, free, full), daemon=True)
+        sending.start()
+        with connection:
+            try:
+                while (head := receive_exactly(connection, ASK.size)) is not None:
+                    layer, count = ASK.unpack(head)
+                    asked = receive_exactly(connection, count * ASK.size)
+                    if asked is None:
+                        break
+                    self._stage(self._device.pieces(layer, ASK.iter_unpack(asked)), free, full)
+            except OSError:  # nonsense was asked for: the receiver sees the end of the connection
+                pass
+            finally:
+                full.put(None)
+                sending.join()
+
+    def _stage(
+        self, pieces: list[Tensor], free: "queue.SimpleQueue[_Page]", full: "queue.SimpleQueue[_Page | None]"
+    ) -> None:
+        page: _Page | None = None
+        for piece in pieces:
+            begin = 0
+            while begin < len(piece):
+                if page is None:
+                    page = free.get()
+                    page.used = 0
+                end = min(len(piece), begin + PAGE_BYTES - page.used)
+                used = page.used + end - begin
+                self._device.copy(page.tensor[page.used : used], piece[begin:end])
+                page.used, begin = used, end
+                if used == PAGE_BYTES:
+                    page.copied_by(self._device.streams.values())
+                    full.put(page)
+                    page = None
+        if page is not None:
+            page.copied_by(self._device.streams.values())
+            full.put(page)
+
+
+def _send_pages(
+    connection: socket.socket, free: "queue.SimpleQueue[_Page]", full: "queue.SimpleQueue[_Page | None]"
+) -> None:
+    gone = False
+    while (page := full.get()) is not None:
+        page.wait()
+        if not gone:
+            try:
+                connection.sendall(page.view[: page.used])
+            except OSError:
+                gone = (
+                    True  # whoever fills pages hears the same from the connection, and must not wait for one
+                )
+        free.put(page)
+
+
+class StagedSource:
+    """The receiver's end."""
+
+    turn_bytes, turn_layers = 32 << 20, _LAYERS_AHEAD
+
+    def __init__(self, cache: SentCache, address: str, greeting: bytes) -> None:
+        self._device = _DeviceSide(cache)
+        self._pages, self._turn = self._device.pages(), 0
+        self._socket, where = open_socket(address)
+        self._socket.settimeout(30.0)
+        self._socket.connect(where)
+        self._socket.sendall(greeting)
+
+    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
+        """Received; it is on the device when it is settled. All layers are asked for first, so that the sender
+        stages the next one while this one is under way."""
+        targets = [(target, blocks) for _, target, blocks in runs.runs]
+        pieces = [self._device.pieces(one, targets) for one in range(layer, layer + layers)]
+        asked = b"".join(ASK.pack(source, blocks) for source, _, blocks in runs.runs)
+        for one in range(layer, layer + layers):
+            self._socket.sendall(ASK.pack(one, len(runs.runs)) + asked)
+        return sum(self._receive(one) for one in pieces)
+
+    def _receive(self, pieces: list[Tensor]) -> int:
+        left = total = sum(len(piece) for piece in pieces)
+        index = begin = 0  # the piece that comes next, and from where on
+        while left:
+            page, size = self._pages[self._turn], min(left, PAGE_BYTES)
+            self._turn = (self._turn + 1) % _PAGES
+            page.wait()
+            self._fill(page.view[:size])
+            used = 0
+            while used < size:
+                piece = pieces[index]
+                count = min(size - used, len(piece) - begin)
+                self._device.copy(piece[begin : begin + count], page.tensor[used : used + count])
+                used, begin = used + count, begin + count
+                if begin == len(piece):
+                    index, begin = index + 1, 0
+            page.copied_by(self._device.streams.values())
+            left -= size
+        return total
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            got = self._socket.recv_into(view)
+            if not got:
+                raise ConnectionError("the sender closed the connection in mid-transfer")
+            view = view[got:]
+
+    def settle(self) -> None:
+        for page in self._pages:
+            page.wait()
+
+    def close(self) -> None:
+        self._socket.close()
