@@ -3,8 +3,8 @@ exchange messages over gloo say what one rank says, and how fast does KV travel 
 
     python benchmarks/gpu_hosts.py --json FILE
 
-Ranks have addresses of their own (127.0.0.2 and so on), as if each were on another host. NCCL refuses two ranks on one
-GPU, so it is tried with one. Loopback has no network card: the ceiling of TCP is measured in the same run.
+Ranks have addresses of their own (127.0.0.2 and so on), as if each were on another host. NCCL refuses two ranks on
+one GPU, so it is tried with one. Loopback has no network card: the ceiling of TCP is measured in the same run.
 """
 
 import argparse
