@@ -18,7 +18,7 @@ from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import fair
 from cumulo.cluster.decide.policy.fragmentation import TaskMix, TaskShape, fragmentation, stranded
-from cumulo.cluster.decide.policy.preemption import preemptible_on_nodes, preemptible_up_to
+from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes, preemptible_up_to
 from cumulo.cluster.decide.policy.topology import Leaves, _take
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.quotas import tenant_uses

@@ -26,10 +26,15 @@ def only_gpus(job: JobRequest) -> bool:
 
 def slots(job: JobRequest, free: FreeCapacity) -> int:
     """How many tasks of this job fit now, on all nodes together."""
-    if job.devices or not only_gpus(job):
+    if not only_gpus(job):
         return fit_table(job, free).total
     each, tally = job.gpus_per_task, free.tally
-    return sum([tally[room] * (room // each) for room in range(each, len(tally))])
+    if not job.devices:
+        return sum([tally[room] * (room // each) for room in range(each, len(tally))])
+    among, room = free.usable_set(job.devices), free.room
+    return sum(
+        [(room[many] & among).bit_count() * (many // each) for many in range(each, len(tally)) if tally[many]]
+    )
 
 
 def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:

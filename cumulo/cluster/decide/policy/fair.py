@@ -6,23 +6,20 @@ import bisect
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-
-import numpy as np
+from collections.abc import Iterator, Mapping
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
-from cumulo.cluster.decide.fit import Placer, only_gpus, slots
+from cumulo.cluster.decide.fit import Placer
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
-from cumulo.cluster.decide.nodes import FreeCapacity, Ints
-from cumulo.cluster.decide.policy.preemption import RoomSearch, preemptible_on_nodes, preemptible_up_to
-from cumulo.cluster.decide.policy.queueing import by_priority, queue_policy
+from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes
+from cumulo.cluster.decide.policy.preemption import RoomSearch, fits, watch_running
+from cumulo.cluster.decide.policy.queueing import queue_policy
 from cumulo.cluster.decide.queue import JobQueue, Shape, WaitingRow, shape_key, tenant_queues, tenant_rows
-from cumulo.cluster.decide.quotas import QuotaBook, TenantUses, tenant_uses
-from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes, table_of
-from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot, TenantQuota
+from cumulo.cluster.decide.quotas import TenantUses, tenant_uses
+from cumulo.cluster.decide.running import RunningTable, table_of
+from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
 
 _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
-_MOST_URGENT = 20  # for which others may be stopped, in one decision
 
 
 class ShareOrder:
@@ -122,7 +119,7 @@ def fair(place: Placer) -> Policy:
     def policy(snapshot: Snapshot) -> list[Decision]:
         reclaimed: list[Decision] = []
         if snapshot.quotas:
-            _watch(snapshot, _tenant)
+            watch_running(snapshot, _tenant)
             reclaimed = _reclaim(
                 snapshot, place, tenant_uses(snapshot, preemptible_on_nodes(snapshot, _tenant))
             )
@@ -163,120 +160,8 @@ def _borrowers(job: JobRequest, snapshot: Snapshot, uses: TenantUses) -> RoomSea
         back = sum(other.gpus for other in chosen if other.request.tenant == tenant)
         return uses.over(tenant) - back > 1e-9
 
-    return RoomSearch(job, snapshot, uses.borrowed, may_stop, lambda one: (-one.started_s,))
+    return RoomSearch(job, snapshot, lambda: uses.borrowed, may_stop, lambda one: (-one.started_s,))
 
 
 def _tenant(job: RunningJob) -> str:
     return job.request.tenant
-
-
-def _priority(job: RunningJob) -> int:
-    return job.request.priority
-
-
-def _sum(columns: list[Ints], snapshot: Snapshot) -> Ints:
-    if len(columns) == 1:
-        return columns[0]
-    nothing: Ints = np.zeros((3, len(snapshot.nodes)), dtype=np.int64)
-    return sum(columns, nothing)
-
-
-def fits(job: JobRequest, free: FreeCapacity, place: Placer) -> bool:
-    """Every placer finds places for a gang of whole GPUs where there are enough: counting them will do."""
-    return slots(job, free) >= job.tasks if only_gpus(job) else place(job, free) is not None
-
-
-def preempting(place: Placer) -> Policy:
-    """Priorities: a job may stop those of lower priority, if what it saves is worth what they lose: a
-    checkpoint each, counted in GPU seconds, against its waiting until one of them would have ended."""
-    fill = queue_policy(by_priority, place, backfill=True, reason="the most urgent that fits")
-    # Priorities and shapes for which nobody is stopped, and the state of the cluster in which that is so: as long
-    # as nothing starts or ends, the same jobs would be found, and time alone makes stopping them worth less.
-    hopeless: set[tuple[int, Shape]] = set()
-    of_state: SameState | None = None
-
-    def policy(snapshot: Snapshot) -> list[Decision]:
-        nonlocal hopeless, of_state
-        if of_state is None or not of_state.holds(snapshot):
-            hopeless, of_state = set(), SameState.noted(snapshot)
-        book, lowest = QuotaBook(snapshot), min(table_of(snapshot.running).preemptible, default=None)
-        _watch(snapshot, _priority)
-        preemptible_up_to(snapshot)
-        for job, *_ in itertools.islice(by_priority(snapshot), _MOST_URGENT):
-            if lowest is None or job.priority <= lowest:
-                break  # nor may any behind it
-            if (job.priority, shape_key(job)) in hopeless or book.refuses(job) is not None:
-                continue
-            if fits(job, snapshot.free, place):
-                continue
-            found = _less_urgent(job, snapshot)
-            if found is not None and (decided := _worth_it(job, *found, snapshot, place)):
-                return decided
-            hopeless.add((job.priority, shape_key(job)))
-        return fill(snapshot)
-
-    return policy
-
-
-def _watch(snapshot: Snapshot, kind: Callable[[RunningJob], Hashable]) -> None:
-    """What a search for room reads is kept from the first decision on, while few jobs run: built later, among
-    thousands of them, it would make that decision slow."""
-    preemptible_on_nodes(snapshot, kind)
-    jobs_on_nodes(snapshot.running)
-
-
-def _less_urgent(job: JobRequest, snapshot: Snapshot) -> tuple[list[RunningJob], FreeCapacity] | None:
-    """The least urgent jobs that make room, and among them those that lose least."""
-    columns, up_to = preemptible_on_nodes(snapshot, _priority), preemptible_up_to(snapshot)
-    counted = only_gpus(job)
-    first = up_to.first_with_room(job, snapshot.free) if counted else 0
-    if first is None:
-        return None
-    some: list[Ints] = []
-    levels = sorted(level for level in columns if isinstance(level, int) and level < job.priority)
-    for level in levels:
-        if counted and level < up_to.levels[first]:
-            continue  # up to here they are too few, wherever they are
-        if not counted:
-            some.append(columns[level])
-        stoppable = up_to.columns(level) if counted else _sum(some, snapshot)
-        search = RoomSearch(
-            job, snapshot, stoppable, lambda one, _: one.request.priority <= level,  # noqa: B023
-            lambda one: (one.gpus * one.request.checkpoint_s, one.gpus, -one.started_s),
-            kind=(level, shape_key(job)),
-        )  # fmt: skip
-        if level == levels[-1]:  # nobody else is asked after them: what is not worth it already never will be
-            search.too_much = _Worth(job, snapshot.now_s).lost_with
-        found = search.find()
-        if found is not None:
-            return found
-    return None
-
-
-class _Worth:
-    """What the jobs lose that stop for another, against its waiting. With more of them it only becomes worse."""
-
-    def __init__(self, job: JobRequest, now_s: float) -> None:
-        self.job, self.now_s = job, now_s
-        self.lost, self.first_end_s = 0.0, float("inf")
-
-    def lost_with(self, more: Iterable[RunningJob]) -> bool:
-        """Whether waiting is cheaper if these stop as well."""
-        for one in more:
-            self.lost += one.gpus * one.request.checkpoint_s
-            if one.expected_end_s is not None:
-                self.first_end_s = min(self.first_end_s, one.expected_end_s)
-        return self.lost > self.job.gpus * max(0.0, self.first_end_s - self.now_s)
-
-
-def _worth_it(
-    job: JobRequest, chosen: list[RunningJob], free: FreeCapacity, snapshot: Snapshot, place: Placer
-) -> list[Decision]:
-    worth = _Worth(job, snapshot.now_s)
-    places = place(job, free)
-    if worth.lost_with(chosen) or places is None:
-        return []
-    why = f"{job.job_id} has priority {job.priority}; the checkpoints cost {worth.lost:.0f} GPU seconds"
-    return [
-        *(Eviction(one.job_id, why) for one in chosen), JobPlacement(job.job_id, places, "its priority"),
-    ]  # fmt: skip

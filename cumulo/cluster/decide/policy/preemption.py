@@ -1,124 +1,22 @@
 """Room for a gang by stopping others: node by node, where the least has to stop. Priorities and reclaimed quotas
-choose who may be stopped; ten thousand nodes are searched in a millisecond, because what could be stopped on each
-is kept in columns.
+choose who may be stopped. What could be stopped on each node is kept (`preemptible`), and so is what was found for
+each node, so that ten thousand of them are searched in microseconds.
 """
 
-import bisect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from cumulo.cluster.decide.fit import only_gpus, slots
+from cumulo.cluster.decide.fit import Placer, only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes
 from cumulo.cluster.decide.running import RunningView, jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
 _MORE_NODES = 12  # that are priced, besides one for each missing task
 _MOST_PRICED = 200_000  # nodes for which it is kept what was found
-
-
-class PreemptibleOnNodes(RunningView):
-    """What the preemptible jobs of each kind have on each node: thousandths of GPUs, of cores, and MiB."""
-
-    def __init__(self, index: Mapping[str, int], kind: Callable[[RunningJob], Hashable]) -> None:
-        self.index, self.kind = index, kind
-        self.of: dict[Hashable, Ints] = {}
-
-    def add(self, job: RunningJob) -> None:
-        self._move(job, 1)
-
-    def remove(self, job: RunningJob) -> None:
-        self._move(job, -1)
-
-    def _move(self, job: RunningJob, sign: int) -> None:
-        request = job.request
-        if not request.preemptible:
-            return
-        columns = self.of.get(self.kind(job))
-        if columns is None:
-            columns = self.of[self.kind(job)] = np.zeros((3, len(self.index)), dtype=np.int64)
-        for place in job.places:
-            node = self.index[place.node]
-            columns[0, node] += sign * request.milli_per_task
-            if request.cpu_milli or request.memory_mib:
-                columns[1, node] += sign * request.cpu_milli
-                columns[2, node] += sign * request.memory_mib
-
-
-def preemptible_on_nodes(snapshot: Snapshot, kind: Callable[[RunningJob], Hashable]) -> dict[Hashable, Ints]:
-    """`kind`: always the same function for one division."""
-    index = snapshot.free.index
-    return table_of(snapshot.running).view(kind, lambda: PreemptibleOnNodes(index, kind)).of
-
-
-class PreemptibleUpTo(RunningView):
-    """Thousandths of GPUs that the preemptible jobs up to each priority have on each node."""
-
-    def __init__(self, index: Mapping[str, int]) -> None:
-        self.index = index
-        self.levels: list[int] = []  # priorities that were seen, in order
-        self.milli: Ints = np.zeros((0, len(index)), dtype=np.int32)  # [levels, nodes]
-        self._left: tuple[FreeCapacity, Ints] | None = None  # what is free, until a job starts or ends
-
-    def add(self, job: RunningJob) -> None:
-        self._move(job, 1)
-
-    def remove(self, job: RunningJob) -> None:
-        self._move(job, -1)
-
-    def swap(self, old: RunningJob, job: RunningJob) -> None:
-        pass  # it keeps its places
-
-    def _move(self, job: RunningJob, sign: int) -> None:
-        self._left = None
-        request = job.request
-        if not request.preemptible or not request.gpus_per_task:
-            return
-        at = bisect.bisect_left(self.levels, request.priority)
-        if at == len(self.levels) or self.levels[at] != request.priority:
-            below = self.milli[at - 1] if at else np.zeros(len(self.index), dtype=np.int32)
-            self.levels.insert(at, request.priority)
-            self.milli = np.insert(self.milli, at, below, axis=0)
-        change, above = sign * request.milli_per_task, self.milli[at:]
-        for place in job.places:
-            above[:, self.index[place.node]] += change
-
-    def columns(self, level: int) -> Ints:
-        """Up to this priority, as `PreemptibleOnNodes` has them; of GPUs only."""
-        found: Ints = np.zeros((3, len(self.index)), dtype=np.int64)
-        if at := bisect.bisect(self.levels, level):
-            found[0] = self.milli[at - 1]
-        return found
-
-    def first_with_room(self, job: JobRequest, free: FreeCapacity) -> int | None:
-        """The number of the lowest priority up to which jobs would have to stop, at least; None: even all of those
-        below the job's own are too few. Of jobs that ask for whole GPUs only."""
-        able = free.ready & free.device_mask(job.devices) if job.devices else free.ready
-        if self._left is None or self._left[0] is not free:
-            self._left = free, free.gpu_milli.sum(axis=1, dtype=np.int32)
-        left, each, everywhere = self._left[1], WHOLE_GPU * job.gpus_per_task, bool(able.all())
-
-        one_fits = 2 * each > WHOLE_GPU * (len(free.room) - 1)  # one task on a node at most: no division
-
-        def too_few(at: int) -> bool:
-            room = left + self.milli[at]
-            tasks: Ints = room >= each if one_fits else room // each
-            return int((tasks if everywhere else tasks[able]).sum(dtype=np.int32)) < job.tasks
-
-        low, high = 0, bisect.bisect_left(self.levels, job.priority)
-        if not high or too_few(high - 1):
-            return None
-        while low < high - 1:
-            middle = (low + high - 1) // 2
-            low, high = (middle + 1, high) if too_few(middle) else (low, middle + 1)
-        return low
-
-
-def preemptible_up_to(snapshot: Snapshot) -> PreemptibleUpTo:
-    index = snapshot.free.index
-    return table_of(snapshot.running).view(PreemptibleUpTo, lambda: PreemptibleUpTo(index))
 
 
 _Priced = tuple[float, float, list[RunningJob]]  # what it costs to stop these jobs, and what next decides
@@ -147,13 +45,15 @@ class RoomSearch:
 
     job: JobRequest
     snapshot: Snapshot
-    columns: Ints  # what may be stopped, on each node
+    columns: Callable[[], Ints]  # what may be stopped, on each node
     may_stop: Callable[[RunningJob, list[RunningJob]], bool]  # a job, besides those that are stopped already
     price: Callable[[RunningJob], tuple[float, ...]]
     # Told of those that stop, node by node: whether it is clear now that it is not worth it.
     too_much: Callable[[list[RunningJob]], bool] | None = None
     # Searches of an equal kind find the same jobs on the same node; None: `may_stop` looks at more than the job.
     kind: Hashable = None
+    # So many nodes at most with room for a task more, in the order of `_candidates`, while nobody is stopped yet.
+    first_nodes: Callable[[int], list[int]] | None = None
     _prices: dict[str, tuple[float, ...]] = field(default_factory=dict)  # as far as somebody asked
     _stopped: set[str] = field(default_factory=set)
 
@@ -174,14 +74,19 @@ class RoomSearch:
         chosen: list[RunningJob] = []
         while (missing := job.tasks - slots(job, then)) > 0:
             priced: list[tuple[float, float, int, list[RunningJob]]] = []
-            for node in self._candidates(then, missing, chosen):
+            if self.first_nodes is not None and not chosen:
+                nodes = self.first_nodes(missing + _MORE_NODES)
+            else:
+                nodes = self._candidates(then, missing, chosen)
+            for node in nodes:
                 found = self._priced(node, then, on, chosen, kept)
                 if found is not None:
                     priced.append((found[0], found[1], node, found[2]))
             if not priced:
                 return None
             touched: set[str] = set()  # by those that stop: what was found for these nodes is old
-            for _, _, node, victims in sorted(priced, key=lambda one: one[:3]):
+            priced.sort()  # no two of them are of one node
+            for _, _, node, victims in priced:
                 if then.nodes[node].name in touched:
                     victims = self._victims(node, then, on, chosen)
                 if self.too_much is not None and self.too_much(victims):
@@ -220,7 +125,7 @@ class RoomSearch:
 
     def _candidates(self, free: FreeCapacity, missing: int, chosen: list[RunningJob]) -> list[int]:
         """Nodes that have room for a task more if all stopped that may; where the fewest GPUs are missing first."""
-        job, columns = self.job, self.columns
+        job, columns = self.job, self.columns()
         if chosen:
             columns = columns.copy()
             for one in chosen:
@@ -308,3 +213,15 @@ class _NodeState:
         if job.memory_mib:
             fits = min(fits, self.memory_mib // job.memory_mib)
         return fits
+
+
+def fits(job: JobRequest, free: FreeCapacity, place: Placer) -> bool:
+    """Every placer finds places for a gang of whole GPUs where there are enough: counting them will do."""
+    return slots(job, free) >= job.tasks if only_gpus(job) else place(job, free) is not None
+
+
+def watch_running(snapshot: Snapshot, kind: Callable[[RunningJob], Hashable]) -> None:
+    """What a search for room reads is kept from the first decision on, while few jobs run: built later, among
+    thousands of them, it would make that decision slow."""
+    preemptible_on_nodes(snapshot, kind)
+    jobs_on_nodes(snapshot.running)

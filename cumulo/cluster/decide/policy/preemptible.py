@@ -1,0 +1,243 @@
+"""What could be preempted on each node, kept up to date while jobs start and end. A search for room asks up to
+which priority jobs would have to stop, and where the fewest would: it costs what has changed since it last asked.
+"""
+
+import bisect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.running import RunningView, table_of
+from cumulo.cluster.decide.snapshot import Snapshot
+
+_MOST_MOVED = 50_000  # nodes that are written down
+_MANY_MOVED = 200  # nodes that are faster looked at together with all others
+_MOST_LISTS = 4096
+_EVERY_NODE = 1 << 62
+_NODE_BITS = 32
+
+
+class PreemptibleOnNodes(RunningView):
+    """What the preemptible jobs of each kind have on each node: thousandths of GPUs, of cores, and MiB."""
+
+    def __init__(self, index: Mapping[str, int], kind: Callable[[RunningJob], Hashable]) -> None:
+        self.index, self.kind = index, kind
+        self.of: dict[Hashable, Ints] = {}
+
+    def add(self, job: RunningJob) -> None:
+        self._move(job, 1)
+
+    def remove(self, job: RunningJob) -> None:
+        self._move(job, -1)
+
+    def _move(self, job: RunningJob, sign: int) -> None:
+        request = job.request
+        if not request.preemptible:
+            return
+        columns = self.of.get(self.kind(job))
+        if columns is None:
+            columns = self.of[self.kind(job)] = np.zeros((3, len(self.index)), dtype=np.int64)
+        for place in job.places:
+            node = self.index[place.node]
+            columns[0, node] += sign * request.milli_per_task
+            if request.cpu_milli or request.memory_mib:
+                columns[1, node] += sign * request.cpu_milli
+                columns[2, node] += sign * request.memory_mib
+
+
+def preemptible_on_nodes(snapshot: Snapshot, kind: Callable[[RunningJob], Hashable]) -> dict[Hashable, Ints]:
+    """`kind`: always the same function for one division."""
+    index = snapshot.free.index
+    return table_of(snapshot.running).view(kind, lambda: PreemptibleOnNodes(index, kind)).of
+
+
+@dataclass(slots=True)
+class _NodeOrder:
+    """The first nodes on which a task would have room if jobs stopped, where the fewest GPUs are missing first."""
+
+    codes: list[int]  # missing GPUs, then the node: sorted
+    code_of: dict[int, int]  # of the nodes that are in the list
+    until: int  # every code up to this one is in the list
+    seen: int  # so many moves are in it
+
+
+class PreemptibleUpTo(RunningView):
+    """GPUs that the preemptible jobs up to each priority have on each node."""
+
+    def __init__(self, index: Mapping[str, int]) -> None:
+        self.index = index
+        self.levels: list[int] = []  # priorities that were seen, in order
+        self.milli: Ints = np.zeros((0, len(index)), dtype=np.int32)  # thousandths of GPUs: [levels, nodes]
+        self.shares = 0  # running jobs that have a share of a GPU
+        self._moved: list[int] = []  # nodes on which a job started or ended, in that order
+        self._counted = 0  # so many of them are in the counts below
+        self._of: tuple[FreeCapacity, Ints] | None = (
+            None  # what the counts and orders are of, and its ready nodes
+        )
+        self._rooms: Ints = np.zeros(
+            (0, 0), dtype=np.int16
+        )  # [nodes, levels]: GPUs if all up to there stopped
+        self._kinds: dict[str, int] = {}  # devices of the nodes, by number
+        self._kind_of: Ints = np.zeros(0, dtype=np.int64)
+        self._tasks: Ints = np.zeros((0, 0, 0), dtype=np.int64)  # [kinds, levels, GPUs of a task - 1]
+        self._fitting: Ints = np.zeros((0, 0), dtype=np.int64)  # [GPUs, GPUs of a task - 1]: how many tasks
+        self._orders: dict[tuple[int, int, tuple[str, ...]], _NodeOrder] = {}
+
+    def add(self, job: RunningJob) -> None:
+        self._move(job, 1)
+
+    def remove(self, job: RunningJob) -> None:
+        self._move(job, -1)
+
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        pass  # it keeps its places
+
+    def _move(self, job: RunningJob, sign: int) -> None:
+        request = job.request
+        if not request.gpus_per_task:
+            return
+        if request.fractional:
+            self.shares += sign
+        nodes = [self.index[place.node] for place in job.places]
+        self._moved += dict.fromkeys(nodes)
+        if len(self._moved) > _MOST_MOVED:
+            self._moved, self._of = [], None
+        if not request.preemptible:
+            return
+        at = bisect.bisect_left(self.levels, request.priority)
+        if at == len(self.levels) or self.levels[at] != request.priority:
+            self._insert(at, request.priority)
+        change, above = sign * request.milli_per_task, self.milli[at:]
+        for node in nodes:
+            above[:, node] += change
+
+    def _insert(self, at: int, level: int) -> None:
+        """A priority that was not seen before: as much as up to the one below it, until its jobs are counted."""
+        below = self.milli[at - 1] if at else np.zeros(len(self.index), dtype=np.int32)
+        self.levels.insert(at, level)
+        self.milli = np.insert(self.milli, at, below, axis=0)
+        if not at:
+            self._of = None
+        elif self._of is not None:
+            self._rooms = np.insert(self._rooms, at, self._rooms[:, at - 1], axis=1)
+            self._tasks = np.insert(self._tasks, at, self._tasks[:, at - 1], axis=1)
+
+    def columns(self, level: int) -> Ints:
+        """Up to this priority, as `PreemptibleOnNodes` has them; of GPUs only."""
+        found: Ints = np.zeros((3, len(self.index)), dtype=np.int64)
+        if at := bisect.bisect(self.levels, level):
+            found[0] = self.milli[at - 1]
+        return found
+
+    def first_with_room(self, job: JobRequest, free: FreeCapacity) -> int | None:
+        """The number of the lowest priority up to which jobs would have to stop, at least; None: even all of those
+        below the job's own are too few. Of jobs that ask for whole GPUs only."""
+        high = bisect.bisect_left(self.levels, job.priority)
+        self._count(free)
+        if not high or job.gpus_per_task > self._fitting.shape[1]:
+            return None
+        tasks = self._tasks[:, :high, job.gpus_per_task - 1]
+        if job.devices:
+            tasks = tasks[[self._kinds[name] for name in dict.fromkeys(job.devices) if name in self._kinds]]
+        found = int(tasks.sum(axis=0).searchsorted(job.tasks))
+        return None if found == high else found
+
+    def _count(self, free: FreeCapacity) -> None:
+        if self._of is None or self._of[0] is not free or self._of[1] is not free.ready:
+            self._count_all(free)
+        elif self._counted < len(self._moved):
+            nodes = np.array(list(dict.fromkeys(self._moved[self._counted :])), dtype=np.int64)
+            left = free.gpu_milli[nodes].sum(axis=1, dtype=np.int32)
+            rooms = _whole_gpus(left[:, None] + self.milli[:, nodes].T, free)
+            rooms[~free.ready[nodes]] = 0
+            more = self._fitting[rooms] - self._fitting[self._rooms[nodes]]
+            if len(self._kinds) == 1:
+                self._tasks[0] += more.sum(axis=0)
+            else:
+                np.add.at(self._tasks, self._kind_of[nodes], more)
+            self._rooms[nodes] = rooms
+        self._counted = len(self._moved)
+
+    def _count_all(self, free: FreeCapacity) -> None:
+        self._of, self._orders = (free, free.ready), {}
+        self._kinds = {}
+        self._kind_of = np.array([self._kinds.setdefault(one.device, len(self._kinds)) for one in free.nodes])
+        width, levels = free.gpu_milli.shape[1], len(self.levels)
+        gpus = np.arange(width + 1)
+        self._fitting = gpus[:, None] // np.arange(1, width + 1)
+        left = free.gpu_milli.sum(axis=1, dtype=np.int32)
+        self._rooms = _whole_gpus((left + self.milli).T, free).copy()
+        self._rooms[~free.ready] = 0
+        cells = (self._kind_of[:, None] * levels + np.arange(levels)) * (width + 1) + self._rooms
+        many = np.bincount(cells.ravel(), minlength=len(self._kinds) * levels * (width + 1))
+        self._tasks = many.reshape(len(self._kinds), levels, width + 1) @ self._fitting
+
+    def nodes_in_order(self, job: JobRequest, at: int, free: FreeCapacity, at_most: int) -> list[int]:
+        """Nodes that have room for a task more if all jobs up to the priority of this number stopped, where the
+        fewest GPUs are missing first. After `first_with_room` of the same job, which asks for whole GPUs only."""
+        key = self.levels[at], job.gpus_per_task, job.devices
+        order = self._orders.get(key)
+        if order is not None and len(self._moved) - order.seen <= _MANY_MOVED:
+            self._put_in_order(order, key, at, free)
+        else:
+            order = None
+        if order is None or (len(order.codes) < at_most and order.until != _EVERY_NODE):
+            if len(self._orders) > _MOST_LISTS:
+                self._orders.clear()
+            order = self._orders[key] = self._ordered(key, at, free, 2 * at_most + 64)
+        return [code & ((1 << _NODE_BITS) - 1) for code in order.codes[:at_most]]
+
+    def _put_in_order(
+        self, order: _NodeOrder, key: tuple[int, int, tuple[str, ...]], at: int, free: FreeCapacity
+    ) -> None:
+        (_, each, devices), milli = key, self.milli[at]
+        for node in dict.fromkeys(self._moved[order.seen :]):
+            need = each - int(free.whole[node]) % each
+            able = free.ready[node] and milli[node] >= WHOLE_GPU * need
+            able = able and (not devices or free.nodes[node].device in devices)
+            code = need << _NODE_BITS | node if able else None
+            before = order.code_of.get(node)
+            if code is not None and code > order.until:
+                code = None
+            if code == before:
+                continue
+            if before is not None:
+                del order.codes[bisect.bisect_left(order.codes, before)], order.code_of[node]
+            if code is not None:
+                bisect.insort(order.codes, code)
+                order.code_of[node] = code
+        order.seen = len(self._moved)
+
+    def _ordered(
+        self, key: tuple[int, int, tuple[str, ...]], at: int, free: FreeCapacity, at_most: int
+    ) -> _NodeOrder:
+        _, each, devices = key
+        need = np.array([each - room % each for room in range(len(free.room))], dtype=np.int64).take(
+            free.whole
+        )
+        able = (self.milli[at] >= WHOLE_GPU * need) & free.ready
+        if devices:
+            able &= free.device_mask(devices)
+        nodes = np.flatnonzero(able)
+        codes, until = (need[nodes] << _NODE_BITS) + nodes, _EVERY_NODE
+        if len(codes) > at_most:
+            codes = np.partition(codes, at_most - 1)[:at_most]
+            until = int(codes[-1])
+        codes.sort()
+        found: list[int] = codes.tolist()
+        code_of = {code & ((1 << _NODE_BITS) - 1): code for code in found}
+        return _NodeOrder(found, code_of, until, len(self._moved))
+
+
+def _whole_gpus(milli: Ints, free: FreeCapacity) -> Ints:
+    """Never more than a node has, also where a driver counted a GPU twice."""
+    found: Ints = np.clip(milli // WHOLE_GPU, 0, free.gpu_milli.shape[1]).astype(np.int16)
+    return found
+
+
+def preemptible_up_to(snapshot: Snapshot) -> PreemptibleUpTo:
+    index = snapshot.free.index
+    return table_of(snapshot.running).view(PreemptibleUpTo, lambda: PreemptibleUpTo(index))
