@@ -262,7 +262,8 @@ def _print_kernels(decode: Callable[[], object]) -> None:
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
     launches = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda event: event["ts"])
-    draws = [i for i, event in enumerate(launches) if "_pick" in event["name"]]
+    ends = ("_pick", "_accept_likeliest")  # of draws from logits, and of those without
+    draws = [i for i, event in enumerate(launches) if any(end in event["name"] for end in ends)]
     launches = launches[draws[len(draws) // 4] : draws[3 * len(draws) // 4]]  # whole rounds, of the middle
     rounds = max(1, len(draws) // 2)
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])

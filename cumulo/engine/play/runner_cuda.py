@@ -8,8 +8,8 @@ log-probabilities) wait for it, in their own steps only.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.engine.decide.plan import Rounds, StepPlan
+from cumulo.engine.decide.plan import Rounds, Send, StepPlan
 from cumulo.engine.decide.speculation.rounds import kinds_of_rounds
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.cuda.device_slots import DeviceSlots
 from cumulo.engine.play.cuda.host_reads import HiddenReader, need_host
 from cumulo.engine.play.cuda.launches import StepLaunches
+from cumulo.engine.play.cuda.layer_events import LayerEvents, Tell
 from cumulo.engine.play.cuda.rounds import HeadRounds, RoundsAhead, round_shape, warm_rounds
 from cumulo.engine.play.cuda.step import CudaStep
 from cumulo.engine.play.cuda.step_words import (
@@ -87,6 +88,9 @@ class CudaRunner:
         self.owners = np.zeros(max_slots, dtype=np.int64)  # how many sequences each slot has held so far
         self._submitted = 0
         self.rank = rank
+        # Who is told of each layer of rows that other engines wait for; None: they are told when a step has ended.
+        self.layer_teller: Callable[[list[Send]], Tell] | None = None
+        self._layers: LayerEvents | None = None
         self._ahead: RoundsAhead | None = None  # rounds behind the last step's
         self._closed = False
 
@@ -135,7 +139,9 @@ class CudaRunner:
         shapes = warm_shapes(self._most, self.model.adapters is not None)
         if self.head is not None:
             shapes = [replace(shape, follows=True) for shape in shapes]
-            shapes += warm_rounds(self._most, kinds_of_rounds(self.head.levels))
+            shapes += warm_rounds(
+                self._most, kinds_of_rounds(self.head.levels), self.head.draws_without_logits
+            )
         adapters = self.model.adapters
         with (
             self.model.one_layer_of_each_kind(),
@@ -250,7 +256,8 @@ class CudaRunner:
             if adapted is not None:
                 shape = replace(shape, adapters=True)
                 self.model.adapters.send(adapted, shape.tokens, shape.draws)
-        self.launches.play(shape, captured=not wide)
+        with self._telling(plan.sends) as tells:
+            self.launches.play(shape, captured=not wide, in_graph=not tells)
         self.table.lengths[slots] = positions + 1  # the tokens themselves follow
         if not self.model.draws:
             if self.rank is not None:
@@ -267,6 +274,20 @@ class CudaRunner:
         if self.rank is not None:
             self.rank.send_tokens(self.slots.views(shape)[1][: len(slots)], self.slots.tokens)
         pending.owners = self.owners[slots]
+
+    @contextmanager
+    def _telling(self, sends: list[Send]) -> Iterator[bool]:
+        """Whether layers are told of; a graph would play them all at once."""
+        if not sends or self.layer_teller is None:
+            yield False
+            return
+        tell = self.layer_teller(sends)
+        layers = self._layers = self._layers or LayerEvents(self.device)
+        self.model.on_layer = lambda layer: layers.mark(tell, layer)
+        try:
+            yield True
+        finally:
+            self.model.on_layer = None
 
     def _pack_own(
         self, out: NDArray[np.int32], rows: StepRows, own: OwnRows, of_row: dict[int, tuple[int, int]],
@@ -290,7 +311,9 @@ class CudaRunner:
         rows, draws = round_draws(plan, rounds.drafts)
         columns = self.table.columns[draws.slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
-        shape = round_shape(len(plan.slots), rounds, self._most, cuts)
+        assert self.head is not None
+        greedy = self.head.draws_without_logits and bool(columns["greedy"].all())
+        shape = round_shape(len(plan.slots), rounds, self._most, cuts, greedy)
         if ahead is not None and ahead.are_first_of(plan, shape, self.owners):
             pending.turn, pending.played_before = ahead.turn, ahead.count
         else:
@@ -298,7 +321,6 @@ class CudaRunner:
             words = draw_words(columns, draws.slots, draws.positions)
             pack(stage.array, shape, rows, pending.of_row, draws.token_rows, words)
             self.slots.send(stage, shape)
-            assert self.head is not None
             self.head.begin()
         for _ in range(pending.played_before, rounds.times):  # each leaves for the next one what it needs
             self.launches.play(shape, captured=True)

@@ -2,7 +2,7 @@
 can be captured in one CUDA graph. Its keys and values lie in a cache of its own under the served model's blocks.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,11 @@ from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.kernels.cuda.linear.draft_linear import fits, likeliest, likeliest_parts, paired_linear
 from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX, FewConfig, default_config, few_linear
+from cumulo.kernels.cuda.linear.likeliest_linear import DEFAULT as TILE
+from cumulo.kernels.cuda.linear.likeliest_linear import TileConfig, likeliest_tiles, tile_parts
+from cumulo.kernels.cuda.linear.likeliest_linear import fits as fits_tiles
 from cumulo.kernels.cuda.linear.linear import choose, linear
+from cumulo.kernels.cuda.linear.rotated_linear import rotated_linear
 from cumulo.kernels.cuda.sampling.tree_growth import PART, logit_parts
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import EagleHead
@@ -27,6 +31,18 @@ def few_config(rows: int, weight: Tensor, swiglu: bool = False) -> FewConfig:
     if not isinstance(found, FewConfig):
         found = default_config(rows, weight.shape[0], weight.shape[1], swiglu)
     return replace(found, waits_first=False)
+
+
+@dataclass(slots=True)
+class RoundWays:
+    """How parts of a round are played. `benchmarks/gpu_round_ways.py` compares them."""
+
+    rotates_in_product: bool = True  # the head's queries and keys, by the product that makes them
+    enters_at_once: bool = True  # inputs, work list and embeddings of a round in one launch
+    draws_without_logits: bool = False  # greedy draws, on the tensor cores
+    proposes_in_tiles: bool = False  # ... and the head's proposals
+    draw_tile: TileConfig = TILE
+    draft_tile: TileConfig = TILE
 
 
 class CudaEagle:
@@ -48,6 +64,7 @@ class CudaEagle:
                 "on a GPU a draft head needs a model with full attention in some layer: choose device=cpu"
             )
         self.head, self.spec, self.embed = head, own, served.decoder.embed.weight
+        self.ways = RoundWays()
         device, dtype, hidden = served.device, served.dtype, own.hidden
         head.rotary.rotation_at(torch.zeros(0, dtype=torch.int64, device=device))
         assert head.rotary.table is not None
@@ -100,6 +117,12 @@ class CudaEagle:
     ) -> Tensor:
         tokens, head = len(stream), self.head
         qkv, norms = self.qkv[:tokens], (head.token_norm.weight, head.stream_norm.weight)
+        if self.fits(tokens) and self.ways.rotates_in_product:
+            return rotated_linear(
+                self.embed, token_ids, stream, head.qkv.weight, qkv, *norms, self.spec.norm_eps, self.cosine,
+                self.sine, positions, slots, cache.keys[0], cache.values[0], self.spec.heads,
+                interleaved=self.spec.rope_interleaved,
+            )  # fmt: skip
         if self.fits(tokens):
             paired_linear(self.embed, token_ids, stream, head.qkv.weight, qkv, *norms, self.spec.norm_eps)
         else:
@@ -163,23 +186,36 @@ class CudaEagle:
 
     def likeliest(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """Of each part of the head's own tokens the largest logit [R, parts], and whose it is."""
-        best, places = self._best[: len(stream)], self._places[: len(stream)]
         norm, weight = self.head.final_norm.weight, self.head.head.weight
+        if self.ways.proposes_in_tiles and fits_tiles(len(stream), self.spec.hidden):
+            tile = self.ways.draft_tile
+            best, places, _ = self._parts_of(len(stream), tile_parts(len(weight), tile))
+            likeliest_tiles(stream, weight, norm, self.spec.norm_eps, best, places, config=tile)
+            return best, places
+        best, places = self._best[: len(stream)], self._places[: len(stream)]
         likeliest(stream, weight, norm, self.spec.norm_eps, best, places)
         return best, places
 
     def proposals(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same for any number of rows, and each part's mass: what a tree grows from."""
         rows, tokens = len(stream), len(self.token_of)
-        own = (self._best, self._places, self._masses)
-        if self.fits(rows):
-            best, places, masses = (one[:rows] for one in own)
-            norm, weight = self.head.final_norm.weight, self.head.head.weight
+        norm, weight = self.head.final_norm.weight, self.head.head.weight
+        if self.ways.proposes_in_tiles and fits_tiles(rows, self.spec.hidden):
+            tile = self.ways.draft_tile
+            best, places, masses = self._parts_of(rows, tile_parts(tokens, tile))
+            likeliest_tiles(stream, weight, norm, self.spec.norm_eps, best, places, masses, tile)
+        elif self.fits(rows):
+            best, places, masses = self._best[:rows], self._places[:rows], self._masses[:rows]
             likeliest(stream, weight, norm, self.spec.norm_eps, best, places, masses)
         else:
-            parts = -(-tokens // PART)
-            best, places, masses = (one.view(-1)[: rows * parts].view(rows, parts) for one in own)
+            best, places, masses = self._parts_of(rows, -(-tokens // PART))
             logit_parts(self.logits_of(stream), best, places, masses)
+        return best, places, masses
+
+    def _parts_of(self, rows: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for the largest logits of fewer parts than there are at most."""
+        own = (self._best, self._places, self._masses)
+        best, places, masses = (one.view(-1)[: rows * parts].view(rows, parts) for one in own)
         return best, places, masses
 
     def logits_of(self, stream: Tensor) -> Tensor:

@@ -42,9 +42,10 @@ class CudaFeedForward:
 
     def add(
         self, layer: LayerWeights, index: int, stream: Tensor, adapted: AdaptedRows | None,
-        homes: StepHomes | None, late: Tensor | None,
+        homes: StepHomes | None, late: Tensor | None, out: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """`late`: what adapters add to the stream before; returned: what they add behind, if kept apart."""
+        """`late`: what adapters add to the stream before; returned: what they add behind, if kept apart. `out`:
+        where the stream goes on, if that is elsewhere; of a plain feed-forward."""
         if layer.mixture is not None:
             if homes is not None and self._rows is not None and self._rows.spreads_experts:
                 self._add_experts_of_all(layer, stream, homes, self._rows)
@@ -54,7 +55,7 @@ class CudaFeedForward:
         activated = self._inner(stream, layer, layer.ffn_norm, index, adapted, late)
         assert layer.down is not None
         with self._products.around(index, "ffn.down", activated, stream, adapted) as behind:
-            self._products.onto_stream(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
+            self._products.onto_stream(activated, layer.down, layer.down_bias, stream, FEED_FORWARD, out)
         return behind
 
     def _add_experts(self, layer: LayerWeights, stream: Tensor) -> None:

@@ -108,10 +108,20 @@ class StepProducts:
     def plain(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> Tensor:
         return linear(x, weight, out=out, bias=bias, invariant=self.invariant)
 
-    def onto_stream(self, x: Tensor, weight: Weight, bias: Tensor | None, stream: Tensor, half: int) -> None:
-        """stream += x · weightᵀ + bias, which is a rank's partial sum where the model is cut."""
+    def onto_stream(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        stream: Tensor,
+        half: int,
+        out: Tensor | None = None,
+    ) -> None:
+        """stream += x · weightᵀ + bias, which is a rank's partial sum where the model is cut. `out`: where the sum
+        goes instead, of a model that is not."""
         onto = stream if self.slice is None else None
-        out = stream if self.slice is None else self.slice.partial(half, len(stream))
+        if out is None:
+            out = stream if self.slice is None else self.slice.partial(half, len(stream))
         linear(x, weight, out=out, residual=onto, bias=bias, invariant=self.invariant, parts=self._parts)
         if self.slice is not None:
             self.slice.add_partials(half, stream, rounded=self.invariant)

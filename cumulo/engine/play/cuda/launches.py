@@ -53,12 +53,12 @@ class StepLaunches:
         """What drawing works in, besides the logits."""
         return self._buffers.nbytes + self._cut_buffers.nbytes
 
-    def play(self, shape: StepShape, captured: bool) -> None:
-        """A step of this shape: as a graph, if it may be `captured`."""
+    def play(self, shape: StepShape, captured: bool, in_graph: bool = True) -> None:
+        """A step of this shape: as a graph, if it may be `captured` and is not to be watched layer by layer."""
         if self._links is not None and (shape, captured) not in self._rehearsed:
             self._rehearse(shape, captured, self._links)
-        graph = self.graphs.get(shape) if captured else None
-        if graph is None and captured and self._use_graphs and shape.tokens <= _CAPTURED_TOKENS:
+        graph = self.graphs.get(shape) if captured and in_graph else None
+        if graph is None and captured and in_graph and self._use_graphs and shape.tokens <= _CAPTURED_TOKENS:
             # The first step of a shape runs as it is, which compiles what it needs; the second is captured.
             if shape in self.seen and len(self.graphs) < _MOST_GRAPHS:
                 graph = self._captured(shape)
@@ -127,25 +127,28 @@ class StepLaunches:
 
     def _launch_model(self, shape: StepShape, every_row: bool = False) -> AttentionPlan | LatentPlan:
         """... without what a head does behind them."""
-        slots, model = self._slots, self._model
-        slots.unpack(shape)
+        slots, model, entered = self._slots, self._model, False
         attention = self._attention(shape)
-        attention.prepare(
-            slots.query_starts(shape), slots.contexts[: shape.rows], slots.step_tables[: shape.rows]
-        )
+        if self.head is not None and isinstance(attention, AttentionPlan):
+            entered = self.head.enter_round(shape, attention)
+        if not entered:
+            slots.unpack(shape)
+            attention.prepare(
+                slots.query_starts(shape), slots.contexts[: shape.rows], slots.step_tables[: shape.rows]
+            )
         if self.head is not None and isinstance(attention, AttentionPlan):
             self.head.begin_round(shape, attention)
         logit_rows, draws = slots.views(shape)
         tokens = shape.tokens
         step = StepTensors(
             slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention,
-            homes=slots.homes(shape),
+            homes=slots.homes(shape), entered=entered, wants_logits=not shape.greedy,
         )  # fmt: skip
         if shape.adapters:
             assert model.adapters is not None
             step.adapters = model.adapters.views(tokens, shape.draws)
         logits = model.forward(step, self._cache, every_row)
-        if not model.draws:
+        if not model.draws or shape.greedy:
             return attention
         if shape.cuts and len(logits):
             whole = model.whole_logits(len(logits))

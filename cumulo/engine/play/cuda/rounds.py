@@ -18,6 +18,11 @@ from cumulo.engine.play.cuda.device_slots import DeviceSlots
 from cumulo.engine.play.cuda.step_words import StepShape, round_rows
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.step_inputs import step_inputs
+from cumulo.kernels.cuda.linear.likeliest_linear import MAX_ROWS as MOST_TILED
+from cumulo.kernels.cuda.linear.likeliest_linear import SMALLEST, likeliest_tiles, tile_parts
+from cumulo.kernels.cuda.linear.likeliest_linear import fits as fits_tiles
+from cumulo.kernels.cuda.sampling.greedy_rounds import accept_likeliest
+from cumulo.kernels.cuda.sampling.round_inputs import round_inputs
 from cumulo.kernels.cuda.sampling.rounds import NextInputs, RoundRows, accept, propose, propose_next
 from cumulo.kernels.cuda.sampling.tree_growth import WIDTH, Growth, grow
 from cumulo.kernels.cuda.sampling.trees import MOST_PLACES, accept_tree, settle, tree_inputs, tree_words
@@ -67,12 +72,17 @@ class HeadRounds:
         self._arrived = torch.zeros(self.rows.told.shape, dtype=torch.int32, pin_memory=on_gpu)
         self.levels = levels
         self.trees = DraftTrees(slots, head) if levels else None
+        # Of greedy draws: each part's largest logit, and whose it is.
+        parts = (MOST_TILED, tile_parts(model.vocab_size, SMALLEST))
+        self._best = torch.empty(parts, dtype=torch.float32, device=device)
+        self._places = torch.empty(parts, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
         tapped = 0 if self.model.tapped is None else self.model.tapped.nbytes
         trees = 0 if self.trees is None else self.trees.nbytes
-        return self.head.nbytes + tapped + self.rows.told.nbytes + self._next_tokens.nbytes + trees
+        own = (self.rows.told, self._next_tokens, self._best, self._places)
+        return self.head.nbytes + tapped + sum(one.nbytes for one in own) + trees
 
     def memory_bytes(self) -> dict[str, int]:
         return {
@@ -98,6 +108,33 @@ class HeadRounds:
         if self.trees is not None and shape.rounds is not None and shape.rounds.levels:
             attention.trees = self.trees.enter(shape, shape.rounds)
 
+    def enter_round(self, shape: StepShape, attention: AttentionPlan) -> bool:
+        """Everything that the first layer of a round reads, in one launch, where that is possible."""
+        slots, lanes, words, model = self.slots, shape.rows, self.slots.words, self.model
+        if shape.rounds is None or not self.head.ways.enters_at_once or attention.invariant:
+            return False
+        if attention.items is None or attention.windows != (None,) or not model.enters_plainly:
+            return False
+        attention.tables = slots.step_tables[:lanes]
+        inputs = NextInputs(
+            slots.token_ids[:lanes], slots.positions[:lanes], slots.kv_slots[:lanes], slots.contexts[:lanes],
+            attention.tables, attention.items[0], attention.decode.key_tile, attention.decode.min_tiles,
+        )  # fmt: skip
+        round_inputs(
+            words[:lanes], words[lanes : 2 * lanes], slots.tokens, slots.tables, slots.block_size,
+            model.decoder.embed.weight, inputs, model.stream[:lanes],
+        )  # fmt: skip
+        return True
+
+    @property
+    def draws_without_logits(self) -> bool:
+        """Whether rounds whose draws are all greedy need no logits here. Not where bits must not depend on the
+        batch: sums have another order than in the products of other steps."""
+        model, weight = self.model, self.model.head
+        plain = isinstance(weight, Tensor) and (weight.element_size() == 2 or not weight.is_cuda)
+        alone = model.slice is None and model.stage is None and model.rows is None and not model.invariant
+        return self.head.ways.draws_without_logits and plain and alone and fits_tiles(1, model.spec.hidden)
+
     def lanes(self, shape: StepShape, rounds: Rounds) -> int:
         """Tokens of the head's own steps."""
         return rows_of(shape, rounds) * (WIDTH if rounds.levels else 1)
@@ -114,10 +151,13 @@ class HeadRounds:
         if rounds.levels:
             self._end_tree_round(shape, rounds, rows, picked, attention, chain)
             return
-        accept(
-            words[:lanes], words[lanes : 2 * lanes], slots.query_starts(shape), slots.views(shape)[1], picked,
-            slots.token_ids, self._next_tokens, rows, rounds.drafts,
-        )  # fmt: skip
+        plan = (words[:lanes], words[lanes : 2 * lanes], slots.query_starts(shape), slots.views(shape)[1])
+        if shape.greedy:
+            parts = self._likeliest_of_lanes(lanes)
+            own = (slots.token_ids, self._next_tokens, slots.tokens, rows, rounds.drafts)
+            accept_likeliest(*plan, *parts, picked, *own)
+        else:
+            accept(*plan, picked, slots.token_ids, self._next_tokens, rows, rounds.drafts)
         stream, qkv = self._see(shape.tokens)
         stream = head.output(stream, qkv, attention, self.cache, rows.kept)
         inputs = self._next_inputs(count, chain)
@@ -141,6 +181,20 @@ class HeadRounds:
                     *head.likeliest(stream), head.token_of, rows, slots.tokens, slots.tables, slots.block_size,
                     ahead, inputs if ahead < rounds.drafts else None,
                 )  # fmt: skip
+
+    def _likeliest_of_lanes(self, lanes: int) -> tuple[Tensor, Tensor]:
+        """Of each part of the model's vocabulary the largest logit behind each lane, and whose it is."""
+        model, tile = self.model, self.head.ways.draw_tile
+        assert isinstance(model.head, Tensor)
+        parts = tile_parts(model.vocab_size, tile)
+        best, places = (
+            one.view(-1)[: lanes * parts].view(lanes, parts) for one in (self._best, self._places)
+        )
+        likeliest_tiles(
+            model.stream[:lanes], model.head, model.decoder.final_norm.weight, model.spec.norm_eps, best, places,
+            config=tile,
+        )  # fmt: skip
+        return best, places
 
     def _end_tree_round(
         self, shape: StepShape, rounds: Rounds, rows: RoundRows, picked: Tensor, attention: AttentionPlan,
@@ -243,10 +297,12 @@ class RoundsAhead:
         )
 
 
-def round_shape(rows: int, rounds: Rounds, most: StepShape, cuts: bool) -> StepShape:
-    """Of one round: every token that is verified is a row of its own, as if it were decoded alone."""
+def round_shape(rows: int, rounds: Rounds, most: StepShape, cuts: bool, greedy: bool = False) -> StepShape:
+    """Of one round: every token that is verified is a row of its own, as if it were decoded alone. `greedy`: all
+    draws are, and need no logits if they are few."""
     lanes = min(round_rows(rows * (rounds.drafts + 1)), most.rows, most.tokens, most.draws)
-    return StepShape(lanes, lanes, lanes, True, cuts, rounds=rounds._replace(times=1))
+    greedy = greedy and not rounds.levels and lanes <= MOST_TILED
+    return StepShape(lanes, lanes, lanes, True, cuts, rounds=rounds._replace(times=1), greedy=greedy)
 
 
 def rows_of(shape: StepShape, rounds: Rounds) -> int:
@@ -254,11 +310,12 @@ def rows_of(shape: StepShape, rounds: Rounds) -> int:
     return -(-shape.rows // (rounds.drafts + 1))
 
 
-def warm_rounds(most: StepShape, kinds: list[Rounds]) -> list[StepShape]:
-    """Every shape that a round may have."""
+def warm_rounds(most: StepShape, kinds: list[Rounds], greedy: bool = False) -> list[StepShape]:
+    """Every shape that a round may have. `greedy`: those of greedy draws may need no logits."""
     found = []
     for rounds in kinds:
         for rows in range(1, MOST_ROWS + 1):
             if rows <= most.rows and rows * (rounds.drafts + 1) <= most.draws:
                 found += [round_shape(rows, rounds, most, cuts) for cuts in (False, True)]
+                found += [round_shape(rows, rounds, most, False, greedy=True)] if greedy else []
     return list(dict.fromkeys(found))

@@ -43,6 +43,7 @@ class StepShape:
     adapters: bool = False  # some row has an adapter
     follows: bool = False  # a draft head sees the tokens
     rounds: Rounds | None = None  # ... and drafts, in as many rounds
+    greedy: bool = False  # ... whose draws are all greedy, so that nobody needs their logits
     homes: int = 0  # of data-parallel attention: ranks that have different rows; the sizes above are one's
     all_tokens: int = 0  # ... and what tokens of all homes are rounded up to
 

@@ -26,10 +26,37 @@ def accepted_reference(drawn: Tensor, drafted: Tensor) -> Tensor:
 _WORDS = ["lane_slots", "lane_starts", "query_starts", "draws"]
 
 
+@triton.jit
+def kept_by_row(row, first, slot, place, drawn, lane_starts, draws, token_ids, next_tokens, row_starts, kept_rows,
+                turns, out, out_stride, DRAFTS: tl.constexpr, PLACES: tl.constexpr, TURNS: tl.constexpr,
+                COLUMNS: tl.constexpr, POSITION: tl.constexpr):  # fmt: skip
+    """What a row keeps of its drafts, where `drawn` was drawn behind its lanes; they move to the next round."""
+    inside = place <= DRAFTS
+    drafted = tl.load(token_ids + first + place + 1, mask=place < DRAFTS, other=-2)
+    agrees = (drawn == drafted) & (place < DRAFTS)
+    count = tl.min(tl.where(agrees, PLACES, place), 0)
+    turn = tl.load(turns + row)
+    told = out + row * out_stride + turn % TURNS * (DRAFTS + 2)
+    tl.store(told, count)
+    tl.store(told + 1 + place, drawn, mask=inside)
+    tl.store(turns + row, turn + 1)
+    start = tl.load(lane_starts + first) + count + 1
+    tl.store(row_starts + row, start)
+    tl.store(lane_starts + first + place, start + place, mask=inside)
+    tl.store(draws + (first + place) * COLUMNS + POSITION, start + 1 + place, mask=inside)
+    tl.store(next_tokens + first + place, tl.maximum(drawn, 0), mask=inside)
+    tl.store(kept_rows + row, first + count)
+    return start
+
+
 @triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=_WORDS)
 def _accept(lane_slots, lane_starts, query_starts, draws, picked, token_ids, next_tokens, row_slots, row_starts,
             kept_rows, one_each, turns, out, out_stride, lanes, DRAFTS: tl.constexpr, PLACES: tl.constexpr,
-            TURNS: tl.constexpr, COLUMNS: tl.constexpr, POSITION: tl.constexpr):  # fmt: skip
+            TURNS: tl.constexpr, COLUMNS: tl.constexpr, POSITION: tl.constexpr,
+            EARLY: tl.constexpr = False):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     first = row * (DRAFTS + 1)
     tl.store(one_each + row + 1, tl.minimum(row + 1, tl.load(query_starts + lanes) // (DRAFTS + 1)))
@@ -39,22 +66,9 @@ def _accept(lane_slots, lane_starts, query_starts, draws, picked, token_ids, nex
         tl.store(kept_rows + row, 0)
     else:
         place = tl.arange(0, PLACES)
-        inside = place <= DRAFTS
-        drawn = tl.load(picked + first + place, mask=inside, other=-1)
-        drafted = tl.load(token_ids + first + place + 1, mask=place < DRAFTS, other=-2)
-        agrees = (drawn == drafted) & (place < DRAFTS)
-        count = tl.min(tl.where(agrees, PLACES, place), 0)
-        turn = tl.load(turns + row)
-        told = out + row * out_stride + turn % TURNS * (DRAFTS + 2)
-        tl.store(told, count)
-        tl.store(told + 1 + place, drawn, mask=inside)
-        tl.store(turns + row, turn + 1)
-        start = tl.load(lane_starts + first) + count + 1
-        tl.store(row_starts + row, start)
-        tl.store(lane_starts + first + place, start + place, mask=inside)
-        tl.store(draws + (first + place) * COLUMNS + POSITION, start + 1 + place, mask=inside)
-        tl.store(next_tokens + first + place, tl.maximum(drawn, 0), mask=inside)
-        tl.store(kept_rows + row, first + count)
+        drawn = tl.load(picked + first + place, mask=place <= DRAFTS, other=-1)
+        kept_by_row(row, first, slot, place, drawn, lane_starts, draws, token_ids, next_tokens, row_starts,
+                    kept_rows, turns, out, out_stride, DRAFTS, PLACES, TURNS, COLUMNS, POSITION)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -107,7 +121,7 @@ def accept(
         lane_slots, lane_starts, query_starts, draws, picked, token_ids, next_tokens, rows.slots, rows.starts,
         rows.kept, rows.one_each, rows.turns, rows.told, rows.told.stride(0), len(lane_slots), DRAFTS=drafts,
         PLACES=triton.next_power_of_2(drafts + 1), TURNS=rows.told_rounds(drafts), COLUMNS=COLUMNS,
-        POSITION=POSITION, num_warps=1,
+        POSITION=POSITION, num_warps=1, **early(True, picked),
     )  # fmt: skip
 
 
@@ -144,6 +158,51 @@ def propose(logits: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, a
     )  # fmt: skip
 
 
+@triton.jit
+def no_inputs(row, positions, kv_slots, contexts, items, items_each, ITEMS: tl.constexpr):
+    """Of a row that only fills up a shape."""
+    tl.store(positions + row, 0)
+    tl.store(kv_slots + row, -1)
+    tl.store(contexts + row, 0)
+    item = tl.arange(0, ITEMS)
+    record = items + (row * items_each + item) * 8
+    tl.store(record + 2, tl.zeros((ITEMS,), tl.int32), mask=item < items_each)
+
+
+@triton.jit
+def one_token_inputs(row, position, table, positions, kv_slots, contexts, step_tables, items, step_table_stride,
+                     min_tiles, items_each, PAGE: tl.constexpr, KEY_TILE: tl.constexpr,
+                     ITEMS: tl.constexpr):  # fmt: skip
+    """What a step with one token for this row reads, but for the token. `table`: its sequence's blocks."""
+    item = tl.arange(0, ITEMS)
+    record = items + (row * items_each + item) * 8
+    context = position + 1
+    tl.store(positions + row, position)
+    tl.store(contexts + row, context)
+    tl.store(kv_slots + row, tl.load(table + position // PAGE) * PAGE + position % PAGE)
+    lane = tl.arange(0, 128)
+    for first in range(0, position // PAGE + 1, 128):
+        inside = first + lane <= position // PAGE
+        block = tl.load(table + first + lane, mask=inside, other=0)
+        tl.store(step_tables + row * step_table_stride + first + lane, block, mask=inside)
+    # Its part of the work list, as work_list.py describes it: runs of key tiles, about equally long.
+    tiles = (context + KEY_TILE - 1) // KEY_TILE
+    length = tl.maximum(tl.maximum(min_tiles, 1), (tiles + items_each - 1) // items_each)
+    splits = (tiles + length - 1) // length
+    share = tiles // splits
+    longer = tiles - share * splits
+    mine = item < splits
+    first_tile = item * share + tl.minimum(item, longer)
+    tl.store(record, row + tl.zeros((ITEMS,), tl.int32), mask=mine)
+    tl.store(record + 1, first_tile, mask=mine)
+    tl.store(record + 2, tl.where(mine, share + tl.where(item < longer, 1, 0), 0), mask=item < items_each)
+    tl.store(record + 3, splits + tl.zeros((ITEMS,), tl.int32), mask=mine)
+    tl.store(record + 4, row * items_each + tl.zeros((ITEMS,), tl.int32), mask=mine)
+    tl.store(record + 5, row + tl.zeros((ITEMS,), tl.int32), mask=mine)
+    tl.store(record + 6, context + tl.zeros((ITEMS,), tl.int32), mask=mine)
+    tl.store(record + 7, tl.load(table + first_tile * KEY_TILE // PAGE, mask=mine, other=0), mask=mine)
+
+
 @triton.jit(do_not_specialize=["ahead", "min_tiles", "items_each"])
 def _propose_next(best, place, token_of, row_slots, row_starts, tokens, tables, next_tokens, positions, kv_slots,
                   contexts, step_tables, items, parts, token_stride, table_stride, step_table_stride, ahead,
@@ -154,15 +213,10 @@ def _propose_next(best, place, token_of, row_slots, row_starts, tokens, tables, 
         gdc_wait()
     row = tl.program_id(0)
     slot = tl.load(row_slots + row).to(tl.int64)
-    item = tl.arange(0, ITEMS)
-    record = items + (row * items_each + item) * 8
     if slot < 0:
         if NEXT:
             tl.store(next_tokens + row, 0)
-            tl.store(positions + row, 0)
-            tl.store(kv_slots + row, -1)
-            tl.store(contexts + row, 0)
-            tl.store(record + 2, tl.zeros((ITEMS,), tl.int32), mask=item < items_each)
+            no_inputs(row, positions, kv_slots, contexts, items, items_each, ITEMS)
     else:
         part = tl.arange(0, PARTS)
         value = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -175,36 +229,10 @@ def _propose_next(best, place, token_of, row_slots, row_starts, tokens, tables, 
         tl.store(tokens + slot * token_stride + start + ahead, token)
         if NEXT:
             # The head goes on behind its proposal: as a step of one token for this row, whose inputs these are.
-            position = start - 1 + ahead
-            context = position + 1
             tl.store(next_tokens + row, token)
-            tl.store(positions + row, position)
-            tl.store(contexts + row, context)
-            own = tables + slot * table_stride
-            tl.store(kv_slots + row, tl.load(own + position // PAGE) * PAGE + position % PAGE)
-            lane = tl.arange(0, 128)
-            for first in range(0, position // PAGE + 1, 128):
-                inside = first + lane <= position // PAGE
-                block = tl.load(own + first + lane, mask=inside, other=0)
-                tl.store(step_tables + row * step_table_stride + first + lane, block, mask=inside)
-            # Its part of the work list, as work_list.py describes it: runs of key tiles, about equally long.
-            tiles = (context + KEY_TILE - 1) // KEY_TILE
-            length = tl.maximum(tl.maximum(min_tiles, 1), (tiles + items_each - 1) // items_each)
-            splits = (tiles + length - 1) // length
-            share = tiles // splits
-            longer = tiles - share * splits
-            mine = item < splits
-            first_tile = item * share + tl.minimum(item, longer)
-            tl.store(record, row + tl.zeros((ITEMS,), tl.int32), mask=mine)
-            tl.store(record + 1, first_tile, mask=mine)
-            tl.store(
-                record + 2, tl.where(mine, share + tl.where(item < longer, 1, 0), 0), mask=item < items_each
-            )
-            tl.store(record + 3, splits + tl.zeros((ITEMS,), tl.int32), mask=mine)
-            tl.store(record + 4, row * items_each + tl.zeros((ITEMS,), tl.int32), mask=mine)
-            tl.store(record + 5, row + tl.zeros((ITEMS,), tl.int32), mask=mine)
-            tl.store(record + 6, context + tl.zeros((ITEMS,), tl.int32), mask=mine)
-            tl.store(record + 7, tl.load(own + first_tile * KEY_TILE // PAGE, mask=mine, other=0), mask=mine)
+            one_token_inputs(row, start - 1 + ahead, tables + slot * table_stride, positions, kv_slots, contexts,
+                             step_tables, items, step_table_stride, min_tiles, items_each, PAGE, KEY_TILE,
+                             ITEMS)  # fmt: skip
 
 
 @dataclass(slots=True)
