@@ -1,4 +1,4 @@
-"""DeviceGroup: ranks that exchange tensors of their devices by messages, because they cannot read each other's
+"""MessageGroup: ranks that exchange tensors of their devices by messages, because they cannot read each other's
 memory: NCCL between GPUs, or gloo through page-locked host memory. Made by every member alike.
 
 NCCL's messages are launched like kernels and can be captured in a CUDA graph. Gloo's are sent by the host, which
@@ -21,7 +21,7 @@ from cumulo.ranks.rank_group import RankGroup
 _AHEAD = 2  # messages that the receiver has not taken yet
 
 
-class DeviceGroup(Protocol):
+class MessageGroup(Protocol):
     index: int  # of this rank among the members
     size: int
     waits: bool  # False: nothing is exchanged; kernels of a step are rehearsed without the others

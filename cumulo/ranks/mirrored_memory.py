@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.collective.peers import PeerMemory, PeerTensor
-from cumulo.ranks.device_group import DeviceGroup
+from cumulo.ranks.device_group import MessageGroup
 
 
 class MirroredMemory(PeerMemory):
-    def __init__(self, size: int, group: DeviceGroup, device: torch.device) -> None:
+    def __init__(self, size: int, group: MessageGroup, device: torch.device) -> None:
         """`size` zero bytes for every member, all of them here."""
         self.group = group
         self._copies = torch.zeros((group.size, size), dtype=torch.uint8, device=device)

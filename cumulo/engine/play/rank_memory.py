@@ -15,7 +15,7 @@ from cumulo.models.play.cuda_slice import RankSlice, shared_bytes
 from cumulo.models.play.cuda_stage import RankStage, stage_bytes
 from cumulo.models.play.far_stage import FarStage
 from cumulo.models.play.rank_links import RankLinks
-from cumulo.ranks.device_group import DeviceGroup, NcclGroup, StagedGroup
+from cumulo.ranks.device_group import MessageGroup, NcclGroup, StagedGroup
 from cumulo.ranks.mirrored_memory import MirroredMemory
 from cumulo.ranks.peer_memory import peer_memory
 from cumulo.ranks.rank_group import RankGroup, TCPStore
@@ -95,7 +95,7 @@ def shared_parts(
 
 
 def _mirrored(
-    groups: dict[Members, DeviceGroup], device: torch.device, members: Members, size: int
+    groups: dict[Members, MessageGroup], device: torch.device, members: Members, size: int
 ) -> PeerMemory:
     return MirroredMemory(size, groups[members], device)
 
@@ -107,9 +107,9 @@ def _groups(
     store: TCPStore,
     links: RankLinks,
     device: torch.device,
-) -> dict[Members, DeviceGroup]:
+) -> dict[Members, MessageGroup]:
     """By members; a group that two purposes have in common is made once."""
-    made: dict[Members, DeviceGroup] = {}
+    made: dict[Members, MessageGroup] = {}
     over_gloo = (links.tensor, links.pipeline, links.stage)
     for one, group in zip(members, over_gloo, strict=True):
         if group is None or one in made:

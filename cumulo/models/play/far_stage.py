@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.sampling.sample import POSITION, SLOT
 from cumulo.layout.serving import RankPart
-from cumulo.ranks.device_group import DeviceGroup
+from cumulo.ranks.device_group import MessageGroup
 from cumulo.ranks.rank_group import RankGroup
 
 _HELD = 64  # messages on their way: more than steps are
@@ -28,7 +28,7 @@ class _Message:
 
 
 class FarStage:
-    def __init__(self, group: DeviceGroup, tokens: RankGroup, part: RankPart, max_outputs: int) -> None:
+    def __init__(self, group: MessageGroup, tokens: RankGroup, part: RankPart, max_outputs: int) -> None:
         """`group`, `tokens`: of the pipeline's ranks, by stage; the second is used for drawn tokens alone."""
         self.memory = group  # whose `waits` a rehearsal turns off
         self.index, self.stages = part.place.stage, part.layout.pp
