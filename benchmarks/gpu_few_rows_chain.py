@@ -100,7 +100,8 @@ def choices(shape: Shape, part: str, m: int) -> list[Choice | DecodeConfig | Non
         if not rotated or config.rows <= shape.dim:
             dots.append(Choice("dot", config))
     if rotated:
-        return [] if shape.normed_heads else [None, *dots]
+        today_rotated = door.WINNERS.get(key(shape, part, m))
+        return [] if shape.normed_heads else list(dict.fromkeys([today_rotated, None, *dots]))
     today_choice = _today(m, own)
     found: list[Choice | DecodeConfig | None] = [today_choice]
     if own.n * own.k <= few_linear.SMALL_MATRIX:
@@ -227,7 +228,9 @@ def using(shape: Shape, m: int, setting: Setting) -> Iterator[DecodeConfig | Non
     for part, choice in setting.items():
         if isinstance(choice, DecodeConfig):
             decode = choice
-        elif choice is not None:
+        elif choice is None:
+            door.WINNERS.pop(key(shape, part, m), None)
+        else:
             door.WINNERS[key(shape, part, m)] = choice
     try:
         yield decode
