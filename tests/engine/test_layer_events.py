@@ -1,0 +1,36 @@
+"""A prefill engine on the GPU's kernels whose KV goes over a network: each layer is told of, in order, and only for
+steps that somebody waits for."""
+
+import pytest
+
+from tests.engine.tiny_cuda_engine import SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
+from cumulo.engine.decide import handover
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import Send
+from cumulo.engine.decide.request import Request
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_layer_of_a_step_that_is_waited_for_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_few_programs(monkeypatch)
+    engine = make_engine(make_decoder(SPECS["dense"]), True)
+    runner, scheduler, told = engine.runner, engine.scheduler, list[tuple[int, int]]()
+
+    def teller(sends: list[Send]):
+        return lambda layer: told.append((sends[0].tokens, layer))
+
+    runner.layer_teller = teller  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for name, sends in (("alone", False), ("1.7", True)):
+        request = Request(name, [3, 5, 8, 13, 21], params, seed=0, arrived_s=0.0)
+        request.sends = sends
+        scheduler.add(request)
+        if sends:
+            handover.accept(scheduler.books, request.sequences[0], 7)
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        runner.submit(plan).result()
+        scheduler.fail_step(plan, "only its layers were of interest", 0.0)
+        assert told == ([(5, layer) for layer in range(SPECS["dense"].layers)] if sends else [])
+    runner.close()
