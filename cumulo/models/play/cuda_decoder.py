@@ -327,7 +327,7 @@ class CudaDecoder:
         if own.mixture is not None or not isinstance(later.attention, HeadWeights):
             return None
         for weight in (own.down, later.attention.qkv, later.output):
-            if not isinstance(weight, Tensor) or choose(tokens, weight).kernel not in ("few", "small"):
+            if not isinstance(weight, Tensor) or choose(tokens, weight).kernel not in ("few", "small", "dot"):
                 return None
         assert self.tapped is not None
         place, hidden = self.tap_layers.index(after), self.spec.hidden
