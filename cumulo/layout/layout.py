@@ -66,8 +66,8 @@ class Layout:
 
     @property
     def expert_zero_ranks(self) -> int:
-        """... that hold the same experts: of these ranks one in every ep."""
-        return max(1, self.zero_ranks // self.ep)
+        """... shares out experts: all that hold the same ones. `shard` does not narrow these."""
+        return self.data_ranks // self.ep if self.zero else 1
 
     @property
     def axes(self) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ from cumulo.errors import ConfigError
 from cumulo.layout.adapters import is_adapter
 from cumulo.layout.box import Box, cut_rows, slice_in_parts, whole_box
 from cumulo.layout.check import layers_problem
-from cumulo.layout.layout import Layout
+from cumulo.layout.layout import Axis, Layout
 from cumulo.layout.stages import held_chunks, pipeline_chunks, split_layers
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
@@ -49,6 +49,17 @@ class Piece:
     sliced: bool  # over tp: every tensor-parallel rank has another part
     partial_over_tp: bool  # every tensor-parallel rank has the same part, and a part of its gradient
     holders: tuple[int, ...]  # the ranks that hold the same, this one included
+
+    @property
+    def data_axis(self) -> Axis:
+        """The ranks with other tokens: over them a gradient is summed first."""
+        return "expert_data" if self.expert else "data"
+
+    @property
+    def zero_axis(self) -> Axis:
+        """The ranks that share the parameter out under ZeRO: `Layout.zero_ranks` and `expert_zero_ranks` are how
+        many."""
+        return "expert_data" if self.expert else "shard"
 
     def cut_rows(self, begin: int, end: int) -> tuple[Box, ...]:
         """The boxes of rows [begin, end) of this part."""

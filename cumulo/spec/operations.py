@@ -100,7 +100,6 @@ class Operation:
     writes: int = 0
     cut: Cut = "whole"  # of these
     kv_read: int = 0  # numbers of the cache, for each key that a sequence sees
-    kv_written: int = 0  # ... for each token
     kept: tuple[Kept, ...] = ()
     again: Again | None = None  # it is part of this, where that is computed again
     buffer: int = 0  # numbers of one token that the GPU's decoder has a buffer for
@@ -235,7 +234,7 @@ def _rotation(spec: ModelSpec, form: Form, turned: int, to_cache: int, eager: in
     if form == "serve" or not spec.learned_positions:
         yield Operation(
             "attention.rotate", "elementwise", reads=moved, writes=moved, cut="tensor", again="attention",
-            kv_written=_cached_numbers(spec) if form == "serve" else 0, eager=eager,
+            eager=eager,
         )  # fmt: skip
 
 

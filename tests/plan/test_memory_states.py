@@ -140,6 +140,11 @@ def test_experts_are_shared_by_the_ranks_that_hold_the_same() -> None:
     job = job_with("mixtral-8x7b", dp=8, ep=4, zero=1)
     assert state_bytes(job, elements).optimizer == 12 * (800 // 8 + 400 // 2)
     assert state_bytes(job, elements).weights == 2 * 1200
+    hybrid = job_with("mixtral-8x7b", dp=8, ep=4, zero=1, shard=4)  # which leaves experts as they are
+    assert state_bytes(hybrid, elements).optimizer == 12 * (800 // 4 + 400 // 2)
+    frozen = replace(job_with("mixtral-8x7b", dp=8, ep=4, zero=3), lora_rank=8, frozen_bits=16)
+    whole = state_bytes(replace(frozen, layout=Layout(dp=8, ep=4)), elements).weights
+    assert whole - state_bytes(frozen, elements).weights == 2 * (800 - 800 // 8 + 400 - 400 // 2)
 
 
 def test_hybrid_sharding_shares_less() -> None:

@@ -54,6 +54,9 @@ def test_shards_and_their_copies_make_up_the_data_ranks(layout: Layout) -> None:
     for pair in (("shard", "copies"), ("ep", "expert_data")):
         sizes = [len(layout.group(axis, 0)) for axis in pair]  # type: ignore[arg-type]
         assert sizes[0] * sizes[1] == layout.data_ranks
+    if layout.zero:  # experts are shared out by all that hold the same ones, whatever `shard` says
+        sizes = [len(layout.group(axis, 0)) for axis in ("shard", "expert_data")]
+        assert [layout.zero_ranks, layout.expert_zero_ranks] == sizes
     assert len(layout.group("ring", 0)) * len(layout.group("ulysses", 0)) == layout.cp
 
 

@@ -19,7 +19,7 @@ from cumulo.models.files.load import load_model
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.decide.config import TrainConfig, new_spec
-from cumulo.train.optimizer.sink import Shard, zero_axis
+from cumulo.train.optimizer.sink import Shard
 from cumulo.train.parallel.parallel_state import held_state
 from cumulo.train.run.log import TrainRecord
 from tests import thorough
@@ -71,7 +71,7 @@ def rank_state(
     shards: dict[str, Shard] = {}
     optimizer: dict[str, Tensor] = {}
     for name, piece in pieces(spec, layout, rank).items():
-        members = layout.group(zero_axis(piece), rank)
+        members = layout.group(piece.zero_axis, rank)
         begin, end = 0, piece.shape[0]
         if layout.zero:
             begin, end = zero_rows(end, len(members), members.index(rank))

@@ -205,8 +205,9 @@ def _adapter_bytes(job: TrainJob, elements: Elements) -> StateBytes:
     """Frozen weights in their own width (4 and 8 bits come with a scale of a byte for each 64); adapters have
     gradients, a float32 copy and two moments."""
     each = {4: 0.5 + 1 / 64, 8: 1 + 1 / 64, 16: 2.0}[job.frozen_bits]
-    shared_by = job.layout.zero_ranks if job.layout.zero >= 3 else 1
-    frozen = (each * (elements.matrices + elements.experts) + 2 * elements.rest) / shared_by
+    layout = job.layout
+    shared_by, experts_by = (layout.zero_ranks, layout.expert_zero_ranks) if layout.zero >= 3 else (1, 1)
+    frozen = (each * elements.matrices + 2 * elements.rest) / shared_by + each * elements.experts / experts_by
     adapters = adapter_elements(job, elements)
     return StateBytes(round(frozen) + 2 * adapters, DTYPE_BYTES[job.gradient_dtype] * adapters, 12 * adapters)
 

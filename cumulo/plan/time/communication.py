@@ -195,10 +195,16 @@ def _gather(job: TrainJob, name: str, ranks: int, stride: int, size: float) -> C
 def _data_groups(job: TrainJob, elements: Elements) -> Iterator[tuple[str, float, int, int, int]]:
     """Name, parameters, ranks and stride of what shares them out, and copies of such groups."""
     layout, (all_ranks, stride) = job.layout, job.axes["dp"]
-    for name, count, ranks, apart in (
-        ("", elements.matrices + elements.rest, all_ranks, stride),
-        (" of experts", elements.experts, all_ranks // layout.ep, stride * layout.ep),
+    for name, count, ranks, apart, share in (
+        ("", elements.matrices + elements.rest, all_ranks, stride, layout.zero_ranks),
+        (
+            " of experts",
+            elements.experts,
+            all_ranks // layout.ep,
+            stride * layout.ep,
+            layout.expert_zero_ranks,
+        ),
     ):
         if count and ranks > 1:
-            shard = max(1, min(ranks, layout.shard * layout.cp)) if layout.zero and layout.shard else ranks
-            yield name, float(count), shard, apart, ranks // shard
+            together = share if layout.zero else ranks
+            yield name, float(count), together, apart, ranks // together

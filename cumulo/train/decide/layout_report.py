@@ -71,7 +71,7 @@ def _layers(layout: Layout, spec: ModelSpec, stage: int) -> str:
 def _elements(layout: Layout, spec: ModelSpec, rank: int) -> tuple[int, int]:
     held = moved = 0
     for piece in pieces(spec, layout, rank).values():
-        members = layout.group("expert_data" if piece.expert else "shard", rank)
+        members = layout.group(piece.zero_axis, rank)
         begin, end = 0, piece.shape[0]
         if layout.zero:
             begin, end = zero_rows(end, len(members), members.index(rank))

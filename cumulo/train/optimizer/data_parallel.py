@@ -19,7 +19,7 @@ from cumulo.layout.pieces import Piece
 from cumulo.ranks.collectives import Work, all_reduce, start_all_reduce
 from cumulo.ranks.groups import Group, Groups
 from cumulo.train.decide.bucket_order import send_order, timings
-from cumulo.train.optimizer.sink import RestGroups, Shard, data_axis
+from cumulo.train.optimizer.sink import RestGroups, Shard
 
 BUCKET_BYTES = 25 << 20  # long enough for the link's full rate (Li et al. 2020)
 FIRST_BUCKET_BYTES = 1 << 20  # what is ready first goes early
@@ -52,7 +52,7 @@ class GradientBucket:
 class AllReduce:
     def __init__(self, bucket: GradientBucket, piece: Piece, groups: Groups) -> None:
         """`piece`: of any parameter of the bucket; all go to the same ranks."""
-        axis = data_axis(piece)
+        axis = piece.data_axis
         self._bucket, self._group = bucket, groups.group_of_several(axis)
         self._work: Work | None = None
 

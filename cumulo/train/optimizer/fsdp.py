@@ -23,7 +23,7 @@ from cumulo.models.moe import Experts
 from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.train.optimizer.fsdp_messages import GatherThroughDoor, ScatterThroughDoor
-from cumulo.train.optimizer.sink import FsdpPrefetch, RestGroups, Shard, layers_of, zero_axis
+from cumulo.train.optimizer.sink import FsdpPrefetch, RestGroups, Shard, layers_of
 from cumulo.train.optimizer.zero1 import Zero1
 
 
@@ -148,7 +148,7 @@ class FullySharded:
         yield module, self._mesh
 
     def _own_rows(self, parameter: DTensor, piece: Piece, dtype: torch.dtype) -> Shard:
-        axis = zero_axis(piece)
+        axis = piece.zero_axis
         begin, end = zero_rows(piece.shape[0], self._groups.size(axis), self._groups.index(axis))
         holders = len(piece.holders) // self._groups.size(axis)
         own = parameter.to_local().detach()

@@ -11,7 +11,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from cumulo.layout.layout import Axis
 from cumulo.layout.pieces import Piece
 from cumulo.ranks.groups import Group, Groups, new_group
 
@@ -67,16 +66,6 @@ class GradientSink(Protocol):
         """After the shards were written: every rank computes with the new weights. `frozen`: all of them were, not
         only those that are trained."""
         ...
-
-
-def data_axis(piece: Piece) -> Axis:
-    """The ranks with other tokens: over them a gradient is summed first."""
-    return "expert_data" if piece.expert else "data"
-
-
-def zero_axis(piece: Piece) -> Axis:
-    """The ranks that share a parameter out under ZeRO."""
-    return "expert_data" if piece.expert else "shard"
 
 
 class RestGroups:

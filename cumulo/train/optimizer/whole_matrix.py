@@ -12,14 +12,14 @@ from cumulo.layout.pieces import piece_of, zero_rows
 from cumulo.ranks.collectives import all_gather_list
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
-from cumulo.train.optimizer.sink import Shard, zero_axis
+from cumulo.train.optimizer.sink import Shard
 
 
 class WholeMatrix:
     def __init__(self, shard: Shard, spec: ModelSpec, groups: Groups) -> None:
         piece, layout = shard.piece, groups.layout
         self._shard, self._piece = shard, piece
-        self._axis = zero_axis(piece)
+        self._axis = piece.zero_axis
         self._row_group = groups.group(self._axis) if layout.zero and not piece.expert else None
         self._row_ranks = groups.size(self._axis)
         self._slice_group = groups.group("tp") if piece.sliced and layout.tp > 1 else None

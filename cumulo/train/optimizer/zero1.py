@@ -15,14 +15,14 @@ from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.ranks.collectives import Work, all_gather_list, all_reduce, start_reduce_scatter
 from cumulo.ranks.groups import Groups
 from cumulo.train.optimizer.data_parallel import BUCKET_BYTES, DataParallel, GradientBucket
-from cumulo.train.optimizer.sink import Shard, zero_axis
+from cumulo.train.optimizer.sink import Shard
 
 
 class ReduceScatter:
     """Of a bucket's gradients, each rank gets the sum of the rows that its optimizer moves. An `Exchange`."""
 
     def __init__(self, bucket: GradientBucket, piece: Piece, groups: Groups) -> None:
-        axis = zero_axis(piece)
+        axis = piece.zero_axis
         self._bucket, self._group = bucket, groups.group(axis)
         self._ranks, self._index = groups.size(axis), groups.index(axis)
         # Hybrid sharding: the sums of those that share are parts of the whole one.
@@ -92,7 +92,7 @@ class Zero1:
             self._gather(names)
 
     def _cut(self, whole: Shard) -> Shard:
-        axis = zero_axis(whole.piece)
+        axis = whole.piece.zero_axis
         begin, end = zero_rows(whole.end, self._groups.size(axis), self._groups.index(axis))
         holders = whole.holders // self._groups.size(axis)
         return replace(whole, tensor=whole.tensor[begin:end], begin=begin, end=end, holders=holders)
@@ -112,7 +112,7 @@ class Zero1:
 
     def _gather(self, names: list[str]) -> None:
         shards = [self._whole.shards[name] for name in names]
-        axis = zero_axis(shards[0].piece)
+        axis = shards[0].piece.zero_axis
         ranks = self._groups.size(axis)
         if ranks == 1:
             return

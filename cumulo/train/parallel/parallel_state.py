@@ -10,7 +10,7 @@ from cumulo.checkpoint.play.held import Held
 from cumulo.layout.box import whole_box
 from cumulo.layout.layout import Axis, Layout
 from cumulo.layout.pieces import Piece, zero_rows
-from cumulo.train.optimizer.sink import Shard, zero_axis
+from cumulo.train.optimizer.sink import Shard
 
 
 def held_state(
@@ -66,7 +66,7 @@ def _row_range(layout: Layout, piece: Piece, rank: int) -> tuple[int, int]:
     rows = piece.shape[0]
     if not layout.zero:
         return 0, rows
-    begin, end = zero_rows(rows, *_places(layout, zero_axis(piece))[rank])
+    begin, end = zero_rows(rows, *_places(layout, piece.zero_axis)[rank])
     return (begin, end) if begin < end else (0, 0)
 
 
