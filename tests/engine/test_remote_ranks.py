@@ -86,6 +86,23 @@ def test_ranks_over_tcp_say_what_one_says_and_join_the_next_engine(
             compare(one.engine, again.engine, rounds=1, seed=6, count=4)
 
 
+def test_experts_on_another_host_say_what_one_rank_says(
+    tmp_path_factory: pytest.TempPathFactory, joining: tuple[str, TextIO]
+) -> None:
+    address, said = joining
+    model = save_model("experts", tmp_path_factory.mktemp("experts"))
+    options = {
+        "ep": 2,
+        "remote_ranks": 1,
+        "rank_address": address,
+        "transfer_key": KEY,
+        "rank_backend": "gloo",
+    }
+    with started(model) as one, started(model, **options) as several:
+        assert _rank_said(said) == f"rank 1 of the engine at {address}\n"
+        compare(one.engine, several.engine, rounds=1, seed=8, count=3)
+
+
 def test_one_command_starts_all_ranks_of_its_host(model: Path, tmp_path: Path) -> None:
     with _joining(tmp_path, 2) as (address, said):
         options = {"pp": 3, "remote_ranks": 2, "rank_address": address, "transfer_key": KEY}
