@@ -135,15 +135,19 @@ class PreemptibleUpTo(RunningView):
     def first_with_room(self, job: JobRequest, free: FreeCapacity) -> int | None:
         """The number of the lowest priority up to which jobs would have to stop, at least; None: even all of those
         below the job's own are too few. Of jobs that ask for whole GPUs only."""
-        high = bisect.bisect_left(self.levels, job.priority)
+        found = self.first_of_all(job, free)
+        return None if found is None or self.levels[found] >= job.priority else found
+
+    def first_of_all(self, job: JobRequest, free: FreeCapacity) -> int | None:
+        """As `first_with_room`, of a job that is more urgent than all others."""
         self._count(free)
-        if not high or job.gpus_per_task > self._fitting.shape[1]:
+        if not self.levels or job.gpus_per_task > self._fitting.shape[1]:
             return None
-        tasks = self._tasks[:, :high, job.gpus_per_task - 1]
+        tasks = self._tasks[:, :, job.gpus_per_task - 1]
         if job.devices:
             tasks = tasks[[self._kinds[name] for name in dict.fromkeys(job.devices) if name in self._kinds]]
         found = int(tasks.sum(axis=0).searchsorted(job.tasks))
-        return None if found == high else found
+        return None if found == len(self.levels) else found
 
     def _count(self, free: FreeCapacity) -> None:
         if self._of is None or self._of[0] is not free or self._of[1] is not free.ready:

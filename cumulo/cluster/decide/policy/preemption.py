@@ -72,6 +72,7 @@ class RoomSearch:
         if self.kind is not None:
             kept = table_of(self.snapshot.running).view(PricedNodes, PricedNodes).of
         chosen: list[RunningJob] = []
+        alone = only_gpus(job) and 2 * job.gpus_per_task > len(free.room) - 1  # no two tasks on one node
         while (missing := job.tasks - slots(job, then)) > 0:
             priced: list[tuple[float, float, int, list[RunningJob]]] = []
             if self.first_nodes is not None and not chosen:
@@ -86,21 +87,34 @@ class RoomSearch:
                 return None
             touched: set[str] = set()  # by those that stop: what was found for these nodes is old
             priced.sort()  # no two of them are of one node
-            for _, _, node, victims in priced:
+            later: list[RunningJob] = []  # they stop, and their places are still taken in `then`
+            for more, (_, _, node, victims) in enumerate(priced, 1):
                 if then.nodes[node].name in touched:
                     victims = self._victims(node, then, on, chosen)
                 if self.too_much is not None and self.too_much(victims):
                     return None
-                if then is free:
-                    then = free.copy()
+                chosen += victims
+                later += victims
                 for victim in victims:
-                    then.release(victim.request, victim.places)
-                    chosen.append(victim)
                     self._stopped.add(victim.job_id)
                     touched.update(place.node for place in victim.places)
+                # A task more on each node, and nothing elsewhere: it is clear that they are too few.
+                alone = alone and all(len(victim.places) == 1 for victim in victims)
+                if alone and more < missing:
+                    continue
+                then = self._without(later, free, then)
+                later = []
                 if slots(job, then) >= job.tasks:
                     break
+            then = self._without(later, free, then)
         return chosen, then if then is not free else free.copy()
+
+    def _without(self, stopped: list[RunningJob], free: FreeCapacity, then: FreeCapacity) -> FreeCapacity:
+        if stopped and then is free:
+            then = free.copy()
+        for victim in stopped:
+            then.release(victim.request, victim.places)
+        return then
 
     def _priced(
         self,

@@ -31,6 +31,7 @@ def preempting(place: Placer) -> Policy:
     # and time alone makes stopping them worth less.
     hopeless: set[tuple[int, Shape]] = set()
     hopeless_up_to: set[tuple[int, Shape]] = set()
+    first: dict[Shape, int | None] = {}  # of shapes that do not fit: the number of the first level with room
     of_state: SameState | None = None
 
     def policy(snapshot: Snapshot) -> list[Decision]:
@@ -38,30 +39,40 @@ def preempting(place: Placer) -> Policy:
         if of_state is None or not of_state.holds(snapshot):
             hopeless.clear()
             hopeless_up_to.clear()
+            first.clear()
             of_state = SameState.noted(snapshot)
         book, lowest = QuotaBook(snapshot), min(table_of(snapshot.running).preemptible, default=None)
         watch_running(snapshot, _priority)
-        up_to = preemptible_up_to(snapshot)
+        up_to, free = preemptible_up_to(snapshot), snapshot.free
         for job, *_ in itertools.islice(by_priority(snapshot), _MOST_URGENT):
             if lowest is None or job.priority <= lowest:
                 break  # nor may any behind it
             shape = shape_key(job)
             if (job.priority, shape) in hopeless or book.refuses(job) is not None:
                 continue
-            if fits(job, snapshot.free, place):
-                continue
             found: Found | None = None
             if only_gpus(job) and not up_to.shares:
-                at = up_to.first_with_room(job, snapshot.free)
-                if at is not None and (up_to.levels[at], shape) not in hopeless_up_to:
-                    found = _up_to_level(job, at, up_to, snapshot)
+                if shape not in first:
+                    if fits(job, free, place):
+                        continue
+                    first[shape] = up_to.first_of_all(job, free)
+                at = first[shape]
+                if at is None or up_to.levels[at] >= job.priority:
+                    continue
+                level = up_to.levels[at], shape
+                if level in hopeless_up_to:
+                    continue
+                found = _up_to_level(job, at, up_to, snapshot)
+            elif fits(job, free, place):
+                continue
             else:
-                at, found = None, _less_urgent(job, up_to, snapshot)
+                level, found = None, _less_urgent(job, up_to, snapshot)
             if found is not None and (decided := _worth_it(job, *found, snapshot, place)):
                 return decided
-            hopeless.add((job.priority, shape))
-            if at is not None:
-                hopeless_up_to.add((up_to.levels[at], shape))
+            if level is None:
+                hopeless.add((job.priority, shape))
+            else:
+                hopeless_up_to.add(level)
         return fill(snapshot)
 
     return policy
