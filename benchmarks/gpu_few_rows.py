@@ -47,7 +47,7 @@ from cumulo.kernels.cuda.attention.paged_attention_decode import DecodeConfig  #
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache  # noqa: E402
 from cumulo.kernels.cuda.linear import linear as door  # noqa: E402
 from cumulo.kernels.cuda.linear.linear import Choice, linear  # noqa: E402
-from cumulo.kernels.cuda.linear.rotation import Rotation  # noqa: E402
+from cumulo.kernels.cuda.linear.rotation import PagedRotation  # noqa: E402
 from cumulo.kernels.cuda.linear.small_linear import random_bf16, reference  # noqa: E402
 
 CLEAR = 0.995  # a winner is at least so much faster than today's choice, or noise would choose
@@ -95,7 +95,7 @@ def error_of(chain: Chain, part: str, choice: Choice) -> float:
             torch.full_like(chain.keys[0], float("nan")) for _ in range(4)
         )
         slots = torch.arange(3, 3 + m, dtype=torch.int32, device=device) * 7
-        rotation = Rotation(chain.cos, chain.sin, chain.positions, slots, keys, values, shape.heads)
+        rotation = PagedRotation(chain.cos, chain.sin, chain.positions, slots, keys, values, shape.heads)
         linear(x, weight, out, norm_weight=norm, eps=EPS, rotation=rotation)
         plain = exact.to(x.dtype)
         rope_cache(plain, chain.cos, chain.sin, chain.positions, slots, other_keys, other_values, shape.heads)

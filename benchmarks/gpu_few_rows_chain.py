@@ -21,7 +21,7 @@ from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache  # noqa: E402
 from cumulo.kernels.cuda.linear import few_dot, few_linear  # noqa: E402
 from cumulo.kernels.cuda.linear import linear as door  # noqa: E402
 from cumulo.kernels.cuda.linear.linear import Choice, linear  # noqa: E402
-from cumulo.kernels.cuda.linear.rotation import Rotation  # noqa: E402
+from cumulo.kernels.cuda.linear.rotation import PagedRotation  # noqa: E402
 from cumulo.kernels.cuda.linear.small_linear import random_bf16  # noqa: E402
 
 CONTEXT, BLOCK, MOST_BLOCKS = 256, 64, 32  # positions of a sequence, and what its engine has room for
@@ -174,7 +174,9 @@ class Chain:
         query = self.qkv.view(m, -1, shape.dim)[:, : shape.heads]
         for layer, (weights, norms) in enumerate(zip(self.weights, self.norms, strict=True)):
             keys, values = self.keys[layer], self.values[layer]
-            rotation = Rotation(self.cos, self.sin, self.positions, self.slots, keys, values, shape.heads)
+            rotation = PagedRotation(
+                self.cos, self.sin, self.positions, self.slots, keys, values, shape.heads
+            )
             at_once = not shape.normed_heads and door.rotates(m, weights["qkv"])
             linear(
                 self.stream, weights["qkv"], self.qkv, norm_weight=norms[0], eps=EPS,

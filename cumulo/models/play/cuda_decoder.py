@@ -20,7 +20,7 @@ from cumulo.kernels.cuda.early import EARLY_ROWS
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.linear.linear import Weight, choose, linear, prepare, rotates
-from cumulo.kernels.cuda.linear.rotation import Rotation
+from cumulo.kernels.cuda.linear.rotation import PagedRotation
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, reserve_scratch
 from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.models.adapters.bank import AdapterBank
@@ -132,7 +132,7 @@ class CudaDecoder:
         # The stream as it enters these layers is kept for a draft head, side by side (`tap`).
         self.tap_layers: tuple[int, ...] = ()
         self.tapped: Tensor | None = None
-        self.taps_in_place = False  # a few rows are written there by the layer before: no copies
+        self.taps_in_place = True  # a few rows are written there by the layer before: no copies
         self.adapters = None if bank is None else CudaAdapters(bank, max_tokens, max_outputs)
         self.products = StepProducts(
             spec,
@@ -367,7 +367,9 @@ class CudaDecoder:
         qkv = self.qkv[:tokens]
         name = (index, "attention.qkv")
         if adapted is None and late is None and self._rotates_at_once(tokens, heads, keys):
-            rotation = Rotation(self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads)
+            rotation = PagedRotation(
+                self.cosine, self.sine, step.positions, step.slots, keys, values, spec.heads
+            )
             linear(
                 stream, heads.qkv, qkv, norm_weight=layer.attention_norm, eps=spec.norm_eps, bias=heads.qkv_bias,
                 rotation=rotation,
@@ -389,7 +391,7 @@ class CudaDecoder:
     def _rotates_at_once(self, tokens: int, heads: HeadWeights, keys: Tensor) -> bool:
         """Whether one kernel makes queries, keys and values, rotates them and writes their pages."""
         plain = heads.q_norm is None and not self.spec.rope_interleaved and keys.dtype == self.dtype
-        return plain and not self.invariant and rotates(tokens, heads.qkv)
+        return plain and self.spec.head_dim >= 32 and not self.invariant and rotates(tokens, heads.qkv)
 
     @staticmethod
     def _taken_up(late: Tensor | None, stream: Tensor) -> None:

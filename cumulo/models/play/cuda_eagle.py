@@ -39,8 +39,8 @@ class RoundWays:
 
     rotates_in_product: bool = True  # the head's queries and keys, by the product that makes them
     enters_at_once: bool = True  # inputs, work list and embeddings of a round in one launch
-    draws_without_logits: bool = False  # greedy draws, on the tensor cores
-    proposes_in_tiles: bool = False  # ... and the head's proposals
+    draws_without_logits: bool = True  # greedy draws, on the tensor cores
+    proposes_in_tiles: bool = True  # ... and the head's proposals
     draw_tile: TileConfig = TILE
     draft_tile: TileConfig = TILE
 

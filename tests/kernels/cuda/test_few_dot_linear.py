@@ -8,7 +8,7 @@ from cumulo.kernels.cuda.elementwise.rope_cache import reference as turned
 from cumulo.kernels.cuda.linear import few_dot as op
 from cumulo.kernels.cuda.linear import linear as door
 from cumulo.kernels.cuda.linear.few_dot import DotConfig, few_dot
-from cumulo.kernels.cuda.linear.rotation import Rotation
+from cumulo.kernels.cuda.linear.rotation import PagedRotation
 from cumulo.kernels.cuda.linear.small_linear import reference
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.play_few_dot import CONSTANTS, Played
@@ -93,7 +93,7 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_are_on_their_pages(
     qkv = poisoned(tokens, width, dtype=torch.float16, device=device)
     few_dot(
         given["x"], given["weight"], qkv, norm_weight=given["norm"], bias=given["bias"],
-        rotation=Rotation(cos, sin, positions, slots, keys, values, heads), config=DotConfig(rows, 2, 2),
+        rotation=PagedRotation(cos, sin, positions, slots, keys, values, heads), config=DotConfig(rows, 2, 2),
     )  # fmt: skip
     plain = reference(given["x"], given["weight"], given["norm"], 1e-6, None, False, given["bias"])
     query, key, value = turned(plain, cos, sin, positions.long(), heads, kv_heads)
@@ -166,11 +166,26 @@ def test_weights_go_from_memory_to_the_tensor_cores_and_are_asked_for_before_the
         assert "STG" not in before and made.registers <= 128
 
 
-def test_the_table_of_winners_turns_it_on(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_table_several_rows_of_small_matrices_take_it() -> None:
+    def kernel(m: int, n: int, k: int, kind: str = "bf16") -> str:
+        return door._default(m, n, k, kind).kernel
+
+    assert all(
+        kernel(m, n, k) == "dot" for m in (2, 5, 8) for n, k in ((576, 1536), (6144, 1024), (1024, 8192))
+    )
+    others = ((1, 576, 1536), (9, 576, 1536), (4, 14336, 4096), (4, 576, 1532), (4, 128, 16384))
+    assert "dot" not in {kernel(*shape) for shape in others} | {
+        kernel(4, 576, 576, "fp8"),
+        kernel(4, 576, 576, "float32"),
+    }
+
+
+def test_the_table_of_winners_says_how(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(4, 64, 320, device, torch.bfloat16 if device.type == "cuda" else torch.float16)
     weight, kind = given["weight"], door.kind_of(given["weight"])
     key = door.shape_key(4, 64, 320, kind, False)
-    assert door.choose(4, weight).kernel == "few" and not door.rotates(4, weight)
+    assert door.choose(4, weight).config == op.default_config(4, 64, 320)
+    assert door.rotates(4, weight) == weight.is_cuda  # without a GPU nothing plays that
     config = {"rows": 16, "slices": 2, "num_warps": 2, "early": True, "waits_first": False}
     monkeypatch.setattr(door, "WINNERS", {})
     door.use_winners(

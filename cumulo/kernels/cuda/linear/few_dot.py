@@ -24,10 +24,16 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.early import early
-from cumulo.kernels.cuda.linear.rotation import Rotation
+from cumulo.kernels.cuda.linear.rotation import PagedRotation
 
 MAX_ROWS = 8
 STEP = 32  # columns of k that a warp takes at once: 8 for each of 4 threads
+_LONGEST = 8192  # row, of which 16 warps keep all in registers
+
+
+def takes(m: int, k: int) -> bool:
+    return m <= MAX_ROWS and k % 8 == 0 and k <= _LONGEST
+
 
 _all_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed behind Triton 3.6
 
@@ -56,9 +62,18 @@ def candidates(m: int, n: int, k: int, paired: bool = False) -> list[DotConfig]:
 
 
 def default_config(m: int, n: int, k: int, paired: bool = False) -> DotConfig:
-    """Short rows: four warps have five steps each or fewer. Long ones: eight."""
-    slices = 4 if k <= 1024 else 8
+    """As three models' shapes were fastest in chains of their layers. Short rows: four warps have eight steps each
+    or fewer. Long ones: warps share what registers cannot hold."""
+    if k <= 1024:
+        return DotConfig(32, 4, 4)
+    slices = 8 if k <= 4096 else 16
     return DotConfig(16, slices, slices)
+
+
+def rotating_config() -> DotConfig:
+    """Of queries, keys and values that are rotated: attention is behind it, which gains nothing from being let in
+    sooner."""
+    return DotConfig(32, 4, 4, waits_first=True)
 
 
 @gluon.jit
@@ -237,7 +252,7 @@ def few_dot(
     swiglu: bool = False,
     bias: Tensor | None = None,
     rows: Tensor | None = None,
-    rotation: Rotation | None = None,
+    rotation: PagedRotation | None = None,
     config: DotConfig | None = None,
 ) -> Tensor:
     """x [M ≤ 8, K] times weight [N, K], both of 16 bits, K a multiple of 8; arguments as in few_linear."""
@@ -251,7 +266,8 @@ def few_dot(
     if out is None:
         out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
     paired = swiglu or rotation is not None
-    config = config or default_config(m, n, k, paired)
+    if config is None:
+        config = default_config(m, n, k, paired) if rotation is None else rotating_config()
     kept = config.rows // 2 if paired else config.rows
     turned = (x,) * 6 if rotation is None else rotation.tensors
     strides = (0, 0) if rotation is None else rotation.strides

@@ -29,7 +29,7 @@ class TileConfig:
     num_warps: int
 
 
-DEFAULT = TileConfig(64, 8)
+DEFAULT = TileConfig(64, 4)
 SMALLEST = TileConfig(16, 2)  # the most parts
 
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
+from cumulo.kernels.cuda.linear import few_dot as dots
 from cumulo.kernels.cuda.linear.few_dot import DotConfig, few_dot
 from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX, FewConfig, few_linear
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
-from cumulo.kernels.cuda.linear.rotation import Rotation
+from cumulo.kernels.cuda.linear.rotation import PagedRotation
 from cumulo.kernels.cuda.linear.skinny_linear import (
     SkinnyConfig,
     ends_in_a_short_wave,
@@ -119,14 +120,29 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
 
 
 def rotates(m: int, weight: Weight) -> bool:
-    """Whether `linear` takes a `Rotation` for m rows of queries, keys and values: where that was measured to be
-    faster than rope_cache behind the product."""
+    """Whether `linear` takes a `PagedRotation` for m rows of queries, keys and values, of heads of 32 or more:
+    where that is faster than rope_cache behind the product."""
     return _rotating(m, weight) is not None
 
 
 def _rotating(m: int, weight: Weight) -> Choice | None:
     n, k = weight.shape
-    return WINNERS.get(f"{shape_key(m, n, k, kind_of(weight), False)} rotated")
+    kind = kind_of(weight)
+    found = WINNERS.get(f"{shape_key(m, n, k, kind, False)} rotated")
+    if (
+        found is None
+        and isinstance(weight, Tensor)
+        and weight.is_cuda
+        and _by_dots(m, n, k, kind)
+        and k <= 1024
+    ):
+        return Choice("dot", dots.rotating_config())
+    return found
+
+
+def _by_dots(m: int, n: int, k: int, kind: str) -> bool:
+    """Without a table: several rows of small matrices, in which it is not the memory that counts."""
+    return kind in ("bf16", "float16") and m > 1 and dots.takes(m, k) and n * k <= SMALL_MATRIX
 
 
 def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
@@ -141,7 +157,8 @@ def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
         return Choice("w4" if m <= 128 else "library")
     if m == 1 and kind != "fp8 blocks":
         return _one_row(n, k, kind, swiglu)
-    # In small matrices it is not the memory that counts.
+    if _by_dots(m, n, k, kind):
+        return Choice("dot", dots.default_config(m, n, k, swiglu))
     if not kind.startswith("fp8") and (
         (m <= 4 and n * k <= SMALL_MATRIX) or (m <= 8 and n * k <= SMALL_MATRIX // 8)
     ):
@@ -185,7 +202,7 @@ def linear(
     bias: Tensor | None = None,
     invariant: bool = False,
     parts: int = 1,
-    rotation: Rotation | None = None,
+    rotation: PagedRotation | None = None,
 ) -> Tensor:
     """residual + f(norm(x)·Wᵀ + bias) into `out`, which may be `residual`; every part but the product is optional.
 

@@ -1,6 +1,6 @@
-"""Rotation: what a product of queries, keys and values needs to rotate them and to write keys and values to their
-pages itself, so that no other kernel comes between it and attention. `linear` passes it on; rope_cache does the
-same behind products that cannot.
+"""PagedRotation: what a product of queries, keys and values needs to rotate them and to write keys and values to
+their pages itself, so that no other kernel comes between it and attention. `linear` passes it on; rope_cache does
+the same behind products that cannot.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class PagedRotation:
     """Halves of a head turn together, by the angle of each token's position. cos, sin [positions, dim / 2];
     positions, slots [M] int32 (slot -1: keys and values go nowhere); keys, values [blocks, kv_heads, block_size,
     dim], of the same strides."""
