@@ -156,7 +156,7 @@ def _start_parent() -> None:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     theirs.close()
-    _keep(ours, lambda: process.wait(30))
+    _keep(ours, lambda: process.wait(300))
 
 
 def fork_parent(not_its_own: socket.socket) -> None:

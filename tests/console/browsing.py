@@ -30,7 +30,7 @@ ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--no-first-run", "--disable-extensions", "--disable-features=PaintHolding,Translate",
 ]  # fmt: skip
-PATIENCE_MS = 60_000
+PATIENCE_MS = 300_000  # for what always comes, on a busy machine later
 # Without animations, which take most of a browser's time where no GPU draws.
 DESKTOP = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light", "reduced_motion": "reduce"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "reduced_motion": "reduce"}

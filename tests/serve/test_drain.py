@@ -15,32 +15,53 @@ from tests.serve.running_server import needs_built_in_model, quick_model, runnin
 from tests.serve.test_faults import LONG, SHORT, begin_stream, engine_is_gone
 
 pytestmark = [needs_built_in_model, pytest.mark.slow]
+TRIES = (
+    5  # with a new server: the answer has ended before the signal where this process had to wait for its turn
+)
 
 
 def test_sigterm_lets_the_running_finish_and_refuses_the_new() -> None:
+    refusals = (_refusal_while_it_drains() for _ in range(TRIES))
+    refusal = next((one for one in refusals if not isinstance(one, openai.APIConnectionError)), None)
+    assert isinstance(refusal, openai.InternalServerError) and "shutting down" in str(refusal)
+    assert refusal.status_code == 503 and "Retry-After" in refusal.response.headers
+
+
+def _refusal_while_it_drains() -> openai.APIError:
+    """What a new request hears; an APIConnectionError where the server has ended before."""
     with running_server(quick_model(), "--drain-timeout", "600") as server, ThreadPoolExecutor() as threads:
         client = server.client()
         stream, _ = begin_stream(client, LONG | {"max_tokens": 120})
         engine = server.engine_pid()
         ending = threads.submit(server.end)
-        wait_for(lambda: server.status("/ready") == 503, "the drain", server)
-        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+        wait_for(lambda: server.process.poll() is not None or server.status("/ready") == 503, "the drain")
+        with pytest.raises(openai.APIError) as caught:
             client.chat.completions.create(**SHORT)
-        assert caught.value.status_code == 503 and "Retry-After" in caught.value.response.headers
-        rest = list(stream)
-        assert rest[-1].choices[0].finish_reason == "length"
+        assert list(stream)[-1].choices[0].finish_reason == "length"
         assert ending.result() == 0
         assert engine_is_gone(engine)
+    return caught.value
 
 
 def test_what_does_not_finish_in_time_is_told_so() -> None:
+    heard = (_heard_when_time_is_up() for _ in range(TRIES))
+    error = next((one for one in heard if one is not None), None)
+    assert error is not None and "shutting down" in str(error)
+
+
+def _heard_when_time_is_up() -> openai.APIError | None:
+    """The error at the end of a stream; None where it was complete before."""
     with running_server(quick_model(), "--drain-timeout", "0.5") as server, ThreadPoolExecutor() as threads:
         stream, _ = begin_stream(server.client(), LONG)
         ending = threads.submit(server.end, signal.SIGINT)
-        with pytest.raises(openai.APIError, match="shutting down"):
+        try:
             for _ in stream:
                 pass
-        assert ending.result() == 0
+        except openai.APIError as error:
+            return error
+        finally:
+            assert ending.result() == 0
+    return None
 
 
 def test_no_engine_outlives_its_server() -> None:

@@ -92,7 +92,7 @@ def _node(name: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
     torchrun = [
         "--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job",
         "--max-restarts", "3", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1",
-        "--rdzv-conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
+        "--rdzv-conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=25",
     ]  # fmt: skip
     command = ["-m", "cumulo", "train", str(folder / "config.yaml")]
     changes = {

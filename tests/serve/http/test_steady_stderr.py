@@ -142,7 +142,7 @@ def test_the_server_serves_whatever_happens_to_its_log(kind: str, tmp_path: Path
             if kind != "closed":
                 assert "cumulo:log_lines_lost" in client.get("/metrics").text
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
 
 
 def is_ready(url: str) -> bool:
