@@ -116,6 +116,20 @@ def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
             few_dot(given["x"], given["weight"])
 
 
+def test_heads_that_no_tile_ends_with_are_not_rotated(device: torch.device) -> None:
+    """A program would take rows of two heads, and pair them wrongly."""
+    given = inputs(2, 240, 64, device)
+    words = torch.zeros(2, dtype=torch.int32, device=device)
+    tables = torch.zeros(1, 40, dtype=torch.float16, device=device)
+    cache = torch.zeros(1, 1, 16, 80, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match="use rope_cache"):
+        few_dot(
+            given["x"],
+            given["weight"],
+            rotation=PagedRotation(tables, tables, words, words, cache, cache, 1),
+        )
+
+
 def test_candidates_keep_their_weights_in_registers() -> None:
     for n, k, paired in ((960, 576, True), (3072, 576, True), (576, 1536, False), (1024, 3072, False)):
         found = op.candidates(4, n, k, paired)

@@ -269,6 +269,10 @@ def few_dot(
     if config is None:
         config = default_config(m, n, k, paired) if rotation is None else rotating_config()
     kept = config.rows // 2 if paired else config.rows
+    if rotation is not None and rotation.dim // 2 % kept:
+        raise ValueError(
+            f"few_dot rotates heads whose half is a multiple of {kept}, not of {rotation.dim}: use rope_cache"
+        )
     turned = (x,) * 6 if rotation is None else rotation.tensors
     strides = (0, 0) if rotation is None else rotation.strides
     _few_dot_kernel[(triton.cdiv(outputs // 2 if rotation is not None else outputs, kept),)](

@@ -5,8 +5,9 @@ Must move the weights once, 2·N·K bytes, which for a small matrix takes less t
 soon every load is on its way, and how few exchanges between threads follow the last of them. So a program takes a
 few rows of W over all of k, or a long part of it, at once; plain multiply-adds keep sums in each thread; all rows
 of x and of W share one reduction at the end. More rows of x cost registers and arithmetic, so two programs or more
-share them, and read the same part of W, the second time from the L2 cache. (Tensor cores, each warp with a slice of
-k, were slower up to 4 rows and no faster at 8.) Weights are asked for before the kernel ahead has ended (early.py).
+share them, and read the same part of W, the second time from the L2 cache. few_dot has none of that to share and is
+faster from two rows on; this one is for one row, for draft heads, and where no GPU plays that. Weights are asked
+for before the kernel ahead has ended (early.py).
 """
 
 from dataclasses import dataclass

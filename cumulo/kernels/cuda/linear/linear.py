@@ -120,7 +120,7 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
 
 
 def rotates(m: int, weight: Weight) -> bool:
-    """Whether `linear` takes a `PagedRotation` for m rows of queries, keys and values, of heads of 32 or more:
+    """Whether `linear` takes a `PagedRotation` for m rows of queries, keys and values, of heads of 32, 64, 96, ...:
     where that is faster than rope_cache behind the product."""
     return _rotating(m, weight) is not None
 
