@@ -1,13 +1,14 @@
 """The simulator: outcomes known by hand, nobody starves, failures, and the published workloads."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cumulo.cluster.decide.decisions import JobPlacement
-from cumulo.cluster.decide.jobs import JobRequest, StepProfile, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, StepProfile, TaskPlace
 from cumulo.cluster.decide.policies import policy_named
-from cumulo.cluster.decide.snapshot import TenantQuota
+from cumulo.cluster.decide.snapshot import TenantQuota, snapshot_of
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.failures import FailureRates
 from cumulo.cluster.simulate.fill import PUBLISHED, fill
@@ -128,6 +129,30 @@ def test_a_gang_goes_under_one_leaf_where_its_step_is_fastest_and_says_so():
     assert max(steps["fifo"]) > 1.1  # packed by name, the gangs lie over all leaves and share their uplinks
     reasons = [one.reason for _, decisions in run.log for one in decisions]
     assert "under leaf-" in reasons[0] and "packed without looking would take" in reasons[0]
+
+
+def test_a_gang_that_fits_and_must_wait_takes_no_uplinks_from_those_behind_it():
+    """Backfill asks where the long gang would lie, and refuses it: the short one behind it is priced without it."""
+    nodes = uniform_nodes(8, 8, 2, oversubscription=4)
+    half = {node.leaf: node.name for node in nodes}.values()  # a node under each leaf
+    runs = RunningJob(
+        JobRequest("runs", 4, 8, predicted_s=100),
+        tuple(TaskPlace(name, (*range(8),)) for name in half),
+        0,
+        100,
+    )
+    step = StepProfile(0.5, 4e9, 4e9)
+    first = JobRequest("first", 8, 8, arrival_s=1, predicted_s=100)
+    long = JobRequest("long", 2, 8, arrival_s=2, predicted_s=1000, step=step)
+    short = JobRequest("short", 2, 8, arrival_s=3, predicted_s=50, step=step)
+    also = replace(short, job_id="also", arrival_s=4)
+    told = []
+    for queue in ((first, long, short, also), (first, short, also)):
+        decided = policy_named("backfill+topology").decide(snapshot_of(5, nodes, queue, [runs]))
+        told.append([(one.job_id, one.reason) for one in decided if isinstance(one, JobPlacement)])
+    assert [name for name, _ in told[0]] == ["short", "also"] and told[0] == told[1]
+    steps = [float(reason.split("a step of ")[1].split(" ms")[0]) for _, reason in told[0]]
+    assert steps[0] == steps[1]  # each crosses two leaves of its own
 
 
 def test_the_page_has_a_bar_for_every_run_and_a_square_for_every_node():

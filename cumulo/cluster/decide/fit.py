@@ -1,7 +1,7 @@
 """Whether a gang fits, and on which nodes: tight packing, blind to topology. Policies place with it, or
 better."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,13 @@ from cumulo.cluster.decide.nodes import FreeCapacity, Ints, first_member, member
 _MORE_THAN_ANY = 1 << 30  # GPUs or thousandths of them
 
 Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
+
+
+def tell_started(place: Placer, job: JobRequest, places: Sequence[TaskPlace]) -> None:
+    """What a placer found may be refused. One that looks at the gangs that a decision starts is told of them."""
+    told = getattr(place, "started", None)
+    if told is not None:
+        told(job, places)
 
 
 def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:

@@ -5,7 +5,7 @@ A name is an order, and optionally where gangs are placed and what else is done:
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +113,10 @@ class _TopologyOfTheMoment:
     def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
         assert self.now is not None
         return self.now(job, free)
+
+    def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
+        assert self.now is not None
+        self.now.started(job, places)
 
     @property
     def why(self) -> dict[str, str]:

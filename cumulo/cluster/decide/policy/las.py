@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
-from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, tasks_that_fit
+from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, tasks_that_fit, tell_started
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, members
 from cumulo.cluster.decide.policy.fifo import why_not
@@ -44,6 +44,7 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
                 decided.append(Waits(job.job_id, refused or ""))
             else:
                 free.allocate(job, places)
+                tell_started(place, job, places)
                 book.count(job, job.gpus)
                 decided.append(JobPlacement(job.job_id, places, "among those that had the least GPU time"))
         return decided

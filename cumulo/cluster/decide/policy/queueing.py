@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
-from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots
+from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.policy.fifo import why_not
 from cumulo.cluster.decide.policy.reservations import Reservation, Reservations
@@ -302,6 +302,7 @@ class _Trial:
             self.reserved.start(job, places)
             self.harmful.clear()
             self._fitting = None
+            tell_started(self.place, job, places)
         self.book.count(job, job.gpus)
         made = self.reserved.made
         why = self.reason if not made else f"it ends before {made[0].job.job_id} can start"

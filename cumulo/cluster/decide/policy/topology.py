@@ -38,7 +38,7 @@ class TopologyPlacer:
 
     fabric: LeafFabric
     leaves: "Leaves"
-    busy: Mapping[str, int]  # that of the running jobs; never changed
+    busy: Mapping[str, int]  # jobs on the uplinks of each leaf, those that this decision starts included
     why: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
@@ -56,14 +56,16 @@ class TopologyPlacer:
         counts = best.counts
         if counts is None:
             counts = _take(job.tasks, fits, [self.leaves.nodes[best.leaf]])
-        places = task_places(job, free, counts)
-        crossed = self.fabric.crossing(places)
+        return task_places(job, free, counts)
+
+    def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
+        """Those that are placed after this gang share the uplinks with it, as they do with the running ones."""
+        crossed = () if job.step is None else self.fabric.crossing(places)
         if crossed:
             busy = dict(self.busy)
             for leaf in crossed:
                 busy[leaf] = busy.get(leaf, 0) + 1
             self.busy = busy
-        return places
 
     def _ways(self, job: JobRequest, fits: Ints, free: FreeCapacity) -> Iterator[PricedWay]:
         """Under the best and the worst leaf that has room; over as few leaves as possible; over the leaves with
