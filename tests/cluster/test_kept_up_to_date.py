@@ -16,7 +16,7 @@ from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_f
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
-from cumulo.cluster.decide.policy import fair
+from cumulo.cluster.decide.policy import fair, preemptible
 from cumulo.cluster.decide.policy.fragmentation import TaskMix, TaskShape, fragmentation, stranded
 from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes, preemptible_up_to
 from cumulo.cluster.decide.policy.topology import Leaves, _take
@@ -168,6 +168,35 @@ def test_the_priority_up_to_which_jobs_must_stop_is_known_while_they_come_and_go
     assert found >= {None, 0, 1, 3}
 
 
+def test_the_nodes_where_the_fewest_gpus_are_missing_are_known_while_jobs_come_and_go(monkeypatch):
+    """Also when more of them are asked for than before, and when a node is lost."""
+    monkeypatch.setattr(preemptible, "_MORE_LISTED", 0)
+    long = 0
+    for number, (draw, nodes, free, running, _) in enumerate(states(13, 300)):
+        if number == 150:
+            free.set_ready(np.array([node.name not in ("n1", "n3") for node in nodes]))
+        up_to = preemptible_up_to(Snapshot(0.0, nodes, [], running, free))
+        job = JobRequest("urgent", 1, draw.choice((1, 2, 4)), priority=9, devices=draw.choice(((), ("a",))))
+        up_to.first_with_room(job, free)
+        for at, level in enumerate(up_to.levels):
+            found = []
+            for node in np.flatnonzero(free.ready):
+                stops = sum(
+                    one.request.milli_per_task
+                    for one in running.values()
+                    for place in one.places
+                    if place.node == nodes[node].name and one.request.priority <= level
+                )
+                need = job.gpus_per_task - int(free.whole[node]) % job.gpus_per_task
+                if stops >= 1000 * need and (not job.devices or nodes[node].device in job.devices):
+                    found.append((need, int(node)))
+            many = draw.choice((1, 2, 9))
+            expected = [node for _, node in sorted(found)][:many]
+            assert up_to.nodes_in_order(job, at, free, many) == expected
+            long += len(expected) > 2
+    assert long > 50
+
+
 def test_a_gang_gets_the_nodes_that_a_search_over_all_nodes_finds():
     tried = 0
     for draw, _, free, _, _ in states(2, 200):
@@ -231,7 +260,8 @@ def test_a_queue_keeps_every_order_it_was_asked_for():
 
 def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
     monkeypatch.setattr(fair, "_KEPT", 8)
-    monkeypatch.setattr(fair, "_MOST_KEPT", 12)
+    monkeypatch.setattr(fair, "_MORE_KEPT", 4)
+    monkeypatch.setattr(fair, "_STRETCH", 3)
     draw, queue, running, order = random.Random(6), JobQueue(), RunningTable(), fair.ShareOrder()
     nodes = uniform_nodes(4, 8)
     free = FreeCapacity(nodes)

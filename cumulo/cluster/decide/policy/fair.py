@@ -32,6 +32,9 @@ class ShareOrder:
         self._seen: dict[str, _TenantState] = {}
         self._entries: list[_Entry] = []
         self._until: tuple[float | str, ...] = ()  # every entry before this one is in the list
+        self._read_last = (
+            0  # entries that the last decision read, nearly: many tenants may be at their limits
+        )
         self._weights: tuple[Mapping[str, TenantQuota], dict[str, float]] = {}, {}
 
     def __call__(self, snapshot: Snapshot) -> Iterator[WaitingRow]:
@@ -69,16 +72,19 @@ class ShareOrder:
                 if entry >= self._until:
                     break
                 bisect.insort(entries, entry)
-        if len(entries) > _MOST_KEPT:
-            del entries[_KEPT:]
+        kept = max(_KEPT, self._read_last)
+        if len(entries) > kept + _MORE_KEPT:
+            del entries[kept:]
             self._until = entries[-1][:-1]
         self._entries = entries
 
     def _read(self, queue: JobQueue) -> Iterator[WaitingRow]:
-        at = 0
+        at = self._read_last = 0
         while True:
             some = self._entries[at:]
-            yield from map(_row_of, some)
+            for start in range(0, len(some), _STRETCH):
+                self._read_last = at + start
+                yield from map(_row_of, some[start : start + _STRETCH])
             at += len(some)
             if self._until == _EVERYTHING:
                 return
@@ -96,7 +102,7 @@ _TenantState = tuple[int, int, int, float]  # version of its queue; thousandths 
 _Entry = tuple[float, float, str, int, WaitingRow]  # share, arrival, tenant, and the number among its jobs
 _row_of = operator.itemgetter(4)
 _EVERYTHING = (float("inf"),)
-_KEPT, _MOST_KEPT = 300, 400  # entries
+_KEPT, _MORE_KEPT, _STRETCH = 300, 100, 64  # entries
 
 
 def _by_share(

@@ -16,6 +16,7 @@ from cumulo.cluster.decide.snapshot import Snapshot
 _MOST_MOVED = 50_000  # nodes that are written down
 _MANY_MOVED = 200  # nodes that are faster looked at together with all others
 _MOST_LISTS = 4096
+_MORE_LISTED = 64  # nodes of a list, besides twice as many as were asked for
 _EVERY_NODE = 1 << 62
 _NODE_BITS = 32
 
@@ -191,7 +192,7 @@ class PreemptibleUpTo(RunningView):
         if order is None or (len(order.codes) < at_most and order.until != _EVERY_NODE):
             if len(self._orders) > _MOST_LISTS:
                 self._orders.clear()
-            order = self._orders[key] = self._ordered(key, at, free, 2 * at_most + 64)
+            order = self._orders[key] = self._ordered(key, at, free, 2 * at_most + _MORE_LISTED)
         return [code & ((1 << _NODE_BITS) - 1) for code in order.codes[:at_most]]
 
     def _put_in_order(
