@@ -96,6 +96,15 @@ def test_rounds_of_a_device_shorten_a_simulated_answer_and_are_given_up_where_th
     assert seconds(0.3, 16, (0.0, 0.01), speculate="rounds") < 1.03 * seconds(None, 16, (0.0, 0.01))
 
 
+def test_of_the_tokens_of_rounds_only_drafts_count_as_accepted() -> None:
+    cost = LinearCost(fixed_s=0.0005, token_s=0.00002)
+    scheduler = Scheduler(config(speculate="rounds"))
+    run = simulate([Arrival(0.0, 64, 200)], scheduler, cost, step_by_step=True, acceptance=1.0)
+    assert (
+        0.8 * run.drafted_tokens < run.accepted_tokens <= run.drafted_tokens
+    )  # the answer ends within a round
+
+
 def outcome(run: Run) -> tuple[Any, ...]:
     served = [
         (

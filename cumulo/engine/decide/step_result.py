@@ -82,7 +82,7 @@ def _enter_accepted(
         sequence.tokens.extend(accepted[:stop])
         sequence.computed = start + 1 + len(accepted[:stop])
         request.share.output_tokens += len(accepted[:stop])
-        request.story.accepted_tokens += len(accepted[:stop])
+        request.story.accepted_tokens += _drafts_among(len(accepted[:stop]), result.round_hits.get(row))
         for found in result.accepted_logprobs.get(row, [])[:stop]:
             sequence.cumulative_logprob += found.logprob
             sequence.logprobs.append(found)
@@ -144,3 +144,14 @@ def _take_pooled(
     elif request.pooled.add(first, end, total):
         request.story.add(now_s, "embedded", tokens=end, size=len(total))
         books.finish(sequence, "stop", now_s)
+
+
+def _drafts_among(entered: int, round_hits: list[int] | None) -> int:
+    """Of the tokens that a row gained before its last one: in rounds a draw of each lies behind its drafts."""
+    if round_hits is None:
+        return entered
+    drafts = 0
+    for hits in round_hits:
+        drafts += min(hits, entered)
+        entered = max(0, entered - hits - 1)
+    return drafts
