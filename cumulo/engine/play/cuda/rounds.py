@@ -153,9 +153,11 @@ class HeadRounds:
             return
         plan = (words[:lanes], words[lanes : 2 * lanes], slots.query_starts(shape), slots.views(shape)[1])
         if shape.greedy:
-            parts = self._likeliest_of_lanes(lanes)
-            own = (slots.token_ids, self._next_tokens, slots.tokens, rows, rounds.drafts)
-            accept_likeliest(*plan, *parts, picked, *own)
+            best, places = self._likeliest_of_lanes(lanes)
+            accept_likeliest(
+                *plan, best, places, picked, slots.token_ids, self._next_tokens, slots.tokens, rows,
+                rounds.drafts,
+            )  # fmt: skip
         else:
             accept(*plan, picked, slots.token_ids, self._next_tokens, rows, rounds.drafts)
         stream, qkv = self._see(shape.tokens)
