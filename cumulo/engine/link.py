@@ -41,7 +41,7 @@ def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model:
         sender = TransferSender(cache, model, config.transfer_address, config.transfer_key)
         # On one host all layers of a GPU's step go in one copy; over a network each leaves when it is computed.
         if isinstance(runner, TorchRunner) or (ranked is None and sender.staged):
-            runner.layer_teller = sender.layer_teller  # type: ignore[union-attr]
+            runner.layer_teller = sender.layer_teller  # type: ignore[attr-defined]
         before_told = ranked.wait_for_ranks if ranked is not None else None
         engine.link = PrefillLink(scheduler, sender, cache.spec.layers, before_told)
         return

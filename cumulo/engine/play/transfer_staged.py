@@ -29,7 +29,7 @@ class _Page:
 
     def __init__(self, size: int, page_locked: bool) -> None:
         self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=page_locked)
-        self.view = memoryview(self.tensor.numpy())
+        self.view = self.tensor.numpy().data
         self.used = 0
         self._ends: list[torch.cuda.Event] = []
 
