@@ -24,9 +24,9 @@ def fifo(snapshot: Snapshot) -> list[Decision]:
     return decided
 
 
-def why_not(job: JobRequest, free: FreeCapacity) -> str:
-    """One sentence for the person who asks why a job waits."""
-    able = slots(job, free)
+def why_not(job: JobRequest, free: FreeCapacity, able: int | None = None) -> str:
+    """One sentence for the person who asks why a job waits. `able`: tasks that fit, if they were counted."""
+    able = slots(job, free) if able is None else able
     amount, unit = job.gpu_milli / 1000 if job.fractional else float(job.gpus_per_task), "GPU"
     if not job.gpus_per_task:
         amount, unit = job.cpu_milli / 1000, "core"

@@ -240,9 +240,11 @@ class _Trial:
         if refused is not None:
             self.decided.append(Waits(job.job_id, refused))
             return True
-        places = self.place(job, self.free)
+        # Placers find places for a gang of whole GPUs where there are enough: most shapes fail by counting alone.
+        able = slots(job, self.free) if only_gpus(job) else None
+        places = self.place(job, self.free) if able is None or able >= job.tasks else None
         if places is None:
-            if not self.wait(job, shape):
+            if not self.wait(job, shape, able):
                 return False
             self.hopeless = self.nobody_fits()
             return True
@@ -310,9 +312,9 @@ class _Trial:
         why = f"{why}; {told}" if told else why
         self.decided.append(JobPlacement(job.job_id, places, why))
 
-    def wait(self, job: JobRequest, shape: int) -> bool:
-        """Whether jobs behind this one may be tried."""
-        reason = self.failed[shape] = why_not(job, self.free)
+    def wait(self, job: JobRequest, shape: int, able: int | None = None) -> bool:
+        """Whether jobs behind this one may be tried. `able`: tasks that fit, if they were counted."""
+        reason = self.failed[shape] = why_not(job, self.free, able)
         if not self.backfill:
             self.decided.append(Waits(job.job_id, reason))
             return False
