@@ -1,5 +1,6 @@
 """Guides from strangers: what eats time or memory is refused, and what is left takes no step's time."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -45,9 +46,14 @@ def test_a_guide_whose_trial_gets_no_processor_is_not_refused_but_may_be_sent_ag
     keeper = fresh._process.pid
     while not (children := Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()):
         os.sched_yield()
-    os.kill(int(children[0]), signal.SIGSTOP)
+    child = int(children[0])
+    os.kill(child, signal.SIGSTOP)
     with pytest.raises(guide_trial.GuideCompilerBusy, match=r"too busy to compile this guide: .* try again"):
         guide_trial.try_out(fresh, Guide("regex", "ab"), guide_trial.TRIAL)
+    with contextlib.suppress(
+        ProcessLookupError
+    ):  # stopped so early, it may not have asked to die with its keeper
+        os.kill(child, signal.SIGKILL)
     assert guide_trial.try_out(fresh, Guide("regex", "ab"), replace(guide_trial.TRIAL, wall_s=60)).cpu_s < 2
     fresh.close()
 
