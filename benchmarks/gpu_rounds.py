@@ -297,7 +297,8 @@ def _engine(name: str, spec: ModelSpec, kept: list[int]) -> Engine:
     for parameter in head.parameters():
         parameter.data.normal_(std=0.02) if parameter.dim() > 1 else parameter.data.fill_(1.0)
     attach_rounds(DraftSource("random head", spec, head=head), player.runner)
-    player.runner.head.head.ways.draws_without_logits = False  # or nothing is drawn where drafts are made right
+    # What is drawn must be there when drafts are made right.
+    player.runner.head.head.ways.draws_without_logits = False
     _replay(kept)
     return engine
 
