@@ -53,6 +53,7 @@ def engine_rows(config: EngineConfig, info: Ready) -> Rows:
         "preemption": _preemption(config),
         "weights": "as the model's file has them" if config.weights == "auto" else config.weights,
         "kv_dtype": settled.dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        "rank_backend": _rank_backend(config, info, on_gpu),
         "cuda_graphs": settled.cuda_graphs if on_gpu else "no GPU is used",
     }
     return [
@@ -70,6 +71,17 @@ def _cores() -> set[int]:
 def _kv_memory(info: Ready) -> str:
     held = [row["predicted_bytes"] for row in info.ledger["rows"] if row["name"].lower().startswith("kv")]
     return f"{format_bytes(sum(held))}, chosen from what was free" if held else "chosen from what was free"
+
+
+def _rank_backend(config: EngineConfig, info: Ready, on_gpu: bool) -> str:
+    if config.rank_backend != "auto":
+        return config.rank_backend
+    if config.layout.world == 1:
+        return "one rank exchanges nothing"
+    told = info.runs_on.partition("ranks exchange numbers by ")[
+        2
+    ]  # with its reason, where it is not the usual one
+    return told or ("symmetric" if on_gpu else "gloo")
 
 
 def _preemption(config: EngineConfig) -> str:

@@ -197,14 +197,11 @@ class CudaEagle:
         return best, places
 
     def proposals(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for any number of rows, and each part's mass: what a tree grows from."""
+        """The same for any number of rows, and each part's mass: what a tree grows from. Parts are small here: each
+        offers only its largest, and a second choice may be next to the first."""
         rows, tokens = len(stream), len(self.token_of)
         norm, weight = self.head.final_norm.weight, self.head.head.weight
-        if self.ways.proposes_in_tiles and fits_tiles(rows, self.spec.hidden):
-            tile = self.ways.draft_tile
-            best, places, masses = self._parts_of(rows, tile_parts(tokens, tile))
-            likeliest_tiles(stream, weight, norm, self.spec.norm_eps, best, places, masses, tile)
-        elif self.fits(rows):
+        if self.fits(rows):
             best, places, masses = self._best[:rows], self._places[:rows], self._masses[:rows]
             likeliest(stream, weight, norm, self.spec.norm_eps, best, places, masses)
         else:

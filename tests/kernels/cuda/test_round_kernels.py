@@ -32,17 +32,12 @@ def test_each_tile_tells_its_largest_output(m: int, n: int, k: int, device: torc
     weight[n // 2] = weight[3]  # of equals the first
     tile = TileConfig(16, 2)
     parts = tile_parts(n, tile)
-    best, mass = (poisoned(m, parts, dtype=torch.float32, device=device) for _ in range(2))
+    best = poisoned(m, parts, dtype=torch.float32, device=device)
     place = torch.full((m, parts), -9, dtype=torch.int32, device=device)
-    likeliest_tiles(x, weight, norm, EPS, best, place, mass, tile)
+    likeliest_tiles(x, weight, norm, EPS, best, place, tile)
     found = place.gather(1, best.argmax(dim=1, keepdim=True))[:, 0]
     exact = reference(x.double().cpu(), weight.double().cpu(), norm.double().cpu(), EPS)
     assert found.tolist() == exact.tolist()
-    outputs = torch.nn.functional.rms_norm(x.double(), (k,), norm.double(), EPS) @ weight.double().t()
-    total = (mass.double() * (best.double() - outputs.amax(1, keepdim=True)).exp()).sum(1)
-    torch.testing.assert_close(
-        total, (outputs - outputs.amax(1, keepdim=True)).exp().sum(1), rtol=0.05, atol=0
-    )
 
 
 def test_an_output_that_is_no_number_is_told(device: torch.device) -> None:

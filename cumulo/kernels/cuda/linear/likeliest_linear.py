@@ -49,9 +49,9 @@ def tile_parts(outputs: int, config: TileConfig = DEFAULT) -> int:
 
 
 @triton.jit
-def _tiles(x, weight, norm_weight, best, place, mass, OUTPUTS, stride_x, stride_weight, stride_best, eps,
+def _tiles(x, weight, norm_weight, best, place, OUTPUTS, stride_x, stride_weight, stride_best, eps,
            M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, MAIN: tl.constexpr,
-           REST: tl.constexpr, MASS: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+           REST: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     safe = tl.minimum(row, OUTPUTS - 1).to(tl.int64)
     line = tl.arange(0, BLOCK_M)
@@ -88,23 +88,18 @@ def _tiles(x, weight, norm_weight, best, place, mass, OUTPUTS, stride_x, stride_
     sick = tl.sum(tl.where(y == y, 0, 1), 0) > 0
     tl.store(best + at, tl.where(sick, float("nan"), peak), mask=line < M)
     tl.store(place + at, found, mask=line < M)
-    if MASS:
-        share = tl.where((row < OUTPUTS)[:, None], tl.exp(y - peak[None, :]), 0.0)
-        tl.store(mass + at, tl.sum(share, 0), mask=line < M)
 
 
 def likeliest_tiles(
-    x: Tensor, weight: Tensor, norm: Tensor, eps: float, best: Tensor, place: Tensor, mass: Tensor | None = None,
-    config: TileConfig = DEFAULT,
+    x: Tensor, weight: Tensor, norm: Tensor, eps: float, best: Tensor, place: Tensor, config: TileConfig = DEFAULT
 ) -> None:  # fmt: skip
     """Of norm(x) · weightᵀ each part's largest output, into best [M, parts] float32 (NaN where some output is), and
-    its row of the matrix, into place [M, parts] int32; of equals the first. `mass` [M, parts] float32: its sum of
-    exp(output - best)."""
+    its row of the matrix, into place [M, parts] int32; of equals the first."""
     m, k = x.shape
     main = 1 << (k.bit_length() - 1)
     rest = 0 if k == main else max(16, triton.next_power_of_2(k - main))
     _tiles[(tile_parts(weight.shape[0], config),)](
-        x, weight, norm, best, place, mass, weight.shape[0], x.stride(0), weight.stride(0), best.stride(0), eps,
-        M=m, K=k, BLOCK_M=MAX_ROWS, ROWS=config.rows, MAIN=main, REST=rest, MASS=mass is not None,
+        x, weight, norm, best, place, weight.shape[0], x.stride(0), weight.stride(0), best.stride(0), eps,
+        M=m, K=k, BLOCK_M=MAX_ROWS, ROWS=config.rows, MAIN=main, REST=rest,
         num_warps=config.num_warps, **early(True, x),
     )  # fmt: skip
