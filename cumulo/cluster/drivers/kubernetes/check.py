@@ -18,7 +18,7 @@ from cumulo.cluster.drivers.kubernetes.manifest_source import (
 from cumulo.cluster.drivers.kubernetes.objects import ObjectSet
 from cumulo.cluster.drivers.kubernetes.plan_check import check_against_plan, read_plan
 from cumulo.cluster.drivers.kubernetes.references import check_references
-from cumulo.cluster.drivers.kubernetes.schema_check import check_schema
+from cumulo.cluster.drivers.kubernetes.schema_check import check_schema, leave_out_misshapen
 from cumulo.cluster.drivers.kubernetes.schemas import SchemaBook, book_with, shipped_book
 from cumulo.cluster.drivers.kubernetes.sense import check_sense
 
@@ -36,9 +36,10 @@ def check_files(
     """`plan`: what `cumulo plan serve --out` wrote, which the manifests are to carry out."""
     planned = None if plan is None else read_plan(plan)
     manifests = [one for path in manifest_files(list(paths)) for one in read_manifests(path)]
+    check_manifests(manifests, book_with(crds), node_gpus, exists)
     if planned is not None:
         check_against_plan([one for one in manifests if one.body], planned, node_gpus)
-    return manifests, check_manifests(manifests, book_with(crds), node_gpus, exists)
+    return manifests, [problem for one in manifests for problem in one.problems]
 
 
 def check_bodies(
@@ -64,10 +65,12 @@ def _check_one(one: Manifest, book: SchemaBook, node_gpus: int) -> None:
     for name in ("apiVersion", "kind"):
         if not isinstance(one.body.get(name), str) or not one.body[name]:
             one.blame((name,), "is required and missing")
+            leave_out_misshapen(one, book)
             return
     kind = book.find(one.api_version, one.kind)
     if kind is None:
         _blame_unknown(one, book)
+        leave_out_misshapen(one, book)
         return
     check_schema(one, kind, book)
     if not kind.namespaced and one.metadata.get("namespace"):

@@ -1,8 +1,8 @@
 """Schemas of the core objects that Cumulo writes, and of those that often stand next to them, in a short notation.
 
 `data/core.yaml` has a line per field: `string`, `integer`, `boolean`, `quantity`, `port` (a number or a name),
-`tcp-port` (1 to 65535), `share` (a number or a percentage), `map` (of strings), `any`, `A|B` (one of these words),
-`$Part`, or an object; `[x]` is a list. A name with `!` at its end is required.
+`tcp-port` (1 to 65535), `share` (a number or a percentage), `map` (of strings), `object`, `any`, `A|B` (one of
+these words), `$Part`, or an object; `[x]` is a list. A name with `!` at its end is required.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,6 +19,7 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = {
     "boolean": {"type": "boolean"},
     "number": {"type": "number"},
     "map": {"type": "object", "additionalProperties": {"type": "string"}},
+    "object": {"type": "object"},
     "any": {"x-kubernetes-preserve-unknown-fields": True},
     "port": {"x-kubernetes-int-or-string": True},
     "tcp-port": {"type": "integer", "minimum": 1, "maximum": 65535},
@@ -44,7 +45,7 @@ def _kinds(content: Mapping[str, Mapping[str, Any]]) -> Iterator[CoreKind]:
     for title, fields in content.items():
         api_version, kind, *words = title.split()
         group, _, version = api_version.rpartition("/")
-        schema = _schema({"apiVersion": "string", "kind": "string", "metadata": "any", **fields})
+        schema = _schema({"apiVersion": "string", "kind": "string", "metadata": "object", **fields})
         yield group, version, kind, "cluster" not in words, schema
 
 

@@ -38,6 +38,9 @@ class Manifest:
     body: dict[str, Any]
     lines: Mapping[FieldPath, int] = field(default_factory=dict)
     problems: list[ManifestProblem] = field(default_factory=list)
+    misshapen: dict[FieldPath, Any] = field(
+        default_factory=dict
+    )  # fields of a wrong type: an empty one instead
 
     @property
     def api_version(self) -> str:
@@ -81,12 +84,32 @@ class Manifest:
         return found
 
     def blame(self, path: FieldPath, message: str) -> None:
+        if any(path[:length] in self.misshapen for length in range(1, len(path) + 1)):
+            return  # its type is the problem, and that was said
         line, shown = 0, path
         while not (line := self.lines.get(shown, 0)) and shown:
             shown = shown[:-1]
         found = ManifestProblem(self.file, line, self.subject, shown_path(path), message)
         if found not in self.problems:
             self.problems.append(found)
+
+    def leave_out_misshapen(self) -> None:
+        """Later checks read fields as the types that the schema wants."""
+        for path, empty in self.misshapen.items():
+            self.body = _with(self.body, path, empty)
+
+
+def _with(value: Any, path: FieldPath, empty: Any) -> Any:
+    """A copy without the field there; an item of a list stays, empty, so that the others keep their places."""
+    step, *rest = path
+    if isinstance(value, list):
+        inner = _with(value[int(step)], tuple(rest), empty) if rest else empty
+        return [inner if number == step else one for number, one in enumerate(value)]
+    made = {
+        key: _with(one, tuple(rest), empty) if rest and str(key) == str(step) else one
+        for key, one in value.items()
+    }
+    return made if rest else {key: one for key, one in made.items() if str(key) != str(step)}
 
 
 def shown_path(path: FieldPath) -> str:

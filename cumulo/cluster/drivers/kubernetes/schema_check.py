@@ -10,12 +10,14 @@ from typing import Any
 from cumulo.base.nearest import nearest
 from cumulo.cluster.drivers.kubernetes.cel import keeps_rule
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
+from cumulo.cluster.drivers.kubernetes.pods import pods_of
 from cumulo.cluster.drivers.kubernetes.schemas import ObjectKind, Schema, SchemaBook
 
 _WORDS = {
     "string": "a string", "integer": "a whole number", "number": "a number", "boolean": "true or false",
     "object": "a mapping", "array": "a list",
 }  # fmt: skip
+_EMPTY: Mapping[str, Any] = {"string": "", "object": {}, "array": []}
 _META: Schema = {
     "type": "object",
     "properties": {
@@ -40,6 +42,19 @@ _RANGE = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1)}
 
 def check_schema(manifest: Manifest, kind: ObjectKind, book: SchemaBook) -> None:
     _Checker(manifest, book).check(manifest.body, kind.schema, ())
+    manifest.leave_out_misshapen()
+
+
+def leave_out_misshapen(manifest: Manifest, book: SchemaBook) -> None:
+    """Of an object without a schema: what its name, labels and pods cannot be, for the checks of other objects."""
+    tried = Manifest(manifest.file, manifest.body)
+    checker = _Checker(tried, book)
+    if "metadata" in manifest.body:
+        checker.check(manifest.body["metadata"], _META, ("metadata",))
+    for pod in pods_of(manifest):
+        checker.check(pod.spec, {"$part": "PodSpec"}, pod.path)
+    manifest.misshapen = tried.misshapen
+    manifest.leave_out_misshapen()
 
 
 class _Checker:
@@ -50,11 +65,18 @@ class _Checker:
     def _blame(self, path: FieldPath, message: str) -> None:
         self._manifest.blame(path, message)
 
+    def _blame_type(self, path: FieldPath, message: str, schema: Schema) -> None:
+        self._blame(path, message)
+        if path:
+            self._manifest.misshapen[path] = _EMPTY.get(str(schema.get("type")))
+
     def check(self, value: Any, schema: Schema, path: FieldPath) -> None:
         schema = self._book.resolve(schema)
         if value is None:
             if not schema.get("nullable") and path and not schema.get("x-kubernetes-preserve-unknown-fields"):
-                self._blame(path, f"is empty (null); {_wanted(schema)} is needed, or leave the field out")
+                self._blame_type(
+                    path, f"is empty (null); {_wanted(schema)} is needed, or leave the field out", schema
+                )
             return
         if schema.get("x-kubernetes-int-or-string"):
             # Kubernetes' own kinds read 1.5 as a quantity; custom ones do not.
@@ -62,7 +84,7 @@ class _Checker:
                 int | float | str if self._is_core and "KMGTPE" in schema.get("pattern", "") else int | str
             )
             if isinstance(value, bool) or not isinstance(value, taken):
-                self._blame(path, f"must be a whole number or a string, got {_shown(value)}")
+                self._blame_type(path, f"must be a whole number or a string, got {_shown(value)}", schema)
                 return
         elif not self._has_type(value, schema, path):
             return
@@ -106,9 +128,8 @@ class _Checker:
             "array": isinstance(value, list),
         }.get(str(wanted), True)
         if not fits:
-            self._blame(
-                path, f"must be {_WORDS[str(wanted)]}, got {_shown(value)}{_advice(value, str(wanted))}"
-            )
+            text = f"must be {_WORDS[str(wanted)]}, got {_shown(value)}{_advice(value, str(wanted))}"
+            self._blame_type(path, text, schema)
         return fits
 
     def _check_value(self, value: Any, schema: Schema, path: FieldPath) -> None:
