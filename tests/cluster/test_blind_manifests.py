@@ -339,7 +339,7 @@ def serving(command: list[str], gpus: int, **more: Any) -> list[str]:
     (one,) = pod["spec"]["containers"]
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         one[name]["httpGet"]["path"] = "/ready"
-    one |= {"command": command, "args": []} | more
+    one |= {"command": [*command, "--port", "9000"], "args": []} | more
     one["resources"]["limits"]["nvidia.com/gpu"] = gpus
     body = copy.deepcopy(next(one for one in WHOLE if one["kind"] == "Deployment"))
     body["spec"]["template"] = pod

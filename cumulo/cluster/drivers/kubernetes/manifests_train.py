@@ -114,7 +114,8 @@ def _indexed_job(job: JobFile) -> tuple[Body, Body]:
     """A Job whose pods know their index, and the Service that gives them names."""
     rank = "$(JOB_COMPLETION_INDEX)"
     nodes, template = _template(job, f"{job.name}-0.{job.name}", rank, restart="Never")
-    template["spec"]["subdomain"] = job.name
+    if nodes > 1:
+        template["spec"]["subdomain"] = job.name
     spec: Body = {
         "completionMode": "Indexed",
         "completions": nodes,

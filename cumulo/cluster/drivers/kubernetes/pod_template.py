@@ -5,6 +5,7 @@ manifests.
 from collections.abc import Sequence
 from typing import Any
 
+from cumulo.cluster.drivers.kubernetes.pods import quantity
 from cumulo.cluster.job_amounts import seconds
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.kubernetes_settings import KubernetesSettings
@@ -14,6 +15,7 @@ PORT, RANK_PORT, TRANSFER_PORT, MASTER_PORT = 8000, 9100, 9200, 29500
 DRAIN_S = 60  # for running requests, after a pod was told to stop
 _GONE_S = 5  # until no Service sends requests to a pod that stops
 _START_S, _PROBE_S = 1800, 10  # to load a model; between two probes
+_SHARED_MIB = 16 << 10  # of /dev/shm, at most
 CONFIG, DATA, KEYS = "/etc/cumulo", "/data", "/etc/cumulo-keys"
 Body = dict[str, Any]
 
@@ -66,7 +68,7 @@ def pod_template(
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # RDMA pins memory
     spec: Body = {
         "containers": [container],
-        "volumes": _volumes(job),
+        "volumes": _volumes(job, container["resources"]["limits"]["memory"]),
         "terminationGracePeriodSeconds": _grace_s(job, serves),
     }
     if restart is not None:
@@ -86,12 +88,18 @@ def resources(job: JobFile, gpus: int, many_nodes: bool = False) -> Body:
         return {"requests": asked, "limits": dict(asked)}
     limits: Body = {
         "cpu": str(settings.cpus_per_gpu * gpus),
-        "memory": f"{gpus * int(settings.memory_per_gpu.removesuffix('Gi'))}Gi",
+        "memory": times(gpus, settings.memory_per_gpu),
         settings.gpu_resource: gpus,
     }
     if settings.rdma and many_nodes:
         limits[settings.rdma] = 1
     return {"requests": dict(limits), "limits": limits}
+
+
+def times(count: int, amount: str) -> str:
+    """As many times an amount such as 64Gi."""
+    number = amount.rstrip("KMGTi")
+    return f"{count * int(number)}{amount.removeprefix(number)}"
 
 
 def _cores(job: JobFile) -> int:
@@ -148,8 +156,11 @@ def _mounts(job: JobFile) -> list[Body]:
     return mounts
 
 
-def _volumes(job: JobFile) -> list[Body]:
-    volumes: list[Body] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}]
+def _volumes(job: JobFile, memory: str) -> list[Body]:
+    """Shared memory is memory of the container: half of it at most."""
+    half_mib = int((quantity(memory) or 0.0) / 2 / 2**20)
+    shared = "16Gi" if half_mib >= _SHARED_MIB else f"{half_mib}Mi"
+    volumes: list[Body] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}}]
     if has_config(job):
         volumes.append({"name": "config", "configMap": {"name": f"{job.name}-config"}})
     if job.kubernetes.claim:

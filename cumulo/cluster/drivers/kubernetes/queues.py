@@ -1,6 +1,6 @@
 """Queues and the shape of the network, for Volcano and Kueue. Written where a job file has a quota or leafs."""
 
-from cumulo.cluster.drivers.kubernetes.pod_template import Body
+from cumulo.cluster.drivers.kubernetes.pod_template import Body, times
 from cumulo.cluster.job_file import JobFile
 
 
@@ -63,8 +63,8 @@ def kueue_queues(job: JobFile) -> list[Body]:
         topology = [_kueue("Topology", f"{name}-fabric", {"levels": levels})]
     gpu: Body = {"name": settings.gpu_resource, "nominalQuota": settings.quota}
     cpu = {"name": "cpu", "nominalQuota": settings.quota * settings.cpus_per_gpu}
-    memory = settings.quota * int(settings.memory_per_gpu.removesuffix("Gi"))
-    quotas: list[Body] = [cpu, {"name": "memory", "nominalQuota": f"{memory}Gi"}, gpu]
+    memory = {"name": "memory", "nominalQuota": times(settings.quota, settings.memory_per_gpu)}
+    quotas: list[Body] = [cpu, memory, gpu]
     if settings.rdma:
         quotas.append({"name": settings.rdma, "nominalQuota": settings.quota})
     group = {

@@ -11,7 +11,11 @@ from cumulo.base.nearest import did_you_mean, nearest
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
 from cumulo.cluster.drivers.kubernetes.objects import ObjectSet
 from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, quantity
+from cumulo.cluster.drivers.kubernetes.rules.gangs import check_flavors, check_gangs, check_pod_gang
 from cumulo.cluster.drivers.kubernetes.rules.network import check_network, ports_of
+from cumulo.cluster.drivers.kubernetes.rules.programs import check_programs
+from cumulo.cluster.drivers.kubernetes.rules.ray import check_ray
+from cumulo.cluster.drivers.kubernetes.rules.scaling import check_scaling
 from cumulo.cluster.drivers.kubernetes.schemas import shipped_book
 
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -46,8 +50,13 @@ def check_references(objects: ObjectSet) -> None:
         _check_queue_label(one, objects)
         _check_kind(one, objects)
         check_network(one, objects)
+        check_gangs(one, objects)
+        check_scaling(one, objects)
+        check_ray(one, objects)
     for pod in objects.pods:
         _check_pod(pod, objects)
+        check_pod_gang(pod, objects)
+    check_programs(objects)
 
 
 def _check_twice(one: Manifest, seen: dict[tuple[str, str, str, str], Manifest]) -> None:
@@ -86,6 +95,7 @@ def _check_queue_label(one: Manifest, objects: ObjectSet) -> None:
     _check_fits(
         one, objects, _nominal(queue), f"the ClusterQueue {queue.name}", ("metadata", "labels", _QUEUE_LABEL)
     )
+    check_flavors(one, [pod for pod in objects.pods if pod.owner is one], queue, objects)
 
 
 def _nominal(queue: Manifest) -> dict[str, float]:
@@ -118,6 +128,14 @@ def _check_fits(
                 path,
                 f"asks for {asked:g} of {name}, and {what} has {quota[name]:g}: it would never be admitted",
             )
+    for name in quota:
+        if any(name in pod.gpu_names for pod in pods):
+            continue
+        asked = sum(max(pod.resource(name), pod.resource(name, "requests")) * pod.count for pod in pods)
+        if asked > quota[name]:
+            said = f"{asked / 2**30:g}Gi" if name == "memory" else f"{asked:g}"
+            has = f"{quota[name] / 2**30:g}Gi" if name == "memory" else f"{quota[name]:g}"
+            one.blame(path, f"asks for {said} of {name}, and {what} has {has}: it would never be admitted")
 
 
 # -- kinds --------------------------------------------------------------------------------------------------

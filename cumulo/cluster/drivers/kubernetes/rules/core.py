@@ -1,12 +1,13 @@
 """Rules for core objects that their schemas leave open: Services, storage, quotas, roles, hosts and ports."""
 
+import ipaddress
 import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
-from cumulo.cluster.drivers.kubernetes.pods import PodSpec, quantity
+from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, quantity
 from cumulo.cluster.drivers.kubernetes.words import check_word
 
 _HOST = re.compile(r"(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -25,6 +26,13 @@ def _check_service(one: Manifest) -> None:
         one.blame(("spec", "externalName"), "is required and missing, because the type is ExternalName")
     if one.value("spec", "clusterIP") == "None" and kind in ("NodePort", "LoadBalancer"):
         one.blame(("spec", "clusterIP"), f"cannot be None with type: {kind}, which needs an address")
+    address = one.value("spec", "clusterIP")
+    if isinstance(address, str) and address not in ("", "None"):
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            text = f"must be None, or an address, got {address!r}"
+            one.blame(("spec", "clusterIP"), text)
 
 
 def _check_claim(one: Manifest) -> None:
@@ -145,6 +153,36 @@ def check_container_rules(pod: PodSpec) -> None:
             taken.setdefault(key, str(container.get("name")))
         _check_user(pod, path, container)
         _check_pre_stop(pod, path, container, grace_s)
+        _check_whole(pod, path, container)
+    _check_memory_volumes(pod)
+
+
+def _check_whole(pod: PodSpec, path: FieldPath, container: Mapping[str, Any]) -> None:
+    """What devices' plugins offer (rdma/hca, say) is counted, as GPUs are."""
+    for kind in ("requests", "limits"):
+        for name, asked in ((container.get("resources") or {}).get(kind) or {}).items():
+            value = quantity(asked)
+            own = "/" in str(name) and not str(name).startswith("kubernetes.io/") and not GPU.match(str(name))
+            if own and value is not None and value != int(value):
+                text = f"{name} is counted: {asked} cannot be asked for; use a whole number"
+                pod.owner.blame((*path, "resources", kind, str(name)), text)
+
+
+def _check_memory_volumes(pod: PodSpec) -> None:
+    """Files in memory count as memory of the containers that write them."""
+    limits = [(one.get("resources") or {}).get("limits", {}).get("memory") for _, one in pod.containers]
+    if None in limits or not limits:
+        return
+    whole = sum(quantity(one) or 0.0 for one in limits)
+    for number, volume in enumerate(pod.spec.get("volumes") or ()):
+        empty = volume.get("emptyDir") if isinstance(volume, dict) else None
+        if not isinstance(empty, dict) or empty.get("medium") != "Memory":
+            continue
+        size = quantity(empty.get("sizeLimit", 0))
+        if size is not None and size > whole:
+            text = f"{empty['sizeLimit']} in memory is more than the memory of the containers, {limits[0]}"
+            path: FieldPath = (*pod.path, "volumes", number, "emptyDir", "sizeLimit")
+            pod.owner.blame(path, text + ": a full volume would kill them")
 
 
 def _check_user(pod: PodSpec, path: FieldPath, container: Mapping[str, Any]) -> None:

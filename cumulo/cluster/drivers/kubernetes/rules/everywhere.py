@@ -25,6 +25,7 @@ _LEAST = {
     "minAvailable": 0,
 }  # fmt: skip
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9](-?[a-z0-9])*")
+_SERVICE_PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
     rf"(?:[A-Za-z0-9.-]+(?::\d+)?/)?{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?(?:@[A-Za-z0-9]+:[0-9a-f]{{32,}})?"
@@ -102,6 +103,11 @@ def check_service_ports(manifest: Manifest) -> None:
         path: FieldPath = ("spec", "ports", number)
         if len(ports) > 1 and not one.get("name"):
             manifest.blame((*path, "name"), "is required and missing, because the Service has several ports")
+        name = one.get("name")
+        if isinstance(name, str) and (len(name) > 63 or not _SERVICE_PORT_NAME.fullmatch(name)):
+            manifest.blame(
+                (*path, "name"), f"{name!r} is not a port's name; use lower-case letters, digits and hyphens"
+            )
         key = one.get("port"), str(one.get("protocol") or "TCP")
         if key in taken:
             manifest.blame(
