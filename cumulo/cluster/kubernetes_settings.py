@@ -34,5 +34,8 @@ class KubernetesSettings:
     prometheus: str = "http://prometheus-operated.monitoring:9090"
     monitor: bool = True  # a ServiceMonitor for Prometheus' operator
     inference_pool: bool = False  # an InferencePool for the Gateway API
+    endpoint_picker: str | None = (
+        None  # of the pool, a Service as NAME or NAME:PORT; None: the gateway chooses pods
+    )
     cpus_per_gpu: int = 8
     memory_per_gpu: str = "64Gi"

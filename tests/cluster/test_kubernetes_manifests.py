@@ -148,11 +148,30 @@ def test_autoscalers_read_metrics_that_the_server_has(jobs: dict[str, JobFile]) 
     assert all(f"\n{name}{{" in text for name in names)
 
 
+@pytest.mark.parametrize(
+    ("settings", "picker"),
+    [
+        ({}, {"name": "llm", "port": {"number": 80}, "failureMode": "FailOpen"}),
+        ({"endpoint_picker": "epp"}, {"name": "epp", "port": {"number": 9002}}),
+        ({"endpoint_picker": "epp:9003"}, {"name": "epp", "port": {"number": 9003}}),
+    ],
+)
+def test_a_pool_without_an_endpoint_picker_lets_requests_through(
+    settings: dict[str, str], picker: dict[str, Any]
+) -> None:
+    bodies = job_manifests(kubernetes(SERVE, inference_pool=True, **settings))
+    (pool,) = (body for body in bodies if body["kind"] == "InferencePool")
+    assert pool["spec"]["endpointPickerRef"] == picker
+
+
 def test_a_replica_over_several_nodes_is_a_gang_with_a_leader(jobs: dict[str, JobFile]) -> None:
     bodies = job_manifests(jobs["wide-volcano-fabric"])
     group = next(body for body in bodies if body["kind"] == "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
     gang = next(body for body in bodies if body["kind"] == "PodGroup")
     assert group["size"] == gang["spec"]["minMember"] == 2
+    # Two leaders are no gang: the pods of one group of the set start together.
+    (each,) = gang["spec"]["subGroupPolicy"]
+    assert each["matchLabelKeys"] == ["leaderworkerset.sigs.k8s.io/group-index"] and each["subGroupSize"] == 2
     leader, worker = (group[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate"))
     assert "--remote-ranks 8" in " ".join(leader["command"])
     # A rank for each GPU of the pod; its engine tells it all else but the model.

@@ -40,6 +40,8 @@ def assumed(job: JobFile) -> list[str]:
         found.append(f"PersistentVolumeClaim/{settings.claim}")
     if settings.secret:
         found.append(f"Secret/{settings.secret}")
+    if settings.endpoint_picker:
+        found.append(f"Service/{settings.endpoint_picker.partition(':')[0]}")
     return found
 
 

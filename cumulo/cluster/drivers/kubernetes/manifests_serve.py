@@ -28,6 +28,8 @@ from cumulo.cluster.job_settings import ServeWork
 from cumulo.cluster.served_shape import ServedShape, served_shape
 from cumulo.errors import ConfigError
 
+_PICKER_PORT = 9002  # where endpoint pickers of the Gateway API listen
+
 
 def _node_devices(job: JobFile) -> int | None:
     """Devices of one pod at most; None: a pod has as many cores as it wants."""
@@ -214,15 +216,26 @@ def _leader_worker(job: JobFile, shape: ServedShape, each: int) -> list[Body]:
     for template in (leader, worker):
         template["spec"]["schedulerName"] = "volcano"
         template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": job.name}
-    gang: Body = {
+    return [_gangs(job, size), made]
+
+
+def _gangs(job: JobFile, size: int) -> Body:
+    """A PodGroup whose pods start replica by replica. minMember alone would be content with two leaders."""
+    each: Body = {
+        "name": "replica",
+        "labelSelector": {"matchLabels": {"leaderworkerset.sigs.k8s.io/name": job.name}},
+        "matchLabelKeys": ["leaderworkerset.sigs.k8s.io/group-index"],
+        "subGroupSize": size,
+        "minSubGroups": 1,
+    }
+    if job.kubernetes.leafs:
+        each["networkTopology"] = {"mode": "soft", "highestTierAllowed": 1}
+    return {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
         "metadata": metadata(job),
-        "spec": {"minMember": size, "queue": queue_name(job)},  # one whole replica, or none
+        "spec": {"minMember": size, "queue": queue_name(job), "subGroupPolicy": [each]},
     }
-    if job.kubernetes.leafs:
-        gang["spec"]["networkTopology"] = {"mode": "soft", "highestTierAllowed": 1}
-    return [gang, made]
 
 
 def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
@@ -297,8 +310,17 @@ def _around(job: JobFile, workload: Body) -> list[Body]:
                 "spec": {
                     "selector": {"matchLabels": selected},
                     "targetPorts": [{"number": PORT}],
-                    "endpointPickerRef": {"name": job.name, "port": {"number": 80}},
+                    "endpointPickerRef": _picker(job),
                 },
             }
         )
     return [*made, *autoscaler(job, workload)]
+
+
+def _picker(job: JobFile) -> Body:
+    """The extension that a gateway asks which pod to use. Without one, the gateway chooses: our own Service stands in
+    the required field, and does not speak the protocol."""
+    if job.kubernetes.endpoint_picker is None:
+        return {"name": job.name, "port": {"number": 80}, "failureMode": "FailOpen"}
+    name, _, port = job.kubernetes.endpoint_picker.partition(":")
+    return {"name": name, "port": {"number": int(port or _PICKER_PORT)}}
