@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -105,17 +105,10 @@ def launch(
 
 def _check_options(job_file: Path, words: Sequence[str]) -> None:
     """Refuse options of a service that `cumulo serve` does not take, by its own parser."""
-    from cumulo.cli.serve import serve
+    from cumulo.cli.shared.serve_words import refused_by_serve
     from cumulo.cluster.job_check import line_of
     from cumulo.errors import ConfigError
 
-    alone = typer.Typer()
-    alone.command()(serve)
-    command: Any = typer.main.get_command(alone)
-    try:
-        command.make_context("serve", [*words])
-    except Exception as error:  # typer's own copy of click has no public name
-        if not hasattr(error, "format_message"):
-            raise
+    if refused := refused_by_serve(words):
         line = line_of(job_file.read_text("utf-8"), "serve.options")
-        raise ConfigError(f"{job_file}:{line}: serve.options: {error.format_message()}") from None
+        raise ConfigError(f"{job_file}:{line}: serve.options: {refused}")

@@ -46,14 +46,20 @@ def check(
     The schemas of Volcano, Kueue, KubeRay, LeaderWorkerSet, InferencePool, KEDA, ServiceMonitor and of core objects
     ship with Cumulo. Every problem is printed with its file, line and field; the exit status is 1 if there is one.
     """
+    from cumulo.cli.shared.serve_words import refused_by_serve
     from cumulo.cli.shared.terminal import out
     from cumulo.cluster.drivers.kubernetes.check import check_files
+    from cumulo.cluster.drivers.kubernetes.rules.programs import served_commands
     from cumulo.errors import ConfigError
 
     for one in exists or ():
         if "/" not in one:
             raise ConfigError(f"--exists needs KIND/NAME, such as LocalQueue/team-a; got {one}")
     manifests, problems = check_files(files, crds=crds, node_gpus=node_gpus, exists=exists or (), plan=plan)
+    for path, words, owner in served_commands(manifests):
+        if refused := refused_by_serve(words):
+            owner.blame(path, f"cumulo serve: {refused}")
+    problems = [problem for one in manifests for problem in one.problems]
     for problem in problems:
         out.print(str(problem), markup=False, soft_wrap=True, highlight=False)
     count = f"{len(manifests)} object{'s' if len(manifests) != 1 else ''}"

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.base.nearest import nearest
+from cumulo.cluster.drivers.kubernetes.helm_chart import chart_folders, read_chart
+from cumulo.cluster.drivers.kubernetes.kustomization import check_kustomizations
 from cumulo.cluster.drivers.kubernetes.manifest_source import (
     Manifest,
     ManifestProblem,
@@ -35,8 +37,12 @@ def check_files(
 ) -> tuple[list[Manifest], list[ManifestProblem]]:
     """`plan`: what `cumulo plan serve --out` wrote, which the manifests are to carry out."""
     planned = None if plan is None else read_plan(plan)
-    manifests = [one for path in manifest_files(list(paths)) for one in read_manifests(path)]
+    charts = chart_folders(paths)
+    files = [path for path in manifest_files(list(paths)) if not set(charts) & set(path.parents)]
+    manifests = [one for path in files for one in read_manifests(path)]
+    manifests += [one for folder in charts for one in read_chart(folder)]
     check_manifests(manifests, book_with(crds), node_gpus, exists)
+    check_kustomizations(manifests)
     if planned is not None:
         check_against_plan([one for one in manifests if one.body], planned, node_gpus)
     return manifests, [problem for one in manifests for problem in one.problems]

@@ -38,6 +38,7 @@ class Manifest:
     body: dict[str, Any]
     lines: Mapping[FieldPath, int] = field(default_factory=dict)
     problems: list[ManifestProblem] = field(default_factory=list)
+    notes: Mapping[int, str] = field(default_factory=dict)  # of lines: where a value comes from
     misshapen: dict[FieldPath, Any] = field(
         default_factory=dict
     )  # fields of a wrong type: an empty one instead
@@ -89,7 +90,9 @@ class Manifest:
         line, shown = 0, path
         while not (line := self.lines.get(shown, 0)) and shown:
             shown = shown[:-1]
-        found = ManifestProblem(self.file, line, self.subject, shown_path(path), message)
+        found = ManifestProblem(
+            self.file, line, self.subject, shown_path(path), message + self.notes.get(line, "")
+        )
         if found not in self.problems:
             self.problems.append(found)
 

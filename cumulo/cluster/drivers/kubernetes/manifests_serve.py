@@ -318,8 +318,8 @@ def _around(job: JobFile, workload: Body) -> list[Body]:
 
 
 def _picker(job: JobFile) -> Body:
-    """The extension that a gateway asks which pod to use. Without one, the gateway chooses: our own Service stands in
-    the required field, and does not speak the protocol."""
+    """The extension that a gateway asks which pod to use. Without one, the gateway chooses: our own Service
+    stands in the required field, and does not speak the protocol."""
     if job.kubernetes.endpoint_picker is None:
         return {"name": job.name, "port": {"number": 80}, "failureMode": "FailOpen"}
     name, _, port = job.kubernetes.endpoint_picker.partition(":")

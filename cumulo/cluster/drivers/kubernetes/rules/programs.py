@@ -9,7 +9,7 @@ from typing import Any
 from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
 from cumulo.cluster.drivers.kubernetes.objects import ObjectSet
-from cumulo.cluster.drivers.kubernetes.pods import PodSpec, words_of
+from cumulo.cluster.drivers.kubernetes.pods import PodSpec, pods_of, words_of
 
 _VARIABLE = re.compile(r"(?<!\$)\$\(([A-Z][A-Z0-9_]*)\)")
 _OF_SERVICES = re.compile(
@@ -47,6 +47,18 @@ def told(words: Sequence[str], *names: str) -> str | None:
         if option in names:
             return value if gives else (words[number + 1] if number + 1 < len(words) else "")
     return None
+
+
+def served_commands(manifests: Sequence[Manifest]) -> Iterator[tuple[FieldPath, list[str], Manifest]]:
+    """What containers tell `cumulo serve`, where it is their program; for its own parser."""
+    for one in manifests:
+        for pod in pods_of(one):
+            for path, container in pod.containers:
+                words = [str(word) for field in ("command", "args") for word in container.get(field) or ()]
+                if words[:3] in (["python", "-m", "cumulo"], ["python3", "-m", "cumulo"]):
+                    words = words[2:]
+                if words[:2] == ["cumulo", "serve"] and not any("$(" in word for word in words):
+                    yield command_path(path, container), words[2:], one
 
 
 # -- variables ----------------------------------------------------------------------------------------------
