@@ -50,6 +50,19 @@ class JobStore:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
+    @contextmanager
+    def handing_over(self, record: JobRecord, wait: bool) -> Iterator[bool]:
+        """Whether nobody else hands this job to its target meanwhile."""
+        folder = self.folder / record.job_id
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "submit.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
     def events(self) -> list[dict[str, Any]]:
         """A last line that a crash cut short does not count."""
         if not self.log.exists():
@@ -76,7 +89,8 @@ class JobStore:
         with self.locked():
             jobs = self.jobs()
             same = [record for record in jobs.values() if record.key == used]
-            if same and (key is not None or not same[-1].ended):
+            withdrawn = bool(same) and same[-1].state == "submitting" and same[-1].cancel_asked
+            if same and (key is not None or not (same[-1].ended or withdrawn)):
                 return same[-1], False
             number = 1 + max((_number(name, job.name) for name in jobs), default=0)
             name = f"{job.name}-{number}"

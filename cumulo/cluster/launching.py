@@ -6,6 +6,7 @@ from cumulo.cluster.job_file import read_job
 record = launch(read_job(Path("examples/job-train.yaml")), "local")
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,21 +28,29 @@ def launch(
     check_work(job)
     record, is_new = store.submit(job, target, key)
     if record.state == "submitting":
-        hand_over(store, record)
+        hand_over(store, record, wait=True)
     return store.jobs()[record.job_id], is_new
 
 
-def hand_over(store: JobStore, record: JobRecord) -> None:
+def hand_over(store: JobStore, record: JobRecord, wait: bool = False) -> None:
     """Submit what is in the store and not at the target yet. A target that does not answer changes nothing: the job
-    stays in the store, and the next look tries again."""
-    try:
-        store.change(record, **driver_for(record.target, store).submit(record))
-    except TargetLost as error:
-        store.change(record, reason=f"not submitted yet: {error}")
-        raise
-    except CumuloError as error:
-        store.change(record, state="failed", reason=str(error))
-        raise
+    stays in the store, and the next look tries again. One command does it at a time: another one waits for it, or
+    leaves it to that one."""
+    with store.handing_over(record, wait) as mine:
+        record = store.jobs()[record.job_id]
+        if not mine or record.state != "submitting":
+            return
+        try:
+            driver = driver_for(record.target, store)
+            facts = driver.cancel(record) if record.cancel_asked else driver.submit(record)
+            store.change(record, **facts)
+        except TargetLost as error:
+            what = "cancelled, if it is there" if record.cancel_asked else "not submitted yet"
+            store.change(record, reason=f"{what}: {error}")
+            raise
+        except CumuloError as error:
+            store.change(record, state="failed", reason=str(error))
+            raise
 
 
 def explain(job: JobFile, target: Target, store: JobStore | None = None) -> str:
@@ -82,6 +91,7 @@ def refreshed(store: JobStore, targets: Sequence[Target] = TARGETS) -> tuple[lis
 
 def _note_lost(store: JobStore, record: JobRecord, why: str) -> None:
     what = "not submitted yet" if record.state == "submitting" else "contact lost"
+    what = "cancelled, if it is there" if record.state == "submitting" and record.cancel_asked else what
     if record.reason != f"{what}: {why}":
         store.change(record, reason=f"{what}: {why}")
 
@@ -93,7 +103,9 @@ def cancel(store: JobStore, name: str) -> JobRecord:
     store.append("cancel", record.job_id)
     record = store.jobs()[record.job_id]
     if record.state == "submitting" and record.target != "local":
-        store.change(record, state="cancelled", reason="cancelled before it was submitted")
+        # An answer may have been lost on the way: the target is asked, too, now or when it answers again.
+        with contextlib.suppress(TargetLost):
+            hand_over(store, record, wait=True)
     else:
         store.change(record, **driver_for(record.target, store).cancel(record))
     return store.jobs()[record.job_id]

@@ -73,16 +73,20 @@ class SlurmDriver:
         return self.look_at(record, record.handle)
 
     def cancel(self, record: JobRecord) -> Facts:
-        self._call("scancel", record.handle, job=record)
-        return {"state": "stopping", "reason": "cancelled by its user"}
+        handle = record.handle or self._existing(record)
+        if not handle:
+            return {"state": "cancelled", "reason": "cancelled before it was submitted"}
+        self._call("scancel", handle, job=record)
+        return {"handle": handle, "state": "stopping", "reason": "cancelled by its user"}
 
     def _existing(self, record: JobRecord) -> str:
-        """The job of this key that Slurm, or the job itself, knows of."""
+        """The job of this key that Slurm, or the job itself, knows of. An earlier job of the same file has the same
+        key, and another name."""
         for line in self._call(
-            "squeue", "--noheader", "--states=all", "--format=%i|%k", job=record
+            "squeue", "--noheader", "--states=all", "--format=%i|%j|%k", job=record
         ).splitlines():
-            number, _, comment = line.strip().partition("|")
-            if comment == COMMENT + record.key:
+            number, name, comment = [*line.strip().split("|", 2), "", ""][:3]
+            if (name, comment) == (record.job_id, COMMENT + record.key):
                 return re.split(r"[+_]", number)[0]
         handle = Path(record.folder, "handle")
         return handle.read_text("utf-8").strip() if handle.exists() else ""
