@@ -1,6 +1,6 @@
 """What no policy may do: half a gang, more than a node has, a quota broken. Players refuse such decisions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
@@ -94,9 +94,18 @@ def _take_from(left: list[int], job: JobRequest, gpus: Sequence[int], sign: int)
     return enough
 
 
-def has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> bool:
-    """Whether these places are free."""
+def has_room(
+    job: JobRequest,
+    places: Sequence[TaskPlace],
+    free: FreeCapacity,
+    beside: Mapping[str, Sequence[TaskPlace]] | None = None,
+    of: JobRequest | None = None,
+) -> bool:
+    """Whether these places are free. `beside`: on each node, places that another job, `of`, has besides."""
     books = _Books(free)
+    if beside and of is not None:
+        for name in {place.node for place in places} & beside.keys():
+            books.move(of, beside[name], -1)
     return all(books.move_one(job, free.index[place.node], place, -1) for place in places)
 
 

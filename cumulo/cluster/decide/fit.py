@@ -63,8 +63,12 @@ def packed_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]] |
         return None
     if job.tasks > 1:
         return _nodes_for(job, table.fits, free)
-    left = free.gpu_milli.sum(axis=1) if job.fractional else free.whole
-    return [(int(np.where(table.fits > 0, left, _MORE_THAN_ANY).argmin()), 1)]
+    if job.fractional:
+        left = free.gpu_milli.sum(axis=1)
+        return [(int(np.where(table.fits > 0, left, _MORE_THAN_ANY).argmin()), 1)]
+    node = tightest(free, job.gpus_per_task, table.able)
+    assert node is not None  # there is room
+    return [(node, 1)]
 
 
 def tightest(free: FreeCapacity, gpus: int, among: int, below: int = _MORE_THAN_ANY) -> int | None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from cumulo.cluster.decide.jobs import JobRequest
-from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints, node_set
 
-_FEW = 12  # changed nodes that are faster looked at one by one
+_FEW = 24  # changed nodes that are faster looked at one by one
 _MOST_TABLES = 1024
 _Key = tuple[int, int, int, int, int, tuple[str, ...]]
 
@@ -17,11 +17,34 @@ _Key = tuple[int, int, int, int, int, tuple[str, ...]]
 class FitTable:
     """Of one shape: tasks that each node could take now, and all ready nodes together. Never changed by others."""
 
-    __slots__ = ("fits", "seen", "total")
+    __slots__ = ("_able", "fits", "seen", "total")
 
     def __init__(self, fits: Ints, total: int, seen: int) -> None:
         self.fits, self.total = fits, total
         self.seen = seen  # so much of the capacity's changes is in it
+        self._able: int | None = None
+
+    @property
+    def able(self) -> int:
+        """The nodes that could take a task, as a set; kept from the first time it is asked for."""
+        if self._able is None:
+            self._able = node_set(self.fits > 0)
+        return self._able
+
+    def replace(self, fits: Ints) -> None:
+        self.fits, self.total, self._able = fits, int(fits.sum()), None
+
+    def set_one(self, node: int, tasks: int) -> None:
+        before = int(self.fits[node])
+        if tasks != before:
+            self.fits[node] = tasks
+            self.total += tasks - before
+            if self._able is not None and (not tasks or not before):
+                self._able ^= 1 << node
+
+    def set_many(self, nodes: Ints, tasks: Ints) -> None:
+        self.total += int(tasks.sum()) - int(self.fits[nodes].sum())
+        self.fits[nodes], self._able = tasks, None
 
 
 def fit_table(job: JobRequest, free: FreeCapacity) -> FitTable:
@@ -39,8 +62,7 @@ def fit_table(job: JobRequest, free: FreeCapacity) -> FitTable:
             free.fit_tables.clear()
         table = free.fit_tables[key] = _inherited(key, free) or _whole(job, free)
     if table.seen < changes.forgotten:
-        table.fits = _fits(job, free, None)
-        table.total = int(table.fits.sum())
+        table.replace(_fits(job, free, None))
     elif table.seen < changes.count:
         _catch_up(table, job, free, changes.nodes[table.seen - changes.forgotten :])
     table.seen = changes.count
@@ -62,16 +84,13 @@ def _inherited(key: _Key, free: FreeCapacity) -> FitTable | None:
 
 
 def _catch_up(table: FitTable, job: JobRequest, free: FreeCapacity, changed: list[int]) -> None:
-    if len(changed) <= _FEW:
-        for node in dict.fromkeys(changed):
-            now = _fits_on(job, free, node)
-            table.total += now - int(table.fits[node])
-            table.fits[node] = now
-        return
-    nodes = np.unique(np.array(changed, dtype=np.int64))
-    now_all = _fits(job, free, nodes)
-    table.total += int(now_all.sum()) - int(table.fits[nodes].sum())
-    table.fits[nodes] = now_all
+    distinct = dict.fromkeys(changed)
+    if len(distinct) <= _FEW:
+        for node in distinct:
+            table.set_one(node, _fits_on(job, free, node))
+    else:
+        nodes = np.fromiter(distinct, np.int64, len(distinct))
+        table.set_many(nodes, _fits(job, free, nodes))
 
 
 def _fits(job: JobRequest, free: FreeCapacity, nodes: Ints | None) -> Ints:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cumulo.cluster.decide.fit import Placer, only_gpus, slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
+from cumulo.cluster.decide.node_state import NodeState
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes
 from cumulo.cluster.decide.running import RunningView, jobs_on_nodes, table_of
@@ -180,7 +181,7 @@ class RoomSearch:
         ]  # fmt: skip
         if len(there) > 1:
             there.sort(key=lambda one: (*self._price(one), one.job_id))
-        state = _NodeState(self.job, free, node)
+        state = NodeState(self.job, free, node)
         before, taken = state.tasks(), list[RunningJob]()
         for one in there:
             if not taken or self.may_stop(one, chosen + taken):
@@ -197,36 +198,6 @@ class RoomSearch:
             else:
                 state.move(one, name, 1)
         return taken
-
-
-class _NodeState:
-    """What is free on one node while jobs are taken off it."""
-
-    def __init__(self, job: JobRequest, free: FreeCapacity, node: int) -> None:
-        self.job = job
-        self.shares: list[int] = free.gpu_milli[node].tolist()
-        self.cpu_milli, self.memory_mib = int(free.cpu_milli[node]), int(free.memory_mib[node])
-
-    def move(self, one: RunningJob, name: str, sign: int) -> None:
-        for place in one.places:
-            if place.node == name:
-                self.cpu_milli += sign * one.request.cpu_milli
-                self.memory_mib += sign * one.request.memory_mib
-                for gpu in place.gpus:
-                    self.shares[gpu] += sign * one.request.gpu_milli
-
-    def tasks(self) -> int:
-        job = self.job
-        fits = job.tasks
-        if job.fractional:
-            fits = sum(share // job.gpu_milli for share in self.shares)
-        elif job.gpus_per_task:
-            fits = self.shares.count(WHOLE_GPU) // job.gpus_per_task
-        if job.cpu_milli:
-            fits = min(fits, self.cpu_milli // job.cpu_milli)
-        if job.memory_mib:
-            fits = min(fits, self.memory_mib // job.memory_mib)
-        return fits
 
 
 def fits(job: JobRequest, free: FreeCapacity, place: Placer) -> bool:

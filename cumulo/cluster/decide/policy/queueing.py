@@ -240,9 +240,9 @@ class _Trial:
         if refused is not None:
             self.decided.append(Waits(job.job_id, refused))
             return True
-        # Placers find places for a gang of whole GPUs where there are enough: most shapes fail by counting alone.
-        able = slots(job, self.free) if only_gpus(job) else None
-        places = self.place(job, self.free) if able is None or able >= job.tasks else None
+        # Placers find places for a gang where there are enough: most shapes fail by counting alone.
+        able = slots(job, self.free)
+        places = self.place(job, self.free) if able >= job.tasks else None
         if places is None:
             if not self.wait(job, shape, able):
                 return False

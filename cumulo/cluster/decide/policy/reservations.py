@@ -3,12 +3,14 @@ over the waiting jobs asks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from cumulo.cluster.decide.check import has_room
-from cumulo.cluster.decide.fit import Placer, only_gpus, slots
+from cumulo.cluster.decide.fit import Placer, only_gpus
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.policy.ends_ahead import EndsAhead, Moment
 from cumulo.cluster.decide.releases import Releases, Start
+from cumulo.cluster.decide.running import table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
 Places = tuple[TaskPlace, ...]
@@ -19,7 +21,9 @@ class Reservation:
     job: JobRequest
     start_s: float
     start: Start | None  # of a gang of whole GPUs; others have the whole cluster at that moment instead
-    free_then: FreeCapacity | None = None  # with the reserved job placed
+    played: Sequence[RunningJob] = ()  # the jobs that have ended then
+    after: int = 0  # so many jobs were started before it was made
+    then: Moment | None = None
 
 
 class Reservations:
@@ -35,6 +39,10 @@ class Reservations:
     def start(self, job: JobRequest, places: Places) -> None:
         """Counts a job as running."""
         now_s = self.snapshot.now_s
+        if hasattr(self.place, "started"):  # it places another way when it is told of this job
+            for reserved in self.made:
+                if reserved.start is None:
+                    self._then(reserved)
         ends_s = None if job.predicted_s is None else now_s + job.predicted_s
         self.free.allocate(job, places)
         if self.releases is not None:
@@ -66,9 +74,7 @@ class Reservations:
             if start is not None:
                 found = Reservation(job, max(start.at_s, now_s), start)
         else:
-            then = self._play_ends(job, self.releases.by_end)
-            if then is not None:
-                found = Reservation(job, max(then[0], now_s), None, then[1])
+            found = self._after_ends(job, self.releases.by_end)
         if found is not None:
             self.made.append(found)
         return found
@@ -85,15 +91,14 @@ class Reservations:
         if harmed is not None:
             return harmed
         for one in late:
-            if one.free_then is not None:
-                one.free_then.allocate(job, places)
+            if one.start is None:
+                self._then(one).add(job, places)
         return places
 
     def _harmed(self, late: list[Reservation], job: JobRequest, places: Places) -> Reservation | None:
         for one in late:
             if one.start is None:
-                assert one.free_then is not None
-                if not has_room(job, places, one.free_then):
+                if not self._then(one).has_room(job, places):
                     return one
             else:
                 assert self.releases is not None
@@ -110,23 +115,20 @@ class Reservations:
             self._narrow = reserved, self.free.narrowed(able)
         return self._narrow[1]
 
-    def _play_ends(
-        self, job: JobRequest, ends: Sequence[tuple[float, str]]
-    ) -> tuple[float, FreeCapacity] | None:
-        """The first moment at which a gang fits, and the cluster then: for jobs that ask for more than whole GPUs,
-        end by end."""
-        new = {one.job_id: one for one in self.started}
-        then = self.free.copy()
-        missing = job.tasks - slots(job, then)
-        for number, (end_s, name) in enumerate(ends, 1):
-            one = new.get(name) or self.snapshot.running[name]
-            then.release(one.request, one.places)
-            missing -= -(-one.tasks * max(1, one.request.gpus_per_task) // max(1, job.gpus_per_task))
-            if missing > 0 and number < len(ends):
-                continue  # cannot be enough yet
-            places = self.place(job, then)
-            if places is not None:
-                then.allocate(job, places)
-                return end_s, then
-            missing = max(1, job.tasks - slots(job, then))
-        return None
+    def _after_ends(self, job: JobRequest, ends: Sequence[tuple[float, str]]) -> Reservation | None:
+        """For jobs that ask for more than whole GPUs: end by end."""
+        played = self._ahead.until_it_fits(job, self.snapshot, ends, self.started)
+        if played is None:
+            return None
+        start_s = max(ends[len(played) - 1][0], self.snapshot.now_s)
+        return Reservation(job, start_s, None, played, len(self.started))
+
+    def _then(self, one: Reservation) -> Moment:
+        """The cluster at the moment of a reserved start. Worked out when somebody asks: often nobody does."""
+        if one.then is None:
+            one.then = self._ahead.moment(one.job, self.free, one.played, self.started, one.after, self.place)
+        return one.then
+
+    @cached_property
+    def _ahead(self) -> EndsAhead:
+        return table_of(self.snapshot.running).view(EndsAhead, EndsAhead)
