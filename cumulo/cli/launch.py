@@ -73,12 +73,14 @@ def launch(
         raise ConfigError(f"--on cannot be {on}{did_you_mean(on, TARGETS)}")
     job = read_job(job_file)
     if job.serve is not None and job.serve.options:
-        _check_options(job_file, job.serve.options)
+        _check_options(job_file, [job.serve.model or "built-in", *job.serve.options])
     if out_folder is not None:
         if target != "kubernetes":
             raise ConfigError(f"--out writes manifests, so it needs --on kubernetes, not --on {target}")
+        from cumulo.cluster.drivers.command import check_work
         from cumulo.cluster.drivers.kubernetes.writing import write_manifests
 
+        check_work(job)
         for path in write_manifests(job, out_folder, form):
             out.print(str(path), markup=False, soft_wrap=True)
         return

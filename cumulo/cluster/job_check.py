@@ -2,6 +2,7 @@
 `JobFile` asks for `problems`; `read_job` and `launch` also for `launch_problems`, which a stored job may keep.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,6 +11,7 @@ import yaml
 from cumulo.base.nearest import did_you_mean, nearest
 from cumulo.cluster.job_amounts import memory_mib, seconds
 from cumulo.cluster.job_settings import DeviceGroup, JobSettings, ServeWork
+from cumulo.cluster.kubernetes_problems import kubernetes_problems
 from cumulo.errors import ConfigError
 from cumulo.spec.catalog import shipped
 
@@ -30,6 +32,8 @@ TRAIN_OPTIONS: Mapping[str, bool] = {
     "--help": False,
 }  # fmt: skip
 
+_MOST_WAIT_S = 30 * 86_400
+_MOST_COUNT, _MOST_PRIORITY = 1_000_000, 1_000_000_000
 Problem = tuple[str, str]  # the setting, such as devices[0].kind, and what is wrong with it
 
 
@@ -167,7 +171,26 @@ def launch_problems(job: JobSettings) -> Iterator[Problem]:
         yield from _uneven_replicas(job.serve.replicas, job.devices[0])
     if job.train is not None:
         yield from _unknown_options(job.train.options)
+        if job.train.folder is not None and (not job.train.folder or not job.train.folder.isprintable()):
+            yield "train.folder", f"train.folder must be a folder's name, got {job.train.folder!r}"
     yield from _useless(job)
+    yield from _huge(job)
+    yield from kubernetes_problems(job.kubernetes)
+
+
+def _huge(job: JobSettings) -> Iterator[Problem]:
+    """Numbers that no target takes: most are slips."""
+    counts = {f"devices[{number}].count": group.count for number, group in enumerate(job.devices)}
+    if job.elastic is not None:
+        counts["elastic.max"] = job.elastic.max
+    if job.serve is not None and job.serve.max_replicas is not None:
+        counts["serve.max_replicas"] = job.serve.max_replicas
+    counts["restart.most"] = job.restart.most
+    for name, count in counts.items():
+        if count > _MOST_COUNT:
+            yield name, f"{name} must be {_MOST_COUNT:,} or less, got {count}"
+    if abs(job.priority) > _MOST_PRIORITY:
+        yield "priority", f"priority must be -{_MOST_PRIORITY:,} to {_MOST_PRIORITY:,}, got {job.priority}"
 
 
 def _useless(job: JobSettings) -> Iterator[Problem]:
@@ -202,13 +225,22 @@ def _useless(job: JobSettings) -> Iterator[Problem]:
 def _useless_service(serve: ServeWork) -> Iterator[Problem]:
     if serve.model == "":
         yield "serve.model", "serve.model is empty: leave it out for the built-in model"
+    elif serve.model is not None and not serve.model.isprintable():
+        text = f"serve.model must be a folder, a file or a Hugging Face name, got {serve.model!r}"
+        yield "serve.model", text
     if (scaling := serve.autoscale) is None:
         return
     if (serve.min_replicas, serve.max_replicas) == (None, None):
         yield "serve.autoscale", "serve.autoscale needs min_replicas and max_replicas to choose between"
-    for name in ("prompt_tok_s", "output_tok_s", "interval_s"):
-        if getattr(scaling, name) <= 0:
-            text = f"serve.autoscale.{name} must be more than 0, got {getattr(scaling, name):g}"
+    for name in ("prompt_tok_s", "output_tok_s", "interval_s", "ttft_s", "itl_s"):
+        value = getattr(scaling, name)
+        if value is not None and not 0 < value < math.inf:
+            text = f"serve.autoscale.{name} must be more than 0, got {value:g}"
+            yield f"serve.autoscale.{name}", text
+    for name in ("start_up_s", "cooldown_s", "idle_s"):
+        value = getattr(scaling, name)
+        if value is not None and not 0 <= value <= _MOST_WAIT_S:
+            text = f"serve.autoscale.{name} must be 0 to {_MOST_WAIT_S:,} seconds, got {value:g}"
             yield f"serve.autoscale.{name}", text
 
 

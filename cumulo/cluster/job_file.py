@@ -94,9 +94,17 @@ def resolved(job: JobFile, folder: Path) -> JobFile:
     """Paths relative to the job file become absolute, so that the job runs anywhere; missing ones are named."""
 
     def found(setting: str, name: str | None, must: bool = True) -> str | None:
-        if name is None or (not must and not (folder / name).exists()):
+        if name is None:
+            return None
+        path = folder / name
+        try:
+            exists = path.exists()
+        except (OSError, ValueError) as error:  # such as a name that is too long
+            why = getattr(error, "strerror", None) or str(error)
+            raise JobFileError([(setting, f"{setting} cannot be {name[:60]!r}: {why}")]) from None
+        if not exists and not must:
             return name
-        if not (path := folder / name).exists():
+        if not exists:
             raise JobFileError([(setting, f"{job.name}: there is no {path}, which {setting} names")])
         if must and not path.is_file():
             text = f"{job.name}: {path} is a folder, and the job file needs a file there"

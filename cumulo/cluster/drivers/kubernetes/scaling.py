@@ -132,7 +132,7 @@ def rule_text(job: JobFile, low: int, high: int) -> str:
         )
     parts = [f"{low}..{high}", f"interval={asked.interval_s:g}s", f"start-up={asked.start_up_s:g}s"]
     parts += [f"idle={asked.idle_s:g}s"] if low == 0 else []
-    parts += [f"prompt-tok-s={asked.prompt_tok_s:g}", f"output-tok-s={asked.output_tok_s:g}"]
+    parts += [f"prompt-tok-s={asked.prompt_tok_s:.12g}", f"output-tok-s={asked.output_tok_s:.12g}"]
     for name, value in (("ttft", asked.ttft_s), ("tpot", asked.itl_s), ("cooldown", asked.cooldown_s)):
         parts += [f"{name}={value:g}s"] if value is not None else []
     return ",".join(parts)
