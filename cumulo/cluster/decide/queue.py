@@ -58,14 +58,15 @@ class _Sorted:
         self._first: list[WaitingRow] = []
         self.version = next(_versions)  # a number that no other state of any queue has
 
-    def rows(self) -> Iterator[WaitingRow]:
-        return itertools.chain.from_iterable(self._stretches())
+    def rows(self, at: int = 0) -> Iterator[WaitingRow]:
+        """From the job of this number on."""
+        return itertools.chain.from_iterable(self._stretches(at))
 
-    def _stretches(self) -> Iterator[list[WaitingRow]]:
-        at, first, jobs = 0, self._first, self.jobs
+    def _stretches(self, at: int) -> Iterator[list[WaitingRow]]:
+        first, jobs = self._first, self.jobs
         while at < len(jobs):
             if at >= len(first):
-                first += map(self._row, jobs[at : at + _STRETCH])
+                first += map(self._row, jobs[len(first) : at + _STRETCH])
             some = first[at : at + _STRETCH]
             yield some
             at += len(some)
@@ -108,7 +109,7 @@ class JobQueue(Sequence[JobRequest]):
     def __init__(self) -> None:
         self._arrived = _Sorted(by_arrival_key, (), self.row)
         self._views: dict[SortKey, _Sorted] = {by_arrival_key: self._arrived}
-        self._tenants: dict[str, _Sorted] | None = None
+        self._tenants: dict[SortKey, dict[str, _Sorted]] = {}
         self._known: dict[str, tuple[int, JobRequest]] = {}
         self.shape = ShapeNumbers().shape
         self.shapes: dict[str, int] = {}  # of each job
@@ -116,6 +117,7 @@ class JobQueue(Sequence[JobRequest]):
             int, list[tuple[float, str]]
         ] = {}  # predicted seconds and name, the shortest first
         self.arrivals: list[str] = []  # every job that ever joined, in that order
+        self.touched: list[str] = []  # tenants whose jobs joined or left, in that order
         self.sharing = 0  # jobs that could start where no GPU is entirely free
 
     def __len__(self) -> int:
@@ -144,8 +146,9 @@ class JobQueue(Sequence[JobRequest]):
         self.sharing += job.fractional or not job.gpus_per_task
         for view in self._views.values():
             view.add(job, number)
-        if self._tenants is not None:
-            self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, (), self.row)).add(job, number)
+        self.touched.append(job.tenant)
+        for key, lines in self._tenants.items():
+            lines.setdefault(job.tenant, _Sorted(key, (), self.row)).add(job, number)
 
     def remove(self, job_id: str) -> JobRequest:
         number, job = self._known.pop(job_id)
@@ -157,10 +160,11 @@ class JobQueue(Sequence[JobRequest]):
         self.sharing -= job.fractional or not job.gpus_per_task
         for view in self._views.values():
             view.remove(job, number)
-        if self._tenants is not None:
-            self._tenants[job.tenant].remove(job, number)
-            if not self._tenants[job.tenant].jobs:
-                del self._tenants[job.tenant]
+        self.touched.append(job.tenant)
+        for lines in self._tenants.values():
+            lines[job.tenant].remove(job, number)
+            if not lines[job.tenant].jobs:
+                del lines[job.tenant]
         return job
 
     def replace(self, job: JobRequest) -> None:
@@ -187,18 +191,27 @@ class JobQueue(Sequence[JobRequest]):
         """The same order, one by one."""
         return self._view(key).rows()
 
+    def rows_behind(self, key: SortKey, entry: tuple[Any, int]) -> Iterator[WaitingRow]:
+        """Those behind the one with this key and number."""
+        view = self._view(key)
+        return view.rows(bisect.bisect(view.keys, entry))
+
     @property
     def tenants(self) -> dict[str, Sequence[JobRequest]]:
         return {name: some.jobs for name, some in self.by_tenant.items()}
 
     @property
     def by_tenant(self) -> Mapping[str, _Sorted]:
-        """Kept from the first time it is asked for."""
-        if self._tenants is None:
-            self._tenants = {}
+        return self.lines(by_arrival_key)
+
+    def lines(self, key: SortKey) -> Mapping[str, _Sorted]:
+        """Each tenant's jobs in the order of a key; kept from the first time it is asked for."""
+        found = self._tenants.get(key)
+        if found is None:
+            found = self._tenants[key] = {}
             for number, job in self._known.values():
-                self._tenants.setdefault(job.tenant, _Sorted(by_arrival_key, (), self.row)).add(job, number)
-        return self._tenants
+                found.setdefault(job.tenant, _Sorted(key, (), self.row)).add(job, number)
+        return found
 
 
 def ordered(waiting: Sequence[JobRequest], key: SortKey) -> Sequence[JobRequest]:
