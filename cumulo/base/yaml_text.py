@@ -22,7 +22,10 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def load_yaml(text: str) -> Any:
     """As `yaml.safe_load`, with an error for keys that are given twice."""
-    return yaml.load(text, _UniqueKeys)
+    try:
+        return yaml.load(text, _UniqueKeys)
+    except RecursionError:
+        raise yaml.YAMLError("its brackets are nested too deeply") from None
 
 
 def yaml_problem(error: Any) -> str:

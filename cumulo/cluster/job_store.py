@@ -67,8 +67,20 @@ class JobStore:
         """A last line that a crash cut short does not count."""
         if not self.log.exists():
             return []
-        whole, _, _ = self.log.read_text("utf-8").rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
+        whole, _, _ = self.log.read_text("utf-8", errors="replace").rpartition("\n")
+        return [self._event(number, line) for number, line in enumerate(whole.splitlines(), 1)]
+
+    def _event(self, number: int, line: str) -> dict[str, Any]:
+        try:
+            event = json.loads(line)
+            if {"event", "job_id", "time_s"} <= event.keys():
+                return dict(event)
+        except (ValueError, AttributeError):
+            pass
+        raise ConfigError(
+            f"{self.log}:{number} is not an event of a job, so somebody else wrote into it: {line[:60]!r}; "
+            "remove that line, or choose another --store"
+        )
 
     def jobs(self) -> dict[str, JobRecord]:
         return folded(self.events())

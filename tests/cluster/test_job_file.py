@@ -187,6 +187,9 @@ def test_files_that_are_missing_or_no_yaml_are_named(tmp_path: Path) -> None:
     broken.write_text("name: tiny\ntenant: a\ndevices: {count: 2}\ntenant: b\n")
     with pytest.raises(ConfigError, match="line 4, column 1: tenant is given twice"):
         read_job(broken)
+    broken.write_text("{" * 3000)
+    with pytest.raises(ConfigError, match="not valid YAML: its brackets are nested too deeply"):
+        read_job(broken)
     (tmp_path / "folder").mkdir()
     broken.write_text(yaml.safe_dump({**TRAIN, "train": {"config": "folder"}}))
     with pytest.raises(ConfigError, match="folder is a folder, and the job file needs a file"):

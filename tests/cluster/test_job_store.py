@@ -58,6 +58,16 @@ def test_a_line_that_a_crash_cut_short_is_forgotten_and_mended(tmp_path: Path) -
     assert [event["event"] for event in store.events()] == ["submitted", "changed"]
 
 
+@pytest.mark.parametrize("line", ["garbage", "{}", "[1]", '{"event": "changed"}', "\udcff"])
+def test_a_log_that_somebody_else_wrote_into_is_named_with_its_line(tmp_path: Path, line: str) -> None:
+    store = JobStore(tmp_path)
+    store.submit(JOB, "local")
+    with store.log.open("a", encoding="utf-8", errors="surrogateescape") as stream:
+        stream.write(line + "\n")
+    with pytest.raises(ConfigError, match=r"log\.jsonl:2 is not an event of a job.*--store"):
+        store.jobs()
+
+
 def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
     store = JobStore(tmp_path)
     record, _ = store.submit(JOB, "local")
