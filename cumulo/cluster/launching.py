@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cumulo.cluster.drivers.command import check_work, run_folder
-from cumulo.cluster.drivers.driver import TargetLost
+from cumulo.cluster.drivers.driver import Facts, TargetLost, may_be_there
 from cumulo.cluster.drivers.targets import driver_for
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_progress import JobProgress, run_progress
@@ -42,7 +42,10 @@ def hand_over(store: JobStore, record: JobRecord, wait: bool = False) -> None:
             return
         try:
             driver = driver_for(record.target, store)
-            facts = driver.cancel(record) if record.cancel_asked else driver.submit(record)
+            if record.cancel_asked and not may_be_there(record):
+                facts: Facts = {"state": "cancelled", "reason": "cancelled before it was submitted"}
+            else:
+                facts = driver.cancel(record) if record.cancel_asked else driver.submit(record)
             store.change(record, **facts)
         except TargetLost as error:
             what = "cancelled, if it is there" if record.cancel_asked else "not submitted yet"

@@ -112,7 +112,9 @@ def test_a_job_that_is_cancelled_before_slurm_answered_is_never_submitted(
     slurm.is_gone()
     with pytest.raises(TargetLost):
         launching.launch(JOB, "slurm", store)
-    launching.cancel(store, "tiny")
+    assert (
+        launching.cancel(store, "tiny").state == "cancelled"
+    )  # no answer is needed: it was never handed over
     slurm.answers()
     record, is_new = launching.launch(JOB, "slurm", store)  # the same file again is another job
     assert is_new and record.job_id == "tiny-2"

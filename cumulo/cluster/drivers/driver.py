@@ -1,10 +1,12 @@
 """Driver: what every target can do with a job. `cumulo launch` and `cumulo jobs` know no more of a target."""
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from cumulo.cluster.job_record import JobRecord
 from cumulo.errors import CumuloError
 
+_SUBMITTED = "handed-over"
 Facts = dict[str, Any]  # what is new about a job, by the names of JobRecord
 
 
@@ -15,6 +17,15 @@ class TargetLost(CumuloError):
     def __init__(self, why: str, job: str = "", of_job: bool = False) -> None:
         super().__init__(f"{why}; {job}" if job else why)
         self.why, self.of_job = why, of_job
+
+
+def note_submission(record: JobRecord) -> None:
+    """Written down before a target is told of a job: from here on it may be there, whatever it answers."""
+    Path(record.folder, _SUBMITTED).touch()
+
+
+def may_be_there(record: JobRecord) -> bool:
+    return bool(record.handle) or Path(record.folder, _SUBMITTED).exists()
 
 
 class Driver(Protocol):

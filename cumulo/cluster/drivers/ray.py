@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.cluster.drivers.command import output_file, run_folder, server_arguments, work_command
-from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
 from cumulo.cluster.drivers.ray_replica import replica_actor
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_record import JobRecord
@@ -46,6 +46,7 @@ class RayDriver:
         from cumulo.cluster.drivers.ray_job import ON_HEAD
 
         keeper = _keeper_class(record)
+        note_submission(record)
         actor = ray.remote(keeper).options(
             name=actor_name(record), namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
             max_restarts=-1, max_task_retries=-1, num_cpus=0, resources=ON_HEAD,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.command import output_file
-from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
 from cumulo.cluster.drivers.served import SERVICE, served_url
 from cumulo.cluster.drivers.slurm_end import read_end
 from cumulo.cluster.drivers.slurm_script import COMMENT, batch_script
@@ -64,6 +64,7 @@ class SlurmDriver:
             return {"handle": handle, **self.look_at(record, handle)}
         script = Path(record.folder, "batch.sh")
         script.write_text(batch_script(record), "utf-8")
+        note_submission(record)
         # The key has been written down; whatever happens to this answer, the comment finds the job again.
         printed = self._call("sbatch", "--parsable", str(script), job=record)
         handle = printed.strip().splitlines()[-1].split(";")[0]

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from typing import Any
 
-from cumulo.cluster.drivers.driver import Facts, TargetLost
+from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
 from cumulo.cluster.drivers.kubernetes.manifests import FILL_IN, job_manifests
 from cumulo.cluster.drivers.kubernetes.pod_template import Body
 from cumulo.cluster.drivers.kubernetes.writing import as_yaml
@@ -40,6 +40,7 @@ class KubernetesDriver:
                     f"the Secret {body['metadata']['name']} has values to fill in: create a Secret with them "
                     "(kubectl create secret generic), and name it in the job file under kubernetes.secret"
                 )
+        note_submission(record)
         self._call("apply", "--server-side", "--field-manager=cumulo", "-f", "-", text=as_yaml(bodies))
         body = _work(bodies)
         return {
