@@ -12,6 +12,7 @@ from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.policy.fifo import why_not
+from cumulo.cluster.decide.policy.quota_lines import QuotaLines, quota_lines
 from cumulo.cluster.decide.policy.reservations import Reservation, Reservations
 from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key, rows_in_order
 from cumulo.cluster.decide.quotas import QuotaBook
@@ -67,9 +68,11 @@ def queue_policy(
     the order is by what tenants have, and in the order of arrival within each."""
 
     last: _Last | None = None
+    lines: QuotaLines | None = None
+    key = _KEYS.get(order)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        nonlocal last
+        nonlocal last, lines
         if backfill and snapshot.releases is not None:
             snapshot.releases.begin()
         newcomers = None if last is None else last.newcomers(snapshot)
@@ -78,9 +81,12 @@ def queue_policy(
         trial = _Trial(snapshot, place, backfill, reservations, reason)
         if last is not None and newcomers is not None:
             trial.decide_on(newcomers, last.reserved, last.queue)
+        elif snapshot.quotas and key and (found := quota_lines(lines, snapshot, key)):
+            lines = found
+            trial.decide_in(lines)
         else:
             trial.decide(order(snapshot))
-        last = _Last.after(trial, _KEYS.get(order), by_tenant)
+        last = _Last.after(trial, key, by_tenant)
         return trial.decided
 
     return policy
@@ -180,6 +186,27 @@ class _Trial:
         try:
             if self._in_turn(ordered):
                 self._behind(ordered)
+        finally:
+            self.reserved.take_back()
+
+    def decide_in(self, lines: QuotaLines) -> None:
+        """As `decide`, where tenants have quotas."""
+        if len(self.snapshot.waiting) < _LONG_QUEUE:
+            return self.decide(lines.queue.rows(lines.key))
+        lines.update(self.book)
+        try:
+            for told, candidate in lines.in_turn(self.book):
+                self.decided += told
+                if candidate is None:
+                    break
+                entry, _, (job, shape, *_) = candidate
+                places = self.place(job, self.free)
+                if places is not None:
+                    self.start(job, places)
+                    continue
+                if self.wait(job, shape):
+                    self._behind(lines.queue.rows_behind(lines.key, entry))
+                break
         finally:
             self.reserved.take_back()
 
