@@ -1,6 +1,5 @@
 """What is kept up to date between decisions says the same as what is worked out anew."""
 
-import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +12,7 @@ from cumulo.cluster.decide.decisions import JobPlacement, Waits
 from cumulo.cluster.decide.elastic_jobs.columns import SpeedTables
 from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import fair, preemptible
@@ -256,35 +255,6 @@ def test_a_queue_keeps_every_order_it_was_asked_for():
             name: [job for job in queue if job.tenant == name] for name in {job.tenant for job in queue}
         }
     assert sum(map(len, queue.by_shape.values())) == len(there)
-
-
-def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
-    monkeypatch.setattr(fair, "_KEPT", 8)
-    monkeypatch.setattr(fair, "_MORE_KEPT", 4)
-    monkeypatch.setattr(fair, "_STRETCH", 3)
-    draw, queue, running, order = random.Random(6), JobQueue(), RunningTable(), fair.ShareOrder()
-    nodes = uniform_nodes(4, 8)
-    free = FreeCapacity(nodes)
-    quotas = {"x": TenantQuota("x", 8.0, weight=2.0)}
-    for number in range(400):
-        job = replace(
-            some_job(draw, f"j{number}"), tenant=draw.choice("vwxyz"), cpu_milli=draw.choice((0, 500))
-        )
-        if draw.random() < 0.5 and len(queue):
-            gone = queue.remove(draw.choice(list(queue)).job_id)
-            if draw.random() < 0.5:
-                running.put(RunningJob(gone, (TaskPlace("node-0", (0,)),) * gone.tasks))
-        if draw.random() < 0.2 and running:
-            running.drop(draw.choice(list(running)))
-        if number < 250 or draw.random() < 0.3:
-            queue.add(job, number)
-        many = draw.choice((1, 5, 20, 999))
-        kept = order(Snapshot(0.0, nodes, queue, running, free, quotas))
-        anew = fair.ShareOrder()(Snapshot(0.0, nodes, tuple(queue), dict(running), free, quotas))
-        assert [row[0] for row in itertools.islice(kept, many)] == [
-            row[0] for row in itertools.islice(anew, many)
-        ]
-    assert len(order._entries) > 0
 
 
 def test_sizes_of_elastic_jobs_are_those_of_taking_the_best_step_again_and_again():

@@ -270,6 +270,12 @@ def node_set(mask: NDArray[np.bool_]) -> int:
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
 
 
+def node_mask(some: int, nodes: int) -> NDArray[np.bool_]:
+    """Of so many nodes, which are in a set."""
+    bits = np.frombuffer(some.to_bytes((nodes + 7) // 8, "little"), dtype=np.uint8)
+    return np.unpackbits(bits, count=nodes, bitorder="little").astype(np.bool_)
+
+
 def members(some: int, at_most: int) -> list[int]:
     """The first nodes of a set, in order."""
     if at_most > _MANY:

@@ -39,7 +39,7 @@ def _row(job: JobRequest, shape: int) -> WaitingRow:
     return job, shape, _seconds(job), gpus, job.tasks * job.cpu_milli
 
 
-class _Sorted:
+class SortedJobs:
     """Jobs in the order of a key, the earlier number first among equals. The rows of the first are kept, as far as
     somebody read them: decisions read the same ones again and again."""
 
@@ -56,7 +56,8 @@ class _Sorted:
         self.keys = [row[0] for row in rows]
         self.jobs = [row[1] for row in rows]
         self._first: list[WaitingRow] = []
-        self.version = next(_versions)  # a number that no other state of any queue has
+        # A number that no other state of any queue has, except those with more jobs at its end.
+        self.version = next(_versions)
 
     def rows(self, at: int = 0) -> Iterator[WaitingRow]:
         """From the job of this number on."""
@@ -72,12 +73,12 @@ class _Sorted:
             at += len(some)
 
     def add(self, job: JobRequest, number: int) -> None:
-        self.version = next(_versions)
         entry = (self.key(job), number)
         if not self.keys or self.keys[-1] < entry:
             self.keys.append(entry)
             self.jobs.append(job)
             return
+        self.version = next(_versions)
         at = bisect.bisect(self.keys, entry)
         self.keys.insert(at, entry)
         self.jobs.insert(at, job)
@@ -107,9 +108,9 @@ class JobQueue(Sequence[JobRequest]):
     for; `tenants` the queue of each tenant."""
 
     def __init__(self) -> None:
-        self._arrived = _Sorted(by_arrival_key, (), self.row)
-        self._views: dict[SortKey, _Sorted] = {by_arrival_key: self._arrived}
-        self._tenants: dict[SortKey, dict[str, _Sorted]] = {}
+        self._arrived = SortedJobs(by_arrival_key, (), self.row)
+        self._views: dict[SortKey, SortedJobs] = {by_arrival_key: self._arrived}
+        self._tenants: dict[SortKey, dict[str, SortedJobs]] = {}
         self._known: dict[str, tuple[int, JobRequest]] = {}
         self.shape = ShapeNumbers().shape
         self.shapes: dict[str, int] = {}  # of each job
@@ -148,7 +149,10 @@ class JobQueue(Sequence[JobRequest]):
             view.add(job, number)
         self.touched.append(job.tenant)
         for key, lines in self._tenants.items():
-            lines.setdefault(job.tenant, _Sorted(key, (), self.row)).add(job, number)
+            line = lines.get(job.tenant)
+            if line is None:
+                line = lines[job.tenant] = SortedJobs(key, (), self.row)
+            line.add(job, number)
 
     def remove(self, job_id: str) -> JobRequest:
         number, job = self._known.pop(job_id)
@@ -177,10 +181,10 @@ class JobQueue(Sequence[JobRequest]):
     def row(self, job: JobRequest) -> WaitingRow:
         return _row(job, self.shapes[job.job_id])
 
-    def _view(self, key: SortKey) -> _Sorted:
+    def _view(self, key: SortKey) -> SortedJobs:
         known = self._views.get(key)
         if known is None:
-            known = self._views[key] = _Sorted(key, self._known.values(), self.row)
+            known = self._views[key] = SortedJobs(key, self._known.values(), self.row)
         return known
 
     def ordered(self, key: SortKey) -> Sequence[JobRequest]:
@@ -201,16 +205,16 @@ class JobQueue(Sequence[JobRequest]):
         return {name: some.jobs for name, some in self.by_tenant.items()}
 
     @property
-    def by_tenant(self) -> Mapping[str, _Sorted]:
+    def by_tenant(self) -> Mapping[str, SortedJobs]:
         return self.lines(by_arrival_key)
 
-    def lines(self, key: SortKey) -> Mapping[str, _Sorted]:
+    def lines(self, key: SortKey) -> Mapping[str, SortedJobs]:
         """Each tenant's jobs in the order of a key; kept from the first time it is asked for."""
         found = self._tenants.get(key)
         if found is None:
             found = self._tenants[key] = {}
             for number, job in self._known.values():
-                found.setdefault(job.tenant, _Sorted(key, (), self.row)).add(job, number)
+                found.setdefault(job.tenant, SortedJobs(key, (), self.row)).add(job, number)
         return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.nodes import FreeCapacity, node_set
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _Kind = tuple[int, tuple[str, ...]]  # GPUs per task, accepted devices
@@ -42,6 +42,7 @@ class Releases:
         self._changed: set[int] = (
             set()
         )  # nodes whose rows of `_ends` are old: what is tried is often taken back
+        self._late: tuple[int, float, int] | None = None  # GPUs, a moment, and the nodes that have fewer then
         self._round = 0
 
     def begin(self) -> "Releases":
@@ -90,6 +91,8 @@ class Releases:
         if self._ends is None:
             self._ends = self._all_ends()
             self._changed.clear()
+        if not self._changed:
+            return self._ends
         kinds = [(kind, starts.values()) for kind, starts in self._starts.items() if starts]
         width = self._ends.shape[1]
         for node in self._changed:
@@ -99,6 +102,10 @@ class Releases:
             if after == before:
                 continue
             self._ends[node] = after
+            if self._late is not None:
+                gpus, at_s, late = self._late
+                if (after[gpus - 1] > at_s) != (before[gpus - 1] > at_s):
+                    self._late = gpus, at_s, late ^ (1 << node)
             for (gpus, devices), starts in kinds:
                 if devices and self.free.nodes[node].device not in devices:
                     continue
@@ -176,10 +183,12 @@ class Releases:
         self._settle()
         return start.by_then - start.tasks
 
-    def of_no_use(self, job: JobRequest, at_s: float) -> np.ndarray:
-        """Nodes that cannot take a task of this job at that moment anyway."""
-        late: np.ndarray = self._settle()[:, job.gpus_per_task - 1] > at_s
-        return late | ~self.free.device_mask(job.devices) if job.devices else late
+    def of_no_use(self, job: JobRequest, at_s: float) -> int:
+        """The set of ready nodes that cannot take a task of this job at that moment anyway."""
+        ends, gpus = self._settle(), job.gpus_per_task
+        if self._late is None or self._late[:2] != (gpus, at_s):
+            self._late = gpus, at_s, node_set(ends[:, gpus - 1] > at_s)
+        return self.free.ready_set & ~(self.free.usable_set(job.devices) & ~self._late[2])
 
     def forget(self) -> None:
         """Drops the starts that nobody asked for since the last call."""

@@ -5,20 +5,23 @@ order, a placer, and this loop.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.policy.fifo import why_not
 from cumulo.cluster.decide.policy.quota_lines import QuotaLines, quota_lines
-from cumulo.cluster.decide.policy.reservations import Reservation, Reservations
+from cumulo.cluster.decide.policy.reservations import Places, Reservation, Reservations
 from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key, rows_in_order
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
-Order = Callable[[Snapshot], Iterator[WaitingRow]]
+# The waiting jobs, and the fewest GPUs that tenants at their limits were refused: as long as this says so, jobs of
+# theirs that ask for no less may be left out.
+Order = Callable[[Snapshot, Mapping[str, float]], Iterator[WaitingRow]]
 _MOST_TRIED = (
     200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
 )
@@ -29,11 +32,11 @@ _LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are t
 _ANY = float("inf")
 
 
-def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:
+def by_arrival(snapshot: Snapshot, refused: Mapping[str, float]) -> Iterator[WaitingRow]:
     return rows_in_order(snapshot.waiting, by_arrival_key)
 
 
-def by_prediction(snapshot: Snapshot) -> Iterator[WaitingRow]:
+def by_prediction(snapshot: Snapshot, refused: Mapping[str, float]) -> Iterator[WaitingRow]:
     """Short jobs first; a job of unknown duration counts as an hour. Nobody starves: ten times its duration after
     its arrival a job is before everybody who arrives then."""
     return rows_in_order(snapshot.waiting, _stretched)
@@ -43,7 +46,7 @@ def _stretched(job: JobRequest) -> float:
     return job.arrival_s + _STRETCH * (3600.0 if job.predicted_s is None else job.predicted_s)
 
 
-def by_priority(snapshot: Snapshot) -> Iterator[WaitingRow]:
+def by_priority(snapshot: Snapshot, refused: Mapping[str, float]) -> Iterator[WaitingRow]:
     return rows_in_order(snapshot.waiting, _urgent)
 
 
@@ -85,11 +88,17 @@ def queue_policy(
             lines = found
             trial.decide_in(lines)
         else:
-            trial.decide(order(snapshot))
+            trial.decide(order(snapshot, trial.refused))
         last = _Last.after(trial, key, by_tenant)
         return trial.decided
 
     return policy
+
+
+# Jobs of tenants at their limits wait for the same reason in one decision after another.
+@lru_cache(maxsize=4096)
+def _waits(job_id: str, reason: str) -> Waits:
+    return Waits(job_id, reason)
 
 
 @dataclass(slots=True)
@@ -185,6 +194,7 @@ class _Trial:
     def decide(self, ordered: Iterator[WaitingRow]) -> None:
         try:
             if self._in_turn(ordered):
+                self.refused.clear()
                 self._behind(ordered)
         finally:
             self.reserved.take_back()
@@ -227,9 +237,9 @@ class _Trial:
         for job, shape, _, gpus, _ in rows:
             if gpus >= self.refused.get(job.tenant, _ANY):
                 continue  # as one of its tenant that asks for no more: of a long queue only the first is told
-            refused = self.book.refuses(job)
+            refused = self.book.refuses(job, gpus)
             if refused is not None:
-                self.decided.append(Waits(job.job_id, refused))
+                self.decided.append(_waits(job.job_id, refused))
                 if long:
                     self.refused[job.tenant] = gpus
                 continue
@@ -267,15 +277,20 @@ class _Trial:
         if refused is not None:
             self.decided.append(Waits(job.job_id, refused))
             return True
-        # Placers find places for a gang where there are enough: most shapes fail by counting alone.
-        able = slots(job, self.free)
-        places = self.place(job, self.free) if able >= job.tasks else None
-        if places is None:
+        # Placers find places where there are enough, so that counting often tells all.
+        harmless: Places | Reservation | None = self.reserved.certain_harm(job)
+        able = None
+        if harmless is not None or job.devices or not only_gpus(job):
+            able = slots(job, self.free)
+        if able is not None and able < job.tasks:
+            harmless = None
+        elif harmless is None and (places := self.place(job, self.free)) is not None:
+            harmless = self.reserved.without_harm(job, places)
+        if harmless is None:
             if not self.wait(job, shape, able):
                 return False
             self.hopeless = self.nobody_fits()
             return True
-        harmless = self.reserved.without_harm(job, places)
         if isinstance(harmless, Reservation):
             self.harmful[shape] = harmless.start_s
             reason = f"it fits, but would delay {harmless.job.job_id}, which is before it"

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cumulo.cluster.decide.fit import Placer, only_gpus
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.fit import Placer, only_gpus, tightest
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity, node_mask
 from cumulo.cluster.decide.policy.ends_ahead import EndsAhead, Moment
 from cumulo.cluster.decide.releases import Releases, Start
 from cumulo.cluster.decide.running import table_of
@@ -86,7 +86,7 @@ class Reservations:
         late = [one for one in self.made if ends_s > one.start_s]
         harmed = self._harmed(late, job, places)
         if harmed is not None and harmed.start is not None and self.releases is not None:
-            places = self.place(job, self._of_no_use(harmed)) or ()
+            places = self._elsewhere(job, harmed)
             harmed = self._harmed(late, job, places) if places else late[0]
         if harmed is not None:
             return harmed
@@ -107,13 +107,30 @@ class Reservations:
                     return one
         return None
 
-    def _of_no_use(self, reserved: Reservation) -> FreeCapacity:
-        """The nodes that a reserved job has no use for."""
+    def certain_harm(self, job: JobRequest) -> Reservation | None:
+        """The only reservation, if a job that fits delays it wherever it is placed: nodes with room for a task of
+        it have room for one of the reserved job, too, now and then, so that counting tells what it costs."""
+        if len(self.made) != 1:
+            return None
+        one, each = self.made[0], self.made[0].job.gpus_per_task
+        if one.start is None or one.job.devices or job.gpu_milli != WHOLE_GPU or job.gpus_per_task < each:
+            return None
+        if job.predicted_s is not None and self.snapshot.now_s + job.predicted_s <= one.start_s:
+            return None
+        assert self.releases is not None
+        costs = job.tasks * (job.gpus_per_task // each)
+        return one if costs > self.releases.spare(one.start) else None
+
+    def _elsewhere(self, job: JobRequest, reserved: Reservation) -> Places:
+        """On nodes that a reserved job has no use for; (): there is no room."""
+        assert self.releases is not None and reserved.start is not None
+        free, nodes = self.free, self.releases.of_no_use(reserved.job, reserved.start.at_s)
+        among = nodes & free.usable_set(job.devices)
+        if only_gpus(job) and tightest(free, job.gpus_per_task, among) is None:
+            return ()
         if self._narrow is None or self._narrow[0] is not reserved:
-            assert self.releases is not None and reserved.start is not None
-            able = self.releases.of_no_use(reserved.job, reserved.start.at_s)
-            self._narrow = reserved, self.free.narrowed(able)
-        return self._narrow[1]
+            self._narrow = reserved, free.narrowed(node_mask(nodes, len(free.nodes)))
+        return self.place(job, self._narrow[1]) or ()
 
     def _after_ends(self, job: JobRequest, ends: Sequence[tuple[float, str]]) -> Reservation | None:
         """For jobs that ask for more than whole GPUs: end by end."""

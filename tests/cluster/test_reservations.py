@@ -1,0 +1,87 @@
+"""Jobs behind a reserved start: what counting and kept sets of nodes tell is what placing them would tell."""
+
+import random
+from collections import Counter
+
+from cumulo.cluster.decide.fit import pack_gang, slots
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members
+from cumulo.cluster.decide.policy.reservations import Reservation, Reservations
+from cumulo.cluster.decide.releases import Releases
+from cumulo.cluster.decide.running import RunningTable
+from cumulo.cluster.decide.snapshot import Snapshot
+
+
+def some_job(draw: random.Random, name: str) -> JobRequest:
+    share = draw.random() < 0.15
+    return JobRequest(
+        name, draw.choice((1, 1, 2, 3)), 1 if share else draw.choice((1, 2, 3, 4, 8)), 250 if share else 1000,
+        devices=draw.choice(((), (), ("a",))), predicted_s=draw.choice((None, draw.uniform(1, 99))),
+    )  # fmt: skip
+
+
+def busy_clusters(seed: int, steps: int):
+    """A cluster on which jobs come and go, and nodes fail and come back."""
+    draw = random.Random(seed)
+    nodes = [ClusterNode(f"n{n}", draw.choice((4, 8)), draw.choice("ab")) for n in range(9)]
+    free, running = FreeCapacity(nodes), RunningTable()
+    releases = Releases(free, {}).begin()
+    for step in range(steps):
+        if draw.random() < 0.1:
+            number = draw.randrange(9)
+            ready = free.ready.copy()
+            ready[number] = not ready[number]
+            free.set_ready(ready)
+            releases.set_health(number)
+        if running and draw.random() < 0.45:
+            gone = running.drop(draw.choice(list(running)))
+            free.release(gone.request, gone.places)
+            releases.remove(gone.request, gone.places, gone.expected_end_s)
+        else:
+            job = some_job(draw, f"j{step}")
+            places = pack_gang(job, free)
+            if places is not None:
+                ends = None if job.predicted_s is None else step + job.predicted_s
+                running.put(RunningJob(job, places, step, ends))
+                free.allocate(job, places)
+                releases.add(job, places, ends)
+        yield draw, Snapshot(float(step), nodes, (), running, free, {}, releases)
+
+
+def test_nodes_that_a_reserved_job_has_no_use_for_are_known_while_jobs_come_and_go():
+    moment, asked, found = 0.0, JobRequest("reserved", 2, 4), set()
+    for draw, snapshot in busy_clusters(1, 300):
+        if draw.random() < 0.2:
+            moment = snapshot.now_s + draw.uniform(0, 60)
+            asked = JobRequest("reserved", 2, draw.choice((1, 2, 4)), devices=draw.choice(((), ("a",))))
+        free, ends = snapshot.free, snapshot.releases.gpu_end_s
+        expected = [
+            number for number, node in enumerate(free.nodes)
+            if free.ready[number] and (
+                sum(end_s <= moment for end_s in ends[number]) < asked.gpus_per_task
+                or bool(asked.devices and node.device not in asked.devices)
+            )
+        ]  # fmt: skip
+        assert members(snapshot.releases.of_no_use(asked, moment), 99) == expected
+        found.add(tuple(expected))
+    assert len(found) > 20
+
+
+def test_a_job_that_harms_a_reserved_start_by_counting_does_so_wherever_it_is_placed():
+    seen = Counter()
+    for draw, snapshot in busy_clusters(2, 1500):
+        reserved = Reservations(snapshot, pack_gang)
+        first = JobRequest("first", draw.choice((1, 2, 4, 6)), draw.choice((2, 4, 8)))
+        if slots(first, snapshot.free) >= first.tasks or reserved.reserve(first) is None:
+            continue
+        for _ in range(4):
+            job = some_job(draw, "behind")
+            places = pack_gang(job, snapshot.free)
+            if places is None:
+                continue
+            certain = reserved.certain_harm(job)
+            harmless = reserved.without_harm(job, places)
+            assert certain is None or harmless is certain
+            seen[certain is not None, isinstance(harmless, Reservation)] += 1
+        reserved.take_back()
+    assert min(seen[True, True], seen[False, True], seen[False, False]) > 20

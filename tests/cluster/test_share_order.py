@@ -1,0 +1,68 @@
+"""Waiting jobs in the order of fair shares, as they are kept from one decision to the next."""
+
+import itertools
+import random
+from collections import Counter
+
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.policy import share_order
+from cumulo.cluster.decide.queue import JobQueue
+from cumulo.cluster.decide.running import RunningTable
+from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
+from cumulo.cluster.simulate.traces import uniform_nodes
+
+
+def some_job(draw: random.Random, number: int) -> JobRequest:
+    share = draw.random() < 0.2
+    return JobRequest(
+        f"j{number}", draw.choice((1, 1, 2, 3, 9)), 1 if share else draw.choice((1, 2, 4, 8)),
+        250 if share else 1000, cpu_milli=draw.choice((0, 500)), tenant=draw.choice("vwxyz"),
+        arrival_s=number if draw.random() < 0.7 else draw.uniform(0, 9),
+    )  # fmt: skip
+
+
+def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
+    """Tenants that are refused are left out where the kept jobs end, until the reader wants all of them again."""
+    monkeypatch.setattr(share_order, "_KEPT", 8)
+    monkeypatch.setattr(share_order, "_MORE_KEPT", 4)
+    monkeypatch.setattr(share_order, "_FEWEST_KEPT", 5)
+    monkeypatch.setattr(share_order, "_STRETCH", 3)
+    draw, queue, running, order = random.Random(6), JobQueue(), RunningTable(), share_order.ShareOrder()
+    nodes = uniform_nodes(4, 8)
+    free = FreeCapacity(nodes)
+    quotas = {"x": TenantQuota("x", 8.0, weight=2.0)}
+    seen = Counter()
+    for number in range(600):
+        if draw.random() < 0.5 and len(queue):
+            gone = queue.remove(draw.choice(list(queue)).job_id)
+            if draw.random() < 0.5:
+                running.put(RunningJob(gone, (TaskPlace("node-0", (0,)),) * gone.tasks))
+        if draw.random() < 0.2 and running:
+            running.drop(draw.choice(list(running)))
+        if number < 400 or draw.random() < 0.3:
+            queue.add(some_job(draw, number), number)
+        refused, limit = (
+            {},
+            draw.choice((0, 1, 2, 9, 99)),
+        )  # GPUs that tenants get, once they were refused more
+        turn, many = draw.choice((0, 5, 20, 60, 999)), draw.choice((1, 20, 999))
+        kept = order(Snapshot(0.0, nodes, queue, running, free, quotas), refused)
+        anew = share_order.ShareOrder()(Snapshot(0.0, nodes, tuple(queue), dict(running), free, quotas), {})
+        expected = [row[0] for row in anew]
+        at = read = 0
+        for job, _, _, gpus, _ in itertools.islice(kept, turn):
+            passed = expected[at : expected.index(job, at)]
+            assert all(one.gpus >= refused.get(one.tenant, 1e9) for one in passed)
+            seen["left out"] += len(passed)
+            at += len(passed) + 1
+            read += 1
+            if gpus > limit:
+                refused[job.tenant] = min(gpus, refused.get(job.tenant, 1e9))
+        if read < turn:
+            assert all(one.gpus >= refused.get(one.tenant, 1e9) for one in expected[at:])
+            continue
+        seen["wanted again"] += bool(refused) and at > 8
+        refused.clear()
+        assert [row[0] for row in itertools.islice(kept, many)] == expected[at : at + many]
+    assert len(order._entries) > 0 and min(seen.values()) > 20
