@@ -38,6 +38,9 @@ def slots(job: JobRequest, free: FreeCapacity) -> int:
     each, tally = job.gpus_per_task, free.tally
     if not job.devices:
         return sum([tally[room] * (room // each) for room in range(each, len(tally))])
+    if free.tallies is not None:
+        some = [free.tallies[name] for name in set(job.devices) if name in free.tallies]
+        return sum([many[room] * (room // each) for many in some for room in range(each, len(tally))])
     among, room = free.usable_set(job.devices), free.room
     return sum(
         [(room[many] & among).bit_count() * (many // each) for many in range(each, len(tally)) if tally[many]]

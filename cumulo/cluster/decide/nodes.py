@@ -63,6 +63,7 @@ class FreeCapacity:
     __slots__ = (
         "_device_masks",
         "_device_sets",
+        "_devices",
         "_single_places",
         "_whole_places",
         "capacity",
@@ -80,6 +81,7 @@ class FreeCapacity:
         "ready",
         "ready_set",
         "room",
+        "tallies",
         "tally",
         "version",
         "whole",
@@ -101,6 +103,7 @@ class FreeCapacity:
         self.version: Ints = np.array([next(_versions) for _ in nodes], dtype=np.int64)
         self._device_masks: dict[tuple[str, ...], NDArray[np.bool_]] = {}
         self._device_sets: dict[tuple[str, ...], int] = {}
+        self._devices = {node.device for node in nodes}
         self._single_places: dict[int, tuple[TaskPlace, ...]] = {}
         self._whole_places: dict[int, TaskPlace] = {}
         # GPUs and thousandths of cores of all nodes, for shares
@@ -122,6 +125,13 @@ class FreeCapacity:
         self.room = [node_set(self.whole == free) for free in range(self.gpu_milli.shape[1] + 1)]
         self.ready_set = node_set(self.ready)
         self.tally = [(some & self.ready_set).bit_count() for some in self.room]  # of the ready ones
+        # The same of each device; None: all have the same, or nobody counted.
+        self.tallies: dict[str, list[int]] | None = None
+        if len(self._devices) > 1:
+            usable = {name: self.usable_set((name,)) for name in self._devices}
+            self.tallies = {
+                name: [(some & among).bit_count() for some in self.room] for name, among in usable.items()
+            }
         self.free_gpus = sum(
             free * nodes for free, nodes in enumerate(self.tally)
         )  # entirely free, on ready nodes
@@ -132,6 +142,8 @@ class FreeCapacity:
             setattr(other, name, getattr(self, name))
         for name in ("gpu_milli", "whole", "cpu_milli", "memory_mib", "ready", "version", "room", "tally"):
             setattr(other, name, getattr(self, name).copy())
+        if self.tallies is not None:
+            other.tallies = {name: tally.copy() for name, tally in self.tallies.items()}
         other.copied = None if self.within is not None else (self.fit_tables, self.changes.count)
         other.within = None
         other.fit_tables, other.changes = {}, NodeChanges()
@@ -182,7 +194,7 @@ class FreeCapacity:
         other: Any = object.__new__(FreeCapacity)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
-        other.within = self
+        other.within, other.tallies = self, None
         other.ready = self.ready & able
         other.ready_set = node_set(other.ready)
         other.tally = [
@@ -263,6 +275,10 @@ class FreeCapacity:
             self.tally[before] -= 1
             self.tally[after] += 1
             self.free_gpus += change
+            if self.tallies is not None:
+                tally = self.tallies[self.nodes[node].device]
+                tally[before] -= 1
+                tally[after] += 1
 
 
 def node_set(mask: NDArray[np.bool_]) -> int:

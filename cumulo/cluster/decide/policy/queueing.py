@@ -273,7 +273,7 @@ class _Trial:
 
     def _tried(self, job: JobRequest, shape: int) -> bool:
         """Starts a job if it fits and delays nobody; whether those behind it may be tried."""
-        refused = self.book.refuses(job)
+        refused = self.book.refuses(job) if self.book.quotas else None
         if refused is not None:
             self.decided.append(Waits(job.job_id, refused))
             return True
