@@ -1,10 +1,13 @@
 """`cumulo simulate cluster` on a cluster that is too small for its jobs."""
 
 import json
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from cumulo.cli.app import app
+from cumulo.errors import ConfigError, CumuloError
 from tests.cli.conftest import ROOT
 
 
@@ -80,3 +83,46 @@ def test_wrong_predictions_mislead_only_policies_that_read_them() -> None:
 
     right, wrong = mean_jct_s("0"), mean_jct_s("2")
     assert wrong["shortest"] > 1.05 * right["shortest"] and wrong["fifo"] == right["fifo"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--synthetic", "5", "--load", "0"], "--load must be more than 0, such as 0.9, got 0"),
+        (["--synthetic", "5", "--load", "nan"], "--load must be more than 0"),
+        (["--synthetic", "5", "--interval", "1e-9"], "--interval must be 0 or 0.001 seconds or more"),
+        (["--synthetic", "5", "--failures", "-3"], "--failures -3: known are rsc-1"),
+        (["--synthetic", "5", "--failures", "inf"], "--failures inf: known are rsc-1"),
+        (["--synthetic", "5", "--quota", "a=-5"], "--quota a=-5: write TENANT=GPUS"),
+        (["--synthetic", "5", "--quota", "a=nan"], "--quota a=nan: write TENANT=GPUS"),
+        (["--synthetic", "5", "--html", "/nowhere/at/all.html"], "is in a folder that does not exist"),
+        (["--synthetic", "5", "--log", "/"], "--log /: / is a folder"),
+        (["--synthetic", "5", "--nodes", "1000000000"], "less than or equal to 1000000"),
+    ],
+)
+def test_amounts_and_files_that_cannot_be_meant_are_refused_before_the_run(
+    words: list[str], said: str
+) -> None:
+    found = CliRunner().invoke(app, ["simulate", "cluster", *words])
+    told = " ".join((found.output + str(found.exception)).split())
+    assert isinstance(found.exception, (CumuloError, SystemExit)) and said in told, told
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return 5", "returned something that is no list of decisions: TypeError"),
+        ("return 1 / 0", "own.py:2: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_policy_of_the_user_that_fails_is_told_with_its_line(tmp_path: Path, body: str, said: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"def decide(snapshot):\n    {body}\n")
+    words = ["simulate", "cluster", "--synthetic", "5", "--policy", f"{file}:decide"]
+    found = CliRunner().invoke(app, words)
+    assert isinstance(found.exception, ConfigError) and said in str(found.exception), found.exception
+
+
+def test_no_failures_at_all_is_a_rate_too() -> None:
+    words = ["simulate", "cluster", "--synthetic", "5", "--failures", "0", "--policy", "fifo"]
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0

@@ -1,7 +1,10 @@
 """`cumulo simulate cluster`: a trace of jobs under scheduling policies, in virtual time."""
 
+import contextlib
+import math
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,7 @@ EXAMPLE = (
     "Example: [bold]cumulo simulate cluster --synthetic 500 --nodes 64 --policy fifo,backfill,shortest "
     "--html cluster.html[/bold]"
 )
+_LEAST_INTERVAL_S = 0.001
 _CLUSTER, _JOBS, _REPORT = "Cluster", "Jobs", "Report"
 
 
@@ -29,11 +33,11 @@ class ClusterRunOptions:
         Path | None,
         typer.Argument(metavar="TRACE", help="CSV of jobs: our own form, openb, Tiresias, Gavel or Pollux."),
     ] = None
-    nodes: int = option("Number of nodes.", 16, panel=_CLUSTER, min=1)
-    gpus_per_node: int = option("GPUs of each node.", 8, panel=_CLUSTER, min=1)
+    nodes: int = option("Number of nodes.", 16, panel=_CLUSTER, min=1, max=1_000_000)
+    gpus_per_node: int = option("GPUs of each node.", 8, panel=_CLUSTER, min=1, max=1024)
     nodes_per_leaf: int = option("Nodes on one leaf switch; 0: one switch.", 0, panel=_CLUSTER, min=0)
     node_list: Path | None = option(
-        "CSV of nodes instead of --nodes: name,gpus[,device,leaf,domain], or openb's.", None, panel=_CLUSTER
+        "CSV of nodes instead of --nodes: name,gpus[,device,leaf], or openb's.", None, panel=_CLUSTER
     )
     oversubscription: float = option(
         "What the nodes of a leaf can send over what its uplinks carry.", 2.0, panel=_CLUSTER, min=1
@@ -120,6 +124,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
     from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
     from cumulo.cluster.simulate.traces import mispredicted
 
+    _check(chosen)
     nodes = _nodes(chosen)
     pollux = chosen.trace is not None and chosen.trace.is_file() and is_pollux(chosen.trace)
     jobs = [] if pollux else mispredicted(_jobs(chosen, nodes), chosen.prediction_error)
@@ -148,7 +153,8 @@ def cluster(chosen: ClusterRunOptions) -> None:
                 always_decide=policy.always_decide,
                 told=partial(_tell, tell, policy.name),
             )
-            run = play(nodes, jobs, policy.decide, speed, settings)
+            with _own_mistakes(policy.name):
+                run = play(nodes, jobs, policy.decide, speed, settings)
             found.append((policy.name, run, time.process_time() - began_s))
             if isinstance(speed, LeafSpeed):
                 steps.append((policy.name, dict(speed.steps)))
@@ -173,6 +179,43 @@ def cluster(chosen: ClusterRunOptions) -> None:
             out.print(view.explanation(chosen.explain, found, steps), highlight=False)
         elif len(found[-1][1].per_tenant) > 1:
             out.print(view.tenants(found[-1][0], found[-1][1]))
+
+
+def _check(chosen: ClusterRunOptions) -> None:
+    """What cannot be meant, and files that could not be written after a long run."""
+    from cumulo.errors import ConfigError
+
+    if not 0 < chosen.load < math.inf:
+        raise ConfigError(f"--load must be more than 0, such as 0.9, got {chosen.load:g}")
+    if chosen.interval and not chosen.interval >= _LEAST_INTERVAL_S:
+        text = f"--interval must be 0 or {_LEAST_INTERVAL_S:g} seconds or more, got {chosen.interval:g}"
+        raise ConfigError(text)
+    for name, path in (("--html", chosen.html), ("--log", chosen.log)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            why = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+            raise ConfigError(f"{name} {path}: {path} {why}")
+
+
+@contextlib.contextmanager
+def _own_mistakes(name: str) -> Iterator[None]:
+    """An exception of a user's own policy is told with its line, and not with ours."""
+    from cumulo.errors import ConfigError, CumuloError
+
+    file = name.partition(":")[0]
+    try:
+        yield
+    except CumuloError:
+        raise
+    except Exception as error:
+        if not file.endswith(".py"):
+            raise
+        lines = [
+            one.lineno
+            for one in traceback.extract_tb(error.__traceback__)
+            if Path(one.filename).samefile(file)
+        ]
+        where = f"{file}:{lines[-1]}" if lines else f"{name} returned something that is no list of decisions"
+        raise ConfigError(f"the policy failed, {where}: {type(error).__name__}: {error}") from error
 
 
 def _tell(tell: Callable[[str], None], name: str, done: int, jobs: int) -> None:
@@ -217,9 +260,12 @@ def _quotas(chosen: ClusterRunOptions) -> tuple:  # type: ignore[type-arg]
         name, _, size = text.partition("=")
         own, _, borrowed = size.partition("+")
         try:
-            found.append(TenantQuota(name, float(own), float(borrowed or 0)))
-        except ValueError as error:
-            raise ConfigError(f"--quota {text}: write TENANT=GPUS or TENANT=GPUS+BORROWED") from error
+            amounts = float(own), float(borrowed or 0)
+        except ValueError:
+            amounts = math.nan, math.nan
+        if not all(0 <= amount < math.inf for amount in amounts):
+            raise ConfigError(f"--quota {text}: write TENANT=GPUS or TENANT=GPUS+BORROWED")
+        found.append(TenantQuota(name, *amounts))
     return tuple(found)
 
 
@@ -233,12 +279,14 @@ def _failures(chosen: ClusterRunOptions):  # type: ignore[no-untyped-def]
     if rate is None:
         try:
             rate = float(chosen.failures)
-        except ValueError as error:
+        except ValueError:
+            rate = math.nan
+        if not 0 <= rate < math.inf:
             raise ConfigError(
                 f"--failures {chosen.failures}: known are {', '.join(PUBLISHED_RATES)}, or failures per "
                 "1,000 node-days"
-            ) from error
-    return FailureRates(rate)
+            )
+    return FailureRates(rate) if rate else None
 
 
 def _fill(chosen: ClusterRunOptions, nodes: "list[ClusterNode]", jobs: "list[TraceJob]") -> None:

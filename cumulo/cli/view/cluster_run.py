@@ -70,17 +70,26 @@ def never_ended(runs: Runs) -> list[str]:
         kind = f" of {' or '.join(first.devices)}" if first.devices else ""
         able = [node for node in nodes if not kind or node.device in first.devices]
         lines.append(
-            f"{len(left_out):,} jobs were left out: the whole cluster is too small for them. The first is "
-            f"{first.job_id}, which needs {first.tasks:,} tasks with {first.gpus_per_task} GPUs{kind} each; the "
+            f"{_left_out(len(left_out))}. The first is "
+            f"{first.job_id}, which needs {first.tasks:,} task{'' if first.tasks == 1 else 's'} with "
+            f"{first.gpus_per_task} GPUs{kind} each; the "
             f"cluster has {sum(node.gpus for node in able):,}{' such' if kind else ''} GPUs, "
             f"{max((node.gpus for node in able), default=0)} on its largest node."
         )
     for name, run, _ in runs:
         if run.unfinished:
             job, gpus = run.unfinished[0], sum(node.gpus for node in run.nodes)
-            lines.append(f"{len(run.unfinished):,} jobs never end under {name}; the first is {job.job_id}, which "
-                         f"needs {job.gpus:,g} of {gpus:,} GPUs")  # fmt: skip
+            left = len(run.unfinished)
+            lines.append(
+                f"{left:,} job{' never ends' if left == 1 else 's never end'} under {name}; the first is "
+                f"{job.job_id}, which needs {job.gpus:,g} of {gpus:,} GPUs"
+            )
     return lines
+
+
+def _left_out(count: int) -> str:
+    why = "left out: the whole cluster is too small for"
+    return f"1 job was {why} it" if count == 1 else f"{count:,} jobs were {why} them"
 
 
 def tenants(name: str, run: ClusterRun) -> Table:
