@@ -90,6 +90,28 @@ def test_requests_that_all_come_at_once_have_no_rate(tmp_path: Path) -> None:
         run("simulate", "serve", "llama-3.1-8b", "--trace", str(trace), "--rate", "5")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--budget", "0.001"],
+            r"--budget 0.001 is less than the fewest replicas cost, which is \$3.79 per hour",
+        ),
+        (["--min", "2", "--budget", "5"], r"less than the fewest replicas cost, which is \$7.58 per hour"),
+        (["--begin", "100", "--max", "4"], "--begin 100 is more than --max 4"),
+        (["--svg", "/nowhere/a.svg"], "there is no folder /nowhere"),
+        (["TRACE"], "a rehearsal needs traffic that changes over time: it has one request"),
+    ],
+)
+def test_a_rehearsal_that_cannot_be_is_refused_before_it_runs(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    trace = tmp_path / "one.jsonl"
+    trace.write_text(json.dumps({"arrival_s": 0.0, "prompt_tokens": 100, "output_tokens": 9}) + "\n")
+    with pytest.raises(CumuloError, match=said):
+        run("simulate", "autoscale", *(str(trace) if word == "TRACE" else word for word in words))
+
+
 def test_a_public_trace_with_block_hashes_is_replayed_too(tmp_path: Path) -> None:
     trace = tmp_path / "mooncake.jsonl"
     line = {"input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}

@@ -45,7 +45,7 @@ class AutoscaleOptions:
     min_replicas: int = option("Fewest replicas; 0: scale to zero.", 1, "--min", panel=_RULES, min=0)
     max_replicas: int = option("Most replicas.", 16, "--max", panel=_RULES, min=1)
     budget: float = option(
-        "Most that all replicas may cost per hour, in USD; 0: no bound.", 0.0, panel=_RULES
+        "Most that all replicas may cost per hour, in USD; 0: no bound.", 0.0, panel=_RULES, min=0
     )
     model: str = option(
         "A model name from the catalogue, or a folder with a config.json.", "llama-3.1-8b", panel=_FLEET
@@ -128,6 +128,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         devices_per_replica=dict.fromkeys(roles, replica.ranks),
         price_per_device_hour=replica.device.price_per_hour,
     )
+    _check(chosen, traffic, limits, replica.price_per_hour * len(roles))
     earlier, judged = parted(traffic, chosen.train)
     runs = []
     with working("simulating") as tell:
@@ -159,6 +160,27 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         )
         out.print(view.KEY, style="dim")
         out.print(f"evidence: {replica.profile.evidence}", style="dim")
+
+
+def _check(chosen: AutoscaleOptions, traffic: "Traffic", limits: "ScalingLimits", least_price: float) -> None:
+    """What cannot be kept, before a long run. `least_price`: of one replica of each role, per hour."""
+    import math
+
+    from cumulo.errors import ConfigError
+
+    if math.isinf(traffic.rate):
+        count = len(traffic.arrivals)
+        what = "it has one request" if count == 1 else f"its {count:,} requests arrive at the same time"
+        raise ConfigError(f"a rehearsal needs traffic that changes over time: {what}")
+    if chosen.begin > limits.most:
+        raise ConfigError(f"--begin {chosen.begin} is more than --max {limits.most}")
+    least = least_price * max(1, limits.fewest)
+    if chosen.budget and chosen.budget < least:
+        raise ConfigError(
+            f"--budget {chosen.budget:g} is less than the fewest replicas cost, which is ${least:.2f} per hour"
+        )
+    if chosen.svg is not None and not chosen.svg.absolute().parent.is_dir():
+        raise ConfigError(f"--svg {chosen.svg}: there is no folder {chosen.svg.parent}")
 
 
 def _begin_words(begin: "Mapping[str, int]") -> str:
