@@ -155,6 +155,23 @@ def test_a_gang_that_fits_and_must_wait_takes_no_uplinks_from_those_behind_it():
     assert steps[0] == steps[1]  # each crosses two leaves of its own
 
 
+def test_a_gang_that_is_evicted_takes_no_uplinks_from_those_that_start_instead():
+    """Where they lie is where they would lie if it exchanged nothing."""
+    nodes, step = uniform_nodes(8, 8, 2, oversubscription=4), StepProfile(0.5, 4e9, 4e9)
+    two = [node.name for node in nodes if node.leaf in ("leaf-0", "leaf-1")]
+    places = tuple(TaskPlace(name, (*range(8),)) for name in two)
+    queue = [
+        JobRequest(name, 3, 8, arrival_s=9e5, predicted_s=100, step=step) for name in ("first", "second")
+    ]
+    told = []
+    for old_step in (step, None):
+        old = RunningJob(JobRequest("old", 4, 8, predicted_s=1e6, step=old_step), places, 0, 1e6)
+        decided = policy_named("las+topology").decide(snapshot_of(9e5, nodes, queue, [old]))
+        assert [one.job_id for one in decided] == ["old", "first", "second"]
+        told.append([one.places for one in decided if isinstance(one, JobPlacement)])
+    assert told[0] == told[1]
+
+
 def test_the_page_has_a_bar_for_every_run_and_a_square_for_every_node():
     run = play(uniform_nodes(1, 4), TRACE, policy_named("backfill").decide)
     text = page([("backfill", run)])

@@ -1,12 +1,12 @@
 """Whether a gang fits, and on which nodes: tight packing, blind to topology. Policies place with it, or
 better."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from cumulo.cluster.decide.fit_tables import fit_table
-from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints, first_member, members
 
 _MORE_THAN_ANY = 1 << 30  # GPUs or thousandths of them
@@ -19,6 +19,14 @@ def tell_started(place: Placer, job: JobRequest, places: Sequence[TaskPlace]) ->
     told = getattr(place, "started", None)
     if told is not None:
         told(job, places)
+
+
+def tell_stopped(place: Placer, stopped: Iterable[RunningJob]) -> None:
+    """A placer that looks at the gangs that run is told of those that stop before it is asked."""
+    told = getattr(place, "stopped", None)
+    if told is not None:
+        for one in stopped:
+            told(one.request, one.places)
 
 
 def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:
@@ -39,8 +47,12 @@ def slots(job: JobRequest, free: FreeCapacity) -> int:
     if not job.devices:
         return sum([tally[room] * (room // each) for room in range(each, len(tally))])
     if free.tallies is not None:
-        some = [free.tallies[name] for name in set(job.devices) if name in free.tallies]
-        return sum([many[room] * (room // each) for many in some for room in range(each, len(tally))])
+        found = 0
+        for name in job.devices if len(job.devices) == 1 else set(job.devices):
+            of_device: Sequence[int] = free.tallies.get(name, ())
+            for whole in range(each, len(of_device)):
+                found += of_device[whole] * (whole // each)
+        return found
     among, room = free.usable_set(job.devices), free.room
     return sum(
         [(room[many] & among).bit_count() * (many // each) for many in range(each, len(tally)) if tally[many]]

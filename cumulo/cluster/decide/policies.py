@@ -118,6 +118,10 @@ class _TopologyOfTheMoment:
         assert self.now is not None
         self.now.started(job, places)
 
+    def stopped(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
+        assert self.now is not None
+        self.now.stopped(job, places)
+
     @property
     def why(self) -> dict[str, str]:
         return {} if self.now is None else self.now.why

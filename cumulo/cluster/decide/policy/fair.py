@@ -6,7 +6,7 @@ import heapq
 import itertools
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
-from cumulo.cluster.decide.fit import Placer
+from cumulo.cluster.decide.fit import Placer, tell_stopped
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes
 from cumulo.cluster.decide.policy.preemption import RoomSearch, fits, watch_running
@@ -47,8 +47,11 @@ def _reclaim(snapshot: Snapshot, place: Placer, uses: TenantUses) -> list[Decisi
         if fits(job, snapshot.free, place):
             return []  # it fits without
         found = _borrowers(job, snapshot, uses).find()
-        places = None if found is None else place(job, found[1])
-        if found is None or places is None:
+        if found is None:
+            continue
+        tell_stopped(place, found[0])
+        places = place(job, found[1])
+        if places is None:
             continue
         why = f"its tenant borrowed GPUs that tenant {job.tenant} is guaranteed"
         return [

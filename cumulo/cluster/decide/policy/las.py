@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
-from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, tasks_that_fit, tell_started
+from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, tasks_that_fit, tell_started, tell_stopped
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, members
 from cumulo.cluster.decide.policy.fifo import why_not
@@ -36,6 +36,7 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
             stopped = snapshot.running[name]
             decided.append(Eviction(name, "jobs that had less GPU time go first"))
             free.release(stopped.request, stopped.places)
+            tell_stopped(place, [stopped])
             book.count(stopped.request, -stopped.gpus)
         for job in starting:
             places = place(job, free)

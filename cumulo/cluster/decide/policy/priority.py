@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
-from cumulo.cluster.decide.fit import Placer, only_gpus
+from cumulo.cluster.decide.fit import Placer, only_gpus, tell_stopped
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.policy.preemptible import PreemptibleUpTo, preemptible_on_nodes, preemptible_up_to
@@ -153,8 +153,11 @@ def _worth_it(
     job: JobRequest, chosen: list[RunningJob], free: FreeCapacity, snapshot: Snapshot, place: Placer
 ) -> list[Decision]:
     worth = _Worth(job, snapshot.now_s)
+    if worth.lost_with(chosen):
+        return []
+    tell_stopped(place, chosen)
     places = place(job, free)
-    if worth.lost_with(chosen) or places is None:
+    if places is None:
         return []
     why = f"{job.job_id} has priority {job.priority}; the checkpoints cost {worth.lost:.0f} GPU seconds"
     return [

@@ -38,7 +38,8 @@ class TopologyPlacer:
 
     fabric: LeafFabric
     leaves: "Leaves"
-    busy: Mapping[str, int]  # jobs on the uplinks of each leaf, those that this decision starts included
+    # Jobs on the uplinks of each leaf, with those that this decision starts and without those that it stops.
+    busy: Mapping[str, int]
     why: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
@@ -60,11 +61,18 @@ class TopologyPlacer:
 
     def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
         """Those that are placed after this gang share the uplinks with it, as they do with the running ones."""
+        self._count(job, places, 1)
+
+    def stopped(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
+        """Those that are placed after this gang was stopped do not share the uplinks with it."""
+        self._count(job, places, -1)
+
+    def _count(self, job: JobRequest, places: Sequence[TaskPlace], sign: int) -> None:
         crossed = () if job.step is None else self.fabric.crossing(places)
         if crossed:
             busy = dict(self.busy)
             for leaf in crossed:
-                busy[leaf] = busy.get(leaf, 0) + 1
+                busy[leaf] = busy.get(leaf, 0) + sign
             self.busy = busy
 
     def _ways(self, job: JobRequest, fits: Ints, free: FreeCapacity) -> Iterator[PricedWay]:
