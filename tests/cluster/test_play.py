@@ -1,5 +1,6 @@
 """The simulator: outcomes known by hand, nobody starves, failures, and the published workloads."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from cumulo.cluster.simulate.failures import FailureRates
 from cumulo.cluster.simulate.fill import PUBLISHED, fill
 from cumulo.cluster.simulate.job_speed import FixedSpeed, TraceJob
 from cumulo.cluster.simulate.leaf_speed import LeafSpeed
-from cumulo.cluster.simulate.page import page
+from cumulo.cluster.simulate.outcome import ClusterRun, Segment
+from cumulo.cluster.simulate.page import gantt, page
 from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
 from cumulo.cluster.simulate.pollux import read_pollux
 from cumulo.cluster.simulate.traces import read_nodes, read_trace, synthetic_trace, uniform_nodes
@@ -175,7 +177,23 @@ def test_a_gang_that_is_evicted_takes_no_uplinks_from_those_that_start_instead()
 def test_the_page_has_a_bar_for_every_run_and_a_square_for_every_node():
     run = play(uniform_nodes(1, 4), TRACE, policy_named("backfill").decide)
     text = page([("backfill", run)])
-    assert text.count("<rect") == 4 + 1 and "too-long: 3.33 min on 1 tasks" in text
+    assert text.count("<rect") == 4 + 1 and "too-long: 3.33 min, 1 task<" in text
+
+
+def test_the_page_says_which_jobs_and_nodes_it_leaves_out():
+    jobs = [*TRACE, TraceJob(JobRequest("wide", 3000, 1), 10.0)]
+    run = play(uniform_nodes(130, 4), jobs, policy_named("fifo").decide)
+    text = page([("fifo", run)])
+    assert f"{len(jobs)} jobs on 130 nodes with 520 GPUs; 1 of them is too large for the cluster" in text
+    assert "The chart shows the first 128 of 130 nodes." in text
+
+
+def test_a_job_on_gpus_apart_does_not_cover_those_between():
+    run = ClusterRun(uniform_nodes(1, 4))
+    for name, gpus in (("apart", (0, 3)), ("between", (1, 2))):
+        run.segments.append(Segment(name, 0.0, 10.0, (TaskPlace("node-0", gpus),)))
+    heights = re.findall(r'y="([0-9.]+)"[^>]*height="([0-9.]+)" fill="hsl[(][0-9]+ 55', gantt(run))
+    assert [(float(y), float(high)) for y, high in heights] == [(0, 3), (9, 3), (3, 6)]
 
 
 HEAD = "job_id,arrival_s,duration_s,gpus"

@@ -9,6 +9,11 @@ from cumulo.cluster.simulate.outcome import ClusterRun
 
 _WIDTH, _ROW = 960.0, 12.0
 _MOST_NODES = 128  # rows of the Gantt chart
+_KEY = (
+    "JCT: job completion time, from arrival to end. Utilization: share of the GPUs' time. Fairness: Jain's index "
+    "over the tenants' mean slowdown; 1 is even. A bar is a job on a node, as high as its share of the node's "
+    "GPUs; point at it to see its name."
+)
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#1c2733}
 table{border-collapse:collapse}td,th{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #dde}
 td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}text{font:9px system-ui;fill:#556}
@@ -16,15 +21,41 @@ td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}text{fo
 
 
 def page(runs: Sequence[tuple[str, ClusterRun]]) -> str:
-    parts = [_table(runs)]
+    parts = [_cluster(runs), _table(runs), f"<p>{_KEY}</p>"]
     for name, run in runs:
-        parts += [f"<h2>{escape(name)}</h2>", "<h3>Who had which node when</h3>", gantt(run),
-                  "<h3>GPU time of each node</h3>", node_map(run)]  # fmt: skip
+        parts += [f"<h2>{escape(name)}</h2>", _left(run), "<h3>Jobs on nodes over time</h3>", gantt(run),
+                  _cut(run), "<h3>Share of each node's GPU time that was used</h3>", node_map(run)]  # fmt: skip
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Cluster simulation</title>'
         f"<style>{_STYLE}</style>"
         f"<h1>Cluster simulation</h1>{''.join(parts)}</html>\n"
     )
+
+
+def _cluster(runs: Sequence[tuple[str, ClusterRun]]) -> str:
+    """Of all runs: they differ in the policy alone."""
+    run = runs[0][1]
+    jobs = len(run.outcomes) + len(run.unfinished) + len(run.impossible)
+    gpus = sum(node.gpus for node in run.nodes)
+    words = f"{jobs:,} job{'' if jobs == 1 else 's'} on {len(run.nodes):,} nodes with {gpus:,} GPUs"
+    if left := len(run.impossible):
+        words += f"; {left:,} of them {'is' if left == 1 else 'are'} too large for the cluster and left out"
+    return f"<p>{words}.</p>"
+
+
+def _left(run: ClusterRun) -> str:
+    left = len(run.unfinished)
+    return (
+        f"<p>{left:,} job{' never ends' if left == 1 else 's never end'} under this policy.</p>"
+        if left
+        else ""
+    )
+
+
+def _cut(run: ClusterRun) -> str:
+    if len(run.nodes) <= _MOST_NODES:
+        return ""
+    return f"<p>The chart shows the first {_MOST_NODES} of {len(run.nodes):,} nodes.</p>"
 
 
 def _table(runs: Sequence[tuple[str, ClusterRun]]) -> str:
@@ -58,17 +89,35 @@ def gantt(run: ClusterRun) -> str:
         for node in dict.fromkeys(place.node for place in one.places):
             if node not in rows:
                 continue
-            gpus = sorted(gpu for place in one.places if place.node == node for gpu in place.gpus) or [0]
-            high = _ROW * (gpus[-1] - gpus[0] + 1) / max(1, width[node])
-            y = rows[node] * (_ROW + 2) + _ROW * gpus[0] / max(1, width[node])
-            tip = f"{one.job_id}: {quantity(one.end_s - one.begin_s, 's')} on {len(one.places)} tasks"
-            bars.append(
-                svg.tag("rect", svg.title(tip), x=x, y=y, width=long, height=high, fill=colour(one.job_id))
-            )
+            gpus = {gpu for place in one.places if place.node == node for gpu in place.gpus} or {0}
+            tasks = len(one.places)
+            tip = f"{one.job_id}: {quantity(one.end_s - one.begin_s, 's')}, {tasks} task{'' if tasks == 1 else 's'}"
+            for first, count in _stretches(sorted(gpus)):
+                high = _ROW * count / max(1, width[node])
+                y = rows[node] * (_ROW + 2) + _ROW * first / max(1, width[node])
+                fill = colour(one.job_id)
+                bars.append(svg.tag("rect", svg.title(tip), x=x, y=y, width=long, height=high, fill=fill))
     labels = [svg.text(84, number * (_ROW + 2) + 9, name, "end") for name, number in rows.items()]
     high = len(rows) * (_ROW + 2) + 16
-    axis = svg.text(90, high - 4, "0") + svg.text(_WIDTH - 10, high - 4, quantity(span, "s"), "end")
+    ticks = [(part, "start" if not part else "end" if part == 4 else "middle") for part in range(5)]
+    axis = "".join(
+        svg.text(
+            90 + (_WIDTH - 100) * part / 4, high - 4, quantity(span * part / 4, "s") if part else "0", anchor
+        )
+        for part, anchor in ticks
+    )
     return svg.picture(_WIDTH, high, *labels, *bars, axis, label="Gantt chart of the jobs on the nodes")
+
+
+def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Of GPUs next to each other: the first, and how many. What lies between two stretches is another job's."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and sum(found[-1]) == number:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((number, 1))
+    return found
 
 
 def node_map(run: ClusterRun) -> str:
