@@ -184,6 +184,8 @@ def test_unfinished_work_of_other_options_is_refused_and_damaged_work_is_done_ag
             Recipe("rtn", group=48),
             "--group 48 does not divide this model's rows of 64 and 128 weights; 64 and 32",
         ),
+        (Recipe("rtn", group=4), "--group must be 8 or more, got 4"),
+        (Recipe("rtn", group=-1), "--group must be 8 or more, got -1"),
         (Recipe("gguf"), "--method must be one of"),  # type: ignore[arg-type]
         (Recipe("rtn", bits=5), "--bits must be 2, 4 or 8"),
         (Recipe("rtn", format="awq", bits=8), "--format awq holds 4-bit"),
@@ -199,6 +201,27 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=message):
         quantise(source, tmp_path / "out", recipe)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "group", "message"),
+    [
+        ((40, 56), None, "rows of 40 and 56 weights.* use --group 8, or --method int8 or fp8"),
+        ((40, 56), 64, "--group 64 does not divide this model's rows of 40 and 56 weights; 8 would"),
+        ((72, 100), None, "rows of 72 and 100 weights.* divide; use --method int8 or fp8"),
+        (
+            (72, 100),
+            8,
+            "--group 8 does not divide this model's rows of 72 and 100 weights; use --method int8",
+        ),
+    ],
+)
+def test_rows_of_other_lengths_are_told_with_the_groups_that_fit(
+    sizes: tuple[int, int], group: int | None, message: str, tmp_path: Path
+) -> None:
+    odd = tiny_folder(tmp_path / "odd", hidden_size=sizes[0], intermediate_size=sizes[1])
+    with pytest.raises(ConfigError, match=message):
+        quantise(odd, tmp_path / "out", Recipe("rtn", group=group))
 
 
 def test_bad_input_files_and_folders_are_refused(source: Path, text: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Recipe: how a model is to be quantised, checked against the model before anything is read. Made by
 `cumulo quantize` from its options, carried out by `cumulo.quant.play`."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -14,6 +15,7 @@ Float8Scheme = Literal["channel", "tensor", "block"]
 METHODS = get_args(Method)
 FORMATS = get_args(FolderFormat)
 SCHEMES = get_args(Float8Scheme)
+_LEAST_GROUP = 8
 GROUPS = (128, 64, 32)  # tried in this order where no group is asked for
 FLOAT8_BLOCK = 128
 _BITS = (2, 4, 8)
@@ -102,15 +104,22 @@ def _check_format(recipe: Recipe) -> None:
 def _group(asked: int | None, spec: ModelSpec) -> int:
     lengths = row_lengths(spec)
     fitting = [group for group in GROUPS if all(length % group == 0 for length in lengths)]
+    common = math.gcd(*lengths)
+    smaller = [group for group in range(_LEAST_GROUP, GROUPS[-1]) if common % group == 0]
     if asked is None:
         if fitting:
             return fitting[0]
+        use = f"use --group {smaller[-1]}, or" if smaller else "use"
         raise ConfigError(
             f"this model's matrices have rows of {_listing(lengths)} weights, which groups of 128, 64 or 32 do not "
-            "divide; choose --group, or --method int8 or fp8"
+            f"divide; {use} --method int8 or fp8"
         )
-    if asked < 8 or any(length % asked for length in lengths):
-        works = f"; {_listing(fitting)} would" if fitting else ""
+    if asked < _LEAST_GROUP:
+        raise ConfigError(f"--group must be {_LEAST_GROUP} or more, got {asked}")
+    if common % asked:
+        works = (
+            f"; {_listing(fitting or smaller)} would" if fitting or smaller else "; use --method int8 or fp8"
+        )
         raise ConfigError(
             f"--group {asked} does not divide this model's rows of {_listing(lengths)} weights{works}"
         )
