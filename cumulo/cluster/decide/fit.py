@@ -77,6 +77,8 @@ def packed_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]] |
     if table.total < job.tasks:
         return None
     if job.tasks > 1:
+        if free.within is None and table.total == table.able.bit_count():
+            return _one_task_each(job, table.able, free)
         return _nodes_for(job, table.fits, free)
     if job.fractional:
         left = free.gpu_milli.sum(axis=1)
@@ -125,6 +127,17 @@ def _fewest_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]]:
         if not missing:
             break
     return chosen
+
+
+def _one_task_each(job: JobRequest, able: int, free: FreeCapacity) -> list[tuple[int, int]]:
+    """As `_nodes_for`, where no node takes two tasks, from the sets of nodes with equally many free GPUs."""
+    chosen: list[int] = []
+    for some in free.room:
+        if some & able:
+            chosen += members(some & able, job.tasks - len(chosen))
+            if len(chosen) == job.tasks:
+                break
+    return [(node, 1) for node in chosen]
 
 
 def _nodes_for(job: JobRequest, fits: Ints, free: FreeCapacity) -> list[tuple[int, int]]:

@@ -65,13 +65,16 @@ class _NodeOrder:
     seen: int  # so many moves are in it
 
 
+StateMark = tuple[list[int], int, Ints]  # the moves that were written down, how many, and the ready nodes
+
+
 class PreemptibleUpTo(RunningView):
     """GPUs that the preemptible jobs up to each priority have on each node."""
 
     def __init__(self, index: Mapping[str, int]) -> None:
         self.index = index
         self.levels: list[int] = []  # priorities that were seen, in order
-        self.milli: Ints = np.zeros((0, len(index)), dtype=np.int32)  # thousandths of GPUs: [levels, nodes]
+        self.milli: Ints = np.zeros((len(index), 0), dtype=np.int32)  # thousandths of GPUs: [nodes, levels]
         self.shares = 0  # running jobs that have a share of a GPU
         self._moved: list[int] = []  # nodes on which a job started or ended, in that order
         self._counted = 0  # so many of them are in the counts below
@@ -94,7 +97,15 @@ class PreemptibleUpTo(RunningView):
         self._move(job, -1)
 
     def swap(self, old: RunningJob, job: RunningJob) -> None:
-        pass  # it keeps its places
+        self._moved = self._moved.copy()  # it keeps its places, and what was found for a state is old
+
+    def state(self, free: FreeCapacity) -> "StateMark":
+        return self._moved, len(self._moved), free.ready
+
+    def unchanged(self, nodes: set[int], since: "StateMark", free: FreeCapacity) -> bool:
+        """Whether no job started or ended on these nodes since, and none of them failed or came back."""
+        moved, seen, ready = since
+        return moved is self._moved and ready is free.ready and nodes.isdisjoint(moved[seen:])
 
     def _move(self, job: RunningJob, sign: int) -> None:
         request = job.request
@@ -111,15 +122,15 @@ class PreemptibleUpTo(RunningView):
         at = bisect.bisect_left(self.levels, request.priority)
         if at == len(self.levels) or self.levels[at] != request.priority:
             self._insert(at, request.priority)
-        change, above = sign * request.milli_per_task, self.milli[at:]
+        change, above = sign * request.milli_per_task, self.milli[:, at:]
         for node in nodes:
-            above[:, node] += change
+            above[node] += change
 
     def _insert(self, at: int, level: int) -> None:
         """A priority that was not seen before: as much as up to the one below it, until its jobs are counted."""
-        below = self.milli[at - 1] if at else np.zeros(len(self.index), dtype=np.int32)
+        below = self.milli[:, at - 1] if at else np.zeros(len(self.index), dtype=np.int32)
         self.levels.insert(at, level)
-        self.milli = np.insert(self.milli, at, below, axis=0)
+        self.milli = np.insert(self.milli, at, below, axis=1)
         if not at:
             self._of = None
         elif self._of is not None:
@@ -130,7 +141,7 @@ class PreemptibleUpTo(RunningView):
         """Up to this priority, as `PreemptibleOnNodes` has them; of GPUs only."""
         found: Ints = np.zeros((3, len(self.index)), dtype=np.int64)
         if at := bisect.bisect(self.levels, level):
-            found[0] = self.milli[at - 1]
+            found[0] = self.milli[:, at - 1]
         return found
 
     def first_with_room(self, job: JobRequest, free: FreeCapacity) -> int | None:
@@ -147,7 +158,7 @@ class PreemptibleUpTo(RunningView):
         tasks = self._tasks[:, :, job.gpus_per_task - 1]
         if job.devices:
             tasks = tasks[[self._kinds[name] for name in dict.fromkeys(job.devices) if name in self._kinds]]
-        found = int(tasks.sum(axis=0).searchsorted(job.tasks))
+        found = int((tasks[0] if len(tasks) == 1 else tasks.sum(axis=0)).searchsorted(job.tasks))
         return None if found == len(self.levels) else found
 
     def _count(self, free: FreeCapacity) -> None:
@@ -156,14 +167,18 @@ class PreemptibleUpTo(RunningView):
         elif self._counted < len(self._moved):
             nodes = np.array(list(dict.fromkeys(self._moved[self._counted :])), dtype=np.int64)
             left = free.gpu_milli[nodes].sum(axis=1, dtype=np.int32)
-            rooms = _whole_gpus(left[:, None] + self.milli[:, nodes].T, free)
+            rooms = _whole_gpus(left[:, None] + self.milli[nodes], free)
             rooms[~free.ready[nodes]] = 0
-            more = self._fitting[rooms] - self._fitting[self._rooms[nodes]]
-            if len(self._kinds) == 1:
-                self._tasks[0] += more.sum(axis=0)
-            else:
-                np.add.at(self._tasks, self._kind_of[nodes], more)
-            self._rooms[nodes] = rooms
+            before = self._rooms[nodes]
+            other = (rooms != before).any(axis=0)
+            first = int(other.argmax())  # the levels below it stay as they are
+            if other[first]:
+                more = self._fitting[rooms[:, first:]] - self._fitting[before[:, first:]]
+                if len(self._kinds) == 1:
+                    self._tasks[0, first:] += more.sum(axis=0)
+                else:
+                    np.add.at(self._tasks[:, first:], self._kind_of[nodes], more)
+                self._rooms[nodes] = rooms
         self._counted = len(self._moved)
 
     def _count_all(self, free: FreeCapacity) -> None:
@@ -174,7 +189,7 @@ class PreemptibleUpTo(RunningView):
         gpus = np.arange(width + 1)
         self._fitting = gpus[:, None] // np.arange(1, width + 1)
         left = free.gpu_milli.sum(axis=1, dtype=np.int32)
-        self._rooms = _whole_gpus((left + self.milli).T, free).copy()
+        self._rooms = _whole_gpus(left[:, None] + self.milli, free)
         self._rooms[~free.ready] = 0
         cells = (self._kind_of[:, None] * levels + np.arange(levels)) * (width + 1) + self._rooms
         many = np.bincount(cells.ravel(), minlength=len(self._kinds) * levels * (width + 1))
@@ -198,7 +213,7 @@ class PreemptibleUpTo(RunningView):
     def _put_in_order(
         self, order: _NodeOrder, key: tuple[int, int, tuple[str, ...]], at: int, free: FreeCapacity
     ) -> None:
-        (_, each, devices), milli = key, self.milli[at]
+        (_, each, devices), milli = key, self.milli[:, at]
         for node in dict.fromkeys(self._moved[order.seen :]):
             need = each - int(free.whole[node]) % each
             able = free.ready[node] and milli[node] >= WHOLE_GPU * need
@@ -223,7 +238,7 @@ class PreemptibleUpTo(RunningView):
         need = np.array([each - room % each for room in range(len(free.room))], dtype=np.int64).take(
             free.whole
         )
-        able = (self.milli[at] >= WHOLE_GPU * need) & free.ready
+        able = (self.milli[:, at] >= WHOLE_GPU * need) & free.ready
         if devices:
             able &= free.device_mask(devices)
         nodes = np.flatnonzero(able)

@@ -16,7 +16,7 @@ from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes
 from cumulo.cluster.decide.running import RunningView, jobs_on_nodes, table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
-_MORE_NODES = 12  # that are priced, besides one for each missing task
+MORE_NODES = 12  # that are priced, besides one for each missing task
 _MOST_PRICED = 200_000  # nodes for which it is kept what was found
 
 
@@ -55,6 +55,9 @@ class RoomSearch:
     kind: Hashable = None
     # So many nodes at most with room for a task more, in the order of `_candidates`, while nobody is stopped yet.
     first_nodes: Callable[[int], list[int]] | None = None
+    # After a search that found nothing: as long as nothing starts or ends on these nodes, it finds nothing again
+    # among the same first nodes; None: it looked at all nodes.
+    looked_at: set[int] | None = None
     _prices: dict[str, tuple[float, ...]] = field(default_factory=dict)  # as far as somebody asked
     _stopped: set[str] = field(default_factory=set)
 
@@ -77,9 +80,10 @@ class RoomSearch:
         while (missing := job.tasks - slots(job, then)) > 0:
             priced: list[tuple[float, float, int, list[RunningJob]]] = []
             if self.first_nodes is not None and not chosen:
-                nodes = self.first_nodes(missing + _MORE_NODES)
+                nodes = self.first_nodes(missing + MORE_NODES)
             else:
                 nodes = self._candidates(then, missing, chosen)
+            self.looked_at = None if chosen or self.first_nodes is None else set(nodes)
             for node in nodes:
                 found = self._priced(node, then, on, chosen, kept)
                 if found is not None:
@@ -92,6 +96,8 @@ class RoomSearch:
             for more, (_, _, node, victims) in enumerate(priced, 1):
                 if then.nodes[node].name in touched:
                     victims = self._victims(node, then, on, chosen)
+                if self.looked_at is not None:
+                    self.looked_at.update([free.index[place.node] for one in victims for place in one.places])
                 if self.too_much is not None and self.too_much(victims):
                     return None
                 chosen += victims
@@ -164,7 +170,7 @@ class RoomSearch:
             able &= free.device_mask(job.devices)
         found = np.flatnonzero(able)
         found = found[np.argsort(need[found], kind="stable")]
-        return [int(node) for node in found[: missing + _MORE_NODES]]
+        return [int(node) for node in found[: missing + MORE_NODES]]
 
     def _victims(
         self,

@@ -2,15 +2,21 @@
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
-from cumulo.cluster.decide.fit import Placer, only_gpus, tell_stopped
+from cumulo.cluster.decide.fit import Placer, only_gpus, slots, tell_stopped
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
-from cumulo.cluster.decide.policy.preemptible import PreemptibleUpTo, preemptible_on_nodes, preemptible_up_to
-from cumulo.cluster.decide.policy.preemption import RoomSearch, fits, watch_running
+from cumulo.cluster.decide.policy.preemptible import (
+    PreemptibleUpTo,
+    StateMark,
+    preemptible_on_nodes,
+    preemptible_up_to,
+)
+from cumulo.cluster.decide.policy.preemption import MORE_NODES, RoomSearch, fits, watch_running
 from cumulo.cluster.decide.policy.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.queue import Shape, shape_key
 from cumulo.cluster.decide.quotas import QuotaBook
@@ -18,6 +24,7 @@ from cumulo.cluster.decide.running import table_of
 from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot
 
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
+_MOST_IN_VAIN = 4096  # searches
 
 Found = tuple[list[RunningJob], FreeCapacity]  # those that stop, and the cluster without them
 
@@ -31,6 +38,7 @@ def preempting(place: Placer) -> Policy:
     # and time alone makes stopping them worth less.
     hopeless: set[tuple[int, Shape]] = set()
     hopeless_up_to: set[tuple[int, Shape]] = set()
+    in_vain: dict[tuple[int, Shape], _InVain] = {}
     first: dict[Shape, int | None] = {}  # of shapes that do not fit: the number of the first level with room
     of_state: SameState | None = None
 
@@ -62,7 +70,7 @@ def preempting(place: Placer) -> Policy:
                 level = up_to.levels[at], shape
                 if level in hopeless_up_to:
                     continue
-                found = _up_to_level(job, at, up_to, snapshot)
+                found = _up_to_level(job, at, up_to, snapshot, level, in_vain)
             elif fits(job, free, place):
                 continue
             else:
@@ -86,17 +94,51 @@ def _cheapest(one: RunningJob) -> tuple[float, ...]:
     return one.gpus * one.request.checkpoint_s, one.gpus, -one.started_s
 
 
-def _up_to_level(job: JobRequest, at: int, up_to: PreemptibleUpTo, snapshot: Snapshot) -> Found | None:
+@dataclass(slots=True)
+class _InVain:
+    """A search that found nothing, or nothing that was worth it. Time alone makes stopping others worth less."""
+
+    missing: int
+    first_nodes: list[int]
+    looked_at: set[int]
+    state: StateMark
+
+    def holds(self, missing: int, first_nodes: list[int], up_to: PreemptibleUpTo, free: FreeCapacity) -> bool:
+        same = self.missing == missing and self.first_nodes == first_nodes
+        if same and up_to.unchanged(self.looked_at, self.state, free):
+            self.state = up_to.state(free)
+            return True
+        return False
+
+
+def _up_to_level(
+    job: JobRequest,
+    at: int,
+    up_to: PreemptibleUpTo,
+    snapshot: Snapshot,
+    key: tuple[int, Shape],
+    in_vain: "dict[tuple[int, Shape], _InVain]",
+) -> Found | None:
     """The least urgent jobs that make room, and among them those that lose least; None: waiting is cheaper. Where
     nobody has a share of a GPU there is room if all jobs up to the level of this number stop, and not before: no
     other level is searched, and the search ends as soon as it is not worth it."""
-    level = up_to.levels[at]
-    return RoomSearch(
+    level, free = up_to.levels[at], snapshot.free
+    missing = job.tasks - slots(job, free)
+    nodes = up_to.nodes_in_order(job, at, free, missing + MORE_NODES)
+    last = in_vain.get(key)
+    if last is not None and last.holds(missing, nodes, up_to, free):
+        return None
+    search = RoomSearch(
         job, snapshot, lambda: up_to.columns(level), lambda one, _: one.request.priority <= level, _cheapest,
-        too_much=_Worth(job, snapshot.now_s).lost_with,
-        kind=(level, job.gpus_per_task),
-        first_nodes=lambda many: up_to.nodes_in_order(job, at, snapshot.free, many),
-    ).find()  # fmt: skip
+        too_much=_Worth(job, snapshot.now_s).lost_with, kind=(level, job.gpus_per_task),
+        first_nodes=lambda many: nodes,
+    )  # fmt: skip
+    found = search.find()
+    if found is None and search.looked_at is not None:
+        if len(in_vain) >= _MOST_IN_VAIN:
+            in_vain.clear()
+        in_vain[key] = _InVain(missing, nodes, search.looked_at, up_to.state(free))
+    return found
 
 
 def _less_urgent(job: JobRequest, up_to: PreemptibleUpTo, snapshot: Snapshot) -> Found | None:
