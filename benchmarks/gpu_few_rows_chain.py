@@ -177,7 +177,7 @@ class Chain:
             rotation = PagedRotation(
                 self.cos, self.sin, self.positions, self.slots, keys, values, shape.heads
             )
-            at_once = not shape.normed_heads and door.rotates(m, weights["qkv"])
+            at_once = not shape.normed_heads and door.rotates(m, weights["qkv"], self.stream.dtype)
             linear(
                 self.stream, weights["qkv"], self.qkv, norm_weight=norms[0], eps=EPS,
                 rotation=rotation if at_once else None,

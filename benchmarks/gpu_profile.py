@@ -19,15 +19,15 @@ import gpu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("model", help="as gpu.py names it, such as 'llama-3.1-8b int4'")
     parser.add_argument("workloads", help="one or several, with commas")
     parser.add_argument("--rows", type=int, default=14)
     parser.add_argument("--max-steps", type=int, default=60, help="profiled; a workload may have a thousand")
     parser.add_argument("--skip-steps", type=int, default=0, help="not profiled before them")
     chosen = parser.parse_args()
-    fp8 = chosen.model.endswith(" fp8")
-    spec = gpu.spec_from_config(gpu.FILE["models"][chosen.model.removesuffix(" fp8")])
-    config = gpu.EngineConfig(max_context=9096, weights="fp8" if fp8 else "auto").settled("cuda")
+    base, _, weights = chosen.model.partition(" ")
+    spec = gpu.spec_from_config(gpu.FILE["models"][base])
+    config = gpu.EngineConfig(max_context=9096, weights=weights or "auto").settled("cuda")
     decoder = gpu.random_decoder(spec)
     engine, player = gpu.start_engine(
         decoder, config, gpu.plan_memory(spec, 0, config, gpu.free_memory(config))

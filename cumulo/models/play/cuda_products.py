@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
-from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
-from cumulo.kernels.cuda.linear.linear import Weight, choose, linear
+from cumulo.kernels.cuda.linear.linear import Weight, fuses, linear
 from cumulo.kernels.low_rank import AdapterGroups
 from cumulo.layout.equal_sums import parts_of
 from cumulo.models.play.cuda_adapters import CudaAdapters
@@ -128,6 +127,4 @@ class StepProducts:
 
     def fuses(self, tokens: int, weight: Weight, swiglu: bool = False) -> bool:
         """Whether the product norms on the way; otherwise our own kernel does, into our own buffer."""
-        if self.invariant:
-            return False
-        return isinstance(weight, Fp8Weight) or choose(tokens, weight, swiglu).kernel != "library"
+        return not self.invariant and fuses(tokens, weight, swiglu)

@@ -11,16 +11,18 @@ from cumulo.kernels.cuda.linear.few_dot import DotConfig, few_dot
 from cumulo.kernels.cuda.linear.rotation import PagedRotation
 from cumulo.kernels.cuda.linear.small_linear import reference
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
-from tests.kernels.cuda.play_few_dot import CONSTANTS, Played
+from tests.kernels.cuda.play_dots import Played, constants_of
 from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 from tests.thorough import rare
+
+CONSTANTS = constants_of(op, "_few_dot_kernel")
 
 
 @pytest.fixture(autouse=True)
 def _played_without_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
-        monkeypatch.setattr(op, "_few_dot_kernel", Played())
+        monkeypatch.setattr(op, "_few_dot_kernel", Played(op, "_few_dot_kernel", ("_columns",)))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,13 @@ TYPES = POINTERS | dict.fromkeys(SIZES, "i32:16") | {"M": "i32", "eps": "fp32"}
 
 
 def case(k: int, slices: int, **more: object) -> Case:
-    constants = dict.fromkeys(CONSTANTS, 0) | {"K": k, "TILE": 16, "SLICES": slices, "EARLY": 1, **more}
+    constants = dict.fromkeys(CONSTANTS, 0) | {
+        "K": k,
+        "TILE": 16,
+        "SLICES": slices,
+        "EARLY": 1,
+        **more,
+    }
     constants["num_warps"] = slices
     kernel = "cumulo.kernels.cuda.linear.few_dot:_few_dot_kernel"
     return Case(kernel, TYPES, constants, slices, options={"launch_pdl": True})
@@ -199,13 +207,15 @@ def test_the_table_of_winners_says_how(device: torch.device, monkeypatch: pytest
     weight, kind = given["weight"], door.kind_of(given["weight"])
     key = door.shape_key(4, 64, 320, kind, False)
     assert door.choose(4, weight).config == op.default_config(4, 64, 320)
-    assert door.rotates(4, weight) == weight.is_cuda  # without a GPU nothing plays that
+    assert door.rotates(4, weight, weight.dtype) == weight.is_cuda  # without a GPU nothing plays that
     config = {"rows": 16, "slices": 2, "num_warps": 2, "early": True, "waits_first": False}
     monkeypatch.setattr(door, "WINNERS", {})
     door.use_winners(
         {key: {"kernel": "dot", "config": config}, f"{key} rotated": {"kernel": "dot", "config": config}}
     )
-    assert door.choose(4, weight) == door.Choice("dot", DotConfig(16, 2, 2)) and door.rotates(3, weight)
+    assert door.choose(4, weight) == door.Choice("dot", DotConfig(16, 2, 2)) and door.rotates(
+        3, weight, weight.dtype
+    )
     assert door.winners()[key]["config"] == config
     out = door.linear(given["x"], weight, norm_weight=given["norm"], residual=given["residual"])
 

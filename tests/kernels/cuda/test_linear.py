@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear import few_linear, w4
+from cumulo.kernels.cuda.linear import few_linear
 from cumulo.kernels.cuda.linear import linear as door
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.fp8_quantise import quantise
@@ -132,11 +132,11 @@ def test_without_a_table_no_rule_leaves_a_few_programs_for_the_end() -> None:
 @pytest.mark.parametrize(
     ("n", "k", "swiglu", "kinds"),
     [
-        (576, 576, False, "bf16 fp8 w4g128"),
-        (2048, 4096, False, "bf16 fp8 w4g128"),
-        (2048, 8192, False, "bf16 fp8 w4g128"),
-        (4096, 4096, False, "fp8 w4g128"),
-        (6144, 4096, False, "w4g128"),
+        (576, 576, False, "bf16 fp8"),
+        (2048, 4096, False, "bf16 fp8"),
+        (2048, 8192, False, "bf16 fp8"),
+        (4096, 4096, False, "fp8"),
+        (6144, 4096, False, ""),
         (4096, 14336, False, ""),
         (9728, 896, True, "bf16 fp8"),
         (17920, 1536, True, ""),
@@ -152,11 +152,9 @@ def test_without_a_table_one_row_of_few_bytes_starts_early(n: int, k: int, swigl
             config = few_linear.default_config(1, n, k, swiglu)
             assert config.waits_first and config.lines == 1
             return config.early
-        if choice.kernel == "w4":
-            return w4.default_config(1, n, k, 128, swiglu=swiglu).early
         return isinstance(choice.config, SmallConfig) and choice.config.early
 
-    assert [kind for kind in ("bf16", "fp8", "w4g128") if early(kind)] == kinds.split()
+    assert [kind for kind in ("bf16", "fp8") if early(kind)] == kinds.split()
 
 
 def test_where_the_library_won_with_swiglu_it_makes_the_product_alone_too(

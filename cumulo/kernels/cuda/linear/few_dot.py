@@ -24,6 +24,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.early import early
+from cumulo.kernels.cuda.linear.dot_ending import (
+    biases,
+    rotation_of,
+    rows_of_tile,
+    store_activated,
+    store_rotated,
+)
 from cumulo.kernels.cuda.linear.rotation import PagedRotation
 
 MAX_ROWS = 8
@@ -118,13 +125,7 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
         first = head * DIM + first % (DIM // 2)
         apart = DIM // 2
     row = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(2, OF_W)))[None, :, None]
-    if PAIRED:
-        if SWIGLU:
-            row = gl.minimum(first + row % KEPT, OUTPUTS - 1) + row // KEPT * apart
-        else:
-            row = first + row % KEPT + row // KEPT * apart
-    else:
-        row = gl.minimum(first + row, OUTPUTS - 1)  # rows past the end are read again and not stored
+    row = rows_of_tile(first, row, OUTPUTS, KEPT, SWIGLU, DIM)
     w_rows = weight + row.to(gl.int64) * stride_weight
     w_column = (
         gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, OF_W)))[:, None, None] * 32
@@ -145,12 +146,7 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
     safe = first + out_row
     if DIM == 0:
         safe = gl.minimum(safe, OUTPUTS - 1)
-    low_bias = gl.zeros([KEPT, 1], gl.float32, CELLS)
-    high_bias = low_bias
-    if BIAS:
-        low_bias = gl.load(bias + safe).to(gl.float32)
-        if PAIRED:
-            high_bias = gl.load(bias + apart + safe).to(gl.float32)
+    low_bias, high_bias = biases(bias, safe, apart, BIAS, PAIRED)
     # So far nothing that the kernels before this one compute was read.
     if EARLY == 1:
         gdc_launch_dependents()
@@ -176,12 +172,7 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
     added = gl.zeros([KEPT, LINES], gl.float32, CELLS)
     if RESIDUAL:  # asked for here, or it would be waited for at the end
         added = gl.load(residual + lines * stride_residual + safe, mask=mask, other=0.0).to(gl.float32)
-    turn, turn_back = added, added
-    if DIM > 0:
-        if head < HEADS + KV_HEADS:
-            angle = position.to(gl.int64) * (DIM // 2) + (first % DIM + out_row)
-            turn = gl.load(cos + angle).to(gl.float32)
-            turn_back = gl.load(sin + angle).to(gl.float32)
+    turn, turn_back = rotation_of(cos, sin, position, added, head, first, out_row, DIM, HEADS, KV_HEADS)
 
     acc = gl.zeros([SLICES, TILE, LINES], gl.float32, DOT)
     odd = acc  # two sums take turns: a product waits for the one before it in its own
@@ -214,31 +205,14 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
         rstd = gl.rsqrt(square / K + eps)
         y = y * rstd
         z = z * rstd
-    y += low_bias
-    if SWIGLU:
-        z += high_bias
-        y = y / (1.0 + gl.exp(-y)) * z
+    places = out + line * stride_out + safe
     if DIM > 0:
-        # Rounded where a product of its own would round.
-        y = y.to(out.dtype.element_ty).to(gl.float32)
-        z = (z + high_bias).to(out.dtype.element_ty).to(gl.float32)
-        page = (slot // PAGE).to(gl.int64) * block_stride + slot % PAGE * DIM + first % DIM + out_row
-        kept = (line < M) & (slot >= 0)  # a token that only fills up a captured shape has no slot
-        if head < HEADS:
-            places = out + line * stride_out + safe
-            gl.store(places, (y * turn - z * turn_back).to(out.dtype.element_ty), mask=line < M)
-            gl.store(places + apart, (z * turn + y * turn_back).to(out.dtype.element_ty), mask=line < M)
-        elif head < HEADS + KV_HEADS:
-            places = keys + (head - HEADS) * head_stride + page
-            gl.store(places, (y * turn - z * turn_back).to(keys.dtype.element_ty), mask=kept)
-            gl.store(places + apart, (z * turn + y * turn_back).to(keys.dtype.element_ty), mask=kept)
-        else:
-            places = values + (head - HEADS - KV_HEADS) * head_stride + page
-            gl.store(places, y.to(values.dtype.element_ty), mask=kept)
-            gl.store(places + apart, z.to(values.dtype.element_ty), mask=kept)
+        store_rotated(
+            y, z, low_bias, high_bias, turn, turn_back, places, keys, values, slot, line < M, head, first, out_row,
+            block_stride, head_stride, DIM, HEADS, KV_HEADS, PAGE,
+        )  # fmt: skip
     else:
-        y += added
-        gl.store(out + line * stride_out + safe, y.to(out.dtype.element_ty), mask=mask)
+        store_activated(y, z, low_bias, high_bias, added, places, mask, SWIGLU)
 
 
 def few_dot(

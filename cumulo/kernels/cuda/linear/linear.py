@@ -19,6 +19,7 @@ from torch import Tensor
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
 from cumulo.kernels.cuda.linear import few_dot as dots
+from cumulo.kernels.cuda.linear import w4_dot as w4_dots
 from cumulo.kernels.cuda.linear.few_dot import DotConfig, few_dot
 from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX, FewConfig, few_linear
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
@@ -33,12 +34,13 @@ from cumulo.kernels.cuda.linear.skinny_linear import (
 )
 from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
 from cumulo.kernels.cuda.linear.w4 import W4Config, w4_linear
+from cumulo.kernels.cuda.linear.w4_dot import W4DotConfig, w4_dot
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, in_scratch
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow
 
 Weight = Tensor | Fp8Weight | W4Weight
-Config = SmallConfig | FewConfig | DotConfig | SkinnyConfig | W4Config
+Config = SmallConfig | FewConfig | DotConfig | SkinnyConfig | W4Config | W4DotConfig
 
 _CONFIGS: dict[str, type[Config]] = {
     "small": SmallConfig,
@@ -46,12 +48,13 @@ _CONFIGS: dict[str, type[Config]] = {
     "dot": DotConfig,
     "skinny": SkinnyConfig,
     "w4": W4Config,
+    "w4 dot": W4DotConfig,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a product: "small", "few", "dot", "skinny", "w4" with a configuration, or "library"."""
+    """Who computes a product: one of _CONFIGS with its configuration, or "library"."""
 
     kernel: str
     config: Config | None = None
@@ -59,6 +62,8 @@ class Choice:
 
 _MULTIPROCESSORS = 132  # of an H100 or H200
 ROW_CLASSES = (1, 2, 4, 8, 16, 64, 128)  # beyond, arithmetic takes the time and the library wins
+W4_WIDE = 1 << 24  # weights: unpacking so many costs more than 256 rows of them
+W4_FUSED_ROWS = 8  # of activations, that are normed by each of a 4-bit product's programs
 WINNERS: dict[str, Choice] = {}
 
 
@@ -119,9 +124,18 @@ def choose(m: int, weight: Weight, swiglu: bool = False) -> Choice:
     return _default(m, n, k, kind, swiglu) if found is None else found
 
 
-def rotates(m: int, weight: Weight) -> bool:
+def fuses(m: int, weight: Weight, swiglu: bool = False) -> bool:
+    """Whether norm and SwiGLU of m rows come with the product at no cost, or are kernels of their own."""
+    if isinstance(weight, W4Weight) and m > W4_FUSED_ROWS:
+        return False
+    return isinstance(weight, Fp8Weight) or choose(m, weight, swiglu).kernel != "library"
+
+
+def rotates(m: int, weight: Weight, dtype: torch.dtype) -> bool:
     """Whether `linear` takes a `PagedRotation` for m rows of queries, keys and values, of heads of 32, 64, 96, ...:
     where that is faster than rope_cache behind the product."""
+    if isinstance(weight, W4Weight) and not w4_dots.takes(m, weight.shape[1], dtype):
+        return False
     return _rotating(m, weight) is not None
 
 
@@ -129,6 +143,8 @@ def _rotating(m: int, weight: Weight) -> Choice | None:
     n, k = weight.shape
     kind = kind_of(weight)
     found = WINNERS.get(f"{shape_key(m, n, k, kind, False)} rotated")
+    if found is None and isinstance(weight, W4Weight) and weight.words.is_cuda and w4_dots.wins(m, k):
+        return Choice("w4 dot")
     if (
         found is None
         and isinstance(weight, Tensor)
@@ -154,7 +170,9 @@ def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
 
 def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
     if kind.startswith("w4"):
-        return Choice("w4" if m <= 128 else "library")
+        if w4_dots.wins(m, k, swiglu):
+            return Choice("w4 dot")
+        return Choice("w4" if m <= 128 or (m <= 256 and n * k >= W4_WIDE) else "library")
     if m == 1 and kind != "fp8 blocks":
         return _one_row(n, k, kind, swiglu)
     if _by_dots(m, n, k, kind):
@@ -219,7 +237,7 @@ def linear(
         return _invariant(x, weight, out, norm_weight, eps, residual, swiglu, bias, parts)
     choice = choose(x.shape[0], weight, swiglu)
     if rotation is not None:
-        choice = _rotating(x.shape[0], weight) or Choice("dot")
+        choice = _rotating(x.shape[0], weight) or Choice("w4 dot" if isinstance(weight, W4Weight) else "dot")
     if choice.kernel == "dot" and (x.is_cuda or rotation is not None):
         assert isinstance(weight, Tensor)
         return few_dot(
@@ -228,6 +246,12 @@ def linear(
         )  # fmt: skip
     if choice.kernel == "library":
         return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
+    if choice.kernel == "w4 dot" and (rotation is not None or (x.is_cuda and x.dtype == torch.bfloat16)):
+        assert isinstance(weight, W4Weight)
+        return w4_dot(
+            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
+            rotation=rotation, config=choice.config if isinstance(choice.config, W4DotConfig) else None,
+        )  # fmt: skip
     if isinstance(weight, W4Weight):
         return w4_linear(
             x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear import few_linear, skinny_linear, small_linear, w4
+from cumulo.kernels.cuda.linear import few_linear, skinny_linear, small_linear, w4, w4_dot
 from cumulo.kernels.cuda.linear import linear as door
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.linear import (
@@ -86,9 +86,12 @@ def candidates(product: Product, m: int, kind: str) -> list[Choice]:
     found = [Choice("library")]
     n, k, swiglu = product.n, product.k, product.swiglu
     if kind == "w4":
-        return found + [
-            Choice("w4", config) for config in w4.candidates(m, n, k, GROUP, swiglu)[: None if m < 128 else 4]
-        ]
+        dots = w4_dot.takes(m, k)
+        most = 8 if dots else (None if m < 128 else 4)
+        found += [Choice("w4", config) for config in w4.candidates(m, n, k, GROUP, swiglu)[:most]]
+        if dots:
+            found += [Choice("w4 dot", config) for config in w4_dot.candidates(k)]
+        return found
     small_matrix = n * k <= few_linear.SMALL_MATRIX * (2 if m == 1 else 1)
     few = kind == "bf16" and m <= few_linear.MAX_ROWS and small_matrix
     if few:
@@ -189,7 +192,11 @@ def compile_all(work: Sequence[tuple[Product, str]], rows: Sequence[int], proces
         for m in rows:
             for choice in candidates(product, m, kind):
                 fusions = (product.norm, product.residual, product.swiglu)
-                by_length = choice.kernel in ("small", "few")  # compiled for each number of rows and each k
+                by_length = choice.kernel in (
+                    "small",
+                    "few",
+                    "w4 dot",
+                )  # compiled for each number of rows and each k
                 height = m if by_length else max(8, 1 << (m - 1).bit_length())
                 key = (kind, choice, height, product.k if by_length else 0, fusions)
                 if choice.kernel != "library" and key not in seen:

@@ -23,7 +23,7 @@ from cumulo.kernels.cuda.linear.w4_weight import STEP, W4Weight
 from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
 from cumulo.kernels.cuda.work import KernelRow, Work
 
-LEAST_ROWS = 8  # of activations in a tile: what the tensor cores take at least
+LEAST_ROWS, MOST_ROWS = 8, 64  # of activations in a tile: at least what the tensor cores take
 EARLY_WEIGHTS = 32 << 20
 AHEAD = 2  # steps whose weights a program that begins early fetches into the cache
 # Rows of weights, warps and stages that `tune` tries, of a few rows of activations and of more.
@@ -44,11 +44,13 @@ def default_config(
     m: int, n: int, k: int, group: int, multiprocessors: int = 132, swiglu: bool = False
 ) -> W4Config:
     """As many programs as all multiprocessors hold at once: a step is short, so others must run while one waits.
-    One row of a matrix of up to 16 MiB starts before the kernel ahead has ended."""
+    With more rows a program has enough to do, and adding splits up costs more. One row of a matrix of up to 16 MiB
+    starts before the kernel ahead has ended."""
     block_n, warps = (64, 2) if m <= 4 else (128, 4)
-    outputs = n // 2 if swiglu else n
+    tiles = triton.cdiv(n // 2 if swiglu else n, block_n) * triton.cdiv(m, MOST_ROWS)
+    enough = (3 if m <= 16 else 4 / 3) * multiprocessors
     splits = 1
-    while triton.cdiv(outputs, block_n) * splits < 3 * multiprocessors and k // STEP // (2 * splits) >= 4:
+    while tiles * splits < enough and k // STEP // (2 * splits) >= 4:
         splits *= 2
     return W4Config(block_n, splits, warps, 3, early=m == 1 and not swiglu and n * k <= EARLY_WEIGHTS)
 
@@ -265,7 +267,7 @@ def w4_linear(
     bias: Tensor | None = None,
     config: W4Config | None = None,
 ) -> Tensor:
-    """x [M, K] times a 4-bit weight [N, K] into `out`, which may be `residual`; made for M up to 64 or so. Other
+    """x [M, K] times a 4-bit weight [N, K] into `out`, which may be `residual`; made for M up to 256 or so. Other
     arguments are skinny_linear's."""
     m, k = x.shape
     n = weight.shape[0]
@@ -274,7 +276,7 @@ def w4_linear(
         out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
     if config is None:
         config = default_config(m, n, k, weight.group, swiglu=swiglu)
-    block_m = min(64, max(LEAST_ROWS, triton.next_power_of_2(m)))
+    block_m = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(m)))
     tiles, m_tiles = triton.cdiv(outputs, config.block_n), triton.cdiv(m, block_m)
     splits = min(config.splits, k // STEP)
     cells = ((2 if swiglu else 1) * config.block_n + 1) * block_m
