@@ -33,6 +33,12 @@ class QuotaBook:
             return None
         return _at_its_limit(job.tenant, has, most)
 
+    def left(self, job: JobRequest) -> tuple[float, float]:
+        """GPUs that its tenant has, and up to how many `refuses` allows."""
+        quota = self.quotas.get(job.tenant)
+        most = float("inf") if quota is None else quota.gpus + quota.borrow_gpus + 1e-9
+        return self.used(job.tenant), most
+
     def count(self, job: JobRequest, gpus: float) -> None:
         """A job of the tenant gains so many GPUs, or loses them."""
         if self.quotas:

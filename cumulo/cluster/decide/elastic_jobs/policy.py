@@ -127,12 +127,13 @@ def _placed(
         book.count(job, -len(had))
         places = None
         empty = _empty_nodes(job, free, node_gpus) if size > node_gpus else 0
+        has, most = book.left(job)
         while size and places is None:
             if size == len(had) and has_room(job, had, free):
                 places = had  # it wanted more, and there is none: no restart
             elif size > node_gpus and size // node_gpus > empty:
                 pass  # there are not so many
-            elif size <= len(had) or book.refuses(job, size) is None:
+            elif size <= len(had) or has + size <= most:
                 places = _places(job, size, free, node_gpus)
             if places is None:
                 size = size - node_gpus if size > node_gpus else size - 1
