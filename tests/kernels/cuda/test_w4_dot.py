@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rope_cache import reference as turned
 from cumulo.kernels.cuda.linear import linear as door
+from cumulo.kernels.cuda.linear import w4
 from cumulo.kernels.cuda.linear import w4_dot as op
 from cumulo.kernels.cuda.linear.linear import Choice
 from cumulo.kernels.cuda.linear.rotation import PagedRotation
@@ -208,3 +209,30 @@ def test_weights_go_from_memory_to_the_tensor_cores_and_are_asked_for_before_the
         assert wait and before.count("LDG.E.128") == 2 * 4 * tiles == made.loads(128)
         assert made.count("I2F") == 0 and "STG" not in before
         assert made.spilled_bytes <= 32 and made.registers <= 168
+
+
+def test_more_than_eight_rows_are_normed_and_activated_by_kernels_of_their_own() -> None:
+    """Every program of a product would do it again."""
+    weight = W4Weight.quantised(torch.zeros(64, 256))
+    assert [door.fuses(m, weight, swiglu) for m in (1, 8, 9) for swiglu in (False, True)] == [True] * 4 + [
+        False
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits"),
+    [
+        (1, 6144, 4096, 8),
+        (16, 4096, 14336, 16),
+        (64, 28672, 4096, 1),
+        (64, 4096, 14336, 8),
+        (128, 4096, 14336, 4),
+    ],
+)
+def test_with_more_rows_a_product_is_split_less(m: int, n: int, k: int, splits: int) -> None:
+    assert w4.default_config(m, n, k, 128).splits == splits
+
+
+def test_up_to_256_rows_of_wide_matrices_are_not_unpacked_in_memory() -> None:
+    kernels = [door._default(m, n, 4096, "w4g128").kernel for n in (4096, 2048) for m in (128, 256, 257)]
+    assert kernels == ["w4", "w4", "library", "w4", "library", "library"]
