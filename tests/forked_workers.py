@@ -58,6 +58,8 @@ def prepare(config: pytest.Config) -> None:
                 *([_THOROUGH] if config.getoption(_THOROUGH) else []), *config.args, "engine_process",
             ],
             cwd=ROOT, pass_fds=[listener.fileno()], stdin=subprocess.PIPE,
+            # Threads of an OpenMP pool do not survive a fork, and who waits for them waits for ever.
+            env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ},
         )  # fmt: skip
 
     def end() -> None:
