@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _GREETING_S = 10  # in which a process proves that it has the key
+_ALIVE_S, _ALIVE_TIMES = 5, 3  # how often a silent host is asked whether it is there, and how often in vain
 
 
 class RankDoor:
@@ -46,6 +47,7 @@ class RankDoor:
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
                 _be_patient(connection, 0)
+                _end_when_host_vanishes(connection)
                 connection.send_bytes(pickle.dumps((rank, told)))
             except (AuthenticationError, OSError, EOFError) as error:
                 log.warning("a process that wanted to be rank %d was refused: %s", rank, error or "wrong key")
@@ -63,6 +65,21 @@ def _be_patient(connection: Connection, seconds: int) -> None:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
+def _end_when_host_vanishes(connection: Connection) -> None:
+    """A host without power or network closes nothing: its silence ends the connection here."""
+    lost_ms = 1000 * _ALIVE_S * (_ALIVE_TIMES + 1)
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", _ALIVE_S),
+            ("TCP_KEEPINTVL", _ALIVE_S),
+            ("TCP_KEEPCNT", _ALIVE_TIMES),
+            ("TCP_USER_TIMEOUT", lost_ms),  # for what was sent and is not acknowledged
+        ):
+            if hasattr(socket, name):  # not every system has all of them
+                same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def join_door(address: str, key: str) -> tuple[Connection, int, Any, str]:
     """Be a rank: the connection, the rank's number, what it is told, and this host's own address. Waits for an
     engine that is not there yet."""
@@ -70,6 +87,7 @@ def join_door(address: str, key: str) -> tuple[Connection, int, Any, str]:
     while True:
         try:
             connection = Client((host, port), "AF_INET", authkey=key.encode())
+            _end_when_host_vanishes(connection)
             rank, told = pickle.loads(connection.recv_bytes())
         except AuthenticationError as error:
             raise CumuloError(

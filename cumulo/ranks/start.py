@@ -268,7 +268,7 @@ class _Rank:
         """What it says next: ("told", message), ("done", result) or ("failed", why)."""
         try:
             kind, value = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # also of a host that does not answer any more
             self.process.join(2)
             return "failed", f"died, exit code {self.process.exitcode}"
         return kind, value

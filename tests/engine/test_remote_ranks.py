@@ -4,9 +4,12 @@ ends, and who has no key is refused. Real processes, on this host's own address.
 import os
 import signal
 import socket
+import struct
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +29,7 @@ from tests.engine.ranked_models import save_model
 from tests.engine.test_ranks import compare, started
 from tests.ports import reserved_port
 
+_TCP_REPAIR = 19  # of Linux: a connection that is closed then just stops to be
 KEY = "a key that is long enough for all of them".replace(" ", "-")
 
 
@@ -110,6 +114,41 @@ def test_one_command_starts_all_ranks_of_its_host(model: Path, tmp_path: Path) -
             joined = {_rank_said(said), _rank_said(said)}
             assert joined == {f"rank {number} of the engine at {address}\n" for number in (1, 2)}
             compare(one.engine, several.engine, rounds=1, seed=7, count=3)
+
+
+def _unacknowledged(connection: Connection) -> int:
+    """Segments on their way, as Linux counts them (struct tcp_info)."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as line:
+        return struct.unpack_from("I", line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 24)[0]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="Linux's options")
+def test_a_host_that_vanishes_without_a_word_is_noticed_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_ALIVE_S", 1)
+    door = RankDoor(f"127.0.0.1:{reserved_port()}", KEY)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            for engine_vanishes in (False, True):
+                admitted = pool.submit(door.admit, 1, "told")
+                joined, *_ = join_door(door.address, KEY)
+                gone, stays = (admitted.result(), joined) if engine_vanishes else (joined, admitted.result())
+                while any(_unacknowledged(one) for one in (gone, stays)):
+                    time.sleep(0.01)  # or sending it again would find out
+                with socket.socket(fileno=os.dup(gone.fileno())) as line:
+                    try:
+                        line.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
+                    except PermissionError:
+                        pytest.skip(
+                            "only a privileged process can close a connection without telling the other"
+                        )
+                gone.close()  # nothing is sent
+                with pytest.raises(
+                    OSError
+                ):  # what a reader of the other side meets, instead of waiting for ever
+                    stays.recv_bytes()
+                stays.close()
+    finally:
+        door.close()
 
 
 def test_a_rank_with_another_key_is_refused_and_says_so() -> None:
