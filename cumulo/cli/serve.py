@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cumulo.cli.shared.declare import takes_options, typed_flags
@@ -85,6 +86,24 @@ def _check(chosen: ServeCommandOptions) -> None:
         raise CumuloError(f"--max-running must be 1 or more, got {chosen.max_running}")
     if chosen.max_tokens_per_step is not None and chosen.max_tokens_per_step < 1:
         raise CumuloError(f"--max-tokens-per-step must be 1 or more, got {chosen.max_tokens_per_step}")
+    if chosen.lora:
+        _check_loras(chosen)
+
+
+def _check_loras(chosen: ServeCommandOptions) -> None:
+    """Limits that were asked for hold; those that were not follow the adapters."""
+    from cumulo.errors import CumuloError
+    from cumulo.models.adapters.config import greatest_rank
+    from cumulo.serve.adapters.shelf import named_loras
+
+    if chosen.max_loras == 0:
+        raise CumuloError("--max-loras 0 leaves no place for the adapters of --lora: omit one of the two")
+    for name, folder in named_loras(chosen.lora or ()).items():
+        rank = greatest_rank(Path(folder))
+        if chosen.max_lora_rank is not None and rank > chosen.max_lora_rank:
+            raise CumuloError(
+                f"--max-lora-rank {chosen.max_lora_rank} is less than the rank of {name}, {rank}"
+            )
 
 
 def _served(chosen: ServeCommandOptions) -> "ServeOptions":
@@ -123,10 +142,11 @@ def _announce(
 ) -> None:
     """Say that the server is ready, and where."""
     from cumulo.cli.shared.terminal import note
+    from cumulo.serve.adapters.shelf import named_loras
 
     note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
     if served.lora:
-        note(f"adapters: {', '.join(one.partition('=')[0] for one in served.lora)}")
+        note(f"adapters: {', '.join(named_loras(served.lora))}")
     if console:
         note(f"the console is at {address}/")
         if chosen.open_browser:

@@ -12,6 +12,8 @@ from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.layout.serving import ServingLayout
 from cumulo.spec.slo import Slo
 
+_MOST_THREADS = 1024  # torch ends the process where it cannot start them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -116,6 +118,8 @@ class EngineConfig:
             smallest = int(name in ("max_context", "threads"))
             if value is not None and not smallest <= value < float("inf"):
                 raise CumuloError(f"{name} must be a number, {smallest} or more; got {value}")
+        if self.threads is not None and self.threads > _MOST_THREADS:
+            raise CumuloError(f"threads must be {_MOST_THREADS:,} or fewer, got {self.threads:,}")
         for name, least in (("max_loras", 0), ("max_lora_rank", 1)):
             if not least <= getattr(self, name) <= 4096:
                 raise CumuloError(f"{name} must be {least} to 4096, got {getattr(self, name)}")

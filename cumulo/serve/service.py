@@ -17,7 +17,7 @@ from cumulo.engine.outputs import Delta
 from cumulo.ranks.rank_meter import RankState
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
-from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, ServedAdapter, split_lora
+from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, ServedAdapter, named_loras
 from cumulo.serve.bodies.logprob_bound import check_logprobs
 from cumulo.serve.engine_link.autoscaler import FleetAutoscaler
 from cumulo.serve.engine_link.engine_client import EngineClient
@@ -65,7 +65,7 @@ class Companion(Protocol):
 
 class Service:
     def __init__(self, options: ServeOptions, text: ModelText, model_name: str) -> None:
-        named = dict(split_lora(one) for one in options.lora)
+        named = named_loras(options.lora)
         options = replace(options, engine=room_for(options.engine, named.values()))
         self.options, self.text, self.model_name = options, text, model_name
         self.started_s = time.time()

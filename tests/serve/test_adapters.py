@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from cumulo.cli.app import app
 from cumulo.errors import CumuloError
 from cumulo.models.files.load import inspect_model
 from cumulo.serve.access.keys import new_key
-from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, split_lora
+from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, named_loras, split_lora
 from tests.models.adapter_files import write_adapter
 from tests.serve.running_server import RunningServer, events_of, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -279,3 +281,25 @@ def test_an_adapter_is_named_by_its_folder_where_it_has_no_name() -> None:
     assert split_lora("/runs/adapter") == ("adapter", "/runs/adapter")
     with pytest.raises(CumuloError, match="NAME=DIR"):
         split_lora("=x")
+
+
+def test_a_name_that_is_given_twice_is_refused() -> None:
+    assert named_loras(["a=/x", "/runs/b"]) == {"a": "/x", "b": "/runs/b"}
+    with pytest.raises(CumuloError, match="--lora names 'a' twice, for /x and /y: choose another name"):
+        named_loras(["a=/x", "a=/y"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lora", "a={}", "--lora", "a={}"], "--lora names 'a' twice"),
+        (["--lora", "a={}", "--max-loras", "0"], "--max-loras 0 leaves no place"),
+        (["--lora", "a={}", "--max-lora-rank", "16"], "--max-lora-rank 16 is less than the rank of a, 64"),
+    ],
+)
+def test_limits_that_were_asked_for_hold_before_a_model_is_loaded(
+    options: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 64, "lora_alpha": 8}')
+    found = CliRunner().invoke(app, ["serve", *(word.format(tmp_path) for word in options)])
+    assert isinstance(found.exception, CumuloError) and said in str(found.exception), found.exception

@@ -55,6 +55,15 @@ def test_a_disk_needs_a_folder_and_a_size(given: str) -> None:
         TierOptions(kv_disk=given).config()
 
 
+def test_a_disk_is_not_asked_for_more_than_it_has(tmp_path: Path) -> None:
+    from cumulo.cli.shared.tier_options import TierOptions
+    from cumulo.errors import CumuloError
+
+    assert TierOptions(kv_disk=f"{tmp_path}/new/kv:0.1").config()["kv_disk_gib"] == 0.1
+    with pytest.raises(CumuloError, match=r":1e\+12 is more than its disk has, [0-9]+ GiB in all"):
+        TierOptions(kv_disk=f"{tmp_path}/new/kv:1e12").config()
+
+
 @pytest.mark.parametrize("size", [float("inf"), float("nan"), -1.0])
 @pytest.mark.parametrize("name", ["kv_host_gib", "swap_gib"])
 def test_host_memory_has_a_size(name: str, size: float) -> None:

@@ -1,6 +1,7 @@
 """Options of `cumulo serve` for KV blocks beyond the device: host memory and disk."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from cumulo.cli.shared.declare import option
@@ -43,6 +44,21 @@ class TierOptions:
                 raise CumuloError(
                     f"--kv-disk must be a folder and a size in GiB, such as /var/cache/kv:100; got {self.kv_disk!r}"
                 )
+            _check_disk(folder, gib)
         return {
             "kv_host_gib": self.kv_host_gib, "kv_disk": folder, "kv_disk_gib": gib, "swap_gib": self.swap_gib
         }  # fmt: skip
+
+
+def _check_disk(folder: str, gib: float) -> None:
+    """Refuse more than the whole disk: what is free on it may change, its size does not."""
+    import shutil
+
+    from cumulo.errors import CumuloError
+
+    place = Path(folder).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    whole = shutil.disk_usage(place).total / (1 << 30)
+    if gib > whole:
+        raise CumuloError(f"--kv-disk {folder}:{gib:g} is more than its disk has, {whole:.0f} GiB in all")

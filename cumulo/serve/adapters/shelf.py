@@ -8,7 +8,7 @@ meanwhile included, so that no call fails because of it.
 import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,18 @@ def split_lora(text: str) -> tuple[str, str]:
     if not name or not folder:
         raise CumuloError(f"--lora takes NAME=DIR, for example --lora poet=runs/poet/adapter; got {text!r}")
     return name, str(Path(folder).absolute())
+
+
+def named_loras(texts: Iterable[str]) -> dict[str, str]:
+    """The folders of --lora by name; a name that is given twice would hide the first folder."""
+    found: dict[str, str] = {}
+    for name, folder in map(split_lora, texts):
+        if name in found:
+            raise CumuloError(
+                f"--lora names {name!r} twice, for {found[name]} and {folder}: choose another name"
+            )
+        found[name] = folder
+    return found
 
 
 @dataclass(slots=True)
