@@ -66,7 +66,7 @@ class _Books:
         known = self.touched.get(node)
         if known is None:
             free = self.free
-            known = [int(free.cpu_milli[node]), int(free.memory_mib[node]), *free.gpu_milli[node].tolist()]
+            known = [free.cpu_milli.item(node), free.memory_mib.item(node), *free.gpu_milli[node].tolist()]
             self.touched[node] = known
         return known
 

@@ -35,7 +35,7 @@ class FitTable:
         self.fits, self.total, self._able = fits, int(fits.sum()), None
 
     def set_one(self, node: int, tasks: int) -> None:
-        before = int(self.fits[node])
+        before: int = self.fits.item(node)
         if tasks != before:
             self.fits[node] = tasks
             self.total += tasks - before
@@ -112,16 +112,16 @@ def _fits(job: JobRequest, free: FreeCapacity, nodes: Ints | None) -> Ints:
 
 def _fits_on(job: JobRequest, free: FreeCapacity, node: int) -> int:
     """As `_fits`, of one node."""
-    if not free.ready[node] or (job.devices and free.nodes[node].device not in job.devices):
+    if not free.ready.item(node) or (job.devices and free.nodes[node].device not in job.devices):
         return 0
     if job.gpus_per_task == 0:
         fits = job.tasks
     elif job.fractional:
         fits = sum([share // job.gpu_milli for share in free.gpu_milli[node].tolist()])
     else:
-        fits = int(free.whole[node]) // job.gpus_per_task
-    if job.cpu_milli:
-        fits = min(fits, int(free.cpu_milli[node]) // job.cpu_milli)
-    if job.memory_mib:
-        fits = min(fits, int(free.memory_mib[node]) // job.memory_mib)
+        fits = free.whole.item(node) // job.gpus_per_task
+    if job.cpu_milli and (by_cores := free.cpu_milli.item(node) // job.cpu_milli) < fits:
+        fits = by_cores
+    if job.memory_mib and (by_memory := free.memory_mib.item(node) // job.memory_mib) < fits:
+        fits = by_memory
     return fits

@@ -12,7 +12,8 @@ class NodeState:
     def __init__(self, job: JobRequest, free: FreeCapacity, node: int) -> None:
         self.job = job
         self.shares: list[int] = free.gpu_milli[node].tolist()
-        self.cpu_milli, self.memory_mib = int(free.cpu_milli[node]), int(free.memory_mib[node])
+        self.cpu_milli: int = free.cpu_milli.item(node)
+        self.memory_mib: int = free.memory_mib.item(node)
 
     def move(self, one: RunningJob, name: str, sign: int) -> None:
         """All tasks of a job that are on the node of this name: 1 takes them off it, -1 puts them back."""
@@ -28,13 +29,14 @@ class NodeState:
 
     def tasks(self) -> int:
         job = self.job
-        fits = job.tasks
-        if job.fractional:
-            fits = sum([share // job.gpu_milli for share in self.shares])
-        elif job.gpus_per_task:
+        if not job.gpus_per_task:
+            fits = job.tasks
+        elif job.gpu_milli == WHOLE_GPU:
             fits = self.shares.count(WHOLE_GPU) // job.gpus_per_task
-        if job.cpu_milli:
-            fits = min(fits, self.cpu_milli // job.cpu_milli)
-        if job.memory_mib:
-            fits = min(fits, self.memory_mib // job.memory_mib)
+        else:
+            fits = sum([share // job.gpu_milli for share in self.shares])
+        if job.cpu_milli and (by_cores := self.cpu_milli // job.cpu_milli) < fits:
+            fits = by_cores
+        if job.memory_mib and (by_memory := self.memory_mib // job.memory_mib) < fits:
+            fits = by_memory
         return fits

@@ -40,18 +40,15 @@ class ClusterNode:
 class NodeChanges:
     """Which nodes changed, in order; the oldest are forgotten."""
 
-    __slots__ = ("forgotten", "nodes")
+    __slots__ = ("count", "forgotten", "nodes")
 
     def __init__(self) -> None:
         self.nodes: list[int] = []
-        self.forgotten = 0
-
-    @property
-    def count(self) -> int:
-        return self.forgotten + len(self.nodes)
+        self.count = self.forgotten = 0  # those that are forgotten are counted as well
 
     def add(self, node: int) -> None:
         self.nodes.append(node)
+        self.count += 1
         if len(self.nodes) > _MOST_CHANGES:
             self.forgotten += len(self.nodes) // 2
             del self.nodes[: len(self.nodes) // 2]
@@ -264,14 +261,14 @@ class FreeCapacity:
             self._set_whole(node, whole)
 
     def _set_whole(self, node: int, change: int) -> None:
-        before = int(self.whole[node])
+        before: int = self.whole.item(node)
         after = before + change
         self.whole[node] = after
         bit = 1 << node
         room = self.room
         room[before] ^= bit
         room[after] ^= bit
-        if self.ready[node]:
+        if self.ready.item(node):
             self.tally[before] -= 1
             self.tally[after] += 1
             self.free_gpus += change

@@ -69,9 +69,9 @@ class _LeftNodes:
 
     def _state(self, node: int) -> NodeState | None:
         free, job = self.free, self.job
-        if not free.ready[node] or (job.devices and free.nodes[node].device not in job.devices):
+        if not free.ready.item(node) or (job.devices and free.nodes[node].device not in job.devices):
             return None
-        self.tasks[node] = int(self.fits[node])
+        self.tasks[node] = self.fits.item(node)
         return NodeState(job, free, node)
 
     def count(self) -> int:
