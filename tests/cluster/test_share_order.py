@@ -23,7 +23,6 @@ def some_job(draw: random.Random, number: int) -> JobRequest:
 
 
 def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
-    """Tenants that are refused are left out where the kept jobs end, until the reader wants all of them again."""
     monkeypatch.setattr(share_order, "_KEPT", 8)
     monkeypatch.setattr(share_order, "_MORE_KEPT", 4)
     monkeypatch.setattr(share_order, "_FEWEST_KEPT", 5)
@@ -42,27 +41,20 @@ def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
             running.drop(draw.choice(list(running)))
         if number < 400 or draw.random() < 0.3:
             queue.add(some_job(draw, number), number)
-        refused, limit = (
-            {},
-            draw.choice((0, 1, 2, 9, 99)),
-        )  # GPUs that tenants get, once they were refused more
-        turn, many = draw.choice((0, 5, 20, 60, 999)), draw.choice((1, 20, 999))
-        kept = order(Snapshot(0.0, nodes, queue, running, free, quotas), refused)
-        anew = share_order.ShareOrder()(Snapshot(0.0, nodes, tuple(queue), dict(running), free, quotas), {})
+        snapshot = Snapshot(0.0, nodes, queue, running, free, quotas)
+        anew = share_order.ShareOrder()(Snapshot(0.0, nodes, tuple(queue), dict(running), free, quotas))
         expected = [row[0] for row in anew]
-        at = read = 0
-        for job, _, _, gpus, _ in itertools.islice(kept, turn):
-            passed = expected[at : expected.index(job, at)]
-            assert all(one.gpus >= refused.get(one.tenant, 1e9) for one in passed)
-            seen["left out"] += len(passed)
-            at += len(passed) + 1
-            read += 1
-            if gpus > limit:
-                refused[job.tenant] = min(gpus, refused.get(job.tenant, 1e9))
-        if read < turn:
-            assert all(one.gpus >= refused.get(one.tenant, 1e9) for one in expected[at:])
+        many = draw.choice((1, 5, 20, 999))
+        if draw.random() < 0.5 or not expected:
+            assert [row[0] for row in itertools.islice(order(snapshot), many)] == expected[:many]
             continue
-        seen["wanted again"] += bool(refused) and at > 8
-        refused.clear()
-        assert [row[0] for row in itertools.islice(kept, many)] == expected[at : at + many]
+        lines, last = order.lines(snapshot, queue), draw.choice(expected)
+        own = list(lines.line(last.tenant, None))
+        assert [row[0] for _, row in own] == [job for job in expected if job.tenant == last.tenant]
+        at = [row[0] for _, row in own].index(last)
+        assert list(lines.line(last.tenant, own[at][0])) == own[at + 1 :]
+        behind = expected[expected.index(last) + 1 :]
+        rows = itertools.islice(lines.rows_behind(own[at][0]), many)
+        assert [row[0] for row in rows] == behind[:many]
+        seen[len(expected) - len(behind) > 12] += 1
     assert len(order._entries) > 0 and min(seen.values()) > 20

@@ -3,7 +3,6 @@ than their quotas and which have borrowed, before it reclaims.
 """
 
 from collections.abc import Hashable, Mapping
-from functools import lru_cache
 
 import numpy as np
 
@@ -31,7 +30,7 @@ class QuotaBook:
         has, most = self.used(job.tenant), quota.gpus + quota.borrow_gpus
         if has + (job.gpus if gpus is None else gpus) <= most + 1e-9:
             return None
-        return _at_its_limit(job.tenant, has, most)
+        return f"tenant {job.tenant} has {has:g} GPUs, its limit is {most:g}"
 
     def left(self, job: JobRequest) -> tuple[float, float]:
         """GPUs that its tenant has, and up to how many `refuses` allows."""
@@ -47,12 +46,6 @@ class QuotaBook:
     def used(self, tenant: str) -> float:
         known = self._used.get(tenant)
         return self._milli.get(tenant, 0) / WHOLE_GPU if known is None else known
-
-
-# Told to the same tenants in one decision after another.
-@lru_cache(maxsize=4096)
-def _at_its_limit(tenant: str, has: float, most: float) -> str:
-    return f"tenant {tenant} has {has:g} GPUs, its limit is {most:g}"
 
 
 class TenantUses(RunningView):

@@ -96,9 +96,30 @@ class JobsOnNodes(RunningView):
             self.on[place.node][job.job_id] = job
 
 
+class TouchedTenants(RunningView):
+    """Those whose jobs started or ended, in that order."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add(self, job: RunningJob) -> None:
+        self.names.append(job.request.tenant)
+
+    def remove(self, job: RunningJob) -> None:
+        self.names.append(job.request.tenant)
+
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        pass  # it keeps its places
+
+
 def table_of(running: Mapping[str, RunningJob]) -> RunningTable:
     return running if isinstance(running, RunningTable) else RunningTable(running.values())
 
 
 def jobs_on_nodes(running: Mapping[str, RunningJob]) -> Mapping[str, Mapping[str, RunningJob]]:
     return table_of(running).view(JobsOnNodes, JobsOnNodes).on
+
+
+def touched_tenants(running: RunningTable) -> list[str]:
+    """The tenants of jobs that started or ended, in that order, from the first time that somebody asks."""
+    return running.view(TouchedTenants, TouchedTenants).names

@@ -22,7 +22,8 @@ _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 def fair(place: Placer) -> Policy:
     """`ShareOrder` with backfill, and reclaiming: a tenant below its quota gets back what others borrowed, the
     youngest borrower first, because it loses least."""
-    fill = queue_policy(ShareOrder(), place, backfill=True, reason="its tenant has the least", by_tenant=True)
+    order = ShareOrder()
+    fill = queue_policy(order, place, backfill=True, reason="its tenant has the least", by_tenant=order.lines)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         reclaimed: list[Decision] = []

@@ -52,7 +52,7 @@ def preempting(place: Placer) -> Policy:
         book, lowest = QuotaBook(snapshot), min(table_of(snapshot.running).preemptible, default=None)
         watch_running(snapshot, _priority)
         up_to, free = preemptible_up_to(snapshot), snapshot.free
-        for job, *_ in itertools.islice(by_priority(snapshot, {}), _MOST_URGENT):
+        for job, *_ in itertools.islice(by_priority(snapshot), _MOST_URGENT):
             if lowest is None or job.priority <= lowest:
                 break  # nor may any behind it
             shape = shape_key(job)

@@ -5,23 +5,20 @@ order, a placer, and this loop.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.policy.fifo import why_not
-from cumulo.cluster.decide.policy.quota_lines import QuotaLines, quota_lines
+from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, TenantLines, quota_lines
 from cumulo.cluster.decide.policy.reservations import Places, Reservation, Reservations
 from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key, rows_in_order
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
-# The waiting jobs, and the fewest GPUs that tenants at their limits were refused: as long as this says so, jobs of
-# theirs that ask for no less may be left out.
-Order = Callable[[Snapshot, Mapping[str, float]], Iterator[WaitingRow]]
+Order = Callable[[Snapshot], Iterator[WaitingRow]]
 _MOST_TRIED = (
     200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
 )
@@ -32,11 +29,11 @@ _LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are t
 _ANY = float("inf")
 
 
-def by_arrival(snapshot: Snapshot, refused: Mapping[str, float]) -> Iterator[WaitingRow]:
+def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:
     return rows_in_order(snapshot.waiting, by_arrival_key)
 
 
-def by_prediction(snapshot: Snapshot, refused: Mapping[str, float]) -> Iterator[WaitingRow]:
+def by_prediction(snapshot: Snapshot) -> Iterator[WaitingRow]:
     """Short jobs first; a job of unknown duration counts as an hour. Nobody starves: ten times its duration after
     its arrival a job is before everybody who arrives then."""
     return rows_in_order(snapshot.waiting, _stretched)
@@ -46,7 +43,7 @@ def _stretched(job: JobRequest) -> float:
     return job.arrival_s + _STRETCH * (3600.0 if job.predicted_s is None else job.predicted_s)
 
 
-def by_priority(snapshot: Snapshot, refused: Mapping[str, float]) -> Iterator[WaitingRow]:
+def by_priority(snapshot: Snapshot) -> Iterator[WaitingRow]:
     return rows_in_order(snapshot.waiting, _urgent)
 
 
@@ -63,19 +60,20 @@ def queue_policy(
     backfill: bool = False,
     reservations: int = 1,
     reason: str = "its turn, and its whole gang fits",
-    by_tenant: bool = False,
+    by_tenant: Callable[[Snapshot, JobQueue], TenantLines] | None = None,
 ) -> Policy:
     """Jobs are placed in `order` until one does not fit. With `backfill` later ones may start too, if they end
     before the start reserved for it (EASY, Lifka 1995). `reservations`: for how many jobs a start is reserved;
     with a large number no job is delayed by one behind it (conservative, Mu'alem and Feitelson 2001). `by_tenant`:
-    the order is by what tenants have, and in the order of arrival within each."""
+    the order is by what tenants have, and in the order of arrival within each; these are their lines."""
 
     last: _Last | None = None
-    lines: QuotaLines | None = None
+    quotas: QuotaLines | None = None
     key = _KEYS.get(order)
+    lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        nonlocal last, lines
+        nonlocal last, quotas
         if backfill and snapshot.releases is not None:
             snapshot.releases.begin()
         newcomers = None if last is None else last.newcomers(snapshot)
@@ -84,21 +82,19 @@ def queue_policy(
         trial = _Trial(snapshot, place, backfill, reservations, reason)
         if last is not None and newcomers is not None:
             trial.decide_on(newcomers, last.reserved, last.queue)
-        elif snapshot.quotas and key and (found := quota_lines(lines, snapshot, key)):
-            lines = found
-            trial.decide_in(lines)
+        elif (
+            snapshot.quotas
+            and len(snapshot.waiting) >= _LONG_QUEUE
+            and (found := quota_lines(quotas, snapshot, lines))
+        ):
+            quotas = found
+            trial.decide_in(quotas)
         else:
-            trial.decide(order(snapshot, trial.refused))
-        last = _Last.after(trial, key, by_tenant)
+            trial.decide(order(snapshot))
+        last = _Last.after(trial, key, by_tenant is not None)
         return trial.decided
 
     return policy
-
-
-# Jobs of tenants at their limits wait for the same reason in one decision after another.
-@lru_cache(maxsize=4096)
-def _waits(job_id: str, reason: str) -> Waits:
-    return Waits(job_id, reason)
 
 
 @dataclass(slots=True)
@@ -194,15 +190,12 @@ class _Trial:
     def decide(self, ordered: Iterator[WaitingRow]) -> None:
         try:
             if self._in_turn(ordered):
-                self.refused.clear()
                 self._behind(ordered)
         finally:
             self.reserved.take_back()
 
     def decide_in(self, lines: QuotaLines) -> None:
-        """As `decide`, where tenants have quotas."""
-        if len(self.snapshot.waiting) < _LONG_QUEUE:
-            return self.decide(lines.queue.rows(lines.key))
+        """As `decide`, where tenants have quotas and many jobs wait."""
         lines.update(self.book)
         try:
             for told, candidate in lines.in_turn(self.book):
@@ -215,7 +208,7 @@ class _Trial:
                     self.start(job, places)
                     continue
                 if self.wait(job, shape):
-                    self._behind(lines.queue.rows_behind(lines.key, entry))
+                    self._behind(lines.lines.rows_behind(entry))
                 break
         finally:
             self.reserved.take_back()
@@ -239,7 +232,7 @@ class _Trial:
                 continue  # as one of its tenant that asks for no more: of a long queue only the first is told
             refused = self.book.refuses(job, gpus)
             if refused is not None:
-                self.decided.append(_waits(job.job_id, refused))
+                self.decided.append(Waits(job.job_id, refused))
                 if long:
                     self.refused[job.tenant] = gpus
                 continue

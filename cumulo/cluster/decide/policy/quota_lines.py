@@ -5,35 +5,47 @@ of jobs before the first that may start; a decision looks only at tenants whose 
 import bisect
 import heapq
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from cumulo.cluster.decide.decisions import Waits
-from cumulo.cluster.decide.jobs import RunningJob
 from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow
 from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.running import RunningTable, RunningView
+from cumulo.cluster.decide.running import RunningTable, touched_tenants
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
 
 _ANY = float("inf")
-_Entry = tuple[Any, int]  # the key of a job in the queue, and its number: its place
-_Candidate = tuple[_Entry, str, WaitingRow]
+Place = tuple[Any, ...]  # of a job among all that wait: those with smaller ones are before it
+_Candidate = tuple[Place, str, WaitingRow]
 
 
-class _ChangedTenants(RunningView):
-    """Those whose jobs started or ended, in that order."""
+class TenantLines(Protocol):
+    """The waiting jobs of each tenant in the order of a policy, with their places among all waiting jobs."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+    def line(self, tenant: str, behind: Place | None) -> Iterator[tuple[Place, WaitingRow]]:
+        """The jobs of a tenant; `behind`: those behind this place."""
 
-    def add(self, job: RunningJob) -> None:
-        self.names.append(job.request.tenant)
+    def rows_behind(self, place: Place) -> Iterator[WaitingRow]:
+        """The jobs of all tenants behind this place."""
 
-    def remove(self, job: RunningJob) -> None:
-        self.names.append(job.request.tenant)
 
-    def swap(self, old: RunningJob, job: RunningJob) -> None:
-        pass  # it keeps its places
+@dataclass(frozen=True, slots=True)
+class KeyLines(TenantLines):
+    """In the order of a key that a queue keeps."""
+
+    queue: JobQueue
+    key: SortKey
+
+    def line(self, tenant: str, behind: Place | None) -> Iterator[tuple[Place, WaitingRow]]:
+        own = self.queue.lines(self.key).get(tenant)
+        if own is None:
+            return iter(())
+        at = 0 if behind is None else bisect.bisect(own.keys, behind)
+        return ((own.keys[number], row) for number, row in enumerate(own.rows(at), at))
+
+    def rows_behind(self, place: Place) -> Iterator[WaitingRow]:
+        return self.queue.rows_behind(self.key, place)
 
 
 class QuotaLines:
@@ -41,34 +53,32 @@ class QuotaLines:
     first, and each that asks for less than all that were told before."""
 
     def __init__(
-        self, queue: JobQueue, running: RunningTable, quotas: Mapping[str, TenantQuota], key: SortKey
+        self, queue: JobQueue, running: RunningTable, quotas: Mapping[str, TenantQuota], lines: TenantLines
     ) -> None:
-        self.of, self.queue, self.key = (queue, running, quotas), queue, key
-        self._changed = running.view(_ChangedTenants, _ChangedTenants)
-        self._seen = len(queue.touched), len(self._changed.names)
-        self._entries: list[_Entry] = []  # of all that are told, in order
+        self.of, self.queue, self.lines = (queue, running, quotas), queue, lines
+        self._started = touched_tenants(running)
+        self._seen = len(queue.touched), len(self._started)
+        self._entries: list[Place] = []  # of all that are told, in order
         self._told: list[Waits] = []  # the same
         self._candidates: list[_Candidate] = []  # in order
-        self._of_tenant: dict[str, tuple[list[_Entry], _Candidate | None, float]] = {}
-        self._fresh = set(queue.lines(key))
+        self._of_tenant: dict[str, tuple[list[Place], _Candidate | None, float]] = {}
+        self._fresh = {job.tenant for job in queue}
 
     def update(self, book: QuotaBook) -> None:
-        queue = self.queue
-        seen, self._seen = self._seen, (len(queue.touched), len(self._changed.names))
-        changed = {*queue.touched[seen[0] :], *self._changed.names[seen[1] :], *self._fresh}
+        queue, started = self.queue, self._started
+        seen, self._seen = self._seen, (len(queue.touched), len(started))
+        changed = {*queue.touched[seen[0] :], *started[seen[1] :], *self._fresh}
         self._fresh = set()
-        lines = queue.lines(self.key)
         for tenant in changed:
             self._forget(tenant)
-            if tenant in lines:
-                told, candidate, least = self._first(tenant, 0, _ANY, book)
-                self._of_tenant[tenant] = [entry for entry, _ in told], candidate, least
-                for entry, waits in told:
-                    at = bisect.bisect(self._entries, entry)
-                    self._entries.insert(at, entry)
-                    self._told.insert(at, waits)
-                if candidate is not None:
-                    bisect.insort(self._candidates, candidate)
+            told, candidate, least = self._first(tenant, None, _ANY, book)
+            self._of_tenant[tenant] = [entry for entry, _ in told], candidate, least
+            for entry, waits in told:
+                at = bisect.bisect(self._entries, entry)
+                self._entries.insert(at, entry)
+                self._told.insert(at, waits)
+            if candidate is not None:
+                bisect.insort(self._candidates, candidate)
 
     def _forget(self, tenant: str) -> None:
         entries, candidate, _ = self._of_tenant.pop(tenant, ((), None, _ANY))
@@ -79,30 +89,29 @@ class QuotaLines:
             del self._candidates[bisect.bisect_left(self._candidates, candidate[:1])]
 
     def _first(
-        self, tenant: str, at: int, least: float, book: QuotaBook
-    ) -> tuple[list[tuple[_Entry, Waits]], _Candidate | None, float]:
-        """The first job of a tenant from this number on that may start, and those that are told before it.
-        `least`: the fewest GPUs that were refused."""
-        queue = self.queue
-        line, smallest = queue.lines(self.key)[tenant], 0 if queue.sharing else 1
-        told: list[tuple[_Entry, Waits]] = []
-        for number, row in enumerate(line.rows(at), at):
+        self, tenant: str, behind: Place | None, least: float, book: QuotaBook
+    ) -> tuple[list[tuple[Place, Waits]], _Candidate | None, float]:
+        """The first job of a tenant behind this place that may start, and those that are told before it. `least`:
+        the fewest GPUs that were refused."""
+        fewest = self.queue.fewest_gpus(tenant)
+        told: list[tuple[Place, Waits]] = []
+        for entry, row in self.lines.line(tenant, behind) if least > fewest else ():
             if row[3] >= least:
                 continue
-            refused = book.refuses(row[0])
+            refused = book.refuses(row[0], row[3])
             if refused is None:
-                return told, (line.keys[number], tenant, row), least
-            told.append((line.keys[number], Waits(row[0].job_id, refused)))
+                return told, (entry, tenant, row), least
+            told.append((entry, Waits(row[0].job_id, refused)))
             least = row[3]
-            if least <= smallest:
-                break  # nobody asks for less
+            if least <= fewest:
+                break  # none of its jobs asks for less
         return told, None, least
 
     def in_turn(self, book: QuotaBook) -> Iterator[tuple[list[Waits], _Candidate | None]]:
         """Those that are told, and the job that is next; None: nobody else may start. Whoever asks for another has
         started that job, and counted it."""
         at, number = 0, 0
-        told_more: list[tuple[_Entry, Waits]] = []  # of tenants that got another job in this decision
+        told_more: list[tuple[Place, Waits]] = []  # of tenants that got another job in this decision
         more: list[_Candidate] = []  # theirs
         least_of: dict[str, float] = {}
         while True:
@@ -123,20 +132,22 @@ class QuotaLines:
             if candidate is None:
                 return
             entry, tenant, _ = candidate
-            behind = bisect.bisect(self.queue.lines(self.key)[tenant].keys, entry)
             least = least_of.get(tenant, self._of_tenant[tenant][2])
-            found, following, least_of[tenant] = self._first(tenant, behind, least, book)
+            found, following, least_of[tenant] = self._first(tenant, entry, least, book)
             told_more = sorted(told_more + found, key=operator.itemgetter(0))
             if following is not None:
                 heapq.heappush(more, following)
 
 
-def quota_lines(last: QuotaLines | None, snapshot: Snapshot, key: SortKey) -> QuotaLines | None:
+def quota_lines(
+    last: QuotaLines | None, snapshot: Snapshot, lines: Callable[[Snapshot, JobQueue], TenantLines]
+) -> QuotaLines | None:
     """Those of the last decision, if they can be kept; None: there is no such queue."""
     queue, running = snapshot.waiting, snapshot.running
     if not isinstance(queue, JobQueue) or not isinstance(running, RunningTable):
         return None
-    of = queue, running, snapshot.quotas
+    of, now = (queue, running, snapshot.quotas), lines(snapshot, queue)
     if last is None or any(one is not other for one, other in zip(last.of, of, strict=True)):
-        return QuotaLines(queue, running, snapshot.quotas, key)
+        return QuotaLines(queue, running, snapshot.quotas, now)
+    last.lines = now
     return last
