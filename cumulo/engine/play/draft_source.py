@@ -153,6 +153,6 @@ def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder, levels: 
         drafting = source.model.decoder
         drafting.rotary.serve(min(context, drafting.spec.max_context))
         plays = drafting if why_not(drafting) else FusedDecoder(drafting)
-        model = WholeDraftModel(plays, source.served.vocab_size)
+        model = WholeDraftModel(plays, source.served.vocab_size, drafting.spec.vocab_size)
     limit = context if source.head is not None else min(context, source.spec.max_context)
     runner.drafter = Drafter(model, own, len(runner.table.lengths), limit, tap)

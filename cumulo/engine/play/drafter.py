@@ -169,12 +169,14 @@ def _rows(slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[n
 
 
 class WholeDraftModel:
-    """A decoder of the same vocabulary."""
+    """A decoder of the same tokenizer. The one that is served may have more tokens, or fewer: sizes of vocabularies
+    are rounded up, and tokens are added."""
 
     shift = 0
 
-    def __init__(self, model: RunnableModel, vocabulary: int) -> None:
-        self._model, self._vocabulary = model, vocabulary
+    def __init__(self, model: RunnableModel, vocabulary: int, known: int) -> None:
+        """`vocabulary`: tokens of the model that is served. `known`: of this one."""
+        self._model, self._vocabulary, self._known = model, vocabulary, known
 
     @property
     def weight_bytes(self) -> int:
@@ -183,5 +185,8 @@ class WholeDraftModel:
     def follow(
         self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None
     ) -> tuple[Tensor, Likeliest]:
+        if self._known < self._vocabulary:
+            # What it does not know, it reads as another token; what it proposes then is only less likely right.
+            batch.token_ids = torch.where(batch.token_ids < self._known, batch.token_ids, 0)
         hidden = self._model.forward(batch, cache)
         return hidden, likeliest_of(self._model.logits(hidden)[:, : self._vocabulary])
