@@ -13,7 +13,7 @@ from torch import Tensor
 from cumulo.kernels.cuda.linear import dot_ending
 from tests.kernels.cuda.play_gluon import Pointer, pointer
 
-_ENDING = ("rows_of_tile", "biases", "rotation_of", "store_activated", "store_rotated")
+_ENDING = ("rows_of_tile", "biases", "rotation_of", "store", "_store_activated", "_store_rotated")
 
 
 @dataclass

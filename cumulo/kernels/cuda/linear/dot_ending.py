@@ -6,8 +6,31 @@ the rows are kept. What these read is asked for when it may be: a bias before th
 right behind x, or it would be waited for at the end.
 """
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from cumulo.kernels.cuda.linear.rotation import PagedRotation
+
+
+def rotation_arguments(
+    rotation: PagedRotation | None, near: Tensor, kept: int
+) -> tuple[tuple[Tensor, ...], tuple[int, int], dict[str, int]]:
+    """Of a launch: tensors, strides and constants; `near` stands for those that are not read. `kept`: rows of a
+    program; those of two heads would be paired wrongly."""
+    if rotation is None:
+        return (near,) * 6, (0, 0), {"DIM": 0, "HEADS": 0, "KV_HEADS": 0, "PAGE": 1}
+    if rotation.dim // 2 % kept:
+        raise ValueError(
+            f"heads are rotated whose half is a multiple of {kept}, not heads of {rotation.dim}: use rope_cache"
+        )
+    constants = {
+        "DIM": rotation.dim,
+        "HEADS": rotation.heads,
+        "KV_HEADS": rotation.kv_heads,
+        "PAGE": rotation.block_size,
+    }
+    return rotation.tensors, rotation.strides, constants
 
 
 @gluon.jit
@@ -48,7 +71,22 @@ def rotation_of(cos, sin, position, nothing, head, first, out_row, DIM: gl.const
 
 
 @gluon.jit
-def store_activated(y, z, low_bias, high_bias, added, out, mask, SWIGLU: gl.constexpr):
+def store(y, z, low_bias, high_bias, added, turn, turn_back, out, keys, values, slot, mask, real, head, first,
+          out_row, block_stride, head_stride, SWIGLU: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr,
+          KV_HEADS: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
+    """What becomes of the sums y of the rows that are kept, and z of those that belong to them. `mask`: which cells
+    are of the output, `real`: which lines are tokens."""
+    if DIM > 0:
+        _store_rotated(
+            y, z, low_bias, high_bias, turn, turn_back, out, keys, values, slot, real, head, first, out_row,
+            block_stride, head_stride, DIM, HEADS, KV_HEADS, PAGE,
+        )  # fmt: skip
+    else:
+        _store_activated(y, z, low_bias, high_bias, added, out, mask, SWIGLU)
+
+
+@gluon.jit
+def _store_activated(y, z, low_bias, high_bias, added, out, mask, SWIGLU: gl.constexpr):
     """residual + f(y + bias)."""
     y += low_bias
     if SWIGLU:
@@ -59,10 +97,10 @@ def store_activated(y, z, low_bias, high_bias, added, out, mask, SWIGLU: gl.cons
 
 
 @gluon.jit
-def store_rotated(y, z, low_bias, high_bias, turn, turn_back, out, keys, values, slot, real, head, first, out_row,
-                  block_stride, head_stride, DIM: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-                  PAGE: gl.constexpr):  # fmt: skip
-    """Rotated queries to `out`, rotated keys and values to their pages. `real`: which lines are tokens."""
+def _store_rotated(y, z, low_bias, high_bias, turn, turn_back, out, keys, values, slot, real, head, first, out_row,
+                   block_stride, head_stride, DIM: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+                   PAGE: gl.constexpr):  # fmt: skip
+    """Rotated queries to `out`, rotated keys and values to their pages."""
     apart: gl.constexpr = DIM // 2
     # Rounded where a product of its own would round.
     y = (y + low_bias).to(out.dtype.element_ty).to(gl.float32)

@@ -27,10 +27,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cumulo.kernels.cuda.early import early
 from cumulo.kernels.cuda.linear.dot_ending import (
     biases,
+    rotation_arguments,
     rotation_of,
     rows_of_tile,
-    store_activated,
-    store_rotated,
+    store,
 )
 from cumulo.kernels.cuda.linear.rotation import PagedRotation
 from cumulo.kernels.cuda.linear.w4_weight import STEP, W4Weight
@@ -285,13 +285,10 @@ def _w4_dot_kernel(x, words, scales, minimums, out, norm_weight, residual, bias,
         y = y * rstd
         z = z * rstd
     places = out + line * stride_out + safe
-    if DIM > 0:
-        store_rotated(
-            y, z, low_bias, high_bias, turn, turn_back, places, keys, values, slot, line < M, head, first, out_row,
-            block_stride, head_stride, DIM, HEADS, KV_HEADS, PAGE,
-        )  # fmt: skip
-    else:
-        store_activated(y, z, low_bias, high_bias, added, places, mask, SWIGLU)
+    store(
+        y, z, low_bias, high_bias, added, turn, turn_back, places, keys, values, slot, mask, line < M, head, first,
+        out_row, block_stride, head_stride, SWIGLU, DIM, HEADS, KV_HEADS, PAGE,
+    )  # fmt: skip
 
 
 def w4_dot(
@@ -322,12 +319,7 @@ def w4_dot(
     if config is None:
         config = default_config(m, n, k, swiglu, 0 if rotation is None else rotation.dim)
     kept = config.rows // 2 if paired else config.rows
-    if rotation is not None and rotation.dim // 2 % kept:
-        raise ValueError(
-            f"w4_dot rotates heads whose half is a multiple of {kept}, not of {rotation.dim}: use rope_cache"
-        )
-    turned = (x,) * 6 if rotation is None else rotation.tensors
-    strides = (0, 0) if rotation is None else rotation.strides
+    turned, strides, of_heads = rotation_arguments(rotation, x, kept)
     steps = triton.cdiv(k // STEP, config.slices)
     _w4_dot_kernel[(triton.cdiv(outputs // 2 if rotation is not None else outputs, kept),)](
         x,
@@ -358,10 +350,7 @@ def w4_dot(
         SWIGLU=swiglu,
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
-        DIM=0 if rotation is None else rotation.dim,
-        HEADS=0 if rotation is None else rotation.heads,
-        KV_HEADS=0 if rotation is None else rotation.kv_heads,
-        PAGE=1 if rotation is None else rotation.block_size,
+        **of_heads,
         num_warps=config.slices,
         **early(config.early, x, config.waits_first),
     )
