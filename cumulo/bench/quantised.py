@@ -23,8 +23,9 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
 from cumulo.errors import ConfigError
+from cumulo.models.files.load import inspect_model
 from cumulo.models.text.tokenizer import Tokenizer
-from cumulo.quant.decide.recipe import METHODS, Method, Recipe
+from cumulo.quant.decide.recipe import METHODS, Method, Recipe, settled
 from cumulo.quant.play.run import Calibration, quantise
 
 Tell = Callable[[str, int, int], None]
@@ -68,15 +69,19 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figures]:
     """The 16-bit model first, then every method and folder."""
+    text = _checked_text(model, config)
     steps = 1 + 2 * len(config.methods) + len(config.folders)
     blocks = config.sequences * -(-config.length // BLOCK_SIZE)
+    context = max(64, config.length)
     engine = EngineConfig(
-        threads=config.threads, kv_blocks=blocks, block_size=BLOCK_SIZE, max_context=max(64, config.length)
+        threads=config.threads,
+        kv_blocks=max(blocks, -(-context // BLOCK_SIZE)),
+        block_size=BLOCK_SIZE,
+        max_context=context,
     )
     with tempfile.TemporaryDirectory(prefix="cumulo-quality-") as work:
         tell("the 16-bit model reads the text", 0, steps)
         with LLM(model, config=engine, keep_quantised=False) as exact, torch.inference_mode():
-            text = reference_text("held-out") if config.text is None else config.text.read_text("utf-8")
             tokens = held_out_tokens(exact.tokenizer, text, config.sequences, config.length)
             reference = hidden_states(exact, tokens, tokens.shape[1], blocks)
             found = [_compare("16-bit", exact, reference, exact, reference, tokens, config.rounds)]
@@ -103,6 +108,30 @@ def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figure
                 found.append(_variant(given.name, given, engine, exact, reference, tokens, config, blocks))
                 done += 1
     return found
+
+
+def _checked_text(model: str | None, config: QualityConfig) -> str:
+    """The held-out text. What would fail after minutes of quantising is refused here."""
+    if not config.methods and not config.folders:
+        raise ConfigError(
+            f"name a method or a folder to compare: --methods {','.join(METHODS)}, or --folder DIR"
+        )
+    spec = inspect_model(model).spec
+    if config.length > spec.max_context:
+        raise ConfigError(
+            f"--length {config.length:,} is more than the model's context of {spec.max_context:,} tokens"
+        )
+    for method in config.methods:
+        settled(Recipe(cast(Method, method), bits=config.bits, group=config.group), spec)
+    for folder in config.folders:
+        inspect_model(folder)
+    if config.text is None:
+        return reference_text("held-out")
+    try:
+        return config.text.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--text {config.text} cannot be read: {why}") from error
 
 
 def _variant(

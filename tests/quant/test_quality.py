@@ -1,12 +1,14 @@
 """`cumulo bench quality` on a tiny model, and what it makes of its figures."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cumulo.bench.quantised import Figures, QualityConfig, chart, measure, parse_methods, rows
 from cumulo.cli.view.quality import print_figures
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, CumuloError
 from tests.quant.folders import TEXT, tiny_folder
 
 
@@ -27,7 +29,7 @@ def test_a_method_and_a_folder_are_measured_against_the_model(tmp_path: Path) ->
     assert quantised.kl > 1e-4 and quantised.weight_bytes < plain.weight_bytes
     assert quantised.name.startswith("rtn, 4 bits")
     with pytest.raises(ConfigError, match="the text has"):
-        measure(str(source), QualityConfig((), text=text, sequences=99, length=64), lambda *_: None)
+        measure(str(source), QualityConfig(("rtn",), text=text, sequences=99, length=64), lambda *_: None)
 
 
 def test_a_calibrated_method_that_is_worse_than_rounding_misses_its_bound(tmp_path: Path) -> None:
@@ -42,6 +44,35 @@ def test_a_calibrated_method_that_is_worse_than_rounding_misses_its_bound(tmp_pa
     assert len(chart(good).series) == 3
     with pytest.raises(typer.Exit):
         print_figures([*good, figures("awq, 4 bits", 13.0)], None, None)
+
+
+def test_one_short_sequence_is_enough(tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "tiny")
+    config = QualityConfig((), (source,), sequences=1, length=16, rounds=1, threads=1)
+    plain, same = measure(str(source), config, lambda *_: None)
+    assert same.kl == pytest.approx(0, abs=1e-6) and plain.perplexity > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": ()}, "name a method or a folder to compare"),
+        ({"length": 100_000}, "--length 100,000 is more than the model's context of 512 tokens"),
+        ({"group": 48}, "--group 48 does not divide"),
+        ({"folders": (Path("nowhere"),)}, "there is no model at 'nowhere'"),
+        ({"text": Path("nowhere.txt")}, "--text nowhere.txt cannot be read: No such file"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_anything_is_read(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    source = tiny_folder(tmp_path / "tiny")
+    told: list[str] = []
+    with pytest.raises(CumuloError, match=said):
+        measure(
+            str(source), replace(QualityConfig(("rtn",)), **changes), lambda stage, *_: told.append(stage)
+        )
+    assert told == []
 
 
 def test_unknown_methods_are_refused() -> None:
