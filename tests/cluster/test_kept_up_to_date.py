@@ -67,6 +67,7 @@ def test_sets_of_nodes_are_those_with_so_many_free_gpus():
     for _, nodes, free, running, _ in states(1):
         fresh = snapshot_of(0.0, nodes, [], list(running.values())).free
         assert free.room == fresh.room and free.tally == fresh.tally and free.free_gpus == fresh.free_gpus
+        assert free.tallies == fresh.tallies and free.tallies is not None
         assert [members(some, 99) for some in free.room] == [
             [n for n in range(9) if free.whole[n] == count] for count in range(9)
         ]

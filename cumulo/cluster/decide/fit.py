@@ -43,6 +43,14 @@ def slots(job: JobRequest, free: FreeCapacity) -> int:
     """How many tasks of this job fit now, on all nodes together."""
     if not only_gpus(job):
         return fit_table(job, free).total
+    kind = job.gpus_per_task, job.devices
+    known = free.able.get(kind)
+    if known is None:
+        known = free.able[kind] = _count_slots(job, free)
+    return known
+
+
+def _count_slots(job: JobRequest, free: FreeCapacity) -> int:
     each, tally = job.gpus_per_task, free.tally
     if not job.devices:
         return sum([tally[room] * (room // each) for room in range(each, len(tally))])

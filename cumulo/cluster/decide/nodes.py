@@ -63,6 +63,7 @@ class FreeCapacity:
         "_devices",
         "_single_places",
         "_whole_places",
+        "able",
         "capacity",
         "changes",
         "copied",
@@ -121,6 +122,8 @@ class FreeCapacity:
         and its first member and its size are found in a microsecond."""
         self.room = [node_set(self.whole == free) for free in range(self.gpu_milli.shape[1] + 1)]
         self.ready_set = node_set(self.ready)
+        # Tasks of so many whole GPUs, on one of these devices, that fit: as far as somebody asked in this state.
+        self.able: dict[tuple[int, tuple[str, ...]], int] = {}
         self.tally = [(some & self.ready_set).bit_count() for some in self.room]  # of the ready ones
         # The same of each device; None: all have the same, or nobody counted.
         self.tallies: dict[str, list[int]] | None = None
@@ -141,6 +144,7 @@ class FreeCapacity:
             setattr(other, name, getattr(self, name).copy())
         if self.tallies is not None:
             other.tallies = {name: tally.copy() for name, tally in self.tallies.items()}
+        other.able = self.able.copy()
         other.copied = None if self.within is not None else (self.fit_tables, self.changes.count)
         other.within = None
         other.fit_tables, other.changes = {}, NodeChanges()
@@ -191,7 +195,7 @@ class FreeCapacity:
         other: Any = object.__new__(FreeCapacity)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
-        other.within, other.tallies = self, None
+        other.within, other.tallies, other.able = self, None, {}
         other.ready = self.ready & able
         other.ready_set = node_set(other.ready)
         other.tally = [
@@ -269,6 +273,7 @@ class FreeCapacity:
         room[before] ^= bit
         room[after] ^= bit
         if self.ready.item(node):
+            self.able.clear()
             self.tally[before] -= 1
             self.tally[after] += 1
             self.free_gpus += change
