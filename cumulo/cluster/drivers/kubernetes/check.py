@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.base.nearest import nearest
-from cumulo.cluster.drivers.kubernetes.helm_chart import chart_folders, read_chart
-from cumulo.cluster.drivers.kubernetes.kustomization import check_kustomizations
+from cumulo.cluster.drivers.kubernetes.folders.helm_chart import chart_folders, read_chart
+from cumulo.cluster.drivers.kubernetes.folders.kustomization import check_kustomizations
 from cumulo.cluster.drivers.kubernetes.manifest_source import (
     Manifest,
     ManifestProblem,
