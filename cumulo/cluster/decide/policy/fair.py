@@ -12,7 +12,7 @@ from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes
 from cumulo.cluster.decide.policy.preemption import RoomSearch, fits, watch_running
 from cumulo.cluster.decide.policy.queueing import queue_policy
 from cumulo.cluster.decide.policy.share_order import ShareOrder
-from cumulo.cluster.decide.queue import Shape, shape_key, tenant_queues
+from cumulo.cluster.decide.queue import JobQueue, Shape, shape_key, tenant_queues
 from cumulo.cluster.decide.quotas import TenantUses, tenant_uses
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
@@ -38,6 +38,8 @@ def fair(place: Placer) -> Policy:
 
 
 def _reclaim(snapshot: Snapshot, place: Placer, uses: TenantUses) -> list[Decision]:
+    if isinstance(snapshot.waiting, JobQueue) and not uses.below & snapshot.waiting.by_tenant.keys():
+        return []  # as nearly always
     queues = tenant_queues(snapshot.waiting)
     first = heapq.merge(*(queues[name] for name in uses.below_among(queues)), key=lambda job: job.arrival_s)
     tried: set[tuple[str, Shape]] = set()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cumulo.cluster.decide.decisions import Waits
-from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow
+from cumulo.cluster.decide.queue import JobQueue, SortedJobs, SortKey, WaitingRow
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import RunningTable, touched_tenants
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
@@ -20,14 +20,32 @@ Place = tuple[Any, ...]  # of a job among all that wait: those with smaller ones
 _Candidate = tuple[Place, str, WaitingRow]
 
 
+class TenantLine(Protocol):
+    """The waiting jobs of a tenant, read from its start, or from behind a place."""
+
+    def below(self, gpus: float) -> tuple[Place, WaitingRow] | None:
+        """The next job that asks for fewer GPUs; None: there is none."""
+
+
 class TenantLines(Protocol):
     """The waiting jobs of each tenant in the order of a policy, with their places among all waiting jobs."""
 
-    def line(self, tenant: str, behind: Place | None) -> Iterator[tuple[Place, WaitingRow]]:
-        """The jobs of a tenant; `behind`: those behind this place."""
+    def line(self, tenant: str, behind: Place | None) -> TenantLine | None:
+        """None: none of its jobs waits."""
 
     def rows_behind(self, place: Place) -> Iterator[WaitingRow]:
         """The jobs of all tenants behind this place."""
+
+
+class _KeyLine(TenantLine):
+    def __init__(self, own: SortedJobs, at: int) -> None:
+        self._keys, self._rows = own.keys, enumerate(own.rows(at), at)
+
+    def below(self, gpus: float) -> tuple[Place, WaitingRow] | None:
+        for number, row in self._rows:
+            if row[3] < gpus:
+                return self._keys[number], row
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +55,11 @@ class KeyLines(TenantLines):
     queue: JobQueue
     key: SortKey
 
-    def line(self, tenant: str, behind: Place | None) -> Iterator[tuple[Place, WaitingRow]]:
+    def line(self, tenant: str, behind: Place | None) -> TenantLine | None:
         own = self.queue.lines(self.key).get(tenant)
         if own is None:
-            return iter(())
-        at = 0 if behind is None else bisect.bisect(own.keys, behind)
-        return ((own.keys[number], row) for number, row in enumerate(own.rows(at), at))
+            return None
+        return _KeyLine(own, 0 if behind is None else bisect.bisect(own.keys, behind))
 
     def rows_behind(self, place: Place) -> Iterator[WaitingRow]:
         return self.queue.rows_behind(self.key, place)
@@ -93,18 +110,15 @@ class QuotaLines:
     ) -> tuple[list[tuple[Place, Waits]], _Candidate | None, float]:
         """The first job of a tenant behind this place that may start, and those that are told before it. `least`:
         the fewest GPUs that were refused."""
-        fewest = self.queue.fewest_gpus(tenant)
-        told: list[tuple[Place, Waits]] = []
-        for entry, row in self.lines.line(tenant, behind) if least > fewest else ():
-            if row[3] >= least:
-                continue
+        fewest, told = self.queue.fewest_gpus(tenant), list[tuple[Place, Waits]]()
+        line = self.lines.line(tenant, behind)
+        while line is not None and least > fewest and (found := line.below(least)) is not None:
+            entry, row = found
             refused = book.refuses(row[0], row[3])
             if refused is None:
                 return told, (entry, tenant, row), least
             told.append((entry, Waits(row[0].job_id, refused)))
             least = row[3]
-            if least <= fewest:
-                break  # none of its jobs asks for less
         return told, None, least
 
     def in_turn(self, book: QuotaBook) -> Iterator[tuple[list[Waits], _Candidate | None]]:

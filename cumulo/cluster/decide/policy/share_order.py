@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU
-from cumulo.cluster.decide.policy.quota_lines import Place, TenantLines
+from cumulo.cluster.decide.policy.quota_lines import Place, TenantLine, TenantLines
 from cumulo.cluster.decide.queue import JobQueue, SortedJobs, WaitingRow, tenant_rows
 from cumulo.cluster.decide.running import RunningTable, table_of, touched_tenants
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
@@ -68,6 +68,33 @@ class _Tenant:
             self.cpu_milli += row[4]
 
 
+class _ShareLine(TenantLine):
+    """Read without an entry for every job: tenants at their limits have thousands."""
+
+    def __init__(self, of: _Source, tenant: str, own: SortedJobs, behind: Place | None) -> None:
+        self._total, self._tenant, self._weight = of.total, tenant, of.weight(tenant)
+        self._has, self._rows, self._number = of.has(tenant), own.rows(), 0
+        if behind is not None:
+            gpus, cpu = self._has
+            self._number = behind[3] + 1
+            for row in itertools.islice(self._rows, self._number):
+                gpus += row[3]
+                cpu += row[4]
+            self._has = gpus, cpu
+
+    def below(self, gpus: float) -> tuple[Place, WaitingRow] | None:
+        (has, cpu), number, total = self._has, self._number, self._total
+        for row in self._rows:
+            if row[3] < gpus:
+                share = max(has / total[0], cpu / total[1]) / self._weight
+                self._has, self._number = (has + row[3], cpu + row[4]), number + 1
+                return (share, row[0].arrival_s, self._tenant, number), row
+            has += row[3]
+            cpu += row[4]
+            number += 1
+        return None
+
+
 class ShareOrder(TenantLines):
     """Jobs one by one from the tenant with the smallest weighted dominant share; what is tried counts as had, so
     that a tenant whose job does not fit does not hold up all others."""
@@ -94,13 +121,10 @@ class ShareOrder(TenantLines):
         self._begin(snapshot, queue)
         return self
 
-    def line(self, tenant: str, behind: Place | None) -> Iterator[tuple[Place, WaitingRow]]:
+    def line(self, tenant: str, behind: Place | None) -> TenantLine | None:
         assert self._of is not None and self._of.queue is not None
         own = self._of.queue.by_tenant.get(tenant)
-        if own is None:
-            return iter(())
-        entries = self._of.entries(tenant, own.rows())
-        return ((entry[:4], entry[4]) for entry in (entries if behind is None else _after(behind, entries)))
+        return None if own is None else _ShareLine(self._of, tenant, own, behind)
 
     def rows_behind(self, place: Place) -> Iterator[WaitingRow]:
         assert self._of is not None and self._of.queue is not None
@@ -108,7 +132,7 @@ class ShareOrder(TenantLines):
         at = bisect.bisect_left(self._entries, place)
         if at < len(self._entries):
             return self._rows(at + (self._entries[at][:4] == place))
-        return map(_row_of, heapq.merge(*[_after(place, self._rest(one)) for one in self._tenants.values()]))
+        return map(_row_of, heapq.merge(*[self._rest(one, place) for one in self._tenants.values()]))
 
     def _begin(self, snapshot: Snapshot, queue: JobQueue) -> _Source:
         """What is kept is forgotten if it is of another queue or cluster."""
@@ -194,11 +218,22 @@ class ShareOrder(TenantLines):
         self._entries += more
         self._until = self._entries[-1][:-1] if len(more) == missing else _EVERYTHING
 
-    def _rest(self, tenant: _Tenant) -> Iterator[_Entry]:
-        """The jobs of a tenant that are not in the kept order."""
+    def _rest(self, tenant: _Tenant, behind: Place = ()) -> Iterator[_Entry]:
+        """The jobs of a tenant that are not in the kept order; and behind this place."""
         assert self._of is not None
-        rows, total = tenant.queue.rows(tenant.kept), self._of.total
-        return _by_share(tenant.name, tenant.weight, tenant.kept, tenant.gpus, tenant.cpu_milli, rows, total)
+        number, gpus, cpu, total = tenant.kept, tenant.gpus, tenant.cpu_milli, self._of.total
+        if behind:
+            # Jobs that are clearly before it cost no entry each.
+            share = behind[0] * tenant.weight * (1 - 1e-9)
+            few_gpus, few_cpu = share * total[0], share * total[1]
+            for row in tenant.queue.rows(number):
+                if gpus >= few_gpus or cpu >= few_cpu:
+                    break
+                gpus += row[3]
+                cpu += row[4]
+                number += 1
+        entries = _by_share(tenant.name, tenant.weight, number, gpus, cpu, tenant.queue.rows(number), total)
+        return itertools.dropwhile(lambda entry: entry[:4] <= behind, entries) if behind else entries
 
     def _rows(self, at: int) -> Iterator[WaitingRow]:
         """From the kept entry of this number on."""
@@ -225,7 +260,3 @@ def _by_share(
         yield max(gpus / total[0], cpu / total[1]) / weight, row[0].arrival_s, tenant, at, row
         gpus += row[3]
         cpu += row[4]
-
-
-def _after(place: Place, entries: Iterator[_Entry]) -> Iterator[_Entry]:
-    return itertools.dropwhile(lambda entry: entry[:4] <= place, entries)
