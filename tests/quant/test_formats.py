@@ -123,6 +123,12 @@ def test_parts_are_parts_of_the_dequantised_matrix() -> None:
     assert torch.equal(whole.sliced(rows, columns).dequantise(), whole.dequantise()[rows, columns])
     with pytest.raises(ModelError, match="cannot be cut at column 16"):
         whole.sliced(rows, slice(16, 48))
+    generator = torch.Generator().manual_seed(2)
+    for groups, cut in ((1, slice(36, 128)), (1, slice(50, 100)), (2, slice(32, 96)), (2, slice(64, 128))):
+        codes = torch.randint(0, 256, (12, 128), generator=generator, dtype=torch.uint8)
+        zero = torch.randint(0, 256, (12, groups), generator=generator, dtype=torch.uint8)
+        wide = IntegerMatrix(codes, torch.rand(12, groups, generator=generator), zero, 8)
+        assert torch.equal(wide.sliced(rows, cut).dequantise(), wide.dequantise()[rows, cut])
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
     for scheme in ("channel", "tensor", "block"):
         kept = float8(weight, scheme)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ the formats of this folder, made by the methods of `cumulo.quant`, turned into p
 Both keep the file's own numbers: codes, scales and zero points, without rounding anything a second time.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from cumulo.errors import ModelError
 from cumulo.kernels.cpu.affine_blocks import AffineBlocks
+
+_LEAST_PART = 32  # columns of a group: the smallest that kernels take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +66,8 @@ class IntegerMatrix:
         return centred * self.scale.to(dtype)[:, of_column]
 
     def sliced(self, rows: slice, columns: slice) -> "IntegerMatrix":
-        """A part of it, as one rank of several holds: any rows, but only whole groups of columns."""
+        """A part of it, as one rank of several holds: any rows, and columns where groups, or parts of them that kernels
+        take, begin. The numbers are the same: parts of a group share its scale."""
         part = replace(self, codes=self.codes[rows], scale=self.scale[rows], zero=self.zero[rows])
         if columns.stop - columns.start == self.shape[1]:
             return part
@@ -72,14 +76,17 @@ class IntegerMatrix:
                 "weights in act-order cannot be cut by columns, because their groups are spread over all ranks; "
                 "use pp instead of tp, or a model that was quantized without desc_act"
             )
-        if columns.start % self.group or columns.stop % self.group:
+        if self.groups == 1:  # a scale per row
+            return replace(part, codes=part.codes[:, columns])
+        parts = math.gcd(self.group, columns.start, columns.stop)
+        if parts < min(self.group, _LEAST_PART):
             raise ModelError(
                 f"weights in groups of {self.group} columns cannot be cut at column "
                 f"{columns.start if columns.start % self.group else columns.stop}; use a smaller tp, or pp"
             )
-        groups = slice(columns.start // self.group, columns.stop // self.group)
+        places = torch.arange(columns.start, columns.stop, parts) // self.group
         return replace(
-            part, codes=part.codes[:, columns], scale=part.scale[:, groups], zero=part.zero[:, groups]
+            part, codes=part.codes[:, columns], scale=part.scale[:, places], zero=part.zero[:, places]
         )
 
     def affine_blocks(self) -> AffineBlocks:
