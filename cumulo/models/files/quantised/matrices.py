@@ -66,8 +66,8 @@ class IntegerMatrix:
         return centred * self.scale.to(dtype)[:, of_column]
 
     def sliced(self, rows: slice, columns: slice) -> "IntegerMatrix":
-        """A part of it, as one rank of several holds: any rows, and columns where groups, or parts of them that kernels
-        take, begin. The numbers are the same: parts of a group share its scale."""
+        """A part of it, as one rank of several holds: any rows, and columns where a group begins, or a part of one
+        that kernels take. The numbers are the same: parts of a group share its scale."""
         part = replace(self, codes=self.codes[rows], scale=self.scale[rows], zero=self.zero[rows])
         if columns.stop - columns.start == self.shape[1]:
             return part
