@@ -14,7 +14,7 @@ from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
 from cumulo.cluster.drivers.kubernetes.manifests import FILL_IN, job_manifests
 from cumulo.cluster.drivers.kubernetes.pod_template import Body
 from cumulo.cluster.drivers.kubernetes.writing import as_yaml
-from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_record import ENDED, JobRecord
 from cumulo.errors import ConfigError
 
 _RESOURCES = {  # of the object that is the job: kind and group, as kubectl names them
@@ -25,21 +25,24 @@ _PATIENCE_S = 60.0
 _LOST = re.compile(
     r"connection refused|no such host|i/o timeout|unable to connect|timed out|eof|service unavailable", re.I
 )
-_IDENTITY = re.compile(r"unauthorized|must be logged in|forbidden|expired|certificate", re.I)
+_IDENTITY = re.compile(r"unauthorized|must be logged in|expired|certificate", re.I)
+_SUBMISSION = "cumulo.dev/submission"  # annotation: which job of which store the object is
+_KEPT = "the job is kept, and the next `cumulo jobs` or the same `cumulo launch` submits it, once"
 
 
 class KubernetesDriver:
     def explain(self, record: JobRecord) -> str:
-        return as_yaml(job_manifests(record.job))
+        return as_yaml(_bodies(record))
 
     def submit(self, record: JobRecord) -> Facts:
-        bodies = job_manifests(record.job)
+        bodies = _bodies(record)
         for body in bodies:
             if body["kind"] == "Secret" and FILL_IN in body["stringData"].values():
                 raise ConfigError(
                     f"the Secret {body['metadata']['name']} has values to fill in: create a Secret with them "
                     "(kubectl create secret generic), and name it in the job file under kubernetes.secret"
                 )
+        self._make_way(record, _work(bodies))
         note_submission(record)
         self._call("apply", "--server-side", "--field-manager=cumulo", "-f", "-", text=as_yaml(bodies))
         body = _work(bodies)
@@ -48,6 +51,26 @@ class KubernetesDriver:
             "state": "queued",
             "reason": "submitted",
         }
+
+    def _make_way(self, record: JobRecord, work: Body) -> None:
+        """Objects have the job's name. One of an earlier job that has ended is deleted; one that runs stays, and is
+        not taken for this job."""
+        name, space = f"{_resource(work)}/{work['metadata']['name']}", record.job.kubernetes.namespace
+        printed = self._call("get", name, f"--namespace={space}", "--output=json", "--ignore-not-found")
+        if not printed.strip():
+            return
+        found = json.loads(printed)
+        whose = (found["metadata"].get("annotations") or {}).get(_SUBMISSION, "")
+        if whose == work["metadata"]["annotations"][_SUBMISSION]:
+            return  # an answer was lost on the way
+        state = facts_of(found)["state"]
+        if state not in ENDED:
+            raise ConfigError(
+                f"{name} is in the namespace {space} already, and is {state}"
+                + (f" (submitted as {whose.partition(' ')[0]})" if whose else "")
+                + ": cancel it, or choose another name for this job"
+            )
+        self._call("delete", name, f"--namespace={space}", "--ignore-not-found")
 
     def look(self, record: JobRecord) -> Facts:
         namespace = f"--namespace={record.job.kubernetes.namespace}"
@@ -78,17 +101,18 @@ class KubernetesDriver:
             )
         except subprocess.TimeoutExpired as error:
             raise TargetLost(
-                f"the cluster did not answer kubectl {words[0]} within {_PATIENCE_S:.0f} s"
+                f"the cluster did not answer kubectl {words[0]} within {_PATIENCE_S:.0f} s", _KEPT
             ) from error
         if done.returncode == 0:
             return done.stdout
         message = " ".join(done.stderr.split())
         if _IDENTITY.search(message):
-            raise ConfigError(
-                f"the cluster does not accept this account: {message}; log in again (kubectl auth whoami)"
+            raise TargetLost(
+                f"the cluster does not accept this account ({message}): log in again, and try kubectl auth whoami",
+                _KEPT,
             )
         if _LOST.search(message):
-            raise TargetLost(f"the cluster does not answer: {message}")
+            raise TargetLost(f"the cluster does not answer ({message})", _KEPT)
         raise ConfigError(f"kubectl {words[0]}: {message}")
 
 
@@ -136,6 +160,13 @@ def _of_job(body: Body, status: dict[str, Any]) -> Facts:
     if status.get("active"):
         return {"state": "running", "reason": f"{status['active']} pods are active"}
     return {"state": "queued", "reason": "its pods have not been created yet"}
+
+
+def _bodies(record: JobRecord) -> list[Body]:
+    """The manifests of the job, of which the object that is the job says which submission it is of."""
+    bodies = job_manifests(record.job)
+    _work(bodies)["metadata"]["annotations"] = {_SUBMISSION: f"{record.job_id} {record.key}"}
+    return bodies
 
 
 def _work(bodies: list[Body]) -> Body:
