@@ -192,3 +192,11 @@ def test_each_break_is_named_at_its_field() -> None:
         if not any(plain(one.path) == blamed and text in one.message for one in told) or len(told) > 4:
             unnamed.append((subject, path, [str(one) for one in told]))
     assert unnamed == []
+
+
+@pytest.mark.parametrize("name", ["volcano-2", "my-scheduler", "default-scheduler"])
+def test_a_scheduler_of_ones_own_is_no_slip(name: str) -> None:
+    bodies = broken(
+        bodies_of("wide"), "LeaderWorkerSet/big", f"{GROUP}.workerTemplate.spec.schedulerName", name
+    )
+    assert check_bodies(bodies) == []

@@ -44,7 +44,9 @@ def check_pod_gang(pod: PodSpec, objects: ObjectSet) -> None:
     scheduler = pod.spec.get("schedulerName")
     if isinstance(scheduler, str) and scheduler not in _SCHEDULERS:
         close = nearest(scheduler, _SCHEDULERS, likeness=0.8)
-        if close:  # others exist: only a slip is blamed
+        if close and close[0].count("-") == scheduler.count(
+            "-"
+        ):  # others exist, volcano-2 say: a slip is blamed
             text = f"there is no scheduler {scheduler}; did you mean {close[0]}?"
             pod.owner.blame((*pod.path, "schedulerName"), text)
     if pod.owner.kind == "Job" and pod.owner.group == "batch":
