@@ -152,7 +152,8 @@ def _count(manifest: Manifest, path: FieldPath) -> tuple[int, int]:
         return number("spec", "tasks", path[2], "replicas"), 1
     if "workerGroupSpecs" in path:
         start = path[: path.index("workerGroupSpecs") + 2]
-        return number(*start, "replicas") * number(*start, "numOfHosts"), number(*start, "numOfHosts")
+        hosts = max(1, number(*start, "numOfHosts"))
+        return number(*start, "replicas") * hosts, hosts
     if "replicatedJobs" in path:
         start = path[: path.index("replicatedJobs") + 2]
         return number(*start, "replicas") * number(*start, "template", "spec", "parallelism"), 1

@@ -100,6 +100,8 @@ def _check_job_set(manifest: Manifest) -> None:
 
 
 def _check_update(manifest: Manifest) -> None:
+    if manifest.value("spec", "selector") in ({}, {"matchLabels": {}}):
+        manifest.blame(("spec", "selector"), "is empty: it must select the pods of the template")
     field = "strategy" if manifest.kind == "Deployment" else "updateStrategy"
     path: FieldPath = ("spec", field, "rollingUpdate")
     given = manifest.value(*path)

@@ -118,6 +118,10 @@ def _check_stateful(one: Manifest) -> None:
 def _check_job(one: Manifest) -> None:
     if one.value("spec", "completionMode") == "Indexed" and one.value("spec", "completions") is None:
         one.blame(("spec", "completions"), "is required and missing, because the completionMode is Indexed")
+    for number, rule in enumerate(one.value("spec", "podFailurePolicy", "rules") or ()):
+        path: FieldPath = ("spec", "podFailurePolicy", "rules", number, "action")
+        action = rule.get("action") if isinstance(rule, dict) else None
+        check_word(one, path, action, ("FailJob", "FailIndex", "Ignore", "Count"))
 
 
 _RULES: Mapping[str, Callable[[Manifest], None]] = {

@@ -22,9 +22,10 @@ _LEAST = {
     "terminationGracePeriodSeconds": 0, "activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 0,
     "backoffLimit": 0, "minReadySeconds": 0, "progressDeadlineSeconds": 1, "revisionHistoryLimit": 0,
     "averageUtilization": 1, "stabilizationWindowSeconds": 0, "parallelism": 0, "completions": 0, "replicas": 0,
-    "minAvailable": 0,
+    "minAvailable": 0, "numOfHosts": 1,
 }  # fmt: skip
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9](-?[a-z0-9])*")
+_VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 _SERVICE_PORT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
@@ -130,6 +131,10 @@ def check_pod_names(pod: PodSpec) -> None:
                     f"{name!r} is not a port's name; use lower-case letters, digits and hyphens, 15 at most",
                 )
         for number, one in enumerate(container.get("env") or ()):
+            name = one.get("name") if isinstance(one, dict) else None
+            if isinstance(name, str) and not _VARIABLE.fullmatch(name):
+                text = f"{name!r} is not a variable's name; use letters, digits and _, such as NCCL_DEBUG"
+                pod.owner.blame((*path, "env", number, "name"), text)
             _check_field_of_pod(pod, (*path, "env", number, "valueFrom", "fieldRef", "fieldPath"), one)
 
 

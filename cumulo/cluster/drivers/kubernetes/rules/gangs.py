@@ -13,7 +13,7 @@ from cumulo.cluster.drivers.kubernetes.pods import PodSpec, quantity
 _GROUP = "scheduling.k8s.io/group-name"
 _QUEUE = "scheduling.volcano.sh/queue-name"
 _TOPOLOGY = ("kueue.x-k8s.io/podset-required-topology", "kueue.x-k8s.io/podset-preferred-topology")
-_SCHEDULERS = ("default-scheduler", "volcano", "kueue", "gpu-scheduler", "kai-scheduler", "yunikorn")
+_SCHEDULERS = ("default-scheduler", "volcano", "yunikorn")
 
 
 def check_gangs(one: Manifest, objects: ObjectSet) -> None:
@@ -41,16 +41,41 @@ def check_pod_gang(pod: PodSpec, objects: ObjectSet) -> None:
         if isinstance(label, str) and levels and label not in levels:
             text = f"no Topology here has the level {label}{did_you_mean(label, levels)}"
             pod.owner.blame((*start, name), text)
-    scheduler = pod.spec.get("schedulerName")
-    if isinstance(scheduler, str) and scheduler not in _SCHEDULERS:
-        close = nearest(scheduler, _SCHEDULERS, likeness=0.8)
-        if close and close[0].count("-") == scheduler.count(
-            "-"
-        ):  # others exist, volcano-2 say: a slip is blamed
-            text = f"there is no scheduler {scheduler}; did you mean {close[0]}?"
-            pod.owner.blame((*pod.path, "schedulerName"), text)
+    _check_scheduler(pod.owner, (*pod.path, "schedulerName"))
     if pod.owner.kind == "Job" and pod.owner.group == "batch":
         objects.need(pod.owner, (*pod.path, "subdomain"), "Service", pod.spec.get("subdomain"))
+
+
+def _check_scheduler(one: Manifest, path: FieldPath) -> None:
+    """Others exist, volcano-2 say: only a slip is blamed."""
+    name = one.value(*path)
+    close = nearest(name, _SCHEDULERS, likeness=0.85) if isinstance(name, str) else []
+    if close and name not in _SCHEDULERS and close[0].count("-") == str(name).count("-"):
+        one.blame(path, f"there is no scheduler {name}; did you mean {close[0]}?")
+
+
+def _check_volcano_queue(one: Manifest, objects: ObjectSet) -> None:
+    """What is guaranteed is within what is deserved, and that within what the queue can have at most."""
+    del objects
+    places: list[FieldPath] = [
+        ("spec", "guarantee", "resource"),
+        ("spec", "deserved"),
+        ("spec", "capability"),
+    ]
+    for number, less in enumerate(places):
+        given = one.value(*less)
+        for name, value in given.items() if isinstance(given, dict) else ():
+            for more in places[number + 1 :]:
+                most = one.value(*more, name)
+                low, high = quantity(value), quantity(most) if most is not None else None
+                if low is not None and high is not None and low > high:
+                    one.blame((*less, str(name)), f"{value} is more than {more[1]}, {most}")
+
+
+def _check_volcano_job(one: Manifest, objects: ObjectSet) -> None:
+    del objects
+    if one.group == "batch.volcano.sh":
+        _check_scheduler(one, ("spec", "schedulerName"))
 
 
 def check_flavors(one: Manifest, pods: list[PodSpec], queue: Manifest, objects: ObjectSet) -> None:
@@ -120,6 +145,14 @@ def _check_budget(one: Manifest, objects: ObjectSet) -> None:
     """A budget that allows no eviction blocks every drain of a node, and every upgrade of the cluster."""
     gone, left = one.value("spec", "maxUnavailable"), one.value("spec", "minAvailable")
     advice = "no pod could be evicted, so that a node with one of them could never be drained"
+    for name, share in (("maxUnavailable", gone), ("minAvailable", left)):
+        if (
+            isinstance(share, str)
+            and share.endswith("%")
+            and share[:-1].isdecimal()
+            and int(share[:-1]) > 100
+        ):
+            one.blame(("spec", name), f"must be 100% or less, got {share}")
     if str(gone) in ("0", "0%"):
         one.blame(("spec", "maxUnavailable"), f"is {gone}: {advice}; use 1")
     pods = objects.chosen_pods(one.value("spec", "selector", "matchLabels"), one.namespace)
@@ -173,6 +206,8 @@ def _check_pool(one: Manifest, objects: ObjectSet) -> None:
 
 
 _RULES = {
+    "Queue": _check_volcano_queue,
+    "Job": _check_volcano_job,
     "PodGroup": _check_pod_group,
     "HyperNode": _check_hyper_node,
     "PodDisruptionBudget": _check_budget,

@@ -10,6 +10,7 @@ from cumulo.base.nearest import did_you_mean, nearest
 from cumulo.cluster.decide.autoscale.settings import parse_autoscale
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
 from cumulo.cluster.drivers.kubernetes.objects import ObjectSet
+from cumulo.cluster.drivers.kubernetes.pods import quantity
 from cumulo.cluster.drivers.kubernetes.words import check_word
 from cumulo.errors import ConfigError
 
@@ -73,6 +74,10 @@ def _check_metric(one: Manifest, path: FieldPath, metric: Any) -> None:
             _check_names(one, (*path, field, "metric", "name"), str(name.get("name")))
         target = part.get("target")
         kind = target.get("type") if isinstance(target, dict) else None
+        for amount in ("averageValue", "value"):
+            given = target.get(amount) if isinstance(target, dict) else None
+            if given is not None and (quantity(given) or 0.0) <= 0:
+                one.blame((*path, field, "target", amount), f"must be more than 0, got {given}")
         if field == "pods" and kind in ("Utilization", "Value"):
             text = f"must be AverageValue for a metric of pods, got {kind}"
             one.blame((*path, field, "target", "type"), text)
