@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from cumulo.cluster.decide.decisions import JobPlacement, Waits
 from cumulo.cluster.decide.elastic_jobs.columns import SpeedTables
 from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile
+from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, StepProfile
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import fair, preemptible
@@ -27,6 +28,7 @@ from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.play import play
 from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
+from tests.cluster.coming_and_going import come_or_go
 
 
 def some_job(draw: random.Random, name: str) -> JobRequest:
@@ -48,18 +50,7 @@ def states(seed: int, steps: int = 60):
     free, running = FreeCapacity(nodes), RunningTable()
     releases = Releases(free, {}).begin()
     for step in range(steps):
-        if running and draw.random() < 0.45:
-            gone = running.drop(draw.choice(list(running)))
-            free.release(gone.request, gone.places)
-            releases.remove(gone.request, gone.places, gone.expected_end_s)
-        else:
-            job = some_job(draw, f"j{step}")
-            places = pack_gang(job, free)
-            if places is not None:
-                ends = None if job.predicted_s is None else step + job.predicted_s
-                running.put(RunningJob(job, places, step, ends))
-                free.allocate(job, places)
-                releases.add(job, places, ends)
+        come_or_go(draw, partial(some_job, draw, f"j{step}"), step, free, running, releases)
         yield draw, nodes, free, running, releases
 
 

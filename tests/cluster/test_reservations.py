@@ -2,14 +2,16 @@
 
 import random
 from collections import Counter
+from functools import partial
 
 from cumulo.cluster.decide.fit import pack_gang, slots
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob
+from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members
 from cumulo.cluster.decide.policy.reservations import Reservation, Reservations
 from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot
+from tests.cluster.coming_and_going import come_or_go
 
 
 def some_job(draw: random.Random, name: str) -> JobRequest:
@@ -33,18 +35,7 @@ def busy_clusters(seed: int, steps: int):
             ready[number] = not ready[number]
             free.set_ready(ready)
             releases.set_health(number)
-        if running and draw.random() < 0.45:
-            gone = running.drop(draw.choice(list(running)))
-            free.release(gone.request, gone.places)
-            releases.remove(gone.request, gone.places, gone.expected_end_s)
-        else:
-            job = some_job(draw, f"j{step}")
-            places = pack_gang(job, free)
-            if places is not None:
-                ends = None if job.predicted_s is None else step + job.predicted_s
-                running.put(RunningJob(job, places, step, ends))
-                free.allocate(job, places)
-                releases.add(job, places, ends)
+        come_or_go(draw, partial(some_job, draw, f"j{step}"), step, free, running, releases)
         yield draw, Snapshot(float(step), nodes, (), running, free, {}, releases)
 
 

@@ -391,12 +391,8 @@ class CudaDecoder:
     def _rotates_at_once(self, tokens: int, heads: HeadWeights, keys: Tensor) -> bool:
         """Whether one kernel makes queries, keys and values, rotates them and writes their pages."""
         plain = heads.q_norm is None and not self.spec.rope_interleaved and keys.dtype == self.dtype
-        return (
-            plain
-            and self.spec.head_dim % 32 == 0
-            and not self.invariant
-            and rotates(tokens, heads.qkv, self.dtype)
-        )
+        fits = plain and self.spec.head_dim % 32 == 0 and not self.invariant
+        return fits and rotates(tokens, heads.qkv, self.dtype)
 
     @staticmethod
     def _taken_up(late: Tensor | None, stream: Tensor) -> None:
