@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.base.strict import build
-from cumulo.cluster.decide.decisions import Decision
+from cumulo.cluster.decide.decisions import Decision, plain
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota, snapshot_of
@@ -77,5 +77,5 @@ def _now(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain_decisions(decided: Iterable[Decision]) -> list[dict[str, Any]]:
     """As JSON has them: lists, not tuples."""
-    found = [{"kind": type(one).__name__, **dataclasses.asdict(one)} for one in decided]
+    found = [plain(one) for one in decided]
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]

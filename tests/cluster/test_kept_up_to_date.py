@@ -58,7 +58,11 @@ def test_sets_of_nodes_are_those_with_so_many_free_gpus():
     for _, nodes, free, running, _ in states(1):
         fresh = snapshot_of(0.0, nodes, [], list(running.values())).free
         assert free.room == fresh.room and free.tally == fresh.tally and free.free_gpus == fresh.free_gpus
-        assert free.tallies == fresh.tallies and free.tallies is not None
+        for each in (1, 2, 3, 8):
+            for devices in ((), ("a",), ("b", "a"), ("a", "a"), ("none",)):
+                able = [n for n in range(9) if free.ready[n] and (not devices or nodes[n].device in devices)]
+                asked = free.task_slots(each, devices), fresh.task_slots(each, devices)
+                assert asked == (sum(int(free.whole[n]) // each for n in able),) * 2
         assert [members(some, 99) for some in free.room] == [
             [n for n in range(9) if free.whole[n] == count] for count in range(9)
         ]

@@ -4,7 +4,6 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
@@ -12,7 +11,7 @@ from rich.table import Table
 from cumulo.base.nearest import did_you_mean
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
-from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize, Waits
+from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize, Waits, plain
 from cumulo.cluster.simulate.fill import PUBLISHED, Filling
 from cumulo.cluster.simulate.outcome import ClusterRun
 from cumulo.cluster.simulate.page import page
@@ -213,4 +212,4 @@ def write_log(path: Path, run: ClusterRun) -> None:
     with path.open("w", encoding="utf-8") as file:
         for at_s, decisions in run.log:
             for one in decisions:
-                file.write(json.dumps({"at_s": at_s, "kind": type(one).__name__} | asdict(one)) + "\n")
+                file.write(json.dumps({"at_s": at_s, **plain(one)}) + "\n")

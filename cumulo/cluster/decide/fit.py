@@ -43,28 +43,7 @@ def slots(job: JobRequest, free: FreeCapacity) -> int:
     """How many tasks of this job fit now, on all nodes together."""
     if not only_gpus(job):
         return fit_table(job, free).total
-    kind = job.gpus_per_task, job.devices
-    known = free.able.get(kind)
-    if known is None:
-        known = free.able[kind] = _count_slots(job, free)
-    return known
-
-
-def _count_slots(job: JobRequest, free: FreeCapacity) -> int:
-    each, tally = job.gpus_per_task, free.tally
-    if not job.devices:
-        return sum([tally[room] * (room // each) for room in range(each, len(tally))])
-    if free.tallies is not None:
-        found = 0
-        for name in job.devices if len(job.devices) == 1 else set(job.devices):
-            of_device: Sequence[int] = free.tallies.get(name, ())
-            for whole in range(each, len(of_device)):
-                found += of_device[whole] * (whole // each)
-        return found
-    among, room = free.usable_set(job.devices), free.room
-    return sum(
-        [(room[many] & among).bit_count() * (many // each) for many in range(each, len(tally)) if tally[many]]
-    )
+    return free.task_slots(job.gpus_per_task, job.devices)
 
 
 def pack_gang(job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:

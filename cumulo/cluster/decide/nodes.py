@@ -60,10 +60,9 @@ class FreeCapacity:
     __slots__ = (
         "_device_masks",
         "_device_sets",
-        "_devices",
         "_single_places",
+        "_slots",
         "_whole_places",
-        "able",
         "capacity",
         "changes",
         "copied",
@@ -79,7 +78,6 @@ class FreeCapacity:
         "ready",
         "ready_set",
         "room",
-        "tallies",
         "tally",
         "version",
         "whole",
@@ -101,7 +99,6 @@ class FreeCapacity:
         self.version: Ints = np.array([next(_versions) for _ in nodes], dtype=np.int64)
         self._device_masks: dict[tuple[str, ...], NDArray[np.bool_]] = {}
         self._device_sets: dict[tuple[str, ...], int] = {}
-        self._devices = {node.device for node in nodes}
         self._single_places: dict[int, tuple[TaskPlace, ...]] = {}
         self._whole_places: dict[int, TaskPlace] = {}
         # GPUs and thousandths of cores of all nodes, for shares
@@ -122,16 +119,9 @@ class FreeCapacity:
         and its first member and its size are found in a microsecond."""
         self.room = [node_set(self.whole == free) for free in range(self.gpu_milli.shape[1] + 1)]
         self.ready_set = node_set(self.ready)
-        # Tasks of so many whole GPUs, on one of these devices, that fit: as far as somebody asked in this state.
-        self.able: dict[tuple[int, tuple[str, ...]], int] = {}
+        # Tasks of so many whole GPUs that fit, on all devices (None) and on each that somebody asked for.
+        self._slots: dict[int, dict[str | None, int]] = {}
         self.tally = [(some & self.ready_set).bit_count() for some in self.room]  # of the ready ones
-        # The same of each device; None: all have the same, or nobody counted.
-        self.tallies: dict[str, list[int]] | None = None
-        if len(self._devices) > 1:
-            usable = {name: self.usable_set((name,)) for name in self._devices}
-            self.tallies = {
-                name: [(some & among).bit_count() for some in self.room] for name, among in usable.items()
-            }
         self.free_gpus = sum(
             free * nodes for free, nodes in enumerate(self.tally)
         )  # entirely free, on ready nodes
@@ -142,9 +132,7 @@ class FreeCapacity:
             setattr(other, name, getattr(self, name))
         for name in ("gpu_milli", "whole", "cpu_milli", "memory_mib", "ready", "version", "room", "tally"):
             setattr(other, name, getattr(self, name).copy())
-        if self.tallies is not None:
-            other.tallies = {name: tally.copy() for name, tally in self.tallies.items()}
-        other.able = self.able.copy()
+        other._slots = {each: known.copy() for each, known in self._slots.items()}
         other.copied = None if self.within is not None else (self.fit_tables, self.changes.count)
         other.within = None
         other.fit_tables, other.changes = {}, NodeChanges()
@@ -195,7 +183,7 @@ class FreeCapacity:
         other: Any = object.__new__(FreeCapacity)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
-        other.within, other.tallies, other.able = self, None, {}
+        other.within, other._slots = self, {}
         other.ready = self.ready & able
         other.ready_set = node_set(other.ready)
         other.tally = [
@@ -273,14 +261,42 @@ class FreeCapacity:
         room[before] ^= bit
         room[after] ^= bit
         if self.ready.item(node):
-            self.able.clear()
             self.tally[before] -= 1
             self.tally[after] += 1
             self.free_gpus += change
-            if self.tallies is not None:
-                tally = self.tallies[self.nodes[node].device]
-                tally[before] -= 1
-                tally[after] += 1
+            for each, known in self._slots.items():
+                if gained := after // each - before // each:
+                    device = self.nodes[node].device
+                    if None in known:
+                        known[None] += gained
+                    if device in known:
+                        known[device] += gained
+
+    def task_slots(self, each: int, devices: tuple[str, ...]) -> int:
+        """How many tasks of so many whole GPUs fit on the nodes with one of these devices. Kept up to date from the
+        first time it is asked for."""
+        known = self._slots.get(each)
+        if known is None:
+            known = self._slots[each] = {}
+        found = 0
+        for device in (devices if len(devices) == 1 else set(devices)) or (None,):
+            some = known.get(device)
+            if some is None:
+                some = known[device] = self._count_slots(each, device)
+            found += some
+        return found
+
+    def _count_slots(self, each: int, device: str | None) -> int:
+        if device is None:
+            return sum([self.tally[room] * (room // each) for room in range(each, len(self.tally))])
+        among = self.usable_set((device,))
+        return sum(
+            [
+                (self.room[room] & among).bit_count() * (room // each)
+                for room in range(each, len(self.tally))
+                if self.tally[room]
+            ]
+        )
 
 
 def node_set(mask: NDArray[np.bool_]) -> int:

@@ -9,18 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest
+from cumulo.cluster.decide.shapes import JobShape, JobShapes
 
 SortKey = Callable[[JobRequest], Any]
-Shape = tuple[int, int, int, int, int, tuple[str, ...]]
-# A job, the number of its shape, its predicted seconds (infinite: unknown), its GPUs and thousandths of cores.
-WaitingRow = tuple[JobRequest, int, float, float, int]
+# A job, its shape, its predicted seconds (infinite: unknown), its GPUs and thousandths of cores.
+WaitingRow = tuple[JobRequest, JobShape, float, float, int]
 _STRETCH = 256  # rows that are made together
 _versions = itertools.count()
-
-
-def shape_key(job: JobRequest) -> Shape:
-    """Jobs of one shape fit at the same moments."""
-    return (job.tasks, job.gpus_per_task, job.gpu_milli, job.cpu_milli, job.memory_mib, job.devices)
 
 
 def by_arrival_key(job: JobRequest) -> float:
@@ -35,7 +30,7 @@ def _length(job: JobRequest) -> tuple[float, str]:
     return _seconds(job), job.job_id
 
 
-def _row(job: JobRequest, shape: int) -> WaitingRow:
+def _row(job: JobRequest, shape: JobShape) -> WaitingRow:
     gpus = job.tasks * job.gpus_per_task * job.gpu_milli / WHOLE_GPU
     return job, shape, _seconds(job), gpus, job.tasks * job.cpu_milli
 
@@ -94,16 +89,6 @@ class SortedJobs:
             del self._first[at]
 
 
-class ShapeNumbers:
-    """A small number for each shape: found in a dictionary several times as fast as the shape itself."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Shape, int] = {}
-
-    def shape(self, job: JobRequest) -> int:
-        return self._numbers.setdefault(shape_key(job), len(self._numbers))
-
-
 class JobQueue(Sequence[JobRequest]):
     """Waiting jobs in the order of arrival. `ordered(key)` is another order, kept from the first time it is asked
     for; `tenants` the queue of each tenant."""
@@ -113,11 +98,10 @@ class JobQueue(Sequence[JobRequest]):
         self._views: dict[SortKey, SortedJobs] = {by_arrival_key: self._arrived}
         self._tenants: dict[SortKey, dict[str, SortedJobs]] = {}
         self._known: dict[str, tuple[int, JobRequest]] = {}
-        self.shape = ShapeNumbers().shape
-        self.shapes: dict[str, int] = {}  # of each job
-        self.by_shape: dict[
-            int, list[tuple[float, str]]
-        ] = {}  # predicted seconds and name, the shortest first
+        self.shape = JobShapes().shape
+        self.shapes: dict[str, JobShape] = {}  # of each job
+        # Predicted seconds and names, the shortest first.
+        self.by_shape: dict[JobShape, list[tuple[float, str]]] = {}
         self.arrivals: list[str] = []  # every job that ever joined, in that order
         self.touched: list[str] = []  # tenants whose jobs joined or left, in that order
         self._sizes: dict[str, Counter[float]] | None = None
@@ -253,17 +237,17 @@ def tenant_queues(waiting: Sequence[JobRequest]) -> dict[str, Sequence[JobReques
 def rows_in_order(waiting: Sequence[JobRequest], key: SortKey) -> Iterator[WaitingRow]:
     if isinstance(waiting, JobQueue):
         return waiting.rows(key)
-    return _rows_of(waiting if key is by_arrival_key else sorted(waiting, key=key), ShapeNumbers())
+    return _rows_of(waiting if key is by_arrival_key else sorted(waiting, key=key), JobShapes())
 
 
 def tenant_rows(waiting: Sequence[JobRequest]) -> dict[str, Iterator[WaitingRow]]:
     """Each tenant's jobs in the order of arrival."""
-    numbers = ShapeNumbers()
-    return {name: _rows_of(jobs, numbers) for name, jobs in tenant_queues(waiting).items()}
+    shapes = JobShapes()
+    return {name: _rows_of(jobs, shapes) for name, jobs in tenant_queues(waiting).items()}
 
 
-def _rows_of(jobs: Iterable[JobRequest], numbers: ShapeNumbers) -> Iterator[WaitingRow]:
-    return (_row(job, numbers.shape(job)) for job in jobs)
+def _rows_of(jobs: Iterable[JobRequest], shapes: JobShapes) -> Iterator[WaitingRow]:
+    return (_row(job, shapes.shape(job)) for job in jobs)
 
 
 def shape_samples(waiting: Sequence[JobRequest]) -> Iterable[JobRequest]:

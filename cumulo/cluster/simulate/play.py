@@ -15,9 +15,10 @@ from cumulo.cluster.decide.fit import slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.policy.fragmentation import fragmented_share, task_mix
-from cumulo.cluster.decide.queue import JobQueue, Shape, shape_key
+from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes
+from cumulo.cluster.decide.shapes import ShapeKey, shape_key
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
 from cumulo.cluster.simulate.failures import FailureRates, failure_times
 from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
@@ -91,7 +92,7 @@ class _Player:
         self.speed.beside(self.running)
         self.used_gpus = 0.0
         self.empty = FreeCapacity([replace(node, health="ready") for node in self.nodes])
-        self.fitting: dict[Shape, int] = {}  # tasks of each shape that the empty cluster can hold
+        self.fitting: dict[ShapeKey, int] = {}  # tasks of each shape that the empty cluster can hold
         self.releases = Releases(self.free, self.running)
         self.counted_s = 0.0
         self.checked = 0

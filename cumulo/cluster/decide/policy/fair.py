@@ -12,8 +12,9 @@ from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes
 from cumulo.cluster.decide.policy.preemption import RoomSearch, fits, watch_running
 from cumulo.cluster.decide.policy.queueing import queue_policy
 from cumulo.cluster.decide.policy.share_order import ShareOrder
-from cumulo.cluster.decide.queue import JobQueue, Shape, shape_key, tenant_queues
+from cumulo.cluster.decide.queue import JobQueue, tenant_queues
 from cumulo.cluster.decide.quotas import TenantUses, tenant_uses
+from cumulo.cluster.decide.shapes import ShapeKey, shape_key
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
@@ -42,7 +43,7 @@ def _reclaim(snapshot: Snapshot, place: Placer, uses: TenantUses) -> list[Decisi
         return []  # as nearly always
     queues = tenant_queues(snapshot.waiting)
     first = heapq.merge(*(queues[name] for name in uses.below_among(queues)), key=lambda job: job.arrival_s)
-    tried: set[tuple[str, Shape]] = set()
+    tried: set[tuple[str, ShapeKey]] = set()
     for job in itertools.islice(first, _MOST_TRIED):
         if job.gpus > -uses.over(job.tenant) + 1e-9 or (job.tenant, shape_key(job)) in tried:
             continue

@@ -1,12 +1,11 @@
 """First come, first served: the head of the queue is placed when its whole gang fits, and nobody overtakes it."""
 
-from functools import lru_cache
-
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import pack_gang, slots
-from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest
+from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.quotas import QuotaBook
+from cumulo.cluster.decide.shapes import needs, too_few
 from cumulo.cluster.decide.snapshot import Snapshot
 
 
@@ -28,17 +27,4 @@ def fifo(snapshot: Snapshot) -> list[Decision]:
 
 def why_not(job: JobRequest, free: FreeCapacity, able: int | None = None) -> str:
     """One sentence for the person who asks why a job waits. `able`: tasks that fit, if they were counted."""
-    able = slots(job, free) if able is None else able
-    needs = _needs(job.tasks, job.gpus_per_task, job.gpu_milli, job.cpu_milli, job.devices)
-    return f"{needs}; {able} fit now"
-
-
-@lru_cache(maxsize=4096)
-def _needs(tasks: int, gpus: int, gpu_milli: int, cpu_milli: int, devices: tuple[str, ...]) -> str:
-    """Worded once for all jobs of a shape."""
-    amount, unit = float(gpus) if gpus != 1 else gpu_milli / WHOLE_GPU, "GPU"
-    if not gpus:
-        amount, unit = cpu_milli / 1000, "core"
-    each = f"{amount:g} {unit}{'' if amount <= 1 else 's'}"
-    kind = f" of {' or '.join(devices)}" if devices else ""
-    return f"the gang needs {'1 task' if tasks == 1 else f'{tasks} tasks'} with {each}{kind} each"
+    return too_few(needs(job), slots(job, free) if able is None else able)

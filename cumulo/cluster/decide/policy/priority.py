@@ -18,9 +18,9 @@ from cumulo.cluster.decide.policy.preemptible import (
 )
 from cumulo.cluster.decide.policy.preemption import MORE_NODES, RoomSearch, fits, watch_running
 from cumulo.cluster.decide.policy.queueing import by_priority, queue_policy
-from cumulo.cluster.decide.queue import Shape, shape_key
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import table_of
+from cumulo.cluster.decide.shapes import ShapeKey, shape_key
 from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot
 
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
@@ -36,10 +36,11 @@ def preempting(place: Placer) -> Policy:
     # Shapes for which nobody is stopped, with the priority of the job or of the most urgent who would stop, and
     # the state of the cluster in which that is so: as long as nothing starts or ends, the same jobs would be found,
     # and time alone makes stopping them worth less.
-    hopeless: set[tuple[int, Shape]] = set()
-    hopeless_up_to: set[tuple[int, Shape]] = set()
-    in_vain: dict[tuple[int, Shape], _InVain] = {}
-    first: dict[Shape, int | None] = {}  # of shapes that do not fit: the number of the first level with room
+    hopeless: set[tuple[int, ShapeKey]] = set()
+    hopeless_up_to: set[tuple[int, ShapeKey]] = set()
+    in_vain: dict[tuple[int, ShapeKey], _InVain] = {}
+    # Of shapes that do not fit: the number of the first level with room.
+    first: dict[ShapeKey, int | None] = {}
     of_state: SameState | None = None
 
     def policy(snapshot: Snapshot) -> list[Decision]:
@@ -116,8 +117,8 @@ def _up_to_level(
     at: int,
     up_to: PreemptibleUpTo,
     snapshot: Snapshot,
-    key: tuple[int, Shape],
-    in_vain: "dict[tuple[int, Shape], _InVain]",
+    key: tuple[int, ShapeKey],
+    in_vain: "dict[tuple[int, ShapeKey], _InVain]",
 ) -> Found | None:
     """The least urgent jobs that make room, and among them those that lose least; None: waiting is cheaper. Where
     nobody has a share of a GPU there is room if all jobs up to the level of this number stop, and not before: no

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.policy.fifo import why_not
 from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, TenantLines, quota_lines
 from cumulo.cluster.decide.policy.reservations import Places, Reservation, Reservations
 from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key, rows_in_order
 from cumulo.cluster.decide.quotas import QuotaBook
+from cumulo.cluster.decide.shapes import JobShape, too_few
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 Order = Callable[[Snapshot], Iterator[WaitingRow]]
@@ -181,11 +181,11 @@ class _Trial:
         self.book = QuotaBook(self.snapshot)
         self.reserved = Reservations(self.snapshot, self.place)
         # What is free only shrinks: these shapes never fit in this decision, and why.
-        self.failed: dict[int, str] = {}
-        self.harmful: dict[int, float] = {}  # they delay a reserved job if they end after this moment
+        self.failed: dict[JobShape, str] = {}
+        self.harmful: dict[JobShape, float] = {}  # they delay a reserved job if they end after this moment
         self.hopeless = False  # nobody else can start
         self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
-        self._fitting: int | None = None  # a shape that fits, and delays nobody as far as is known
+        self._fitting: JobShape | None = None  # a shape that fits, and delays nobody as far as is known
 
     def decide(self, ordered: Iterator[WaitingRow]) -> None:
         try:
@@ -264,21 +264,19 @@ class _Trial:
             if not self._tried(job, shape) or self.hopeless:
                 return
 
-    def _tried(self, job: JobRequest, shape: int) -> bool:
+    def _tried(self, job: JobRequest, shape: JobShape) -> bool:
         """Starts a job if it fits and delays nobody; whether those behind it may be tried."""
         refused = self.book.refuses(job) if self.book.quotas else None
         if refused is not None:
             self.decided.append(Waits(job.job_id, refused))
             return True
-        # Placers find places where there are enough, so that counting often tells all.
-        harmless: Places | Reservation | None = self.reserved.certain_harm(job)
-        able = None
-        if harmless is not None or job.devices or not only_gpus(job):
-            able = slots(job, self.free)
-        if able is not None and able < job.tasks:
-            harmless = None
-        elif harmless is None and (places := self.place(job, self.free)) is not None:
-            harmless = self.reserved.without_harm(job, places)
+        # Placers find places where there are enough, so that counting tells which jobs do not fit.
+        able = self.able(job, shape)
+        harmless: Places | Reservation | None = None
+        if able >= shape.tasks:
+            harmless = self.reserved.certain_harm(job)
+            if harmless is None and (places := self.place(job, self.free)) is not None:
+                harmless = self.reserved.without_harm(job, places)
         if harmless is None:
             if not self.wait(job, shape, able):
                 return False
@@ -294,11 +292,17 @@ class _Trial:
         self.hopeless = self.hopeless or self.nobody_fits()
         return True
 
-    def why(self, job: JobRequest, shape: int) -> str:
+    def able(self, job: JobRequest, shape: JobShape) -> int:
+        """How many of its tasks fit now."""
+        if shape.only_gpus:
+            return self.free.task_slots(shape.gpus_per_task, shape.devices)
+        return slots(job, self.free)
+
+    def why(self, job: JobRequest, shape: JobShape) -> str:
         """Why a job of this shape waits, worded once."""
         if shape in self.harmful:
             return f"it fits, but would delay {self.reserved.made[0].job.job_id}, which is before it"
-        reason = self.failed.get(shape) or why_not(job, self.free)
+        reason = self.failed.get(shape) or too_few(shape.needs, self.able(job, shape))
         self.failed[shape] = reason
         return reason
 
@@ -319,7 +323,7 @@ class _Trial:
                     continue
                 return False
             job = waiting.find(lengths[0][1])
-            if job is None or slots(job, self.free) >= job.tasks:
+            if job is None or self.able(job, shape) >= shape.tasks:
                 self._fitting = shape
                 return False
             failed[shape] = ""
@@ -347,9 +351,10 @@ class _Trial:
         why = f"{why}; {told}" if told else why
         self.decided.append(JobPlacement(job.job_id, places, why))
 
-    def wait(self, job: JobRequest, shape: int, able: int | None = None) -> bool:
+    def wait(self, job: JobRequest, shape: JobShape, able: int | None = None) -> bool:
         """Whether jobs behind this one may be tried. `able`: tasks that fit, if they were counted."""
-        reason = self.failed[shape] = why_not(job, self.free, able)
+        able = self.able(job, shape) if able is None else able
+        reason = self.failed[shape] = too_few(shape.needs, able)
         if not self.backfill:
             self.decided.append(Waits(job.job_id, reason))
             return False
