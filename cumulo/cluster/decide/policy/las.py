@@ -3,7 +3,7 @@ predicted: jobs that have had little GPU time go before those that have had much
 
 import bisect
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
@@ -11,6 +11,7 @@ from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, tasks_that_f
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, members
 from cumulo.cluster.decide.policy.fifo import why_not
+from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, quota_lines
 from cumulo.cluster.decide.queue import SortKey, ordered, shape_samples
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import RunningView, table_of
@@ -21,16 +22,22 @@ _Ranking = Callable[[float], int]
 
 def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, queues: int = 2) -> Policy:
     """`threshold_gpu_s`: GPU seconds after which a job goes to the second queue (the published default: 16
-    hours); each further queue begins at twice that."""
+    hours); each further queue begins at twice that. Jobs that their tenants' limits refuse are passed over: no
+    other job is preempted for them."""
 
     rank = _ranking(threshold_gpu_s, queues)
+    lines: QuotaLines | None = None
 
     def policy(snapshot: Snapshot) -> list[Decision]:
+        nonlocal lines
         held = table_of(snapshot.running).view(rank, lambda: _Held(rank, threshold_gpu_s, queues))
         held.advance(snapshot.now_s)
         budget = WHOLE_GPU * int(snapshot.free.gpus[snapshot.free.ready].sum()) - held.fixed_milli
-        stopping, starting = _within(budget, held, snapshot, rank)
+        key = _waiting_key(rank)
+        if snapshot.quotas:
+            lines = quota_lines(lines, snapshot, lambda _, queue: KeyLines(queue, key))
         decided: list[Decision] = []
+        stopping, starting = _within(budget, held, snapshot, key, lines, decided)
         free, book = snapshot.free.copy(), QuotaBook(snapshot)
         for name in stopping:
             stopped = snapshot.running[name]
@@ -127,16 +134,25 @@ def _waiting_key(rank: _Ranking) -> SortKey:
 
 
 def _within(
-    budget: int, held: _Held, snapshot: Snapshot, rank: _Ranking
+    budget: int,
+    held: _Held,
+    snapshot: Snapshot,
+    key: SortKey,
+    lines: QuotaLines | None,
+    decided: list[Decision],
 ) -> tuple[list[str], list[JobRequest]]:
     """The running jobs that stop and the waiting ones that start: in order of their queues as many go on as there
-    are GPUs for; one that is too large does not hold up smaller ones."""
+    are GPUs for; one that is too large does not hold up smaller ones. Those that a limit refuses are told so in
+    `decided`."""
     stopping: list[str] = []
     starting: list[JobRequest] = []
-    keys, sizes = held.keys, held.milli
-    key, at = _waiting_key(rank), 0
+    keys, sizes, at = held.keys, held.milli, 0
+    book = QuotaBook(snapshot)
     smallest = min((_asked(job) for job in shape_samples(snapshot.waiting)), default=0)
-    for job in ordered(snapshot.waiting, key):
+    for told, job in _allowed(snapshot, key, book, lines):
+        decided += told
+        if job is None:
+            break
         until = bisect.bisect_left(keys, key(job), at)
         budget = _keep(at, until, held, budget, stopping)
         at = until
@@ -146,9 +162,37 @@ def _within(
         if milli <= budget:
             starting.append(job)
             budget -= milli
+            book.count(job, job.gpus)
     if sum(sizes[at:]) > budget:
         _keep(at, len(keys), held, budget, stopping)
     return stopping, starting
+
+
+def _allowed(
+    snapshot: Snapshot, key: SortKey, book: QuotaBook, lines: QuotaLines | None
+) -> Iterator[tuple[list[Waits], JobRequest | None]]:
+    """The waiting jobs in order that no limit refuses, and who is told before each: of a tenant at its limit the
+    first, and each that asks for less than all that were told before. Whoever asks for another has counted it."""
+    if not snapshot.quotas:
+        for job in ordered(snapshot.waiting, key):
+            yield [], job
+    elif lines is not None:
+        lines.update(book)
+        for some, candidate in lines.in_turn(book):
+            yield some, None if candidate is None else candidate[2][0]
+    else:
+        told, least = list[Waits](), dict[str, float]()
+        for job in ordered(snapshot.waiting, key):
+            if job.gpus >= least.get(job.tenant, float("inf")):
+                continue
+            refused = book.refuses(job)
+            if refused is None:
+                yield told, job
+                told = []
+            else:
+                told.append(Waits(job.job_id, refused))
+                least[job.tenant] = job.gpus
+        yield told, None
 
 
 def _asked(job: JobRequest) -> int:
