@@ -305,12 +305,7 @@ class _Player:
         snapshot = self.snapshot()
         decisions = self.policy(snapshot)
         self.run.decisions += 1
-        moves: list[JobPlacement | Eviction | Resize | Cordon] = []
-        for decision in decisions:
-            if isinstance(decision, Waits):
-                self.live[decision.job_id].why = decision.reason
-            else:
-                moves.append(decision)
+        moves = [one for one in decisions if not isinstance(one, Waits)]
         idle = not any(isinstance(one, _STARTS) for one in moves)
         self.checked = self.checked + 1 if idle and self.waiting else 0
         if self.options.check and moves and (wrong := violations(snapshot, moves)):
