@@ -3,6 +3,7 @@ than their quotas and which have borrowed, before it reclaims.
 """
 
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,18 +25,20 @@ class QuotaBook:
 
     def refuses(self, job: JobRequest, gpus: float | None = None) -> str | None:
         """Why a job may not start now although it may fit; None: it may."""
-        quota = self.quotas.get(job.tenant)
-        if quota is None:
+        if self.allows(job.tenant, job.gpus if gpus is None else gpus):
             return None
-        has, most = self.used(job.tenant), quota.gpus + quota.borrow_gpus
-        if has + (job.gpus if gpus is None else gpus) <= most + 1e-9:
-            return None
-        return f"tenant {job.tenant} has {has:g} GPUs, its limit is {most:g}"
+        quota = self.quotas[job.tenant]
+        return _at_its_limit(job.tenant, self.used(job.tenant), quota.gpus + quota.borrow_gpus)
+
+    def allows(self, tenant: str, gpus: float) -> bool:
+        """Whether a job of so many GPUs may start now, if it fits."""
+        quota = self.quotas.get(tenant)
+        return quota is None or self.used(tenant) + gpus <= quota.gpus + quota.borrow_gpus + _LITTLE
 
     def left(self, job: JobRequest) -> tuple[float, float]:
         """GPUs that its tenant has, and up to how many `refuses` allows."""
         quota = self.quotas.get(job.tenant)
-        most = float("inf") if quota is None else quota.gpus + quota.borrow_gpus + 1e-9
+        most = float("inf") if quota is None else quota.gpus + quota.borrow_gpus + _LITTLE
         return self.used(job.tenant), most
 
     def count(self, job: JobRequest, gpus: float) -> None:
@@ -46,6 +49,12 @@ class QuotaBook:
     def used(self, tenant: str) -> float:
         known = self._used.get(tenant)
         return self._milli.get(tenant, 0) / WHOLE_GPU if known is None else known
+
+
+@lru_cache(maxsize=4096)
+def _at_its_limit(tenant: str, has: float, most: float) -> str:
+    """Worded once for all jobs of a tenant, and for all decisions until it has more or less."""
+    return f"tenant {tenant} has {has:g} GPUs, its limit is {most:g}"
 
 
 class TenantUses(RunningView):

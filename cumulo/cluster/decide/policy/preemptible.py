@@ -10,6 +10,7 @@ import numpy as np
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.policy.slots_up_to import SlotsUpTo
 from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
@@ -55,11 +56,18 @@ def preemptible_on_nodes(snapshot: Snapshot, kind: Callable[[RunningJob], Hashab
     return table_of(snapshot.running).view(kind, lambda: PreemptibleOnNodes(index, kind)).of
 
 
+NodeCodes = list[int]  # the GPUs that a node misses for a task more, then the node
+
+
+def coded_nodes(codes: NodeCodes) -> list[int]:
+    return [code & ((1 << _NODE_BITS) - 1) for code in codes]
+
+
 @dataclass(slots=True)
 class _NodeOrder:
     """The first nodes on which a task would have room if jobs stopped, where the fewest GPUs are missing first."""
 
-    codes: list[int]  # missing GPUs, then the node: sorted
+    codes: NodeCodes  # sorted
     code_of: dict[int, int]  # of the nodes that are in the list
     until: int  # every code up to this one is in the list
     seen: int  # so many moves are in it
@@ -76,18 +84,11 @@ class PreemptibleUpTo(RunningView):
         self.levels: list[int] = []  # priorities that were seen, in order
         self.milli: Ints = np.zeros((len(index), 0), dtype=np.int32)  # thousandths of GPUs: [nodes, levels]
         self.shares = 0  # running jobs that have a share of a GPU
+        self._on: list[dict[int, int]] = [{} for _ in index]  # of each node: the same of each priority alone
         self._moved: list[int] = []  # nodes on which a job started or ended, in that order
-        self._counted = 0  # so many of them are in the counts below
-        self._of: tuple[FreeCapacity, Ints] | None = (
-            None  # what the counts and orders are of, and its ready nodes
-        )
-        self._rooms: Ints = np.zeros(
-            (0, 0), dtype=np.int16
-        )  # [nodes, levels]: GPUs if all up to there stopped
-        self._kinds: dict[str, int] = {}  # devices of the nodes, by number
-        self._kind_of: Ints = np.zeros(0, dtype=np.int64)
-        self._tasks: Ints = np.zeros((0, 0, 0), dtype=np.int64)  # [kinds, levels, GPUs of a task - 1]
-        self._fitting: Ints = np.zeros((0, 0), dtype=np.int64)  # [GPUs, GPUs of a task - 1]: how many tasks
+        self._changed: set[int] = set()  # those that are not yet in the counts below
+        self._slots: SlotsUpTo | None = None
+        self._ready: Ints | None = None  # the ready nodes that are in the counts
         self._orders: dict[tuple[int, int, tuple[str, ...]], _NodeOrder] = {}
 
     def add(self, job: RunningJob) -> None:
@@ -115,8 +116,10 @@ class PreemptibleUpTo(RunningView):
             self.shares += sign
         nodes = [self.index[place.node] for place in job.places]
         self._moved += dict.fromkeys(nodes)
+        self._changed.update(nodes)
         if len(self._moved) > _MOST_MOVED:
-            self._moved, self._of = [], None
+            self._moved = []
+            self._orders.clear()
         if not request.preemptible:
             return
         at = bisect.bisect_left(self.levels, request.priority)
@@ -125,17 +128,18 @@ class PreemptibleUpTo(RunningView):
         change, above = sign * request.milli_per_task, self.milli[:, at:]
         for node in nodes:
             above[node] += change
+            on = self._on[node]
+            on[request.priority] = on.get(request.priority, 0) + change
+            if not on[request.priority]:
+                del on[request.priority]
 
     def _insert(self, at: int, level: int) -> None:
         """A priority that was not seen before: as much as up to the one below it, until its jobs are counted."""
         below = self.milli[:, at - 1] if at else np.zeros(len(self.index), dtype=np.int32)
         self.levels.insert(at, level)
         self.milli = np.insert(self.milli, at, below, axis=1)
-        if not at:
-            self._of = None
-        elif self._of is not None:
-            self._rooms = np.insert(self._rooms, at, self._rooms[:, at - 1], axis=1)
-            self._tasks = np.insert(self._tasks, at, self._tasks[:, at - 1], axis=1)
+        if self._slots is not None:
+            self._slots.insert(level)
 
     def columns(self, level: int) -> Ints:
         """Up to this priority, as `PreemptibleOnNodes` has them; of GPUs only."""
@@ -152,51 +156,31 @@ class PreemptibleUpTo(RunningView):
 
     def first_of_all(self, job: JobRequest, free: FreeCapacity) -> int | None:
         """As `first_with_room`, of a job that is more urgent than all others."""
-        self._count(free)
-        if not self.levels or job.gpus_per_task > self._fitting.shape[1]:
-            return None
-        tasks = self._tasks[:, :, job.gpus_per_task - 1]
-        if job.devices:
-            tasks = tasks[[self._kinds[name] for name in dict.fromkeys(job.devices) if name in self._kinds]]
-        found = int((tasks[0] if len(tasks) == 1 else tasks.sum(axis=0)).searchsorted(job.tasks))
-        return None if found == len(self.levels) else found
+        return self._counted(free).first_with(job.tasks, job.gpus_per_task, job.devices)
 
-    def _count(self, free: FreeCapacity) -> None:
-        if self._of is None or self._of[0] is not free or self._of[1] is not free.ready:
-            self._count_all(free)
-        elif self._counted < len(self._moved):
-            nodes = np.array(list(dict.fromkeys(self._moved[self._counted :])), dtype=np.int64)
-            left = free.gpu_milli[nodes].sum(axis=1, dtype=np.int32)
-            rooms = _whole_gpus(left[:, None] + self.milli[nodes], free)
-            rooms[~free.ready[nodes]] = 0
-            before = self._rooms[nodes]
-            other = (rooms != before).any(axis=0)
-            first = int(other.argmax())  # the levels below it stay as they are
-            if other[first]:
-                more = self._fitting[rooms[:, first:]] - self._fitting[before[:, first:]]
-                if len(self._kinds) == 1:
-                    self._tasks[0, first:] += more.sum(axis=0)
-                else:
-                    np.add.at(self._tasks[:, first:], self._kind_of[nodes], more)
-                self._rooms[nodes] = rooms
-        self._counted = len(self._moved)
+    def catch_up(self, free: FreeCapacity) -> None:
+        """Counts what has changed. In every decision: after many changes, it would make one decision slow."""
+        self._counted(free)
 
-    def _count_all(self, free: FreeCapacity) -> None:
-        self._of, self._orders = (free, free.ready), {}
-        self._kinds = {}
-        self._kind_of = np.array([self._kinds.setdefault(one.device, len(self._kinds)) for one in free.nodes])
-        width, levels = free.gpu_milli.shape[1], len(self.levels)
-        gpus = np.arange(width + 1)
-        self._fitting = gpus[:, None] // np.arange(1, width + 1)
-        left = free.gpu_milli.sum(axis=1, dtype=np.int32)
-        self._rooms = _whole_gpus(left[:, None] + self.milli, free)
-        self._rooms[~free.ready] = 0
-        cells = (self._kind_of[:, None] * levels + np.arange(levels)) * (width + 1) + self._rooms
-        many = np.bincount(cells.ravel(), minlength=len(self._kinds) * levels * (width + 1))
-        self._tasks = many.reshape(len(self._kinds), levels, width + 1) @ self._fitting
+    def _counted(self, free: FreeCapacity) -> SlotsUpTo:
+        slots = self._slots
+        if slots is None or slots.free is not free:
+            slots = self._slots = SlotsUpTo(free, self.levels)
+            self._changed, self._ready = {node for node, on in enumerate(self._on) if on}, free.ready
+            self._orders.clear()
+        elif self._ready is not free.ready:
+            other = np.flatnonzero(self._ready != free.ready).tolist()
+            self._moved += other
+            self._changed.update(other)
+            self._ready = free.ready
+        if self._changed:
+            for node in self._changed:
+                slots.set_node(node, self._on[node])
+            self._changed.clear()
+        return slots
 
-    def nodes_in_order(self, job: JobRequest, at: int, free: FreeCapacity, at_most: int) -> list[int]:
-        """Nodes that have room for a task more if all jobs up to the priority of this number stopped, where the
+    def codes_in_order(self, job: JobRequest, at: int, free: FreeCapacity, at_most: int) -> NodeCodes:
+        """The nodes that have room for a task more if all jobs up to the priority of this number stopped, where the
         fewest GPUs are missing first. After `first_with_room` of the same job, which asks for whole GPUs only."""
         key = self.levels[at], job.gpus_per_task, job.devices
         order = self._orders.get(key)
@@ -208,15 +192,15 @@ class PreemptibleUpTo(RunningView):
             if len(self._orders) > _MOST_LISTS:
                 self._orders.clear()
             order = self._orders[key] = self._ordered(key, at, free, 2 * at_most + _MORE_LISTED)
-        return [code & ((1 << _NODE_BITS) - 1) for code in order.codes[:at_most]]
+        return order.codes[:at_most]
 
     def _put_in_order(
         self, order: _NodeOrder, key: tuple[int, int, tuple[str, ...]], at: int, free: FreeCapacity
     ) -> None:
         (_, each, devices), milli = key, self.milli[:, at]
         for node in dict.fromkeys(self._moved[order.seen :]):
-            need = each - int(free.whole[node]) % each
-            able = free.ready[node] and milli[node] >= WHOLE_GPU * need
+            need = each - free.whole.item(node) % each
+            able = free.ready.item(node) and milli.item(node) >= WHOLE_GPU * need
             able = able and (not devices or free.nodes[node].device in devices)
             code = need << _NODE_BITS | node if able else None
             before = order.code_of.get(node)
@@ -248,14 +232,8 @@ class PreemptibleUpTo(RunningView):
             until = int(codes[-1])
         codes.sort()
         found: list[int] = codes.tolist()
-        code_of = {code & ((1 << _NODE_BITS) - 1): code for code in found}
+        code_of = dict(zip(coded_nodes(found), found, strict=True))
         return _NodeOrder(found, code_of, until, len(self._moved))
-
-
-def _whole_gpus(milli: Ints, free: FreeCapacity) -> Ints:
-    """Never more than a node has, also where a driver counted a GPU twice."""
-    found: Ints = np.clip(milli // WHOLE_GPU, 0, free.gpu_milli.shape[1]).astype(np.int16)
-    return found
 
 
 def preemptible_up_to(snapshot: Snapshot) -> PreemptibleUpTo:

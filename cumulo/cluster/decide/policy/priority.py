@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
-from cumulo.cluster.decide.fit import Placer, only_gpus, slots, tell_stopped
+from cumulo.cluster.decide.fit import Placer, only_gpus, tell_stopped
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.policy.preemptible import (
+    NodeCodes,
     PreemptibleUpTo,
     StateMark,
+    coded_nodes,
     preemptible_on_nodes,
     preemptible_up_to,
 )
@@ -20,7 +22,7 @@ from cumulo.cluster.decide.policy.preemption import MORE_NODES, RoomSearch, fits
 from cumulo.cluster.decide.policy.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import table_of
-from cumulo.cluster.decide.shapes import ShapeKey, shape_key
+from cumulo.cluster.decide.shapes import JobShape, shape_key
 from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot
 
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
@@ -33,55 +35,38 @@ def preempting(place: Placer) -> Policy:
     """Priorities: a job may stop those of lower priority, if what it saves is worth what they lose: a
     checkpoint each, counted in GPU seconds, against its waiting until one of them would have ended."""
     fill = queue_policy(by_priority, place, backfill=True, reason="the most urgent that fits")
-    # Shapes for which nobody is stopped, with the priority of the job or of the most urgent who would stop, and
-    # the state of the cluster in which that is so: as long as nothing starts or ends, the same jobs would be found,
-    # and time alone makes stopping them worth less.
-    hopeless: set[tuple[int, ShapeKey]] = set()
-    hopeless_up_to: set[tuple[int, ShapeKey]] = set()
-    in_vain: dict[tuple[int, ShapeKey], _InVain] = {}
-    # Of shapes that do not fit: the number of the first level with room.
-    first: dict[ShapeKey, int | None] = {}
+    # Shapes for which nobody is stopped, up to this priority, and the state of the cluster in which that is so: as
+    # long as nothing starts or ends, the same jobs would be found, and time alone makes stopping them worth less.
+    hopeless: dict[JobShape, int] = {}
     of_state: SameState | None = None
+    in_vain: _SearchesInVain = {}
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         nonlocal of_state
         if of_state is None or not of_state.holds(snapshot):
             hopeless.clear()
-            hopeless_up_to.clear()
-            first.clear()
             of_state = SameState.noted(snapshot)
         book, lowest = QuotaBook(snapshot), min(table_of(snapshot.running).preemptible, default=None)
         watch_running(snapshot, _priority)
-        up_to, free = preemptible_up_to(snapshot), snapshot.free
-        for job, *_ in itertools.islice(by_priority(snapshot), _MOST_URGENT):
+        up_to = preemptible_up_to(snapshot)
+        up_to.catch_up(snapshot.free)
+        for job, shape, _, gpus, _ in itertools.islice(by_priority(snapshot), _MOST_URGENT):
             if lowest is None or job.priority <= lowest:
                 break  # nor may any behind it
-            shape = shape_key(job)
-            if (job.priority, shape) in hopeless or book.refuses(job) is not None:
+            known = hopeless.get(shape)
+            if (known is not None and job.priority <= known) or not book.allows(job.tenant, gpus):
                 continue
             found: Found | None = None
-            if only_gpus(job) and not up_to.shares:
-                if shape not in first:
-                    if fits(job, free, place):
-                        continue
-                    first[shape] = up_to.first_of_all(job, free)
-                at = first[shape]
-                if at is None or up_to.levels[at] >= job.priority:
-                    continue
-                level = up_to.levels[at], shape
-                if level in hopeless_up_to:
-                    continue
-                found = _up_to_level(job, at, up_to, snapshot, level, in_vain)
-            elif fits(job, free, place):
-                continue
-            else:
-                level, found = None, _less_urgent(job, up_to, snapshot)
+            if shape.only_gpus and not up_to.shares:
+                missing = shape.tasks - snapshot.free.task_slots(shape.gpus_per_task, shape.devices)
+                at = up_to.first_with_room(job, snapshot.free) if missing > 0 else None
+                if at is not None:
+                    found = _up_to_level(job, shape, missing, at, up_to, snapshot, in_vain)
+            elif not fits(job, snapshot.free, place):
+                found = _less_urgent(job, up_to, snapshot)
             if found is not None and (decided := _worth_it(job, *found, snapshot, place)):
                 return decided
-            if level is None:
-                hopeless.add((job.priority, shape))
-            else:
-                hopeless_up_to.add(level)
+            hopeless[shape] = job.priority
         return fill(snapshot)
 
     return policy
@@ -100,11 +85,11 @@ class _InVain:
     """A search that found nothing, or nothing that was worth it. Time alone makes stopping others worth less."""
 
     missing: int
-    first_nodes: list[int]
+    first_nodes: NodeCodes
     looked_at: set[int]
     state: StateMark
 
-    def holds(self, missing: int, first_nodes: list[int], up_to: PreemptibleUpTo, free: FreeCapacity) -> bool:
+    def holds(self, missing: int, first_nodes: NodeCodes, up_to: PreemptibleUpTo, free: FreeCapacity) -> bool:
         same = self.missing == missing and self.first_nodes == first_nodes
         if same and up_to.unchanged(self.looked_at, self.state, free):
             self.state = up_to.state(free)
@@ -112,23 +97,27 @@ class _InVain:
         return False
 
 
+_SearchesInVain = dict[tuple[int, JobShape], _InVain]
+
+
 def _up_to_level(
     job: JobRequest,
+    shape: JobShape,
+    missing: int,
     at: int,
     up_to: PreemptibleUpTo,
     snapshot: Snapshot,
-    key: tuple[int, ShapeKey],
-    in_vain: "dict[tuple[int, ShapeKey], _InVain]",
+    in_vain: _SearchesInVain,
 ) -> Found | None:
-    """The least urgent jobs that make room, and among them those that lose least; None: waiting is cheaper. Where
-    nobody has a share of a GPU there is room if all jobs up to the level of this number stop, and not before: no
-    other level is searched, and the search ends as soon as it is not worth it."""
+    """The least urgent jobs that make room for the missing tasks, and among them those that lose least; None:
+    waiting is cheaper. Where nobody has a share of a GPU there is room if all jobs up to the level of this number
+    stop, and not before: no other level is searched, and the search ends as soon as it is not worth it."""
     level, free = up_to.levels[at], snapshot.free
-    missing = job.tasks - slots(job, free)
-    nodes = up_to.nodes_in_order(job, at, free, missing + MORE_NODES)
-    last = in_vain.get(key)
-    if last is not None and last.holds(missing, nodes, up_to, free):
+    codes = up_to.codes_in_order(job, at, free, missing + MORE_NODES)
+    last = in_vain.get((level, shape))
+    if last is not None and last.holds(missing, codes, up_to, free):
         return None
+    nodes = coded_nodes(codes)
     search = RoomSearch(
         job, snapshot, lambda: up_to.columns(level), lambda one, _: one.request.priority <= level, _cheapest,
         too_much=_Worth(job, snapshot.now_s).lost_with, kind=(level, job.gpus_per_task),
@@ -138,7 +127,7 @@ def _up_to_level(
     if found is None and search.looked_at is not None:
         if len(in_vain) >= _MOST_IN_VAIN:
             in_vain.clear()
-        in_vain[key] = _InVain(missing, nodes, search.looked_at, up_to.state(free))
+        in_vain[level, shape] = _InVain(missing, codes, search.looked_at, up_to.state(free))
     return found
 
 
