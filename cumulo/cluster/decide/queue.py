@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest
 from cumulo.cluster.decide.shapes import JobShape, JobShapes
@@ -89,6 +89,16 @@ class SortedJobs:
             del self._first[at]
 
 
+class QueueView(Protocol):
+    """What is worked out from all waiting jobs, one job at a time."""
+
+    def add(self, job: JobRequest, number: int) -> None: ...
+    def remove(self, job: JobRequest, number: int) -> None: ...
+
+
+View = TypeVar("View", bound=QueueView)
+
+
 class JobQueue(Sequence[JobRequest]):
     """Waiting jobs in the order of arrival. `ordered(key)` is another order, kept from the first time it is asked
     for; `tenants` the queue of each tenant."""
@@ -97,6 +107,7 @@ class JobQueue(Sequence[JobRequest]):
         self._arrived = SortedJobs(by_arrival_key, (), self.row)
         self._views: dict[SortKey, SortedJobs] = {by_arrival_key: self._arrived}
         self._tenants: dict[SortKey, dict[str, SortedJobs]] = {}
+        self._kept: dict[Any, QueueView] = {}
         self._known: dict[str, tuple[int, JobRequest]] = {}
         self.shape = JobShapes().shape
         self.shapes: dict[str, JobShape] = {}  # of each job
@@ -133,6 +144,8 @@ class JobQueue(Sequence[JobRequest]):
         self.sharing += job.fractional or not job.gpus_per_task
         for view in self._views.values():
             view.add(job, number)
+        for kept in self._kept.values():
+            kept.add(job, number)
         self.touched.append(job.tenant)
         if self._sizes is not None:
             self._sizes.setdefault(job.tenant, Counter())[job.gpus] += 1
@@ -152,6 +165,8 @@ class JobQueue(Sequence[JobRequest]):
         self.sharing -= job.fractional or not job.gpus_per_task
         for view in self._views.values():
             view.remove(job, number)
+        for kept in self._kept.values():
+            kept.remove(job, number)
         self.touched.append(job.tenant)
         if self._sizes is not None:
             sizes = self._sizes[job.tenant]
@@ -179,6 +194,13 @@ class JobQueue(Sequence[JobRequest]):
         if known is None:
             known = self._views[key] = SortedJobs(key, self._known.values(), self.row)
         return known
+
+    def view(self, key: Any, make: Callable[[Iterable[tuple[int, JobRequest]]], View]) -> View:
+        """The view of this key, kept from the first time it is asked for; made of numbers and jobs."""
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make(self._known.values())
+        return cast(View, found)
 
     def ordered(self, key: SortKey) -> Sequence[JobRequest]:
         """`key`: always the same function for one order, and of the job alone."""
