@@ -66,6 +66,8 @@ class JobRequest:
             raise ConfigError(
                 f"job {self.job_id}: a task with a share of a GPU has one GPU, not {self.gpus_per_task}"
             )
+        if len(self.devices) > 1 and len(set(self.devices)) != len(self.devices):
+            raise ConfigError(f"job {self.job_id}: {', '.join(self.devices)} names a device twice")
         if not (self.min_tasks or self.tasks) <= self.tasks <= (self.max_tasks or self.tasks):
             raise ConfigError(
                 f"job {self.job_id}: {self.tasks} tasks are outside its elastic range "

@@ -18,6 +18,7 @@ Ints = NDArray[Any]  # small integers, so that a copy of ten thousand nodes cost
 UNLIMITED = 1 << 30
 _MANY = 24  # members of a set that are faster found together
 _MOST_CHANGES = 50_000  # of nodes that are written down
+_ALL_DEVICES = (None,)
 _versions = itertools.count()
 
 
@@ -59,9 +60,9 @@ class FreeCapacity:
 
     __slots__ = (
         "_device_masks",
-        "_device_sets",
         "_single_places",
         "_slots",
+        "_usable_sets",
         "_whole_places",
         "capacity",
         "changes",
@@ -98,7 +99,6 @@ class FreeCapacity:
         # A number that no other state of a node has: what was worked out for it stays right, also in copies.
         self.version: Ints = np.array([next(_versions) for _ in nodes], dtype=np.int64)
         self._device_masks: dict[tuple[str, ...], NDArray[np.bool_]] = {}
-        self._device_sets: dict[tuple[str, ...], int] = {}
         self._single_places: dict[int, tuple[TaskPlace, ...]] = {}
         self._whole_places: dict[int, TaskPlace] = {}
         # GPUs and thousandths of cores of all nodes, for shares
@@ -119,6 +119,7 @@ class FreeCapacity:
         and its first member and its size are found in a microsecond."""
         self.room = [node_set(self.whole == free) for free in range(self.gpu_milli.shape[1] + 1)]
         self.ready_set = node_set(self.ready)
+        self._usable_sets: dict[tuple[str, ...], int] = {}
         # Tasks of so many whole GPUs that fit, on all devices (None) and on each that somebody asked for.
         self._slots: dict[int, dict[str | None, int]] = {}
         self.tally = [(some & self.ready_set).bit_count() for some in self.room]  # of the ready ones
@@ -166,10 +167,10 @@ class FreeCapacity:
         """The ready nodes with one of these devices."""
         if not devices:
             return self.ready_set
-        known = self._device_sets.get(devices)
+        known = self._usable_sets.get(devices)
         if known is None:
-            known = self._device_sets[devices] = node_set(self.device_mask(devices))
-        return known & self.ready_set
+            known = self._usable_sets[devices] = node_set(self.device_mask(devices)) & self.ready_set
+        return known
 
     def set_ready(self, ready: NDArray[np.bool_]) -> None:
         """Which nodes may get tasks."""
@@ -183,7 +184,7 @@ class FreeCapacity:
         other: Any = object.__new__(FreeCapacity)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
-        other.within, other._slots = self, {}
+        other.within, other._slots, other._usable_sets = self, {}, {}
         other.ready = self.ready & able
         other.ready_set = node_set(other.ready)
         other.tally = [
@@ -279,7 +280,7 @@ class FreeCapacity:
         if known is None:
             known = self._slots[each] = {}
         found = 0
-        for device in (devices if len(devices) == 1 else set(devices)) or (None,):
+        for device in devices or _ALL_DEVICES:
             some = known.get(device)
             if some is None:
                 some = known[device] = self._count_slots(each, device)

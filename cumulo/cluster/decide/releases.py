@@ -26,6 +26,19 @@ class Start:
     by_then: int  # and at that moment
     asked: int = 0
 
+    @property
+    def spare(self) -> int:
+        """Slots more than it needs at that moment, when the releases were last settled."""
+        return self.by_then - self.tasks
+
+
+@dataclass(slots=True)
+class _LateNodes:
+    """Those that have fewer GPUs than asked for at a moment, as a set."""
+
+    nodes: int
+    asked: int = 0
+
 
 class Releases:
     """The moment at which each GPU is free. Policies try on it and take back what they tried. Kept up to date from
@@ -42,7 +55,8 @@ class Releases:
         self._changed: set[int] = (
             set()
         )  # nodes whose rows of `_ends` are old: what is tried is often taken back
-        self._late: tuple[int, float, int] | None = None  # GPUs, a moment, and the nodes that have fewer then
+        self._rows: list[list[float]] = []  # the same as lists
+        self._late: dict[tuple[int, float], _LateNodes] = {}  # by GPUs and moment
         self._round = 0
 
     def begin(self) -> "Releases":
@@ -86,10 +100,11 @@ class Releases:
                     shares[job.job_id] = end_s
                 ends[gpu] = max(shares.values(), default=_NOW)
 
-    def _settle(self) -> np.ndarray:
+    def settle(self) -> np.ndarray:
         """Brings `_ends` and what is counted of the known starts up to date."""
         if self._ends is None:
             self._ends = self._all_ends()
+            self._rows = self._ends.tolist()
             self._changed.clear()
         if not self._changed:
             return self._ends
@@ -98,14 +113,13 @@ class Releases:
         for node in self._changed:
             after = sorted(self.gpu_end_s[node]) if self.free.ready[node] else []
             after += [_NEVER] * (width - len(after))
-            before: list[float] = self._ends[node].tolist()
+            before = self._rows[node]
             if after == before:
                 continue
-            self._ends[node] = after
-            if self._late is not None:
-                gpus, at_s, late = self._late
+            self._ends[node] = self._rows[node] = after
+            for (gpus, at_s), late in self._late.items():
                 if (after[gpus - 1] > at_s) != (before[gpus - 1] > at_s):
-                    self._late = gpus, at_s, late ^ (1 << node)
+                    late.nodes ^= 1 << node
             for (gpus, devices), starts in kinds:
                 if devices and self.free.nodes[node].device not in devices:
                     continue
@@ -129,7 +143,7 @@ class Releases:
     def _slots(self, kind: _Kind) -> np.ndarray:
         """[nodes, tasks]: when a node has room for so many tasks; of the nodes with an accepted device."""
         gpus, devices = kind
-        ends = self._settle()
+        ends = self.settle()
         return (ends[self.free.device_mask(devices)] if devices else ends)[:, gpus - 1 :: gpus]
 
     def set_health(self, node: int) -> None:
@@ -138,7 +152,7 @@ class Releases:
 
     def earliest(self, job: JobRequest) -> Start | None:
         """Of a job that asks for whole GPUs only; None: it is not known to fit ever."""
-        self._settle()
+        self.settle()
         kind = (job.gpus_per_task, job.devices)
         if kind[0] > self.free.gpu_milli.shape[1]:
             return None
@@ -161,16 +175,17 @@ class Releases:
     def loses_more(self, spare: int, places: Iterable[TaskPlace], job: JobRequest, at_s: float) -> bool:
         """Whether more than `spare` tasks of `job` fewer fit at a moment if another job still has these places
         then."""
+        self.settle()
         left: dict[int, int] = {}  # GPUs of each node that are free at that moment
         lost, each = 0, job.gpus_per_task
         for place in places:
             node = self.free.index[place.node]
             if job.devices and self.free.nodes[node].device not in job.devices:
                 continue
-            ends = self.gpu_end_s[node]
             before = left.get(node)
             if before is None:
-                before = sum([end_s <= at_s for end_s in ends])
+                before = bisect.bisect(self._rows[node], at_s)
+            ends = self.gpu_end_s[node]
             after = before - sum([ends[gpu] <= at_s for gpu in place.gpus])
             left[node] = after
             lost += before // each - after // each
@@ -180,21 +195,27 @@ class Releases:
 
     def spare(self, start: Start) -> int:
         """Slots more than it needs at the moment of that start."""
-        self._settle()
-        return start.by_then - start.tasks
+        self.settle()
+        return start.spare
 
     def of_no_use(self, job: JobRequest, at_s: float) -> int:
         """The set of ready nodes that cannot take a task of this job at that moment anyway."""
-        ends, gpus = self._settle(), job.gpus_per_task
-        if self._late is None or self._late[:2] != (gpus, at_s):
-            self._late = gpus, at_s, node_set(ends[:, gpus - 1] > at_s)
-        return self.free.ready_set & ~(self.free.usable_set(job.devices) & ~self._late[2])
+        ends, key = self.settle(), (job.gpus_per_task, at_s)
+        late = self._late.get(key)
+        if late is None:
+            late = self._late[key] = _LateNodes(node_set(ends[:, key[0] - 1] > at_s))
+        late.asked = self._round
+        if not job.devices:
+            return self.free.ready_set & late.nodes
+        return self.free.ready_set & ~(self.free.usable_set(job.devices) & ~late.nodes)
 
     def forget(self) -> None:
-        """Drops the starts that nobody asked for since the last call."""
+        """Drops what nobody asked for since the last call."""
         for kind, starts in list(self._starts.items()):
             for tasks in [tasks for tasks, start in starts.items() if start.asked < self._round]:
                 del starts[tasks]
             if not starts:
                 del self._starts[kind]
+        for key in [key for key, late in self._late.items() if late.asked < self._round]:
+            del self._late[key]
         self._round += 1

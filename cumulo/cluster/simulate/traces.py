@@ -173,7 +173,7 @@ def _openb(line: TraceLine) -> TraceJob:
 
 
 def _devices(text: str) -> tuple[str, ...]:
-    return tuple(device.strip() for device in text.split("|") if device.strip())
+    return tuple(dict.fromkeys(device.strip() for device in text.split("|") if device.strip()))
 
 
 def _tiresias(line: TraceLine) -> TraceJob:

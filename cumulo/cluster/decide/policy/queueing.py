@@ -108,6 +108,9 @@ class _Last:
     gains: int
     reserved: list[JobRequest]
     started: list[str]
+    # That fitted, but would have delayed somebody: where more than one start is reserved, one that no longer fits
+    # may get a reservation, too.
+    passed: list[JobRequest]
 
     @classmethod
     def after(cls, trial: "_Trial", key: SortKey | None, by_tenant: bool) -> "_Last | None":
@@ -116,13 +119,12 @@ class _Last:
             return None
         if key is None and not by_tenant:
             return None
-        if trial.reservations > 1:
-            return None  # jobs in between may have a reservation next time
         started = [one.job_id for one in trial.decided if isinstance(one, JobPlacement)]
         reserved = [one.job for one in trial.reserved.made]
         if key is None and started:
             return None  # tenants have more than they had
-        return cls(queue, key, len(queue.arrivals), trial.free.gains, reserved, started)
+        passed = list(trial.passed.values()) if trial.reservations > 1 and started else []
+        return cls(queue, key, len(queue.arrivals), trial.free.gains, reserved, started, passed)
 
     def newcomers(self, snapshot: Snapshot) -> list[JobRequest] | None:
         """None: everybody needs a look."""
@@ -131,6 +133,8 @@ class _Last:
             return None
         if any(map(queue.find, self.started)):
             return None  # the starts were not carried out
+        if any(slots(job, snapshot.free) < job.tasks for job in self.passed):
+            return None
         if any(queue.find(job.job_id) is not job for job in self.reserved):
             return None
         found = [queue.find(name) for name in queue.arrivals[self.arrivals :]]
@@ -183,6 +187,7 @@ class _Trial:
         # What is free only shrinks: these shapes never fit in this decision, and why.
         self.failed: dict[JobShape, str] = {}
         self.harmful: dict[JobShape, float] = {}  # they delay a reserved job if they end after this moment
+        self.passed: dict[JobShape, JobRequest] = {}  # one of each of these shapes
         self.hopeless = False  # nobody else can start
         self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
         self._fitting: JobShape | None = None  # a shape that fits, and delays nobody as far as is known
@@ -283,7 +288,7 @@ class _Trial:
             self.hopeless = self.nobody_fits()
             return True
         if isinstance(harmless, Reservation):
-            self.harmful[shape] = harmless.start_s
+            self.harmful[shape], self.passed[shape] = harmless.start_s, job
             reason = f"it fits, but would delay {harmless.job.job_id}, which is before it"
             self.decided.append(Waits(job.job_id, reason))
         else:

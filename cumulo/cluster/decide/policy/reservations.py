@@ -3,9 +3,9 @@ over the waiting jobs asks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
-from cumulo.cluster.decide.fit import Placer, only_gpus, tightest
+from cumulo.cluster.decide.fit import Placer, first_gpus, only_gpus, pack_gang, tightest
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, node_mask
 from cumulo.cluster.decide.policy.ends_ahead import EndsAhead, Moment
@@ -24,6 +24,11 @@ class Reservation:
     played: Sequence[RunningJob] = ()  # the jobs that have ended then
     after: int = 0  # so many jobs were started before it was made
     then: Moment | None = None
+
+
+@cache
+def _without(devices: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in devices if name not in others)
 
 
 class Reservations:
@@ -86,8 +91,9 @@ class Reservations:
         late = [one for one in self.made if ends_s > one.start_s]
         harmed = self._harmed(late, job, places)
         if harmed is not None and harmed.start is not None and self.releases is not None:
-            places = self._elsewhere(job, harmed)
-            harmed = self._harmed(late, job, places) if places else late[0]
+            elsewhere = self._elsewhere(job, harmed)
+            if elsewhere:
+                places, harmed = elsewhere, self._harmed(late, job, elsewhere)
         if harmed is not None:
             return harmed
         for one in late:
@@ -108,26 +114,40 @@ class Reservations:
         return None
 
     def certain_harm(self, job: JobRequest) -> Reservation | None:
-        """The only reservation, if a job that fits delays it wherever it is placed: nodes with room for a task of
-        it have room for one of the reserved job, too, now and then, so that counting tells what it costs."""
-        if len(self.made) != 1:
+        """A reservation that a job which fits delays wherever it is placed: nodes with room for a task of it have
+        room for one of the reserved job, too, now and then, so that counting tells what it costs."""
+        if job.gpu_milli != WHOLE_GPU or self.releases is None:
             return None
-        one, each = self.made[0], self.made[0].job.gpus_per_task
-        if one.start is None or one.job.devices or job.gpu_milli != WHOLE_GPU or job.gpus_per_task < each:
-            return None
-        if job.predicted_s is not None and self.snapshot.now_s + job.predicted_s <= one.start_s:
-            return None
-        assert self.releases is not None
-        costs = job.tasks * (job.gpus_per_task // each)
-        return one if costs > self.releases.spare(one.start) else None
+        ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
+        each, tasks, free = job.gpus_per_task, job.tasks, self.free
+        self.releases.settle()
+        for one in self.made:
+            if one.start is None or one.start_s >= ends_s or one.job.gpus_per_task > each:
+                continue
+            of_one, spare = each // one.job.gpus_per_task, one.start.spare
+            if tasks * of_one <= spare:
+                continue
+            if one.job.devices:  # those on nodes that it has no use for cost nothing
+                apart = _without(job.devices, one.job.devices)
+                if not job.devices:
+                    able = free.task_slots(each, ()) - free.task_slots(each, one.job.devices)
+                else:
+                    able = free.task_slots(each, apart) if apart else 0
+                if (tasks - able) * of_one <= spare:
+                    continue
+            return one
+        return None
 
     def _elsewhere(self, job: JobRequest, reserved: Reservation) -> Places:
         """On nodes that a reserved job has no use for; (): there is no room."""
         assert self.releases is not None and reserved.start is not None
         free, nodes = self.free, self.releases.of_no_use(reserved.job, reserved.start.at_s)
-        among = nodes & free.usable_set(job.devices)
-        if only_gpus(job) and tightest(free, job.gpus_per_task, among) is None:
-            return ()
+        if only_gpus(job):
+            node = tightest(free, job.gpus_per_task, nodes & free.usable_set(job.devices))
+            if node is None:
+                return ()
+            if job.tasks == 1 and self.place is pack_gang:  # as it would find
+                return (first_gpus(job, free, node),)
         if self._narrow is None or self._narrow[0] is not reserved:
             self._narrow = reserved, free.narrowed(node_mask(nodes, len(free.nodes)))
         return self.place(job, self._narrow[1]) or ()
