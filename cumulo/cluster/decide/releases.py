@@ -26,11 +26,6 @@ class Start:
     by_then: int  # and at that moment
     asked: int = 0
 
-    @property
-    def spare(self) -> int:
-        """Slots more than it needs at that moment, when the releases were last settled."""
-        return self.by_then - self.tasks
-
 
 @dataclass(slots=True)
 class _LateNodes:
@@ -196,7 +191,7 @@ class Releases:
     def spare(self, start: Start) -> int:
         """Slots more than it needs at the moment of that start."""
         self.settle()
-        return start.spare
+        return start.by_then - start.tasks
 
     def of_no_use(self, job: JobRequest, at_s: float) -> int:
         """The set of ready nodes that cannot take a task of this job at that moment anyway."""

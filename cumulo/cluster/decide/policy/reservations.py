@@ -1,6 +1,7 @@
 """Starts that are reserved for jobs that do not fit now, and whether another job would delay one of them. The loop
 over the waiting jobs asks."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -38,6 +39,9 @@ class Reservations:
         self.snapshot, self.place = snapshot, place
         self.free, self.releases = snapshot.free, snapshot.releases
         self.made: list[Reservation] = []
+        # Of whole GPUs: their moments, GPUs of a task, and slots; of jobs that accept all devices, and of others.
+        self._anywhere: list[tuple[float, int, Start, Reservation]] = []
+        self._somewhere: list[tuple[float, int, Start, Reservation]] = []
         self.started: list[RunningJob] = []
         self._narrow: tuple[Reservation, FreeCapacity] | None = None
 
@@ -82,6 +86,9 @@ class Reservations:
             found = self._after_ends(job, self.releases.by_end)
         if found is not None:
             self.made.append(found)
+            if found.start is not None:
+                counted = self._somewhere if job.devices else self._anywhere
+                counted.append((found.start_s, job.gpus_per_task, found.start, found))
         return found
 
     def without_harm(self, job: JobRequest, places: Places) -> Places | Reservation:
@@ -121,21 +128,35 @@ class Reservations:
         ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
         each, tasks, free = job.gpus_per_task, job.tasks, self.free
         self.releases.settle()
-        for one in self.made:
-            if one.start is None or one.start_s >= ends_s or one.job.gpus_per_task > each:
+        for start_s, gpus, start, one in self._anywhere:
+            if start_s < ends_s and gpus <= each and tasks * (each // gpus) > start.by_then - start.tasks:
+                return one
+        for start_s, gpus, start, one in self._somewhere:
+            if start_s >= ends_s or gpus > each:
                 continue
-            of_one, spare = each // one.job.gpus_per_task, one.start.spare
+            of_one, spare, devices = each // gpus, start.by_then - start.tasks, one.job.devices
             if tasks * of_one <= spare:
                 continue
-            if one.job.devices:  # those on nodes that it has no use for cost nothing
-                apart = _without(job.devices, one.job.devices)
-                if not job.devices:
-                    able = free.task_slots(each, ()) - free.task_slots(each, one.job.devices)
-                else:
-                    able = free.task_slots(each, apart) if apart else 0
-                if (tasks - able) * of_one <= spare:
-                    continue
-            return one
+            if job.devices:  # tasks on nodes that the reserved job has no use for cost nothing
+                others = _without(job.devices, devices)
+                apart = free.task_slots(each, others) if others else 0
+            else:
+                apart = free.task_slots(each, ()) - free.task_slots(each, devices)
+            if (tasks - apart) * of_one > spare:
+                return one
+        return self._nowhere(job, ends_s) if tasks == 1 and only_gpus(job) else None
+
+    def _nowhere(self, job: JobRequest, ends_s: float) -> Reservation | None:
+        """The reservation that a single task delays on all nodes on which it delays none of those before."""
+        free, each = self.free, job.gpus_per_task
+        assert self.releases is not None
+        among, most = free.usable_set(job.devices), len(free.room) - 1
+        for start_s, gpus, start, one in itertools.chain(self._anywhere, self._somewhere):
+            if start_s >= ends_s or gpus + each <= most or start.by_then > start.tasks:
+                continue  # it ends before, may run beside a task of it, or leaves enough
+            among &= self.releases.of_no_use(one.job, start.at_s)
+            if tightest(free, each, among) is None:
+                return one
         return None
 
     def _elsewhere(self, job: JobRequest, reserved: Reservation) -> Places:
