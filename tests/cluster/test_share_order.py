@@ -7,7 +7,6 @@ from collections import Counter
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.policy import share_order
-from cumulo.cluster.decide.policy.quota_lines import TenantLine
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
@@ -21,10 +20,6 @@ def some_job(draw: random.Random, number: int) -> JobRequest:
         250 if share else 1000, cpu_milli=draw.choice((0, 500)), tenant=draw.choice("vwxyz"),
         arrival_s=number if draw.random() < 0.7 else draw.uniform(0, 9),
     )  # fmt: skip
-
-
-def jobs_below(line: TenantLine, gpus: float):
-    return list(iter(lambda: line.below(gpus), None))
 
 
 def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
@@ -54,13 +49,14 @@ def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
             assert [row[0] for row in itertools.islice(order(snapshot), many)] == expected[:many]
             continue
         lines, last = order.lines(snapshot, queue), draw.choice(expected)
-        own = jobs_below(lines.line(last.tenant, None), 1e9)
-        assert [row[0] for _, row in own] == [job for job in expected if job.tenant == last.tenant]
-        at, few = [row[0] for _, row in own].index(last), draw.choice((1, 2, 4, 9))
-        smaller = [one for one in own[at + 1 :] if one[1][3] < few]
-        assert jobs_below(lines.line(last.tenant, own[at][0]), few) == smaller
+        own, place_of = queue.by_tenant[last.tenant], lines.places(last.tenant)
+        at = own.jobs.index(last)
+        places = [place_of(entry) for entry in own.keys if draw.random() < 0.5 or entry == own.keys[at]]
+        assert places == sorted(places) and len(set(places)) == len(places)
+        place_of, among = lines.places(last.tenant), lines.places(last.tenant)(own.keys[at])
+        assert among in places and [place_of(entry) for entry in own.keys][at] == among
         behind = expected[expected.index(last) + 1 :]
-        rows = itertools.islice(lines.rows_behind(own[at][0]), many)
+        rows = itertools.islice(lines.rows_behind(among), many)
         assert [row[0] for row in rows] == behind[:many]
         seen[len(expected) - len(behind) > 12] += 1
     assert len(order._entries) > 0 and min(seen.values()) > 20

@@ -4,7 +4,6 @@ and nothing is sorted again when one job of fifty thousand changes.
 
 import bisect
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, overload
 
@@ -115,7 +114,6 @@ class JobQueue(Sequence[JobRequest]):
         self.by_shape: dict[JobShape, list[tuple[float, str]]] = {}
         self.arrivals: list[str] = []  # every job that ever joined, in that order
         self.touched: list[str] = []  # tenants whose jobs joined or left, in that order
-        self._sizes: dict[str, Counter[float]] | None = None
         self.sharing = 0  # jobs that could start where no GPU is entirely free
 
     def __len__(self) -> int:
@@ -147,8 +145,6 @@ class JobQueue(Sequence[JobRequest]):
         for kept in self._kept.values():
             kept.add(job, number)
         self.touched.append(job.tenant)
-        if self._sizes is not None:
-            self._sizes.setdefault(job.tenant, Counter())[job.gpus] += 1
         for key, lines in self._tenants.items():
             line = lines.get(job.tenant)
             if line is None:
@@ -168,11 +164,6 @@ class JobQueue(Sequence[JobRequest]):
         for kept in self._kept.values():
             kept.remove(job, number)
         self.touched.append(job.tenant)
-        if self._sizes is not None:
-            sizes = self._sizes[job.tenant]
-            sizes[job.gpus] -= 1
-            if not sizes[job.gpus]:
-                del sizes[job.gpus]
         for lines in self._tenants.values():
             lines[job.tenant].remove(job, number)
             if not lines[job.tenant].jobs:
@@ -222,14 +213,6 @@ class JobQueue(Sequence[JobRequest]):
     @property
     def by_tenant(self) -> Mapping[str, SortedJobs]:
         return self.lines(by_arrival_key)
-
-    def fewest_gpus(self, tenant: str) -> float:
-        """That a waiting job of this tenant asks for; 0: none waits. Kept from the first time it is asked for."""
-        if self._sizes is None:
-            self._sizes = {}
-            for _, job in self._known.values():
-                self._sizes.setdefault(job.tenant, Counter())[job.gpus] += 1
-        return min(self._sizes.get(tenant, ()), default=0.0)
 
     def lines(self, key: SortKey) -> Mapping[str, SortedJobs]:
         """Each tenant's jobs in the order of a key; kept from the first time it is asked for."""

@@ -33,7 +33,11 @@ class QuotaBook:
     def allows(self, tenant: str, gpus: float) -> bool:
         """Whether a job of so many GPUs may start now, if it fits."""
         quota = self.quotas.get(tenant)
-        return quota is None or self.used(tenant) + gpus <= quota.gpus + quota.borrow_gpus + _LITTLE
+        if quota is None:
+            return True
+        known = self._used.get(tenant)
+        has = self._milli.get(tenant, 0) / WHOLE_GPU if known is None else known
+        return has + gpus <= quota.gpus + quota.borrow_gpus + _LITTLE
 
     def left(self, job: JobRequest) -> tuple[float, float]:
         """GPUs that its tenant has, and up to how many `refuses` allows."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
+from cumulo.cluster.decide.fit_tables import fit_table
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, TenantLines, quota_lines
 from cumulo.cluster.decide.policy.reservations import Places, Reservation, Reservations
@@ -207,13 +208,13 @@ class _Trial:
                 self.decided += told
                 if candidate is None:
                     break
-                entry, _, (job, shape, *_) = candidate
+                place, _, (job, shape, *_), _ = candidate
                 places = self.place(job, self.free)
                 if places is not None:
                     self.start(job, places)
                     continue
                 if self.wait(job, shape):
-                    self._behind(lines.lines.rows_behind(entry))
+                    self._behind(lines.lines.rows_behind(place))
                 break
         finally:
             self.reserved.take_back()
@@ -301,7 +302,7 @@ class _Trial:
         """How many of its tasks fit now."""
         if shape.only_gpus:
             return self.free.task_slots(shape.gpus_per_task, shape.devices)
-        return slots(job, self.free)
+        return fit_table(job, self.free, shape.fit_key).total
 
     def why(self, job: JobRequest, shape: JobShape) -> str:
         """Why a job of this shape waits, worded once."""

@@ -7,13 +7,13 @@ import bisect
 import heapq
 import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU
-from cumulo.cluster.decide.policy.quota_lines import Place, TenantLine, TenantLines
-from cumulo.cluster.decide.queue import JobQueue, SortedJobs, WaitingRow, tenant_rows
+from cumulo.cluster.decide.policy.quota_lines import Entry, Place, TenantLines
+from cumulo.cluster.decide.queue import JobQueue, SortedJobs, WaitingRow, by_arrival_key, tenant_rows
 from cumulo.cluster.decide.running import RunningTable, table_of, touched_tenants
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
 
@@ -68,36 +68,28 @@ class _Tenant:
             self.cpu_milli += row[4]
 
 
-class _ShareLine(TenantLine):
-    """Read without an entry for every job: tenants at their limits have thousands."""
+class _SharePlaces:
+    """Of one tenant's jobs, from its first to its last."""
 
-    def __init__(self, of: _Source, tenant: str, own: SortedJobs, behind: Place | None) -> None:
-        self._total, self._tenant, self._weight = of.total, tenant, of.weight(tenant)
-        self._has, self._rows, self._number = of.has(tenant), own.rows(), 0
-        if behind is not None:
-            gpus, cpu = self._has
-            self._number = behind[3] + 1
-            for row in itertools.islice(self._rows, self._number):
-                gpus += row[3]
-                cpu += row[4]
-            self._has = gpus, cpu
+    def __init__(self, of: _Source, tenant: str, own: SortedJobs) -> None:
+        self._total, self._tenant, self._weight, self._own = of.total, tenant, of.weight(tenant), own
+        (self._gpus, self._cpu), self._number = of.has(tenant), 0
 
-    def below(self, gpus: float) -> tuple[Place, WaitingRow] | None:
-        (has, cpu), number, total = self._has, self._number, self._total
-        for row in self._rows:
-            if row[3] < gpus:
-                share = max(has / total[0], cpu / total[1]) / self._weight
-                self._has, self._number = (has + row[3], cpu + row[4]), number + 1
-                return (share, row[0].arrival_s, self._tenant, number), row
-            has += row[3]
+    def __call__(self, entry: Entry) -> Place:
+        number = bisect.bisect_left(self._own.keys, entry, self._number)
+        gpus, cpu = self._gpus, self._cpu
+        for row in itertools.islice(self._own.rows(self._number), number - self._number):
+            gpus += row[3]
             cpu += row[4]
-            number += 1
-        return None
+        self._gpus, self._cpu, self._number = gpus, cpu, number
+        return max(gpus / self._total[0], cpu / self._total[1]) / self._weight, entry[0], self._tenant, number
 
 
 class ShareOrder(TenantLines):
     """Jobs one by one from the tenant with the smallest weighted dominant share; what is tried counts as had, so
     that a tenant whose job does not fit does not hold up all others."""
+
+    key = staticmethod(by_arrival_key)
 
     def __init__(self) -> None:
         self._of: _Source | None = None
@@ -121,10 +113,9 @@ class ShareOrder(TenantLines):
         self._begin(snapshot, queue)
         return self
 
-    def line(self, tenant: str, behind: Place | None) -> TenantLine | None:
+    def places(self, tenant: str) -> Callable[[Entry], Place]:
         assert self._of is not None and self._of.queue is not None
-        own = self._of.queue.by_tenant.get(tenant)
-        return None if own is None else _ShareLine(self._of, tenant, own, behind)
+        return _SharePlaces(self._of, tenant, self._of.queue.by_tenant[tenant])
 
     def rows_behind(self, place: Place) -> Iterator[WaitingRow]:
         assert self._of is not None and self._of.queue is not None
