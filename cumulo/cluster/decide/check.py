@@ -1,6 +1,6 @@
 """What no policy may do: half a gang, more than a node has, a quota broken. Players refuse such decisions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
@@ -55,19 +55,22 @@ def _those_that_wait(waiting: Sequence[JobRequest], placed: set[str]) -> dict[st
     return {job.job_id: job for job in waiting if job.job_id in placed} if placed else {}
 
 
+def left_on(free: FreeCapacity, node: int) -> list[int]:
+    """What is free on a node: CPU, memory, then the GPUs."""
+    return [free.cpu_milli.item(node), free.memory_mib.item(node), *free.gpu_milli[node].tolist()]
+
+
 class _Books:
     """What is free on the nodes that the decisions touch."""
 
     def __init__(self, free: FreeCapacity) -> None:
         self.free = free
-        self.touched: dict[int, list[int]] = {}  # CPU, memory, then the GPUs
+        self.touched: dict[int, list[int]] = {}
 
     def left_on(self, node: int) -> list[int]:
         known = self.touched.get(node)
         if known is None:
-            free = self.free
-            known = [free.cpu_milli.item(node), free.memory_mib.item(node), *free.gpu_milli[node].tolist()]
-            self.touched[node] = known
+            known = self.touched[node] = left_on(self.free, node)
         return known
 
     def move(self, job: JobRequest, places: Sequence[TaskPlace], sign: int) -> None:
@@ -76,10 +79,10 @@ class _Books:
 
     def move_one(self, job: JobRequest, node: int, place: TaskPlace, sign: int) -> bool:
         """Whether nothing is overcommitted afterwards."""
-        return _take_from(self.left_on(node), job, place.gpus, sign)
+        return take_from(self.left_on(node), job, place.gpus, sign)
 
 
-def _take_from(left: list[int], job: JobRequest, gpus: Sequence[int], sign: int) -> bool:
+def take_from(left: list[int], job: JobRequest, gpus: Sequence[int], sign: int) -> bool:
     """Takes a task (-1) from what is left of a node, or gives it back (1); whether nothing is overcommitted."""
     enough = True
     if job.cpu_milli or job.memory_mib:
@@ -94,18 +97,17 @@ def _take_from(left: list[int], job: JobRequest, gpus: Sequence[int], sign: int)
     return enough
 
 
-def has_room(
-    job: JobRequest,
-    places: Sequence[TaskPlace],
-    free: FreeCapacity,
-    beside: Mapping[str, Sequence[TaskPlace]] | None = None,
-    of: JobRequest | None = None,
-) -> bool:
-    """Whether these places are free. `beside`: on each node, places that another job, `of`, has besides."""
+def has_left(left: Sequence[int], job: JobRequest, gpus: Sequence[int]) -> bool:
+    """Whether a task of this job could have these GPUs."""
+    short = job.cpu_milli > left[0] or job.memory_mib > left[1]
+    for gpu in gpus:
+        short = short or left[gpu + 2] < job.gpu_milli
+    return not short
+
+
+def has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> bool:
+    """Whether these places are free."""
     books = _Books(free)
-    if beside and of is not None:
-        for name in {place.node for place in places} & beside.keys():
-            books.move(of, beside[name], -1)
     return all(books.move_one(job, free.index[place.node], place, -1) for place in places)
 
 
@@ -137,7 +139,7 @@ def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -
             each and (min(gpus) < 0 or max(gpus) >= room or (each > 1 and len(set(gpus)) != each))
         ):
             return [*found, f"{job.job_id} gets GPUs {gpus} of {place.node} for a task of {each}"]
-        if not _take_from(left, job, gpus, -1):
+        if not take_from(left, job, gpus, -1):
             found.append(f"{job.job_id} is placed on {place.node}, which has too little free")
     return found
 

@@ -11,7 +11,7 @@ from cumulo.cluster.decide.nodes import FreeCapacity, Ints, node_set
 
 _FEW = 24  # changed nodes that are faster looked at one by one
 _MOST_TABLES = 1024
-_Key = tuple[int, int, int, int, int, tuple[str, ...]]
+FitKey = tuple[int, int, int, int, int, tuple[str, ...]]
 
 
 class FitTable:
@@ -47,11 +47,16 @@ class FitTable:
         self.fits[nodes], self._able = tasks, None
 
 
-def fit_table(job: JobRequest, free: FreeCapacity) -> FitTable:
-    key = (
+def fit_key(job: JobRequest) -> FitKey:
+    """Jobs with the same have the same table."""
+    return (
         0 if job.gpus_per_task else job.tasks, job.gpus_per_task, job.gpu_milli, job.cpu_milli, job.memory_mib,
         job.devices,
     )  # fmt: skip
+
+
+def fit_table(job: JobRequest, free: FreeCapacity, known_key: FitKey | None = None) -> FitTable:
+    key = known_key or fit_key(job)
     if free.within is not None:  # a part of another capacity, to look at only
         fits = np.where(free.ready, fit_table(job, free.within).fits, 0)
         return FitTable(fits, int(fits.sum()), 0)
@@ -74,7 +79,7 @@ def _whole(job: JobRequest, free: FreeCapacity) -> FitTable:
     return FitTable(fits, int(fits.sum()), free.changes.count)
 
 
-def _inherited(key: _Key, free: FreeCapacity) -> FitTable | None:
+def _inherited(key: FitKey, free: FreeCapacity) -> FitTable | None:
     """What the capacity that this is a copy of knew when it was copied."""
     if free.copied is None:
         return None

@@ -4,6 +4,7 @@ looks at a shape once, and not at each of the thousand jobs that have it."""
 from functools import lru_cache
 
 from cumulo.cluster.decide.fit import only_gpus
+from cumulo.cluster.decide.fit_tables import fit_key
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest
 
 ShapeKey = tuple[int, int, int, int, int, tuple[str, ...]]
@@ -17,11 +18,11 @@ class JobShape:
     """One for all jobs of a shape in a queue: as a key of dictionaries it is known by itself, which is several
     times as fast as comparing what it asks for."""
 
-    __slots__ = ("devices", "gpus_per_task", "needs", "only_gpus", "tasks")
+    __slots__ = ("devices", "fit_key", "gpus_per_task", "needs", "only_gpus", "tasks")
 
     def __init__(self, job: JobRequest) -> None:
         self.tasks, self.gpus_per_task, self.devices = job.tasks, job.gpus_per_task, job.devices
-        self.only_gpus = only_gpus(job)
+        self.only_gpus, self.fit_key = only_gpus(job), fit_key(job)
         self.needs = needs(job)
 
 

@@ -5,7 +5,7 @@ of it stays as it is: a job that ends as predicted changes nothing at a later mo
 
 from collections.abc import Callable, Iterable, Sequence
 
-from cumulo.cluster.decide.check import has_room
+from cumulo.cluster.decide.check import has_left, left_on, take_from
 from cumulo.cluster.decide.fit import Placer
 from cumulo.cluster.decide.fit_tables import fit_table
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
@@ -97,6 +97,7 @@ class Moment:
         self.seen = seen  # so many changes of the running jobs are in it
         self._played: dict[str, RunningJob] = {}  # running jobs that have ended then
         self._on: dict[str, list[TaskPlace]] = {}  # tasks of the reserved job, on each node
+        self._left: dict[str, list[int]] = {}  # next to them, on the nodes that somebody asked about
         self._before: list[RunningJob] = []  # started by the decision before the reserved job was placed
         self._after: list[tuple[JobRequest, Places]] = []  # and after it
 
@@ -107,12 +108,31 @@ class Moment:
 
     def has_room(self, job: JobRequest, places: Places) -> bool:
         """Whether these places are free then."""
-        return has_room(job, places, self.free, self._on, self.job)
+        if len(places) == 1:
+            return has_left(self._left_beside(places[0].node), job, places[0].gpus)
+        left: dict[str, list[int]] = {}
+        for place in places:
+            if place.node not in left:
+                left[place.node] = self._left_beside(place.node).copy()
+            if not take_from(left[place.node], job, place.gpus, -1):
+                return False
+        return True
+
+    def _left_beside(self, node: str) -> list[int]:
+        """What is free on a node next to the reserved job. Many jobs ask about the same nodes."""
+        known = self._left.get(node)
+        if known is None:
+            known = self._left[node] = left_on(self.free, self.free.index[node])
+            for task in self._on.get(node, ()):
+                take_from(known, self.job, task.gpus, -1)
+        return known
 
     def add(self, job: JobRequest, places: Places) -> None:
         """Another job that the decision starts has these places then."""
         self.free.allocate(job, places)
         self._after.append((job, places))
+        for place in places:
+            self._left.pop(place.node, None)
 
     def update(
         self,
@@ -123,6 +143,7 @@ class Moment:
     ) -> None:
         """Takes back what the last decision tried, and brings it up to date. `played`: the running jobs that have
         ended then; `before`: those that this decision started before, and that still run then."""
+        self._left.clear()
         for job, places in self._after:
             self.free.release(job, places)
         self._after.clear()

@@ -123,7 +123,7 @@ class Reservations:
     def certain_harm(self, job: JobRequest) -> Reservation | None:
         """A reservation that a job which fits delays wherever it is placed: nodes with room for a task of it have
         room for one of the reserved job, too, now and then, so that counting tells what it costs."""
-        if job.gpu_milli != WHOLE_GPU or self.releases is None:
+        if job.gpu_milli != WHOLE_GPU or self.releases is None or not (self._anywhere or self._somewhere):
             return None
         ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
         each, tasks, free = job.gpus_per_task, job.tasks, self.free
