@@ -290,7 +290,10 @@ class FreeCapacity:
     def _count_slots(self, each: int, device: str | None) -> int:
         if device is None:
             return sum([self.tally[room] * (room // each) for room in range(each, len(self.tally))])
-        among = self.usable_set((device,))
+        return self.slots_among(each, self.usable_set((device,)))
+
+    def slots_among(self, each: int, among: int) -> int:
+        """Of a set of ready nodes: how many tasks of so many whole GPUs fit there."""
         return sum(
             [
                 (self.room[room] & among).bit_count() * (room // each)

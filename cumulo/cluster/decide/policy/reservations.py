@@ -164,8 +164,9 @@ class Reservations:
         assert self.releases is not None and reserved.start is not None
         free, nodes = self.free, self.releases.of_no_use(reserved.job, reserved.start.at_s)
         if only_gpus(job):
-            node = tightest(free, job.gpus_per_task, nodes & free.usable_set(job.devices))
-            if node is None:
+            among = nodes & free.usable_set(job.devices)
+            node = tightest(free, job.gpus_per_task, among)
+            if node is None or (job.tasks > 1 and free.slots_among(job.gpus_per_task, among) < job.tasks):
                 return ()
             if job.tasks == 1 and self.place is pack_gang:  # as it would find
                 return (first_gpus(job, free, node),)
