@@ -4,6 +4,8 @@ import itertools
 import random
 from collections import Counter
 
+import pytest
+
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.policy import share_order
@@ -51,6 +53,11 @@ def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
         lines, last = order.lines(snapshot, queue), draw.choice(expected)
         own, place_of = queue.by_tenant[last.tenant], lines.places(last.tenant)
         at = own.jobs.index(last)
+        before = own.jobs[:at]
+        gpus, cpu_milli, whole = own.asked_before(at)
+        assert gpus == pytest.approx(sum(job.gpus for job in before))
+        assert cpu_milli == sum(job.tasks * job.cpu_milli for job in before)
+        assert whole == all(job.gpu_milli == 1000 for job in before)
         places = [place_of(entry) for entry in own.keys if draw.random() < 0.5 or entry == own.keys[at]]
         assert places == sorted(places) and len(set(places)) == len(places)
         place_of, among = lines.places(last.tenant), lines.places(last.tenant)(own.keys[at])

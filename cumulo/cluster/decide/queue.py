@@ -13,6 +13,9 @@ from cumulo.cluster.decide.shapes import JobShape, JobShapes
 SortKey = Callable[[JobRequest], Any]
 # A job, its shape, its predicted seconds (infinite: unknown), its GPUs and thousandths of cores.
 WaitingRow = tuple[JobRequest, JobShape, float, float, int]
+# GPUs and thousandths of cores of several jobs together, and whether each asks for a whole number of GPUs: then
+# sums are exact, in whatever order they are made.
+AskedBefore = tuple[float, int, bool]
 _STRETCH = 256  # rows that are made together
 _versions = itertools.count()
 
@@ -38,7 +41,7 @@ class SortedJobs:
     """Jobs in the order of a key, the earlier number first among equals. The rows of the first are kept, as far as
     somebody read them: decisions read the same ones again and again."""
 
-    __slots__ = ("_first", "_row", "jobs", "key", "keys", "version")
+    __slots__ = ("_before", "_first", "_row", "jobs", "key", "keys", "version")
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class SortedJobs:
         self.keys = [row[0] for row in rows]
         self.jobs = [row[1] for row in rows]
         self._first: list[WaitingRow] = []
+        self._before: list[AskedBefore] = [(0.0, 0, True)]  # each of the first jobs, as far as somebody asked
         # A number that no other state of any queue has, except those with more jobs at its end.
         self.version = next(_versions)
 
@@ -67,6 +71,16 @@ class SortedJobs:
             yield some
             at += len(some)
 
+    def asked_before(self, number: int) -> AskedBefore:
+        """By all jobs before the one of this number."""
+        before = self._before
+        if number >= len(before):
+            gpus, cpu, whole = before[-1]
+            for row in itertools.islice(self.rows(len(before) - 1), number + 1 - len(before)):
+                gpus, cpu, whole = gpus + row[3], cpu + row[4], whole and row[3].is_integer()
+                before.append((gpus, cpu, whole))
+        return before[number]
+
     def add(self, job: JobRequest, number: int) -> None:
         entry = (self.key(job), number)
         if not self.keys or self.keys[-1] < entry:
@@ -77,13 +91,14 @@ class SortedJobs:
         at = bisect.bisect(self.keys, entry)
         self.keys.insert(at, entry)
         self.jobs.insert(at, job)
+        del self._before[at + 1 :]
         if at < len(self._first):
             self._first.insert(at, self._row(job))
 
     def remove(self, job: JobRequest, number: int) -> None:
         self.version = next(_versions)
         at = bisect.bisect_left(self.keys, (self.key(job), number))
-        del self.keys[at], self.jobs[at]
+        del self.keys[at], self.jobs[at], self._before[at + 1 :]
         if at < len(self._first):
             del self._first[at]
 

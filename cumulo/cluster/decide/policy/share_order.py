@@ -73,16 +73,22 @@ class _SharePlaces:
 
     def __init__(self, of: _Source, tenant: str, own: SortedJobs) -> None:
         self._total, self._tenant, self._weight, self._own = of.total, tenant, of.weight(tenant), own
-        (self._gpus, self._cpu), self._number = of.has(tenant), 0
+        self._has = of.has(tenant)
+        (self._gpus, self._cpu_milli), self._number = self._has, 0
 
     def __call__(self, entry: Entry) -> Place:
         number = bisect.bisect_left(self._own.keys, entry, self._number)
-        gpus, cpu = self._gpus, self._cpu
-        for row in itertools.islice(self._own.rows(self._number), number - self._number):
-            gpus += row[3]
-            cpu += row[4]
-        self._gpus, self._cpu, self._number = gpus, cpu, number
-        return max(gpus / self._total[0], cpu / self._total[1]) / self._weight, entry[0], self._tenant, number
+        gpus, cpu, whole = self._own.asked_before(number)
+        if whole and self._has[0].is_integer():
+            gpus, cpu_milli = self._has[0] + gpus, self._has[1] + cpu
+        else:  # one by one, so that the sum is the same as that of the order
+            gpus, cpu_milli = self._gpus, self._cpu_milli
+            for row in itertools.islice(self._own.rows(self._number), number - self._number):
+                gpus += row[3]
+                cpu_milli += row[4]
+        self._gpus, self._cpu_milli, self._number = gpus, cpu_milli, number
+        share = max(gpus / self._total[0], cpu_milli / self._total[1]) / self._weight
+        return share, entry[0], self._tenant, number
 
 
 class ShareOrder(TenantLines):
