@@ -5,7 +5,7 @@ order, a placer, and this loop.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
@@ -28,6 +28,9 @@ _STRETCH = 10.0
 _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decision
 _LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told
 _ANY = float("inf")
+_BEHIND_EVERY_S = (
+    1.0  # of a long queue, those behind the first are looked at so often, as Slurm's bf_interval
+)
 
 
 def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:
@@ -69,33 +72,42 @@ def queue_policy(
     the order is by what tenants have, and in the order of arrival within each; these are their lines."""
 
     last: _Last | None = None
+    looked_s = float("-inf")
+    # Many reservations, and placers that price every way, cost more than every event of a large cluster is worth.
+    behind_every_s = _BEHIND_EVERY_S if reservations > 1 or hasattr(place, "started") else 0.0
     quotas: QuotaLines | None = None
     key = _KEYS.get(order)
     lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        nonlocal last, quotas
+        nonlocal last, quotas, looked_s
         if backfill and snapshot.releases is not None:
             snapshot.releases.begin()
         newcomers = None if last is None else last.newcomers(snapshot)
         if last is not None and newcomers == [] and last.stays(snapshot):
             return []
         trial = _Trial(snapshot, place, backfill, reservations, reason)
+        if 0 <= snapshot.now_s - looked_s < behind_every_s and _is_long(snapshot.waiting):
+            last, trial.behind = None, False
+        else:
+            looked_s = snapshot.now_s
         if last is not None and newcomers is not None:
             trial.decide_on(newcomers, last.reserved, last.queue)
         elif (
-            snapshot.quotas
-            and len(snapshot.waiting) >= _LONG_QUEUE
-            and (found := quota_lines(quotas, snapshot, lines))
+            snapshot.quotas and _is_long(snapshot.waiting) and (found := quota_lines(quotas, snapshot, lines))
         ):
             quotas = found
             trial.decide_in(quotas)
         else:
             trial.decide(order(snapshot))
-        last = _Last.after(trial, key, by_tenant is not None)
+        last = _Last.after(trial, key, by_tenant is not None) if trial.behind else None
         return trial.decided
 
     return policy
+
+
+def _is_long(waiting: Sequence[JobRequest]) -> bool:
+    return isinstance(waiting, JobQueue) and len(waiting) >= _LONG_QUEUE
 
 
 @dataclass(slots=True)
@@ -188,7 +200,9 @@ class _Trial:
         # What is free only shrinks: these shapes never fit in this decision, and why.
         self.failed: dict[JobShape, str] = {}
         self.harmful: dict[JobShape, float] = {}  # they delay a reserved job if they end after this moment
+        self.certain: dict[JobShape, float] = {}  # the same, whoever else starts
         self.passed: dict[JobShape, JobRequest] = {}  # one of each of these shapes
+        self.behind = True  # jobs behind one that waits are looked at, too
         self.hopeless = False  # nobody else can start
         self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
         self._fitting: JobShape | None = None  # a shape that fits, and delays nobody as far as is known
@@ -250,14 +264,16 @@ class _Trial:
 
     def _behind(self, rows: Iterator[WaitingRow]) -> None:
         """Jobs behind one that waits. Most of them do not fit either: a glance at their shape tells."""
-        failed, harmful, now_s = self.failed, self.harmful, self.snapshot.now_s
+        if not self.behind:
+            return
+        failed, now_s = self.failed, self.snapshot.now_s
         self.hopeless = self.full() or self.nobody_fits()
         tried = itertools.islice(rows, _MOST_TRIED)
         told = _MOST_REASONS if len(self.snapshot.waiting) < _LONG_QUEUE else 0
         for job, shape, seconds, _, _ in itertools.islice(tried, told):
             if shape in failed or self.hopeless:
                 self.decided.append(Waits(job.job_id, self.why(job, shape)))
-            elif shape in harmful and now_s + seconds > harmful[shape]:
+            elif now_s + seconds > self.harmful.get(shape, _ANY):
                 continue
             elif not self._tried(job, shape):
                 return
@@ -265,7 +281,7 @@ class _Trial:
             return
         # Most are of a shape that failed already; those of one that fails on the way are passed over below.
         for job, shape, seconds, _, _ in [row for row in tried if row[1] not in failed]:
-            if shape in failed or (shape in harmful and now_s + seconds > harmful[shape]):
+            if shape in failed or now_s + seconds > self.harmful.get(shape, _ANY):
                 continue
             if not self._tried(job, shape) or self.hopeless:
                 return
@@ -281,7 +297,9 @@ class _Trial:
         harmless: Places | Reservation | None = None
         if able >= shape.tasks:
             harmless = self.reserved.certain_harm(job)
-            if harmless is None and (places := self.place(job, self.free)) is not None:
+            if harmless is not None:
+                self.certain[shape] = harmless.start_s
+            elif (places := self.place(job, self.free)) is not None:
                 harmless = self.reserved.without_harm(job, places)
         if harmless is None:
             if not self.wait(job, shape, able):
@@ -347,7 +365,7 @@ class _Trial:
     def start(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
         if len(self.snapshot.waiting) > 1:  # else nobody looks again
             self.reserved.start(job, places)
-            self.harmful.clear()
+            self.harmful = self.certain.copy()
             self._fitting = None
             tell_started(self.place, job, places)
         self.book.count(job, job.gpus)
