@@ -4,7 +4,8 @@ and whether another job would delay it. Kept up to date node by node: a reservat
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, node_set
 
+_MOST_STEPS = 32  # beyond them all moments are sorted again
 _NOW, _NEVER = float("-inf"), float("inf")
 _Kind = tuple[int, tuple[str, ...]]  # GPUs per task, accepted devices
 
@@ -44,6 +46,7 @@ class Releases:
         self._before: Mapping[str, RunningJob] | None = running  # what runs when it begins
         self.gpu_end_s: list[list[float]] = [[_NOW] * node.gpus for node in free.nodes]
         self.by_end: list[tuple[float, str]] = []  # of the jobs whose end is predicted
+        self._places: dict[str, Sequence[TaskPlace]] = {}  # theirs
         self._shares: dict[tuple[int, int], dict[str, float]] = {}  # ends of the shares of a GPU
         self._ends: np.ndarray | None = None  # [nodes, GPUs]: the same moments, in order on each node
         self._starts: dict[_Kind, dict[int, Start]] = {}
@@ -62,22 +65,24 @@ class Releases:
                 self.add(job.request, job.places, job.expected_end_s)
         return self
 
-    def add(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+    def add(self, job: JobRequest, places: Sequence[TaskPlace], end_s: float | None) -> None:
         if self._before is not None:
             return
         if end_s is not None:
             bisect.insort(self.by_end, (end_s, job.job_id))
+            self._places[job.job_id] = places
         self._move(job, places, _NEVER if end_s is None else end_s)
 
-    def remove(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+    def remove(self, job: JobRequest, places: Sequence[TaskPlace], end_s: float | None) -> None:
         """Takes back `take` with the same values."""
         if self._before is not None:
             return
         if end_s is not None:
             del self.by_end[bisect.bisect_left(self.by_end, (end_s, job.job_id))]
+            del self._places[job.job_id]
         self._move(job, places, None)
 
-    def _move(self, job: JobRequest, places: Iterable[TaskPlace], end_s: float | None) -> None:
+    def _move(self, job: JobRequest, places: Sequence[TaskPlace], end_s: float | None) -> None:
         for place in places:
             if not place.gpus:
                 continue
@@ -153,7 +158,7 @@ class Releases:
             return None
         starts = self._starts.setdefault(kind, {})
         known = starts.get(job.tasks)
-        if known is None or not known.before < job.tasks <= known.by_then:
+        if known is None or not self._followed(known, kind):
             slots = self._slots(kind)
             if job.tasks > slots.size:
                 return None
@@ -166,6 +171,40 @@ class Releases:
             known = starts[job.tasks] = Start(job.tasks, at_s, before, by_then)
         known.asked = self._round
         return None if known.at_s == _NEVER else known
+
+    def _followed(self, start: Start, kind: _Kind) -> bool:
+        """Moves a start from end to end until it is the earliest again; whether it did within a few steps."""
+        by_end = self.by_end
+        for _ in range(_MOST_STEPS):
+            if start.by_then < start.tasks:
+                at = bisect.bisect(by_end, start.at_s, key=operator.itemgetter(0))
+                if at == len(by_end):
+                    return False
+                start.at_s, start.before = by_end[at][0], start.by_then
+                start.by_then += self._slots_at(start.at_s, kind)
+            elif start.before >= start.tasks:
+                at = bisect.bisect_left(by_end, start.at_s, key=operator.itemgetter(0)) - 1
+                if at < 0:
+                    return False
+                start.at_s, start.by_then = by_end[at][0], start.before
+                start.before -= self._slots_at(start.at_s, kind)
+            else:
+                return True
+        return False
+
+    def _slots_at(self, at_s: float, kind: _Kind) -> int:
+        """Slots that become free at the moment at which a job ends: they are on nodes of such jobs."""
+        (gpus, devices), nodes = kind, set[int]()
+        at = bisect.bisect_left(self.by_end, at_s, key=operator.itemgetter(0))
+        for end_s, name in itertools.islice(self.by_end, at, None):
+            if end_s != at_s:
+                break
+            nodes.update([self.free.index[place.node] for place in self._places[name]])
+        found = 0
+        for node in nodes:
+            if not devices or self.free.nodes[node].device in devices:
+                found += self._rows[node][gpus - 1 :: gpus].count(at_s)
+        return found
 
     def loses_more(self, spare: int, places: Iterable[TaskPlace], job: JobRequest, at_s: float) -> bool:
         """Whether more than `spare` tasks of `job` fewer fit at a moment if another job still has these places

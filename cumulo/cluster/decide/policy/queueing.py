@@ -212,7 +212,7 @@ class _Trial:
             if self._in_turn(ordered):
                 self._behind(ordered)
         finally:
-            self.reserved.take_back()
+            self.reserved.take_back(forget=self.behind)
 
     def decide_in(self, lines: QuotaLines) -> None:
         """As `decide`, where tenants have quotas and many jobs wait."""
@@ -231,7 +231,7 @@ class _Trial:
                     self._behind(lines.lines.rows_behind(place))
                 break
         finally:
-            self.reserved.take_back()
+            self.reserved.take_back(forget=self.behind)
 
     def decide_on(self, newcomers: list[JobRequest], reserved: list[JobRequest], queue: JobQueue) -> None:
         """Looks at these jobs only, behind those that have a reservation."""

@@ -59,13 +59,14 @@ class Reservations:
         self.started.append(RunningJob(job, places, now_s, ends_s))
         self._narrow = None
 
-    def take_back(self) -> None:
+    def take_back(self, forget: bool = True) -> None:
+        """`forget`: what nobody asked for in this decision is not asked for in the next ones either."""
         gains = self.free.gains
         for one in self.started:
             self.free.release(one.request, one.places)
             if self.releases is not None:
                 self.releases.remove(one.request, one.places, one.expected_end_s)
-        if self.releases is not None:
+        if self.releases is not None and forget:
             self.releases.forget()
         self.free.gains = gains  # nothing is free that was not before
 
