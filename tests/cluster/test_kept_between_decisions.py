@@ -6,7 +6,11 @@ from dataclasses import replace
 import pytest
 
 from cumulo.cluster.decide.decisions import JobPlacement, Waits
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decide.queue import JobQueue
+from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.simulate.play import PlayOptions, play
 from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
@@ -76,3 +80,27 @@ def test_tenants_at_their_limits_are_passed_over_and_told_as_in_a_queue_that_is_
     quotas = tuple(TenantQuota(f"t{number}", 8, 2 * number + 120 * (number == 1)) for number in range(6))
     run = play(uniform_nodes(12, 8), trace, both, options=PlayOptions(quotas=quotas))
     assert len(run.outcomes) > 300 and long > 20 and told > 50
+
+
+@pytest.mark.parametrize("name", ("conservative", "backfill+topology", "backfill"))
+def test_jobs_behind_the_first_of_a_long_queue_are_looked_at_every_few_seconds_where_that_is_costly(name):
+    """A gang that waits for everything; behind it, jobs of two GPUs that end long before it starts."""
+    nodes = uniform_nodes(2, 4)
+    free, running, queue = FreeCapacity(nodes), RunningTable(), JobQueue()
+    for number in range(4):
+        job = JobRequest(f"runs-{number}", 1, 2, predicted_s=1000.0)
+        place = (TaskPlace(nodes[number // 2].name, (2 * (number % 2), 2 * (number % 2) + 1)),)
+        free.allocate(job, place)
+        running.put(RunningJob(job, place, 0.0, 1000.0))
+    queue.add(JobRequest("gang", 2, 4, predicted_s=10.0), 0)
+    for number in range(300):
+        queue.add(JobRequest(f"small-{number}", 1, 2, predicted_s=5.0, arrival_s=1.0 + number), number + 1)
+    decide, started = policy_named(name).decide, list[float]()
+    for number, now_s in enumerate((400.0, 401.0, 403.0, 404.9, 405.1)):
+        if number:  # one job ends each time
+            ended = running.drop(f"runs-{number - 1}")
+            free.release(ended.request, ended.places)
+        decided = decide(Snapshot(now_s, nodes, queue, running, free))
+        if any(isinstance(one, JobPlacement) for one in decided):
+            started.append(now_s)
+    assert started == ([401.0, 403.0, 404.9, 405.1] if name == "backfill" else [405.1])

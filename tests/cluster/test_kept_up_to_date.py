@@ -212,6 +212,7 @@ def test_a_gang_gets_the_nodes_that_a_search_over_all_nodes_finds():
 def test_the_earliest_start_is_the_first_end_after_which_the_gang_fits():
     known = 0
     asked = [JobRequest("a", 2, 2), JobRequest("b", 3, 4), JobRequest("c", 1, 8), JobRequest("d", 9, 1)]
+    asked += [JobRequest("e", 3, 2, devices=("a",)), JobRequest("f", 5, 1, devices=("b",))]
     for _, _, free, running, releases in states(3, 150):
         for job in asked:
             if slots(job, free) >= job.tasks:

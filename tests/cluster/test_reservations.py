@@ -62,7 +62,8 @@ def test_a_job_that_harms_a_reserved_start_by_counting_does_so_wherever_it_is_pl
     seen = Counter()
     for draw, snapshot in busy_clusters(2, 1500):
         reserved = Reservations(snapshot, pack_gang)
-        first = JobRequest("first", draw.choice((1, 2, 4, 6)), draw.choice((2, 4, 8)))
+        devices = draw.choice(((), (), ("a",), ("b", "a"), ("b",)))
+        first = JobRequest("first", draw.choice((1, 2, 4, 6)), draw.choice((2, 4, 8)), devices=devices)
         if slots(first, snapshot.free) >= first.tasks or reserved.reserve(first) is None:
             continue
         for _ in range(4):
@@ -74,5 +75,27 @@ def test_a_job_that_harms_a_reserved_start_by_counting_does_so_wherever_it_is_pl
             harmless = reserved.without_harm(job, places)
             assert certain is None or harmless is certain
             seen[certain is not None, isinstance(harmless, Reservation)] += 1
+        reserved.take_back()
+    assert min(seen[True, True], seen[False, True], seen[False, False]) > 20
+
+
+def test_what_certainly_harms_one_of_several_reserved_starts_finds_no_places():
+    seen = Counter()
+    for draw, snapshot in busy_clusters(3, 1500):
+        reserved = Reservations(snapshot, pack_gang)
+        for number in range(3):
+            devices = draw.choice(((), (), ("a",), ("b",)))
+            one = JobRequest(f"r{number}", draw.choice((1, 2, 4, 6)), draw.choice((2, 4, 8)), devices=devices)
+            if slots(one, snapshot.free) < one.tasks:
+                reserved.reserve(one)
+        if len(reserved.made) > 1:
+            for _ in range(4):
+                job = some_job(draw, "behind")
+                places = pack_gang(job, snapshot.free)
+                if places is not None:
+                    certain = reserved.certain_harm(job) is not None
+                    harmful = isinstance(reserved.without_harm(job, places), Reservation)
+                    assert harmful or not certain
+                    seen[certain, harmful] += 1
         reserved.take_back()
     assert min(seen[True, True], seen[False, True], seen[False, False]) > 20

@@ -28,9 +28,8 @@ _STRETCH = 10.0
 _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decision
 _LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told
 _ANY = float("inf")
-_BEHIND_EVERY_S = (
-    1.0  # of a long queue, those behind the first are looked at so often, as Slurm's bf_interval
-)
+# Of a long queue, those behind the first are looked at so often where that costs much; Slurm's bf_interval is 30 s.
+_BEHIND_EVERY_S = 5.0
 
 
 def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:
