@@ -51,7 +51,15 @@ class Cordon:
     reason: str = ""
 
 
-Decision = JobPlacement | Eviction | Resize | Waits | Cordon
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """There is more to decide at this moment than one decision has time for: ask again when this one is carried
+    out."""
+
+    reason: str = ""
+
+
+Decision = JobPlacement | Eviction | Resize | Waits | Cordon | Unfinished
 
 
 def plain(decision: Decision) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cumulo.cluster.decide.check import violations
-from cumulo.cluster.decide.decisions import Cordon, Eviction, JobPlacement, Resize, Waits
+from cumulo.cluster.decide.decisions import Cordon, Eviction, JobPlacement, Resize, Unfinished, Waits
 from cumulo.cluster.decide.fit import slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
@@ -27,6 +27,7 @@ from cumulo.errors import CumuloError
 
 _MOST_SEGMENTS = 20_000  # of the Gantt chart; more than anybody can see
 _FRAGMENTATION_SAMPLES = 20
+_MOST_ASKED = 10_000  # decisions at one moment
 _STARTS, _STOPS = (JobPlacement, Resize), (Eviction, Resize)
 
 
@@ -302,6 +303,19 @@ class _Player:
             self.waiting.replace(one.request)
 
     def decide(self) -> None:
+        asked = 1
+        while self.decide_part():
+            asked += 1
+            if asked > _MOST_ASKED:
+                raise BrokenPolicy(f"at {self.now_s:g} s the policy was unfinished {_MOST_ASKED:,} times")
+        if self.options.drop:
+            for job in list(self.waiting):
+                self.waiting.remove(job.job_id)
+                del self.live[job.job_id]
+                self.run.dropped.append(job)
+
+    def decide_part(self) -> bool:
+        """Whether there is more to decide at this moment."""
         snapshot = self.snapshot()
         decisions = self.policy(snapshot)
         self.run.decisions += 1
@@ -317,11 +331,7 @@ class _Player:
                 self.stop_for(decision)
         for decision in moves:
             self.carry_out(decision)
-        if self.options.drop:
-            for job in list(self.waiting):
-                self.waiting.remove(job.job_id)
-                del self.live[job.job_id]
-                self.run.dropped.append(job)
+        return any(isinstance(one, Unfinished) for one in moves)
 
     def stop_for(self, decision: Eviction | Resize) -> None:
         one = self.live[decision.job_id]
@@ -329,7 +339,7 @@ class _Player:
         one.saved = one.done  # a checkpoint is written first
         one.why = decision.reason
 
-    def carry_out(self, decision: JobPlacement | Eviction | Resize | Cordon) -> None:
+    def carry_out(self, decision: JobPlacement | Eviction | Resize | Cordon | Unfinished) -> None:
         if isinstance(decision, JobPlacement):
             one = self.live[decision.job_id]
             self.waiting.remove(decision.job_id)

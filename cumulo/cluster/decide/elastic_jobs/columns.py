@@ -1,184 +1,314 @@
-"""Elastic jobs as columns of numbers, one row each. The rows of running jobs are kept while they run: a decision on
-thousands of jobs reads only those that started, ended or were resized since the last one."""
+"""Elastic jobs as columns of numbers, one row each. The rows are kept while the jobs wait or run: a decision on
+thousands of jobs reads only those that came, started, ended or were resized since the last one."""
 
+import bisect
+import itertools
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
+from cumulo.cluster.decide.elastic_jobs.tables import SpeedTables
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import Ints
+from cumulo.cluster.decide.queue import JobQueue, QueueView
 from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.cluster.decide.snapshot import Snapshot
 
-_ARRIVAL, _PREDICTED, _ATTAINED, _STARTED, _TABLE, _MOST, _CURRENT, _RESTARTS, _RESTART_S = range(9)
+(
+    _ARRIVAL, _PREDICTED, _ATTAINED, _STARTED, _TABLE, _MOST, _CURRENT, _RESTARTS, _RESTART_S, _TENANT, _DRAW,
+    _NUMBER,
+) = range(12)  # fmt: skip
+_COLUMNS = 12
+_MOST_READ = 8192  # jobs that one decision makes rows of
 _UNKNOWN_S = 3600.0  # a job of unknown duration counts as an hour
+_Kept = TypeVar("_Kept", JobRequest, RunningJob)
 
 
 def resizable(job: JobRequest) -> bool:
     return job.speed is not None and job.gpus_per_task == 1 and not job.fractional
 
 
-class SpeedTables:
-    """The tables of all jobs, each once, as arrays."""
+class JobNumbers:
+    """Numbers for what several jobs have in common."""
 
     def __init__(self) -> None:
-        self.tables: list[SpeedTable] = []
-        self._dense: list[tuple[Ints, Ints]] = []
-        self._number_of: dict[int, int] = {}
-        self._kept: tuple[tuple[bytes, int, int], Ints] | None = None
+        self.tables = SpeedTables()
+        self.tenants: dict[str, int] = {}
 
-    def __len__(self) -> int:
-        return len(self.tables)
+    def tenant(self, name: str) -> int:
+        return self.tenants.setdefault(name, len(self.tenants))
 
-    def number(self, speed: SpeedTable | None) -> int:
-        assert speed is not None
-        known = self._number_of.get(id(speed))
-        if known is None:
-            known = self._number_of[id(speed)] = len(self.tables)
-            self._dense.append((np.array(speed.one_node), np.array(speed.many_nodes)))
-            self.tables.append(speed)  # kept, so that no other object gets its id
-        return known
 
-    def within(self, table: int, share: int, node_gpus: int) -> float:
-        """The goodput of the largest possible size within a share."""
-        speed = self.tables[table]
-        largest = max(len(speed.one_node), len(speed.many_nodes))  # few jobs may have shares of thousands
-        for size in range(min(share, largest), 0, -1):
-            found = speed.goodput(size, -(-size // node_gpus))
-            if found > 0:
-                return found
-        return 1.0
+class JobRows(Generic[_Kept]):
+    """A row for each job, in the order in which they came."""
 
-    def goodputs(self, sizes: Ints, node_gpus: int) -> Ints:
-        """[tables, sizes]; the last one is kept, because sizes and tables seldom change."""
-        key = sizes.tobytes(), node_gpus, len(self.tables)
-        if self._kept is not None and self._kept[0] == key:
-            return self._kept[1]
-        found = np.zeros((len(self.tables), len(sizes)))
-        for row, (one, many) in enumerate(self._dense):
-            for column, inside in ((one, sizes <= node_gpus), (many, sizes > node_gpus)):
-                known = inside & (sizes > 0) & (sizes <= len(column))
-                found[row, known] = column[sizes[known] - 1]
-        self._kept = key, found
-        return found
+    def __init__(self) -> None:
+        self.jobs: list[_Kept | None] = []  # by row; None: it is gone
+        self.row_of: dict[str, int] = {}
+        self.columns: Ints = np.zeros((_COLUMNS, 64))
+
+    def add(self, name: str, job: _Kept, row: Sequence[float]) -> None:
+        if len(self.jobs) == self.columns.shape[1]:
+            self._tidy()
+        at = self.row_of[name] = len(self.jobs)
+        self.columns[:, at] = row
+        self.jobs.append(job)
+
+    def extend(self, jobs: Sequence[_Kept], columns: Ints) -> None:
+        if len(self.jobs) + len(jobs) > self.columns.shape[1]:
+            self._tidy(len(jobs))
+        first = len(self.jobs)
+        self.columns[:, first : first + len(jobs)] = columns
+        self.row_of.update({job.job_id: row for row, job in enumerate(jobs, first)})
+        self.jobs += jobs
+
+    def remove(self, name: str) -> None:
+        row = self.row_of.pop(name, None)
+        if row is not None:
+            self.jobs[row] = None
+            self.columns[_MOST, row] = 0  # a job may have at least one task
+
+    def alive(self) -> Ints:
+        return np.flatnonzero(self.columns[_MOST, : len(self.jobs)])
+
+    def _tidy(self, more: int = 0) -> None:
+        """Rows of jobs that are gone are given up; there will be at least as many rows again as jobs."""
+        alive, size = self.alive(), self.columns.shape[1]
+        columns = np.zeros((_COLUMNS, max(size, 2 * (len(alive) + more))))
+        columns[:, : len(alive)] = self.columns[:, alive]
+        self.columns = columns
+        self.jobs = [self.jobs[row] for row in alive.tolist()]
+        gone_before = np.cumsum(np.bincount(alive, minlength=size)) - 1
+        self.row_of = {name: int(gone_before[row]) for name, row in self.row_of.items()}
+
+
+class WaitingRows(QueueView):
+    """The elastic jobs of a queue in rows, and the others in the order of arrival."""
+
+    def __init__(self, numbers: JobNumbers, jobs: Iterable[tuple[int, JobRequest]]) -> None:
+        self.numbers, self.rows = numbers, JobRows[JobRequest]()
+        self.rigid: list[tuple[float, int, JobRequest]] = []
+        self.unread = {job.job_id: (number, job) for number, job in jobs}
+
+    def read(self) -> None:
+        """So many of the jobs that waited before somebody asked that one decision has time for it."""
+        those = [self.unread.pop(name) for name in list(itertools.islice(self.unread, _MOST_READ))]
+        some = [(number, job) for number, job in those if resizable(job)]
+        columns = _columns([job for _, job in some], self.numbers)
+        columns[_NUMBER] = [number for number, _ in some]
+        self.rows.extend([job for _, job in some], columns)
+        for number, job in those:
+            if not resizable(job):
+                self.add(job, number)
+
+    def add(self, job: JobRequest, number: int) -> None:
+        if resizable(job):
+            self.rows.add(job.job_id, job, _row(job, self.numbers, None, number))
+        else:
+            bisect.insort(self.rigid, (job.arrival_s, number, job), key=_order)
+
+    def remove(self, job: JobRequest, number: int) -> None:
+        if self.unread.pop(job.job_id, None) is not None:
+            return
+        if resizable(job):
+            self.rows.remove(job.job_id)
+        else:
+            del self.rigid[bisect.bisect_left(self.rigid, (job.arrival_s, number), key=_order)]
+
+    def in_order(self) -> Ints:
+        """The rows, in the order of arrival."""
+        alive = self.rows.alive()
+        arrival, number = (self.rows.columns[_ARRIVAL].take(alive), self.rows.columns[_NUMBER].take(alive))
+        if (arrival[1:] > arrival[:-1]).all():
+            return alive
+        return alive[np.lexsort((number, arrival))]
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveJobs:
-    """The elastic jobs of a snapshot: those that wait, then those that run and may be preempted."""
+    """Elastic jobs of a snapshot: those that wait, then those that run and may be preempted."""
 
-    waiting: Sequence[JobRequest]
-    running: Sequence[RunningJob | None]  # by their rows
-    rows: Ints  # of the running jobs
-    tables: SpeedTables
-    arrival_s: Ints
-    predicted_s: Ints
-    attained_gpu_s: Ints
-    table: Ints
-    most: Ints
-    current: Ints
-    restarts: Ints
-    restart_s: Ints  # what one costs
+    numbers: JobNumbers
+    rigid: Sequence[JobRequest]  # and those that wait and cannot be resized
+    waiting: Sequence[JobRequest | None]  # by their rows
+    running: Sequence[RunningJob | None]
+    rows: Ints  # first of those that wait
+    waits: int  # so many
+    columns: Ints
+    now_s: float
+    unread: int = 0  # waiting jobs that were not known before: they are read now, or still to be read
 
     def __len__(self) -> int:
-        return len(self.current)
+        return len(self.rows)
 
     def job(self, number: int) -> tuple[JobRequest, tuple[TaskPlace, ...]]:
         """What a job asks for, and the places it has."""
-        if number < len(self.waiting):
-            return self.waiting[number], ()
-        one = self.running[int(self.rows[number - len(self.waiting)])]
+        row = int(self.rows[number])
+        if number < self.waits:
+            job = self.waiting[row]
+            assert job is not None
+            return job, ()
+        one = self.running[row]
         assert one is not None
         return one.request, one.places
+
+    def those(self, which: NDArray[np.bool_]) -> "ActiveJobs":
+        """Some of them."""
+        return ActiveJobs(
+            self.numbers, self.rigid, self.waiting, self.running, self.rows[which], int(which[: self.waits].sum()),
+            self.columns[:, which], self.now_s,
+        )  # fmt: skip
+
+    @property
+    def arrival_s(self) -> Ints:
+        return self._floats(_ARRIVAL)
+
+    @property
+    def predicted_s(self) -> Ints:
+        return self._floats(_PREDICTED)
+
+    @property
+    def attained_gpu_s(self) -> Ints:
+        found: Ints = self.columns[_ATTAINED] + self.columns[_CURRENT] * (self.now_s - self.columns[_STARTED])
+        return found
+
+    @property
+    def restarts(self) -> Ints:
+        return self._floats(_RESTARTS)
+
+    @property
+    def restart_s(self) -> Ints:
+        """What one costs."""
+        return self._floats(_RESTART_S)
+
+    @property
+    def table(self) -> Ints:
+        return self._ints(_TABLE)
+
+    @property
+    def most(self) -> Ints:
+        return self._ints(_MOST)
+
+    @property
+    def current(self) -> Ints:
+        return self._ints(_CURRENT)
+
+    @property
+    def tenant(self) -> Ints:
+        return self._ints(_TENANT)
+
+    @property
+    def draw(self) -> Ints:
+        """A number by which jobs are parted at random, always alike."""
+        return self._ints(_DRAW)
+
+    def _floats(self, column: int) -> Ints:
+        found: Ints = self.columns[column]
+        return found
+
+    def _ints(self, column: int) -> Ints:
+        found: Ints = self.columns[column].astype(np.int64)
+        return found
 
 
 class ElasticRows(RunningView):
     """The running jobs that are elastic and may be preempted, in the order in which they started."""
 
     def __init__(self) -> None:
-        self.tables = SpeedTables()
-        self.jobs: list[RunningJob | None] = []  # by row; None: it ended
-        self._rows: Ints = np.zeros((64, 9))
-        self._row_of: dict[str, int] = {}
-        self._waiting: dict[str, tuple[JobRequest, tuple[float, ...]]] = {}
+        self.numbers = JobNumbers()
+        self.rows = JobRows[RunningJob]()
 
     def add(self, job: RunningJob) -> None:
-        if not resizable(job.request) or not job.request.preemptible:
-            return
-        if len(self.jobs) == len(self._rows):
-            self._tidy()
-        row = self._row_of[job.job_id] = len(self.jobs)
-        self._rows[row] = _row(job.request, self.tables, job)
-        self.jobs.append(job)
+        if resizable(job.request) and job.request.preemptible:
+            self.rows.add(job.job_id, job, _row(job.request, self.numbers, job))
 
     def remove(self, job: RunningJob) -> None:
-        row = self._row_of.pop(job.job_id, None)
-        if row is not None:
-            self.jobs[row] = None
-            self._rows[row, _CURRENT] = 0  # a running job has at least one task
+        self.rows.remove(job.job_id)
 
     def swap(self, old: RunningJob, job: RunningJob) -> None:
-        row = self._row_of.get(job.job_id)
+        row = self.rows.row_of.get(job.job_id)
         if row is None or not resizable(job.request) or not job.request.preemptible:
             self.remove(old)
             self.add(job)
         else:
-            self._rows[row] = _row(job.request, self.tables, job)
-            self.jobs[row] = job
-
-    def _tidy(self) -> None:
-        """Rows of jobs that ended are given up; if they are few, there will be twice as many rows."""
-        alive = np.flatnonzero(self._rows[: len(self.jobs), _CURRENT])
-        size = len(self._rows) if 2 * len(alive) < len(self._rows) else 2 * len(self._rows)
-        rows = np.zeros((size, 9))
-        rows[: len(alive)] = self._rows[alive]
-        self._rows = rows
-        self.jobs = [self.jobs[row] for row in alive.tolist()]
-        self._row_of = {one.job_id: row for row, one in enumerate(self.jobs) if one is not None}
+            self.rows.columns[:, row] = _row(job.request, self.numbers, job)
+            self.rows.jobs[row] = job
 
     def active(self, snapshot: Snapshot) -> ActiveJobs:
-        if len(self.tables) > 2 * (len(snapshot.waiting) + len(self._row_of)) + 64:
-            self._forget_tables()
-        waiting = [job for job in snapshot.waiting if resizable(job)]
-        alive = np.flatnonzero(self._rows[: len(self.jobs), _CURRENT])
-        found = self._rows[alive]
-        if waiting:
-            found = np.concatenate([np.array(list(self._rows_of(waiting))), found])
-        current = found[:, _CURRENT].astype(np.int64)
-        attained = found[:, _ATTAINED] + current * (snapshot.now_s - found[:, _STARTED])
+        if len(self.numbers.tables) > 2 * (len(snapshot.waiting) + len(self.rows.row_of)) + 64:
+            self._forget_numbers()
+        numbers, alive = self.numbers, self.rows.alive()
+        running = self.rows.columns[:, alive]
+        waiting: Sequence[JobRequest | None]
+        if isinstance(snapshot.waiting, JobQueue):
+            kept = snapshot.waiting.view(WaitingRows, lambda jobs: WaitingRows(numbers, jobs))
+            if kept.numbers is not numbers:
+                kept.numbers = numbers
+                _number_again(kept.rows.columns, kept.rows.jobs, numbers)
+            unread = len(kept.unread)
+            if unread:
+                kept.read()
+            rigid = [job for _, _, job in kept.rigid]
+            waiting, some = kept.rows.jobs, kept.in_order()
+            columns = kept.rows.columns[:, some]
+        else:
+            unread, rigid = 0, [job for job in snapshot.waiting if not resizable(job)]
+            waiting = those = [job for job in snapshot.waiting if resizable(job)]
+            some, columns = np.arange(len(those)), _columns(those, numbers)
         return ActiveJobs(
-            waiting, self.jobs, alive, self.tables, found[:, _ARRIVAL], found[:, _PREDICTED], attained,
-            found[:, _TABLE].astype(np.int64), found[:, _MOST].astype(np.int64), current, found[:, _RESTARTS],
-            found[:, _RESTART_S],
+            numbers, rigid, waiting, self.rows.jobs, np.concatenate([some, alive]), len(some),
+            np.concatenate([columns, running], axis=1), snapshot.now_s, unread,
         )  # fmt: skip
 
-    def _rows_of(self, waiting: Sequence[JobRequest]) -> Iterable[tuple[float, ...]]:
-        if len(self._waiting) > 2 * len(waiting) + 64:
-            self._waiting = {}
-        known = self._waiting
-        for job in waiting:
-            entry = known.get(job.job_id)
-            if entry is None or entry[0] is not job:
-                entry = known[job.job_id] = job, _row(job, self.tables, None)
-            yield entry[1]
-
-    def _forget_tables(self) -> None:
+    def _forget_numbers(self) -> None:
         """Most are of jobs that ended."""
-        self.tables = SpeedTables()
-        self._waiting = {}
-        for row, one in enumerate(self.jobs):
-            if one is not None:
-                self._rows[row, _TABLE] = self.tables.number(one.request.speed)
+        self.numbers = JobNumbers()
+        _number_again(self.rows.columns, self.rows.jobs, self.numbers)
 
 
-def _row(job: JobRequest, tables: SpeedTables, one: RunningJob | None) -> tuple[float, ...]:
+def _number_again(columns: Ints, jobs: Iterable[JobRequest | RunningJob | None], numbers: JobNumbers) -> None:
+    for row, one in enumerate(jobs):
+        if one is not None:
+            job = one.request if isinstance(one, RunningJob) else one
+            columns[_TABLE, row], columns[_TENANT, row] = (
+                numbers.tables.number(job.speed),
+                numbers.tenant(job.tenant),
+            )
+
+
+def _draw(job: JobRequest) -> int:
+    return zlib.crc32(job.job_id.encode())
+
+
+def _row(job: JobRequest, numbers: JobNumbers, one: RunningJob | None, number: int = 0) -> tuple[float, ...]:
     return (
         job.arrival_s, job.predicted_s or _UNKNOWN_S, job.attained_gpu_s, one.started_s if one else 0.0,
-        tables.number(job.speed), job.max_tasks or job.tasks, len(one.places) if one else 0,
-        one.restarts if one else 0, job.checkpoint_s,
+        numbers.tables.number(job.speed), job.max_tasks or job.tasks, len(one.places) if one else 0,
+        one.restarts if one else 0, job.checkpoint_s, numbers.tenant(job.tenant), _draw(job), number,
     )  # fmt: skip
+
+
+def _columns(jobs: Sequence[JobRequest], numbers: JobNumbers) -> Ints:
+    """The rows of many waiting jobs, a column at a time, which is several times as fast."""
+    found: Ints = np.zeros((_COLUMNS, len(jobs)))
+    found[_ARRIVAL] = [job.arrival_s for job in jobs]
+    found[_PREDICTED] = [job.predicted_s or _UNKNOWN_S for job in jobs]
+    found[_ATTAINED] = [job.attained_gpu_s for job in jobs]
+    found[_TABLE] = [numbers.tables.number(job.speed) for job in jobs]
+    found[_MOST] = [job.max_tasks or job.tasks for job in jobs]
+    found[_RESTART_S] = [job.checkpoint_s for job in jobs]
+    found[_TENANT] = [numbers.tenant(job.tenant) for job in jobs]
+    found[_DRAW] = [_draw(job) for job in jobs]
+    return found
 
 
 def elastic_rows(snapshot: Snapshot) -> ActiveJobs:
     return table_of(snapshot.running).view(ElasticRows, ElasticRows).active(snapshot)
+
+
+def _order(entry: tuple[Any, ...]) -> tuple[float, int]:
+    return entry[0], entry[1]

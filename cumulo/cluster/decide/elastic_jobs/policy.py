@@ -1,106 +1,167 @@
 """Elastic jobs, resized by marginal goodput (the idea of Pollux, Qiao et al., OSDI 2021): GPUs go where the
 next one adds most to the power mean of all jobs' speedups over a fair share, and a change must pay for the
 restart it costs.
+
+A decision is bounded. More than 8,192 jobs are parted at random, and the free GPUs with them, which costs little
+of the optimum where jobs are many and small (POP, Narayanan et al., SOSP 2021); each part is one decision. Of more
+than 600 changes the first are one decision, and the others the next ones. Players ask again at once. When a long
+queue is looked at for the first time, so many of its jobs are read in one decision.
 """
 
-import itertools
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cumulo.cluster.decide.check import has_room
-from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Waits
-from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, elastic_rows, resizable
+from cumulo.cluster.decide.decisions import Decision, JobPlacement, Unfinished
+from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, elastic_rows
+from cumulo.cluster.decide.elastic_jobs.limits import looked_at, tenant_limits
+from cumulo.cluster.decide.elastic_jobs.placing import MOST_REASONS, SizeChange, placed
 from cumulo.cluster.decide.elastic_jobs.sizes import (
     Floats,
+    Prices,
     SizedGroup,
     choose_sizes,
     possible_sizes,
     size_groups,
 )
-from cumulo.cluster.decide.fit import only_gpus, task_places, tasks_that_fit, tightest
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity, Ints, members
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.policy.fifo import fifo
+from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
-_MOST_REASONS = 200  # jobs that are told why they wait, in one decision
+_MOST_JOBS = 8192  # whose sizes one decision chooses
+_MOST_CHANGES = 600  # of one decision
+
+
+@dataclass(slots=True)
+class _Moment:
+    """What is left to do at one moment."""
+
+    now_s: float
+    parts: int = 0  # of the jobs; 0: they were not counted yet
+    chosen: int = 0  # parts whose sizes are chosen
+    changes: list[SizeChange] = field(default_factory=list)  # of the last one, which are not decided yet
 
 
 def elastic(
-    restart_s: float = 30.0,
-    sizes: Iterable[int] = (),
-    short_first: float = 0.0,
-    predicted: bool = True,
+    restart_s: float = 30.0, sizes: Iterable[int] = (), short_first: float = 0.0, predicted: bool = True
 ) -> Policy:
     """`restart_s`: the least that a restart costs; a job's `checkpoint_s` may be more. `short_first`: by what
     power shorter jobs count more: by their predicted remaining time or, if nothing is `predicted`, by the GPU time
     they have had. Tasks are of one GPU. Sizes: within a node any of `sizes` (none given: any), beyond it whole
     nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size they
     ask for."""
-    inside = tuple(sizes)
+    inside, prices, unfinished = tuple(sizes), Prices(), None
 
-    def policy(snapshot: Snapshot) -> list[Decision]:
-        ready = snapshot.free.ready
-        if not ready.any():
-            return []
-        node_gpus = int(snapshot.free.gpus[ready].max())
-        free, book = snapshot.free.copy(), QuotaBook(snapshot)
-        decided = _rigid(snapshot, free, book)
-        jobs = elastic_rows(snapshot)
+    def chosen(jobs: ActiveJobs, moment: _Moment, free: FreeCapacity, book: QuotaBook) -> list[SizeChange]:
         if not len(jobs):
-            return decided
-        gpus = int(free.whole[ready].sum()) + int(jobs.current.sum())
-        options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
+            return []
+        ready = free.ready
+        node_gpus, free_gpus = int(free.gpus[ready].max()), int(free.whole[ready].sum())
+        gpus = free_gpus + int(jobs.current.sum())
+        share = max(1, -int(-float(gpus) // len(jobs)))
         weights = None
         if short_first:
             seconds = jobs.predicted_s if predicted else jobs.attained_gpu_s
             weights = (3600.0 / np.maximum(seconds, 60.0)) ** short_first
-        groups = _costs(jobs, snapshot.now_s, restart_s, options, node_gpus, gpus, weights)
-        wanted = choose_sizes(groups, options, gpus)
-        return decided + _placed(jobs, wanted, node_gpus, free, book)
+        limits = tenant_limits(jobs, book)
+        some = looked_at(jobs, weights, limits, gpus)
+        if not moment.parts:
+            moment.parts = -(-int(some.sum()) // _MOST_JOBS)
+        left = moment.parts - moment.chosen
+        moment.chosen += 1
+        if moment.parts > 1:
+            some &= jobs.draw % moment.parts == moment.chosen - 1
+        if not some.all():
+            jobs, weights = jobs.those(some), None if weights is None else weights[some]
+            gpus = free_gpus // left + int(jobs.current.sum())
+            limits = tenant_limits(jobs, book, left)
+        if not len(jobs):
+            return []
+        options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
+        groups = _costs(jobs, restart_s, options, node_gpus, share, weights)
+        return _changes(jobs, choose_sizes(groups, options, gpus, limits, prices))
+
+    def policy(snapshot: Snapshot) -> list[Decision]:
+        nonlocal unfinished
+        if not snapshot.free.ready.any():
+            return []
+        node_gpus = int(snapshot.free.gpus[snapshot.free.ready].max())
+        free, book = snapshot.free.copy(), QuotaBook(snapshot)
+        moment, decided = unfinished, list[Decision]()
+        if moment is None or moment.now_s != snapshot.now_s:
+            moment = _Moment(snapshot.now_s)
+        if not moment.changes:
+            jobs = elastic_rows(snapshot)
+            if jobs.unread > _MOST_JOBS // 2:
+                return [Unfinished(f"{jobs.unread} waiting jobs were to be read")]
+            if not moment.chosen:
+                decided = _rigid(jobs.rigid, snapshot, free, book)
+            moment.changes = chosen(jobs, moment, free, book)
+            if len(moment.changes) > _MOST_CHANGES:  # what frees GPUs comes first
+                moment.changes.sort(key=lambda one: one[2] >= len(one[1]))
+            changes = moment.changes[:_MOST_CHANGES]
+        else:
+            changes = _still(moment.changes[:_MOST_CHANGES], snapshot)
+        moment.changes = moment.changes[_MOST_CHANGES:]
+        decided += placed(changes, node_gpus, free, book)
+        unfinished = moment if moment.changes or moment.chosen < moment.parts else None
+        if unfinished is not None:
+            decided.append(Unfinished(f"{moment.parts} parts of the jobs, {moment.chosen} begun"))
+        return decided
 
     return policy
 
 
-def _rigid(snapshot: Snapshot, free: FreeCapacity, book: QuotaBook) -> list[Decision]:
+def _rigid(
+    rigid: Sequence[JobRequest], snapshot: Snapshot, free: FreeCapacity, book: QuotaBook
+) -> list[Decision]:
     """Jobs that cannot be resized, first come, first served; takes what they get from `free`."""
-    rigid = {job.job_id: job for job in snapshot.waiting if not resizable(job)}
-    decided = fifo(replace(snapshot, waiting=list(rigid.values()))) if rigid else []
-    for one in decided:
+    decided = fifo(replace(snapshot, waiting=rigid)) if rigid else []
+    for job, one in zip(rigid, decided, strict=False):
         if isinstance(one, JobPlacement):
-            free.allocate(rigid[one.job_id], one.places)
-            book.count(rigid[one.job_id], rigid[one.job_id].gpus)
+            free.allocate(job, one.places)
+            book.count(job, job.gpus)
     return decided
 
 
+def _still(changes: list[SizeChange], snapshot: Snapshot) -> list[SizeChange]:
+    """Those of jobs that wait or run as they did."""
+    queue, running = snapshot.waiting, snapshot.running
+    find: Callable[[str], JobRequest | None] = (
+        queue.find if isinstance(queue, JobQueue) else {job.job_id: job for job in queue}.get
+    )
+
+    def holds(job: JobRequest, had: tuple[TaskPlace, ...]) -> bool:
+        if not had:
+            return bool(find(job.job_id) == job)
+        now = running.get(job.job_id)
+        return now is not None and now.places == had
+
+    return [one for one in changes if holds(one[0], one[1])]
+
+
 def _costs(
-    jobs: ActiveJobs,
-    now_s: float,
-    restart_s: float,
-    options: Ints,
-    node_gpus: int,
-    gpus: int,
-    weights: Floats | None,
+    jobs: ActiveJobs, restart_s: float, options: Ints, node_gpus: int, share: int, weights: Floats | None
 ) -> list[SizedGroup]:
     """[jobs, sizes] of each group, the first size is 0: what a power mean with exponent −1 adds up, 1 / speedup
-    over a fair share. Infinite: this size is not possible."""
-    share = max(1, -int(-float(gpus) // max(1, len(jobs))))
-    goodput = jobs.tables.goodputs(options, node_gpus)
-    fair = np.array([jobs.tables.within(table, share, node_gpus) for table in range(len(jobs.tables))])
-    speedups = goodput / fair[:, None]
-    age_s = np.maximum(1.0, now_s - jobs.arrival_s)
+    over a fair `share`. Infinite: this size is not possible."""
+    tables = jobs.numbers.tables
+    speedups = tables.goodputs(options, node_gpus) / tables.fair(share, node_gpus)[:, None]
+    age_s = np.maximum(1.0, jobs.now_s - jobs.arrival_s)
     pause_s = np.maximum(jobs.restart_s, restart_s)
     keep = np.maximum(np.maximum(age_s - jobs.restarts * pause_s, 0.0) / (age_s + pause_s), 0.05)
-    largest = np.maximum(jobs.most, jobs.current)
+    table, current = jobs.table, jobs.current
+    largest = np.maximum(jobs.most, current)
     found = []
     for rows, width in size_groups(options, largest):
         some = options[:width]
-        speedup = speedups[:, :width][jobs.table[rows]]
-        stays = some == jobs.current[rows][:, None]
+        speedup = speedups[:, :width][table[rows]]
+        stays = some == current[rows][:, None]
         costs: Floats = 1.0 / (np.where(stays, speedup, speedup * keep[rows][:, None]) + _LITTLE)
         costs[some > largest[rows][:, None]] = np.inf
         if weights is not None:
@@ -109,83 +170,12 @@ def _costs(
     return found
 
 
-def _placed(
-    jobs: ActiveJobs, wanted: Ints, node_gpus: int, free: FreeCapacity, book: QuotaBook
-) -> list[Decision]:
-    """Jobs that keep their size keep their places; the others are placed anew, the largest first."""
-    changed = np.flatnonzero((wanted != jobs.current) | (jobs.current == 0))
-    changed = changed[np.lexsort((jobs.arrival_s[changed], -wanted[changed]))]
-    those = [jobs.job(row) for row in changed.tolist()]
-    for job, had in those:
-        if had:
-            free.release(job, had)
-    decided: list[Decision] = []
-    resized: list[Decision] = []
-    told = 0
-    for (job, had), size in zip(those, wanted[changed].tolist(), strict=True):
-        # Not before: until a job's turn comes, its tenant needs room for what it has, as it may keep it.
-        book.count(job, -len(had))
-        places = None
-        empty = _empty_nodes(job, free, node_gpus) if size > node_gpus else 0
-        has, most = book.left(job)
-        while size and places is None:
-            if size == len(had) and has_room(job, had, free):
-                places = had  # it wanted more, and there is none: no restart
-            elif size > node_gpus and size // node_gpus > empty:
-                pass  # there are not so many
-            elif size <= len(had) or has + size <= most:
-                places = _places(job, size, free, node_gpus)
-            if places is None:
-                size = size - node_gpus if size > node_gpus else size - 1
-        if places is None:
-            if had:
-                decided.append(Eviction(job.job_id, "its GPUs add more goodput to other jobs"))
-            elif (told := told + 1) <= _MOST_REASONS:
-                decided.append(Waits(job.job_id, "no GPU adds more goodput here than where it is"))
-            continue
-        free.allocate(job, places)
-        book.count(job, size)
-        if places is had:
-            continue
-        why = f"{size} GPUs: one more would add more goodput to another job"
-        if had:
-            resized.append(Resize(job.job_id, places, why))
-        else:
-            resized.append(JobPlacement(job.job_id, places, why))
-    # What shrinks or ends comes before what grows, so that no moment holds more than there is.
-    return decided + sorted(resized, key=lambda one: isinstance(one, JobPlacement))
-
-
-def _empty_nodes(job: JobRequest, free: FreeCapacity, node_gpus: int) -> int:
-    """At most so many whole nodes can be had."""
-    return (free.room[node_gpus] & free.usable_set(job.devices)).bit_count()
-
-
-def _places(job: JobRequest, size: int, free: FreeCapacity, node_gpus: int) -> tuple[TaskPlace, ...] | None:
-    """On the tightest node, or on whole nodes."""
-    whole_nodes = size // node_gpus if size > node_gpus else 0
-    if whole_nodes * node_gpus != size and size > node_gpus:
-        return None
-    if not only_gpus(job):
-        return _places_with_cores(job, size, whole_nodes, free, node_gpus)
-    usable = free.usable_set(job.devices)
-    if not whole_nodes:
-        node = tightest(free, size, usable)
-        return None if node is None else task_places(job, free, [(node, size)])
-    empty = members(free.room[node_gpus] & usable, whole_nodes)
-    if len(empty) < whole_nodes:
-        return None
-    return tuple(itertools.chain.from_iterable(map(free.single_places, empty)))
-
-
-def _places_with_cores(
-    job: JobRequest, size: int, whole_nodes: int, free: FreeCapacity, node_gpus: int
-) -> tuple[TaskPlace, ...] | None:
-    fits = tasks_that_fit(job, free)
-    if not whole_nodes:
-        able = np.flatnonzero(fits >= size)
-        return task_places(job, free, [(int(able[free.whole[able].argmin()]), size)]) if len(able) else None
-    empty = np.flatnonzero((free.whole == node_gpus) & (fits >= node_gpus))[:whole_nodes].tolist()
-    return (
-        task_places(job, free, [(node, node_gpus) for node in empty]) if len(empty) == whole_nodes else None
-    )
+def _changes(jobs: ActiveJobs, wanted: Ints) -> list[SizeChange]:
+    """Jobs that keep their size keep their places; the others, the largest first. Of the waiting jobs that get
+    nothing only as many as are told why."""
+    current = jobs.current
+    changed = wanted != current
+    changed[np.flatnonzero((wanted == 0) & (current == 0))[:MOST_REASONS]] = True
+    rows = np.flatnonzero(changed)
+    rows = rows[np.lexsort((jobs.arrival_s[rows], -wanted[rows]))]
+    return [(*jobs.job(row), size) for row, size in zip(rows.tolist(), wanted[rows].tolist(), strict=True)]

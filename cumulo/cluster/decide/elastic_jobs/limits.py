@@ -1,0 +1,57 @@
+"""What bounds the sizes of elastic jobs: the limits of their tenants, and how many waiting jobs a decision looks
+at."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs
+from cumulo.cluster.decide.elastic_jobs.sizes import Floats, TenantLimits
+from cumulo.cluster.decide.nodes import Ints
+from cumulo.cluster.decide.quotas import QuotaBook
+
+_NO_LIMIT = 1 << 40
+# Waiting jobs that are looked at besides those for which there are GPUs: of all, and of a tenant with a limit.
+_MORE, _MORE_OF_TENANT = 4096, 64
+
+
+def tenant_limits(jobs: ActiveJobs, book: QuotaBook, parts: int = 1) -> TenantLimits | None:
+    """What these jobs may have together: what they have, and the rest up to the limit, or its share if they are
+    one of several parts of the jobs. None: there are no quotas."""
+    if not book.quotas:
+        return None
+    tenant, names = jobs.tenant, list(jobs.numbers.tenants)
+    room: Ints = np.full(len(names), _NO_LIMIT)
+    has = np.bincount(tenant, jobs.current, len(names)).astype(np.int64)
+    for number in np.flatnonzero(np.bincount(tenant, minlength=len(names))).tolist():
+        quota = book.quotas.get(names[number])
+        if quota is not None:
+            left = int(quota.gpus + quota.borrow_gpus - book.used(names[number]) + 1e-9)
+            room[number] = has[number] + -(-max(0, left) // parts)
+    return TenantLimits(tenant, room)
+
+
+def looked_at(
+    jobs: ActiveJobs, weights: Floats | None, limits: TenantLimits | None, gpus: int
+) -> NDArray[np.bool_]:
+    """All that run, and of those that wait as many as there may be GPUs for, and some more, for which others would
+    be preempted: those that count most, and the first of them."""
+    if limits is None:
+        tenant, room, more = (np.zeros(len(jobs), dtype=np.int64), np.array([gpus]), _MORE)
+    else:
+        tenant, room, more = limits.tenant, limits.room, _MORE_OF_TENANT
+    found = np.ones(len(jobs), dtype=np.bool_)
+    running = np.bincount(tenant[jobs.waits :], minlength=len(room))
+    most = np.maximum(room - running, 0) + more
+    crowded = np.bincount(tenant[: jobs.waits], minlength=len(room)) > most
+    order = np.flatnonzero(crowded[tenant[: jobs.waits]])
+    if not len(order):
+        return found
+    if weights is not None:
+        order = order[np.argsort(-weights[order], kind="stable")]
+    order = order[np.argsort(tenant[order], kind="stable")]
+    of = tenant[order]
+    begins = np.flatnonzero(np.diff(of, prepend=-1))
+    first = np.zeros(len(room), dtype=np.int64)
+    first[of[begins]] = begins
+    found[order[np.arange(len(order)) - first[of] >= most[of]]] = False
+    return found
