@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from cumulo.cluster.decide.check import has_left, left_on, take_from
 from cumulo.cluster.decide.fit import Placer
 from cumulo.cluster.decide.fit_tables import fit_table
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.node_state import NodeState
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.running import RunningView
@@ -29,7 +29,8 @@ def ends_until_it_fits(
     running: Callable[[str], RunningJob],
 ) -> list[RunningJob] | None:
     """The jobs after whose ends, one after another, all tasks of a gang fit; None: not even after all of them."""
-    left, played = _LeftNodes(job, free), list[RunningJob]()
+    left: _LeftShares | _LeftNodes = (_LeftShares if job.fractional else _LeftNodes)(job, free)
+    played = list[RunningJob]()
     missing, each = job.tasks - left.able, max(1, job.gpus_per_task)
     for _, name in ends:
         one = running(name)
@@ -45,7 +46,59 @@ def ends_until_it_fits(
 
 
 class _LeftNodes:
-    """The nodes that jobs leave, as far as a gang could use them; all others stay as they are."""
+    """The nodes that jobs leave, and how many tasks of a gang fit; all others stay as they are. It counts what is
+    gained on each node, and looks at a node only when it is asked how many fit."""
+
+    def __init__(self, job: JobRequest, free: FreeCapacity) -> None:
+        table = fit_table(job, free)
+        self.job, self.free, self.fits = job, free, table.fits
+        self.able = table.total  # tasks that fit, when they were last counted
+        self.gains: dict[int, list[int]] = {}  # of each node: whole GPUs, thousandths of cores, and memory
+        self.tasks: dict[int, int] = {}  # that were counted there
+        self.changed: dict[int, list[int]] = {}  # since
+        self.shares: dict[tuple[int, int], int] = {}  # of GPUs that were shared: what is free
+
+    def leave(self, one: RunningJob) -> None:
+        index, gains, request = self.free.index, self.gains, one.request
+        gpus, cpu_milli, memory_mib = request.gpus_per_task, request.cpu_milli, request.memory_mib
+        for place in one.places:
+            node = index[place.node]
+            gain = gains.get(node)
+            if gain is None:
+                gain = gains[node] = [0, 0, 0]
+            gain[0] += gpus if request.gpu_milli == WHOLE_GPU else self._left_share(node, request, place)
+            gain[1] += cpu_milli
+            gain[2] += memory_mib
+            self.changed[node] = gain
+
+    def _left_share(self, node: int, request: JobRequest, place: TaskPlace) -> int:
+        """1: it was the last on its GPU."""
+        key = node, place.gpus[0]
+        known = self.shares.get(key)
+        share = (self.free.gpu_milli.item(*key) if known is None else known) + request.gpu_milli
+        self.shares[key] = share
+        return int(share == WHOLE_GPU)
+
+    def count(self) -> int:
+        """Tasks that fit now."""
+        free, job, each = self.free, self.job, self.job.gpus_per_task
+        for node, (gpus, cpu_milli, memory_mib) in self.changed.items():
+            if not free.ready.item(node) or (job.devices and free.nodes[node].device not in job.devices):
+                continue
+            tasks = (free.whole.item(node) + gpus) // each if each else job.tasks
+            if job.cpu_milli:
+                tasks = min(tasks, (free.cpu_milli.item(node) + cpu_milli) // job.cpu_milli)
+            if job.memory_mib:
+                tasks = min(tasks, (free.memory_mib.item(node) + memory_mib) // job.memory_mib)
+            before = self.tasks.get(node)
+            self.able += tasks - (self.fits.item(node) if before is None else before)
+            self.tasks[node] = tasks
+        self.changed.clear()
+        return self.able
+
+
+class _LeftShares:
+    """The same for a gang that asks for shares of GPUs: what is free of every GPU."""
 
     def __init__(self, job: JobRequest, free: FreeCapacity) -> None:
         table = fit_table(job, free)
