@@ -2,11 +2,13 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 from cumulo.cluster.decide.fit import pack_gang, slots
-from cumulo.cluster.decide.jobs import JobRequest
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members
+from cumulo.cluster.decide.policy.ends_ahead import _LeftNodes, _LeftShares
 from cumulo.cluster.decide.policy.reservations import Reservation, Reservations
 from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable
@@ -99,3 +101,39 @@ def test_what_certainly_harms_one_of_several_reserved_starts_finds_no_places():
                     seen[certain, harmful] += 1
         reserved.take_back()
     assert min(seen[True, True], seen[False, True], seen[False, False]) > 20
+
+
+def test_what_jobs_leave_is_counted_as_gpu_by_gpu():
+    draw, gained = random.Random(5), 0
+    for _ in range(60):
+        nodes = [ClusterNode(f"n{n}", 4, draw.choice("ab"), 8000, 4000) for n in range(5)]
+        free, running = FreeCapacity(nodes), []
+        for number in range(30):
+            cores = {"cpu_milli": draw.choice((0, 500, 1500)), "memory_mib": draw.choice((0, 300))}
+            share = draw.random() < 0.3
+            job = JobRequest(
+                f"j{number}",
+                draw.choice((1, 2)),
+                draw.choice((1, 2)),
+                devices=draw.choice(((), ("a",))),
+                **cores,
+            )
+            job = replace(job, gpus_per_task=1, gpu_milli=draw.choice((250, 500))) if share else job
+            places = pack_gang(job, free)
+            if places is not None:
+                free.allocate(job, places)
+                running.append(RunningJob(job, places))
+        draw.shuffle(running)
+        asked = JobRequest(
+            "asked", 9, draw.choice((0, 1, 2)), cpu_milli=draw.choice((700, 2000)),
+            memory_mib=draw.choice((0, 900)), devices=draw.choice(((), ("a",))),
+        )  # fmt: skip
+        counts, shares = _LeftNodes(asked, free), _LeftShares(asked, free)
+        for one in running:
+            counts.leave(one)
+            shares.leave(one)
+            if draw.random() < 0.5:
+                before = counts.able
+                assert counts.count() == shares.count()
+                gained += counts.able > before
+    assert gained > 100
