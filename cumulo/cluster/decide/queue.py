@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, overload
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest
-from cumulo.cluster.decide.shapes import JobShape, JobShapes
+from cumulo.cluster.decide.shapes import GangShape, GangShapes
 
 SortKey = Callable[[JobRequest], Any]
 # A job, its shape, its predicted seconds (infinite: unknown), its GPUs and thousandths of cores.
-WaitingRow = tuple[JobRequest, JobShape, float, float, int]
+WaitingRow = tuple[JobRequest, GangShape, float, float, int]
 # GPUs and thousandths of cores of several jobs together, and whether each asks for a whole number of GPUs: then
 # sums are exact, in whatever order they are made.
 AskedBefore = tuple[float, int, bool]
@@ -32,7 +32,7 @@ def _length(job: JobRequest) -> tuple[float, str]:
     return _seconds(job), job.job_id
 
 
-def _row(job: JobRequest, shape: JobShape) -> WaitingRow:
+def _row(job: JobRequest, shape: GangShape) -> WaitingRow:
     gpus = job.tasks * job.gpus_per_task * job.gpu_milli / WHOLE_GPU
     return job, shape, _seconds(job), gpus, job.tasks * job.cpu_milli
 
@@ -123,10 +123,10 @@ class JobQueue(Sequence[JobRequest]):
         self._tenants: dict[SortKey, dict[str, SortedJobs]] = {}
         self._kept: dict[Any, QueueView] = {}
         self._known: dict[str, tuple[int, JobRequest]] = {}
-        self.shape = JobShapes().shape
-        self.shapes: dict[str, JobShape] = {}  # of each job
+        self.shape = GangShapes().shape
+        self.shapes: dict[str, GangShape] = {}  # of each job
         # Predicted seconds and names, the shortest first.
-        self.by_shape: dict[JobShape, list[tuple[float, str]]] = {}
+        self.by_shape: dict[GangShape, list[tuple[float, str]]] = {}
         self.arrivals: list[str] = []  # every job that ever joined, in that order
         self.touched: list[str] = []  # tenants whose jobs joined or left, in that order
         self.sharing = 0  # jobs that could start where no GPU is entirely free
@@ -257,16 +257,16 @@ def tenant_queues(waiting: Sequence[JobRequest]) -> dict[str, Sequence[JobReques
 def rows_in_order(waiting: Sequence[JobRequest], key: SortKey) -> Iterator[WaitingRow]:
     if isinstance(waiting, JobQueue):
         return waiting.rows(key)
-    return _rows_of(waiting if key is by_arrival_key else sorted(waiting, key=key), JobShapes())
+    return _rows_of(waiting if key is by_arrival_key else sorted(waiting, key=key), GangShapes())
 
 
 def tenant_rows(waiting: Sequence[JobRequest]) -> dict[str, Iterator[WaitingRow]]:
     """Each tenant's jobs in the order of arrival."""
-    shapes = JobShapes()
+    shapes = GangShapes()
     return {name: _rows_of(jobs, shapes) for name, jobs in tenant_queues(waiting).items()}
 
 
-def _rows_of(jobs: Iterable[JobRequest], shapes: JobShapes) -> Iterator[WaitingRow]:
+def _rows_of(jobs: Iterable[JobRequest], shapes: GangShapes) -> Iterator[WaitingRow]:
     return (_row(job, shapes.shape(job)) for job in jobs)
 
 

@@ -14,7 +14,7 @@ def shape_key(job: JobRequest) -> ShapeKey:
     return (job.tasks, job.gpus_per_task, job.gpu_milli, job.cpu_milli, job.memory_mib, job.devices)
 
 
-class JobShape:
+class GangShape:
     """One for all jobs of a shape in a queue: as a key of dictionaries it is known by itself, which is several
     times as fast as comparing what it asks for."""
 
@@ -26,17 +26,17 @@ class JobShape:
         self.needs = needs(job)
 
 
-class JobShapes:
+class GangShapes:
     """The shapes of one queue, or of one snapshot."""
 
     def __init__(self) -> None:
-        self._known: dict[ShapeKey, JobShape] = {}
+        self._known: dict[ShapeKey, GangShape] = {}
 
-    def shape(self, job: JobRequest) -> JobShape:
+    def shape(self, job: JobRequest) -> GangShape:
         key = shape_key(job)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = JobShape(job)
+            known = self._known[key] = GangShape(job)
         return known
 
 

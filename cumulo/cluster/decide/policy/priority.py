@@ -22,7 +22,7 @@ from cumulo.cluster.decide.policy.preemption import MORE_NODES, RoomSearch, fits
 from cumulo.cluster.decide.policy.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import table_of
-from cumulo.cluster.decide.shapes import JobShape, shape_key
+from cumulo.cluster.decide.shapes import GangShape, shape_key
 from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot
 
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
@@ -37,7 +37,7 @@ def preempting(place: Placer) -> Policy:
     fill = queue_policy(by_priority, place, backfill=True, reason="the most urgent that fits")
     # Shapes for which nobody is stopped, up to this priority, and the state of the cluster in which that is so: as
     # long as nothing starts or ends, the same jobs would be found, and time alone makes stopping them worth less.
-    hopeless: dict[JobShape, int] = {}
+    hopeless: dict[GangShape, int] = {}
     of_state: SameState | None = None
     in_vain: _SearchesInVain = {}
 
@@ -97,12 +97,12 @@ class _InVain:
         return False
 
 
-_SearchesInVain = dict[tuple[int, JobShape], _InVain]
+_SearchesInVain = dict[tuple[int, GangShape], _InVain]
 
 
 def _up_to_level(
     job: JobRequest,
-    shape: JobShape,
+    shape: GangShape,
     missing: int,
     at: int,
     up_to: PreemptibleUpTo,

@@ -16,7 +16,7 @@ from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, Tenan
 from cumulo.cluster.decide.policy.reservations import Places, Reservation, Reservations
 from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key, rows_in_order
 from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.shapes import JobShape, too_few
+from cumulo.cluster.decide.shapes import GangShape, too_few
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 Order = Callable[[Snapshot], Iterator[WaitingRow]]
@@ -197,14 +197,14 @@ class _Trial:
         self.book = QuotaBook(self.snapshot)
         self.reserved = Reservations(self.snapshot, self.place)
         # What is free only shrinks: these shapes never fit in this decision, and why.
-        self.failed: dict[JobShape, str] = {}
-        self.harmful: dict[JobShape, float] = {}  # they delay a reserved job if they end after this moment
-        self.certain: dict[JobShape, float] = {}  # the same, whoever else starts
-        self.passed: dict[JobShape, JobRequest] = {}  # one of each of these shapes
+        self.failed: dict[GangShape, str] = {}
+        self.harmful: dict[GangShape, float] = {}  # they delay a reserved job if they end after this moment
+        self.certain: dict[GangShape, float] = {}  # the same, whoever else starts
+        self.passed: dict[GangShape, JobRequest] = {}  # one of each of these shapes
         self.behind = True  # jobs behind one that waits are looked at, too
         self.hopeless = False  # nobody else can start
         self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
-        self._fitting: JobShape | None = None  # a shape that fits, and delays nobody as far as is known
+        self._fitting: GangShape | None = None  # a shape that fits, and delays nobody as far as is known
 
     def decide(self, ordered: Iterator[WaitingRow]) -> None:
         try:
@@ -285,7 +285,7 @@ class _Trial:
             if not self._tried(job, shape) or self.hopeless:
                 return
 
-    def _tried(self, job: JobRequest, shape: JobShape) -> bool:
+    def _tried(self, job: JobRequest, shape: GangShape) -> bool:
         """Starts a job if it fits and delays nobody; whether those behind it may be tried."""
         refused = self.book.refuses(job) if self.book.quotas else None
         if refused is not None:
@@ -315,13 +315,13 @@ class _Trial:
         self.hopeless = self.hopeless or self.nobody_fits()
         return True
 
-    def able(self, job: JobRequest, shape: JobShape) -> int:
+    def able(self, job: JobRequest, shape: GangShape) -> int:
         """How many of its tasks fit now."""
         if shape.only_gpus:
             return self.free.task_slots(shape.gpus_per_task, shape.devices)
         return fit_table(job, self.free, shape.fit_key).total
 
-    def why(self, job: JobRequest, shape: JobShape) -> str:
+    def why(self, job: JobRequest, shape: GangShape) -> str:
         """Why a job of this shape waits, worded once."""
         if shape in self.harmful:
             return f"it fits, but would delay {self.reserved.made[0].job.job_id}, which is before it"
@@ -374,7 +374,7 @@ class _Trial:
         why = f"{why}; {told}" if told else why
         self.decided.append(JobPlacement(job.job_id, places, why))
 
-    def wait(self, job: JobRequest, shape: JobShape, able: int | None = None) -> bool:
+    def wait(self, job: JobRequest, shape: GangShape, able: int | None = None) -> bool:
         """Whether jobs behind this one may be tried. `able`: tasks that fit, if they were counted."""
         able = self.able(job, shape) if able is None else able
         reason = self.failed[shape] = too_few(shape.needs, able)
