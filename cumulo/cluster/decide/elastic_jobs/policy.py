@@ -79,7 +79,8 @@ def elastic(
         if not some.all():
             jobs, weights = jobs.those(some), None if weights is None else weights[some]
             gpus = free_gpus // left + int(jobs.current.sum())
-            limits = tenant_limits(jobs, book, left)
+            if limits is not None:
+                limits = tenant_limits(jobs, book, left) if moment.parts > 1 else limits.those(some)
         if not len(jobs):
             return []
         options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)

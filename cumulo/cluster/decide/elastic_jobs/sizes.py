@@ -33,6 +33,10 @@ class TenantLimits:
     tenant: Ints
     room: Ints
 
+    def those(self, which: NDArray[np.bool_]) -> "TenantLimits":
+        """Of some jobs alone."""
+        return TenantLimits(self.tenant[which], self.room)
+
     def without(self, gpus: Ints) -> "TenantLimits":
         """What is left when each job has got so many GPUs."""
         has = np.bincount(self.tenant, gpus, len(self.room)).astype(np.int64)
