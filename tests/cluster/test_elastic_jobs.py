@@ -16,6 +16,7 @@ from cumulo.cluster.decide.elastic_jobs.sizes import (
 )
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
 from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decide.policy import las
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.simulate.elastic_speed import ElasticSpeed
 from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
@@ -125,7 +126,7 @@ def test_a_burst_is_decided_in_parts_and_no_job_is_much_later(name, monkeypatch)
 
 
 def test_parts_keep_to_the_limits_of_tenants(monkeypatch):
-    monkeypatch.setattr(policy, "_MOST_JOBS", 32)
+    monkeypatch.setattr(policy, "_MOST_LIMITED", 32)
     monkeypatch.setattr(policy, "_MOST_CHANGES", 10)
     size = WorkloadSize(nodes=30, jobs=300, load=2.0, seed=3, elastic=True)
     workload = workload_named("tenants", size)
@@ -150,3 +151,14 @@ def test_las_preempts_nobody_for_a_job_that_its_tenants_limit_refuses():
     assert decided == [Waits("more0", "tenant full has 4 GPUs, its limit is 4")]
     free_to_start = policy_named("las").decide(snapshot_of(60.0, nodes, waiting, running))
     assert Counter(type(one) for one in free_to_start) == {Eviction: 1, JobPlacement: 1}
+
+
+def test_las_starts_a_burst_in_parts_and_starts_the_same_jobs(monkeypatch):
+    size = WorkloadSize(nodes=20, jobs=200, load=2.0, seed=3)
+    workload = workload_named("burst", size)
+    options = PlayOptions(interval_s=60.0)
+    whole = play(workload.nodes, workload.trace, policy_named("las").decide, options=options)
+    monkeypatch.setattr(las, "_MOST_STARTS", 10)
+    parted = play(workload.nodes, workload.trace, policy_named("las").decide, options=options)
+    assert parted.decisions > whole.decisions
+    assert parted.mean_jct_s == pytest.approx(whole.mean_jct_s, rel=0.02)

@@ -2,10 +2,10 @@
 next one adds most to the power mean of all jobs' speedups over a fair share, and a change must pay for the
 restart it costs.
 
-A decision is bounded. More than 8,192 jobs are parted at random, and the free GPUs with them, which costs little
-of the optimum where jobs are many and small (POP, Narayanan et al., SOSP 2021); each part is one decision. Of more
-than 600 changes the first are one decision, and the others the next ones. Players ask again at once. When a long
-queue is looked at for the first time, so many of its jobs are read in one decision.
+A decision is bounded. More than 8,192 jobs (4,096 with quotas) are parted at random, and the free GPUs with them,
+which costs little of the optimum where jobs are many and small (POP, Narayanan et al., SOSP 2021); each part is one
+decision. Of more than 600 changes the first are one decision, and the others the next ones. Players ask again at
+once. When a long queue is looked at for the first time, so many of its jobs are read in one decision.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +34,7 @@ from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
 _MOST_JOBS = 8192  # whose sizes one decision chooses
+_MOST_LIMITED = 4096  # the same where tenants have limits, which takes twice as long
 _MOST_CHANGES = 600  # of one decision
 
 
@@ -71,7 +72,7 @@ def elastic(
         limits = tenant_limits(jobs, book)
         some = looked_at(jobs, weights, limits, gpus)
         if not moment.parts:
-            moment.parts = -(-int(some.sum()) // _MOST_JOBS)
+            moment.parts = -(-int(some.sum()) // (_MOST_JOBS if limits is None else _MOST_LIMITED))
         left = moment.parts - moment.chosen
         moment.chosen += 1
         if moment.parts > 1:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from functools import cache
 
-from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
+from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Unfinished, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, tasks_that_fit, tell_started, tell_stopped
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, members
@@ -18,6 +18,7 @@ from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _Ranking = Callable[[float], int]
+_MOST_STARTS = 1000  # of one decision
 
 
 def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, queues: int = 2) -> Policy:
@@ -36,28 +37,49 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
         key = _waiting_key(rank)
         if snapshot.quotas:
             lines = quota_lines(lines, snapshot, lambda _, queue: KeyLines(queue, key))
-        decided: list[Decision] = []
-        stopping, starting = _within(budget, held, snapshot, key, lines, decided)
-        free, book = snapshot.free.copy(), QuotaBook(snapshot)
-        for name in stopping:
-            stopped = snapshot.running[name]
-            decided.append(Eviction(name, "jobs that had less GPU time go first"))
-            free.release(stopped.request, stopped.places)
-            tell_stopped(place, [stopped])
-            book.count(stopped.request, -stopped.gpus)
-        for job in starting:
-            places = place(job, free)
-            refused = why_not(job, free) if places is None else book.refuses(job)
-            if places is None or refused is not None:
-                decided.append(Waits(job.job_id, refused or ""))
-            else:
-                free.allocate(job, places)
-                tell_started(place, job, places)
-                book.count(job, job.gpus)
-                decided.append(JobPlacement(job.job_id, places, "among those that had the least GPU time"))
+        # A placer that is told what starts cannot be asked for the same decision twice.
+        most = len(snapshot.waiting) if hasattr(place, "started") else _MOST_STARTS
+        decided, more = _decided(snapshot, held, budget, key, lines, place, most)
+        if more and sum(isinstance(one, JobPlacement) for one in decided) < _MOST_STARTS // 2:
+            # Most of them find no place: asked again, they would be tried again, and others never.
+            decided, more = _decided(snapshot, held, budget, key, lines, place, len(snapshot.waiting))
+        if more:
+            decided.append(Unfinished(f"more than {_MOST_STARTS} jobs may start"))
         return decided
 
     return policy
+
+
+def _decided(
+    snapshot: Snapshot,
+    held: "_Held",
+    budget: int,
+    key: SortKey,
+    lines: QuotaLines | None,
+    place: Placer,
+    most: int,
+) -> tuple[list[Decision], bool]:
+    """Which jobs stop and start, at most so many; and whether more may start."""
+    decided: list[Decision] = []
+    stopping, starting, more = _within(budget, held, snapshot, key, lines, decided, most)
+    free, book = snapshot.free.copy(), QuotaBook(snapshot)
+    for name in stopping:
+        stopped = snapshot.running[name]
+        decided.append(Eviction(name, "jobs that had less GPU time go first"))
+        free.release(stopped.request, stopped.places)
+        tell_stopped(place, [stopped])
+        book.count(stopped.request, -stopped.gpus)
+    for job in starting:
+        places = place(job, free)
+        refused = why_not(job, free) if places is None else book.refuses(job)
+        if places is None or refused is not None:
+            decided.append(Waits(job.job_id, refused or ""))
+        else:
+            free.allocate(job, places)
+            tell_started(place, job, places)
+            book.count(job, job.gpus)
+            decided.append(JobPlacement(job.job_id, places, "among those that had the least GPU time"))
+    return decided, more
 
 
 class _Held(RunningView):
@@ -140,10 +162,11 @@ def _within(
     key: SortKey,
     lines: QuotaLines | None,
     decided: list[Decision],
-) -> tuple[list[str], list[JobRequest]]:
+    most: int,
+) -> tuple[list[str], list[JobRequest], bool]:
     """The running jobs that stop and the waiting ones that start: in order of their queues as many go on as there
     are GPUs for; one that is too large does not hold up smaller ones. Those that a limit refuses are told so in
-    `decided`."""
+    `decided`. And whether more than `most` could start: then nobody behind them stops yet."""
     stopping: list[str] = []
     starting: list[JobRequest] = []
     keys, sizes, at = held.keys, held.milli, 0
@@ -160,12 +183,14 @@ def _within(
             break
         milli = _asked(job)
         if milli <= budget:
+            if len(starting) == most:
+                return stopping, starting, True
             starting.append(job)
             budget -= milli
             book.count(job, job.gpus)
     if sum(sizes[at:]) > budget:
         _keep(at, len(keys), held, budget, stopping)
-    return stopping, starting
+    return stopping, starting, False
 
 
 def _allowed(
