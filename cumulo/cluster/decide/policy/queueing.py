@@ -71,22 +71,24 @@ def queue_policy(
     the order is by what tenants have, and in the order of arrival within each; these are their lines."""
 
     last: _Last | None = None
-    looked_s = float("-inf")
-    # Many reservations, and placers that price every way, cost more than every event of a large cluster is worth.
-    behind_every_s = _BEHIND_EVERY_S if reservations > 1 or hasattr(place, "started") else 0.0
+    # Many reservations, those of jobs with cores, and placers that price every way cost more than every event of a
+    # large cluster is worth.
+    always_costly = reservations > 1 or hasattr(place, "started")
+    looked_s, costly = float("-inf"), always_costly
     quotas: QuotaLines | None = None
     key = _KEYS.get(order)
     lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        nonlocal last, quotas, looked_s
+        nonlocal last, quotas, looked_s, costly
         if backfill and snapshot.releases is not None:
             snapshot.releases.begin()
         newcomers = None if last is None else last.newcomers(snapshot)
         if last is not None and newcomers == [] and last.stays(snapshot):
             return []
         trial = _Trial(snapshot, place, backfill, reservations, reason)
-        if 0 <= snapshot.now_s - looked_s < behind_every_s and _is_long(snapshot.waiting):
+        soon = 0 <= snapshot.now_s - looked_s < _BEHIND_EVERY_S
+        if costly and soon and snapshot.running and _is_long(snapshot.waiting):  # something that runs will end
             last, trial.behind = None, False
         else:
             looked_s = snapshot.now_s
@@ -99,7 +101,10 @@ def queue_policy(
             trial.decide_in(quotas)
         else:
             trial.decide(order(snapshot))
-        last = _Last.after(trial, key, by_tenant is not None) if trial.behind else None
+        last = None
+        if trial.behind:
+            last = _Last.after(trial, key, by_tenant is not None)
+            costly = always_costly or any(one.start is None for one in trial.reserved.made)
         return trial.decided
 
     return policy
@@ -263,8 +268,6 @@ class _Trial:
 
     def _behind(self, rows: Iterator[WaitingRow]) -> None:
         """Jobs behind one that waits. Most of them do not fit either: a glance at their shape tells."""
-        if not self.behind:
-            return
         failed, now_s = self.failed, self.snapshot.now_s
         self.hopeless = self.full() or self.nobody_fits()
         tried = itertools.islice(rows, _MOST_TRIED)
@@ -378,7 +381,7 @@ class _Trial:
         """Whether jobs behind this one may be tried. `able`: tasks that fit, if they were counted."""
         able = self.able(job, shape) if able is None else able
         reason = self.failed[shape] = too_few(shape.needs, able)
-        if not self.backfill:
+        if not self.backfill or not self.behind:
             self.decided.append(Waits(job.job_id, reason))
             return False
         if len(self.reserved.made) >= self.reservations:
