@@ -17,8 +17,9 @@ from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.policy.fair import fair
 from cumulo.cluster.decide.policy.las import emptiest_first, least_attained_service
+from cumulo.cluster.decide.policy.orders import by_arrival, by_prediction
 from cumulo.cluster.decide.policy.priority import preempting
-from cumulo.cluster.decide.policy.queueing import by_arrival, by_prediction, queue_policy
+from cumulo.cluster.decide.policy.queueing import queue_policy
 from cumulo.cluster.decide.policy.topology import TopologyPlacer, TopologyPlacers
 from cumulo.cluster.decide.policy.upkeep import cordoning, defragmenting
 from cumulo.cluster.decide.snapshot import Policy, Snapshot

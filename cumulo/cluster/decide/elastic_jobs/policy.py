@@ -2,9 +2,9 @@
 next one adds most to the power mean of all jobs' speedups over a fair share, and a change must pay for the
 restart it costs.
 
-A decision is bounded. More than 8,192 jobs (4,096 with quotas) are parted at random, and the free GPUs with them,
+A decision is bounded. More than 8,192 jobs (3,072 with quotas) are parted at random, and the free GPUs with them,
 which costs little of the optimum where jobs are many and small (POP, Narayanan et al., SOSP 2021); each part is one
-decision. Of more than 600 changes the first are one decision, and the others the next ones. Players ask again at
+decision. Of more than 400 changes the first are one decision, and the others the next ones. Players ask again at
 once. When a long queue is looked at for the first time, so many of its jobs are read in one decision.
 """
 
@@ -34,8 +34,8 @@ from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
 _MOST_JOBS = 8192  # whose sizes one decision chooses
-_MOST_LIMITED = 4096  # the same where tenants have limits, which takes twice as long
-_MOST_CHANGES = 600  # of one decision
+_MOST_LIMITED = 3072  # the same where tenants have limits, which takes twice as long
+_MOST_CHANGES = 400  # of one decision
 
 
 @dataclass(slots=True)

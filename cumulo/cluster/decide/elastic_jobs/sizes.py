@@ -136,7 +136,9 @@ def _chosen(
         gains, jobs, targets, lengths = gains[kept], jobs[kept], targets[kept], lengths[kept]
     taken, left = _best_that_fit(gains, lengths, left)
     worth_now = float(np.delete(gains, taken).max(initial=0.0))
-    prices.of_all = worth_now or prices.of_all / 2  # not 0 at once: often they are too few at every other decision
+    prices.of_all = (
+        worth_now or prices.of_all / 2
+    )  # not 0 at once: often they are too few at every other decision
     if worth_now > least:
         return None
     before = options[at]

@@ -18,7 +18,7 @@ from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _Ranking = Callable[[float], int]
-_MOST_STARTS = 1000  # of one decision
+_MOST_STARTS = 700  # of one decision
 
 
 def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, queues: int = 2) -> Policy:

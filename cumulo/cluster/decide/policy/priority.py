@@ -10,6 +10,7 @@ from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import Placer, only_gpus, tell_stopped
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.policy.orders import by_priority
 from cumulo.cluster.decide.policy.preemptible import (
     NodeCodes,
     PreemptibleUpTo,
@@ -19,7 +20,7 @@ from cumulo.cluster.decide.policy.preemptible import (
     preemptible_up_to,
 )
 from cumulo.cluster.decide.policy.preemption import MORE_NODES, RoomSearch, fits, watch_running
-from cumulo.cluster.decide.policy.queueing import by_priority, queue_policy
+from cumulo.cluster.decide.policy.queueing import queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import table_of
 from cumulo.cluster.decide.shapes import GangShape, shape_key

@@ -12,49 +12,23 @@ from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
 from cumulo.cluster.decide.fit_tables import fit_table
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
+from cumulo.cluster.decide.policy.orders import KEYS, Order, by_arrival
 from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, TenantLines, quota_lines
 from cumulo.cluster.decide.policy.reservations import Places, Reservation, Reservations
-from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key, rows_in_order
+from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.shapes import GangShape, too_few
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
-Order = Callable[[Snapshot], Iterator[WaitingRow]]
 _MOST_TRIED = (
     200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
 )
 _MOST_SHAPES = 32  # that are looked at before single jobs are
-_STRETCH = 10.0
 _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decision
 _LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told
 _ANY = float("inf")
 # Of a long queue, those behind the first are looked at so often where that costs much; Slurm's bf_interval is 30 s.
 _BEHIND_EVERY_S = 5.0
-
-
-def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:
-    return rows_in_order(snapshot.waiting, by_arrival_key)
-
-
-def by_prediction(snapshot: Snapshot) -> Iterator[WaitingRow]:
-    """Short jobs first; a job of unknown duration counts as an hour. Nobody starves: ten times its duration after
-    its arrival a job is before everybody who arrives then."""
-    return rows_in_order(snapshot.waiting, _stretched)
-
-
-def _stretched(job: JobRequest) -> float:
-    return job.arrival_s + _STRETCH * (3600.0 if job.predicted_s is None else job.predicted_s)
-
-
-def by_priority(snapshot: Snapshot) -> Iterator[WaitingRow]:
-    return rows_in_order(snapshot.waiting, _urgent)
-
-
-def _urgent(job: JobRequest) -> tuple[int, float]:
-    return -job.priority, job.arrival_s
-
-
-_KEYS: dict[Order, SortKey] = {by_arrival: by_arrival_key, by_prediction: _stretched, by_priority: _urgent}
 
 
 def queue_policy(
@@ -71,12 +45,11 @@ def queue_policy(
     the order is by what tenants have, and in the order of arrival within each; these are their lines."""
 
     last: _Last | None = None
-    # Many reservations, those of jobs with cores, and placers that price every way cost more than every event of a
-    # large cluster is worth.
+    # Many reservations and placers that price every way cost more than every event of a large cluster is worth.
     always_costly = reservations > 1 or hasattr(place, "started")
     looked_s, costly = float("-inf"), always_costly
     quotas: QuotaLines | None = None
-    key = _KEYS.get(order)
+    key = KEYS.get(order)
     lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))
 
     def policy(snapshot: Snapshot) -> list[Decision]:
@@ -88,7 +61,9 @@ def queue_policy(
             return []
         trial = _Trial(snapshot, place, backfill, reservations, reason)
         soon = 0 <= snapshot.now_s - looked_s < _BEHIND_EVERY_S
-        if costly and soon and snapshot.running and _is_long(snapshot.waiting):  # something that runs will end
+        if (
+            costly and soon and snapshot.running and _is_long(snapshot.waiting)
+        ):  # something that runs will end
             last, trial.behind = None, False
         else:
             looked_s = snapshot.now_s
@@ -104,7 +79,7 @@ def queue_policy(
         last = None
         if trial.behind:
             last = _Last.after(trial, key, by_tenant is not None)
-            costly = always_costly or any(one.start is None for one in trial.reserved.made)
+            costly = always_costly or trial.costly(by_tenant is not None)
         return trial.decided
 
     return policy
@@ -354,6 +329,13 @@ class _Trial:
                 return False
             failed[shape] = ""
         return True
+
+    def costly(self, by_tenant: bool) -> bool:
+        """Reservations of jobs with cores are, and many shapes in an order that changes with every start."""
+        waiting = self.snapshot.waiting
+        if by_tenant and isinstance(waiting, JobQueue) and len(waiting.by_shape) > _MOST_SHAPES:
+            return True
+        return any(one.start is None for one in self.reserved.made)
 
     def full(self) -> bool:
         """Whether no job could start, whatever it asks for."""
