@@ -28,7 +28,8 @@ _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decisio
 _LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told
 _ANY = float("inf")
 # Of a long queue, those behind the first are looked at so often where that costs much; Slurm's bf_interval is 30 s.
-_BEHIND_EVERY_S = 5.0
+# For each time that they were not looked at since, as many more of them are tried.
+_BEHIND_EVERY_S, _MOST_TIMES = 5.0, 12
 
 
 def queue_policy(
@@ -47,13 +48,13 @@ def queue_policy(
     last: _Last | None = None
     # Many reservations and placers that price every way cost more than every event of a large cluster is worth.
     always_costly = reservations > 1 or hasattr(place, "started")
-    looked_s, costly = float("-inf"), always_costly
+    looked_s, costly, skipped = float("-inf"), always_costly, 0
     quotas: QuotaLines | None = None
     key = KEYS.get(order)
     lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        nonlocal last, quotas, looked_s, costly
+        nonlocal last, quotas, looked_s, costly, skipped
         if backfill and snapshot.releases is not None:
             snapshot.releases.begin()
         newcomers = None if last is None else last.newcomers(snapshot)
@@ -64,9 +65,9 @@ def queue_policy(
         if (
             costly and soon and snapshot.running and _is_long(snapshot.waiting)
         ):  # something that runs will end
-            last, trial.behind = None, False
-        else:
-            looked_s = snapshot.now_s
+            last, trial.behind, skipped = None, False, skipped + 1
+        else:  # more jobs are tried where it was not looked at all the time
+            looked_s, trial.most, skipped = snapshot.now_s, _MOST_TRIED * min(1 + skipped, _MOST_TIMES), 0
         if last is not None and newcomers is not None:
             trial.decide_on(newcomers, last.reserved, last.queue)
         elif (
@@ -181,7 +182,7 @@ class _Trial:
         self.harmful: dict[GangShape, float] = {}  # they delay a reserved job if they end after this moment
         self.certain: dict[GangShape, float] = {}  # the same, whoever else starts
         self.passed: dict[GangShape, JobRequest] = {}  # one of each of these shapes
-        self.behind = True  # jobs behind one that waits are looked at, too
+        self.behind, self.most = True, _MOST_TRIED  # jobs behind one that waits are looked at, and so many
         self.hopeless = False  # nobody else can start
         self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
         self._fitting: GangShape | None = None  # a shape that fits, and delays nobody as far as is known
@@ -245,7 +246,7 @@ class _Trial:
         """Jobs behind one that waits. Most of them do not fit either: a glance at their shape tells."""
         failed, now_s = self.failed, self.snapshot.now_s
         self.hopeless = self.full() or self.nobody_fits()
-        tried = itertools.islice(rows, _MOST_TRIED)
+        tried = itertools.islice(rows, self.most)
         told = _MOST_REASONS if len(self.snapshot.waiting) < _LONG_QUEUE else 0
         for job, shape, seconds, _, _ in itertools.islice(tried, told):
             if shape in failed or self.hopeless:
