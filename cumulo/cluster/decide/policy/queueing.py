@@ -49,6 +49,7 @@ def queue_policy(
     # Many reservations and placers that price every way cost more than every event of a large cluster is worth.
     always_costly = reservations > 1 or hasattr(place, "started")
     looked_s, costly, skipped = float("-inf"), always_costly, 0
+    most_times = _MOST_TIMES if reservations == 1 else _MOST_TIMES // 2
     quotas: QuotaLines | None = None
     key = KEYS.get(order)
     lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))
@@ -67,7 +68,7 @@ def queue_policy(
         ):  # something that runs will end
             last, trial.behind, skipped = None, False, skipped + 1
         else:  # more jobs are tried where it was not looked at all the time
-            looked_s, trial.most, skipped = snapshot.now_s, _MOST_TRIED * min(1 + skipped, _MOST_TIMES), 0
+            looked_s, trial.most, skipped = snapshot.now_s, _MOST_TRIED * min(1 + skipped, most_times), 0
         if last is not None and newcomers is not None:
             trial.decide_on(newcomers, last.reserved, last.queue)
         elif (
