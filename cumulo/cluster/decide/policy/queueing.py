@@ -81,7 +81,7 @@ def queue_policy(
         last = None
         if trial.behind:
             last = _Last.after(trial, key, by_tenant is not None)
-            costly = always_costly or trial.costly(by_tenant is not None)
+            costly = always_costly or trial.costly()
         return trial.decided
 
     return policy
@@ -332,10 +332,10 @@ class _Trial:
             failed[shape] = ""
         return True
 
-    def costly(self, by_tenant: bool) -> bool:
-        """Reservations of jobs with cores are, and many shapes in an order that changes with every start."""
+    def costly(self) -> bool:
+        """Many shapes are, and reservations of jobs with cores."""
         waiting = self.snapshot.waiting
-        if by_tenant and isinstance(waiting, JobQueue) and len(waiting.by_shape) > _MOST_SHAPES:
+        if isinstance(waiting, JobQueue) and len(waiting.by_shape) > _MOST_SHAPES:
             return True
         return any(one.start is None for one in self.reserved.made)
 
