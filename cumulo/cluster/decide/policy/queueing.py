@@ -63,9 +63,8 @@ def queue_policy(
             return []
         trial = _Trial(snapshot, place, backfill, reservations, reason)
         soon = 0 <= snapshot.now_s - looked_s < _BEHIND_EVERY_S
-        if (
-            costly and soon and snapshot.running and _is_long(snapshot.waiting)
-        ):  # something that runs will end
+        # Only while something runs: its end is the next occasion.
+        if costly and soon and snapshot.running and _is_long(snapshot.waiting):
             last, trial.behind, skipped = None, False, skipped + 1
         else:  # more jobs are tried where it was not looked at all the time
             looked_s, trial.most, skipped = snapshot.now_s, _MOST_TRIED * min(1 + skipped, most_times), 0
