@@ -205,7 +205,7 @@ def test_a_gang_gets_the_nodes_that_a_search_over_all_nodes_finds():
             found: dict[int, int] = {}
             for place in places:
                 found[free.index[place.node]] = found.get(free.index[place.node], 0) + 1
-            assert list(found.items()) == _nodes_for(job, fits, free)
+            assert list(found.items()) == _nodes_for(job.tasks, fits, free.whole)
     assert tried > 20
 
 

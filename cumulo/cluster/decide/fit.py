@@ -66,7 +66,7 @@ def packed_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]] |
     if job.tasks > 1:
         if free.within is None and table.total == table.able.bit_count():
             return _one_task_each(job, table.able, free)
-        return _nodes_for(job, table.fits, free)
+        return _nodes_for(job.tasks, table.fits, free.whole)
     if job.fractional:
         left = free.gpu_milli.sum(axis=1)
         return [(int(np.where(table.fits > 0, left, _MORE_THAN_ANY).argmin()), 1)]
@@ -127,18 +127,19 @@ def _one_task_each(job: JobRequest, able: int, free: FreeCapacity) -> list[tuple
     return [(node, 1) for node in chosen]
 
 
-def _nodes_for(job: JobRequest, fits: Ints, free: FreeCapacity) -> list[tuple[int, int]]:
-    """Nodes with the most room first, and for the rest the tightest node that takes it all."""
+def _nodes_for(tasks: int, fits: Ints, whole: Ints) -> list[tuple[int, int]]:
+    """Nodes with the most room first, and for the rest the tightest node that takes it all. `whole`: their free
+    GPUs."""
     chosen: list[tuple[int, int]] = []
-    missing = job.tasks
+    missing = tasks
     room = int(fits.max())
     while missing:
         if room > missing:  # one node takes the rest: the one with the least room for it
             able = np.flatnonzero(fits >= missing)
             able = able[fits[able] == fits[able].min()]
-            return [*chosen, (int(able[free.whole[able].argmin()]), missing)]
+            return [*chosen, (int(able[whole[able].argmin()]), missing)]
         same = np.flatnonzero(fits == room)
-        same = same[np.argsort(free.whole[same], kind="stable")]
+        same = same[np.argsort(whole[same], kind="stable")]
         taken = same[: missing // room] if room else same
         chosen += [(node, room) for node in taken.tolist()]
         missing -= room * len(taken)
@@ -149,8 +150,24 @@ def _nodes_for(job: JobRequest, fits: Ints, free: FreeCapacity) -> list[tuple[in
             fits[taken] = 0
             able = np.flatnonzero(fits >= missing)
             able = able[fits[able] == fits[able].min()]
-            return [*chosen, (int(able[free.whole[able].argmin()]), missing)]
+            return [*chosen, (int(able[whole[able].argmin()]), missing)]
     return chosen
+
+
+AbleNode = tuple[int, int, int]  # what is left there, the node, and how many tasks of a job fit
+
+
+def packed_among(job: JobRequest, able: list[AbleNode]) -> list[tuple[int, int]]:
+    """The nodes of `pack_gang` for a job that asks for more than whole GPUs, if these are all that could take a
+    task, and enough. What is left: free GPUs, or thousandths of them where a single task asks for a share."""
+    if job.tasks == 1:
+        return [(min(able)[1], 1)]
+    able.sort()
+    if max([tasks for _, _, tasks in able]) == 1:
+        return [(node, 1) for _, node, _ in able[: job.tasks]]
+    able.sort(key=lambda one: one[1])
+    left, nodes, tasks = zip(*able, strict=True)
+    return [(nodes[at], some) for at, some in _nodes_for(job.tasks, np.array(tasks), np.array(left))]
 
 
 def task_places(job: JobRequest, free: FreeCapacity, counts: list[tuple[int, int]]) -> tuple[TaskPlace, ...]:
@@ -165,24 +182,28 @@ def task_places(job: JobRequest, free: FreeCapacity, counts: list[tuple[int, int
         if tasks == 1 and job.gpus_per_task == gpus and gpus > 1:
             places.append(free.whole_place(node))
             continue
-        name, shares = free.nodes[node].name, free.gpu_milli[node].tolist()
-        if job.gpus_per_task and not job.fractional:
-            able, each = [gpu for gpu, share in enumerate(shares) if share == WHOLE_GPU], job.gpus_per_task
-            if single:
-                every = free.single_places(node)
-                places += [every[gpu] for gpu in able[:tasks]]
-                continue
-            places += [
-                TaskPlace(name, tuple(able[first : first + each])) for first in range(0, tasks * each, each)
-            ]
-            continue
-        for _ in range(tasks):
-            if job.gpus_per_task == 0:
-                places.append(TaskPlace(name))
-                continue
-            fullest = min(
-                (gpu for gpu, share in enumerate(shares) if share >= job.gpu_milli), key=shares.__getitem__
-            )
-            shares[fullest] -= job.gpu_milli
-            places.append(TaskPlace(name, (fullest,)))
+        chosen = task_gpus(job, free.gpu_milli[node].tolist(), tasks)
+        if single:
+            every = free.single_places(node)
+            places += [every[gpu] for (gpu,) in chosen]
+        else:
+            places += [TaskPlace(free.nodes[node].name, one) for one in chosen]
     return tuple(places)
+
+
+def task_gpus(job: JobRequest, shares: list[int], tasks: int) -> list[tuple[int, ...]]:
+    """The GPUs of each of so many tasks on one node. `shares`: what is free of each of its GPUs."""
+    each = job.gpus_per_task
+    if not each:
+        return [()] * tasks
+    if not job.fractional:
+        able = [gpu for gpu, share in enumerate(shares) if share == WHOLE_GPU]
+        return [tuple(able[first : first + each]) for first in range(0, tasks * each, each)]
+    chosen: list[tuple[int, ...]] = []
+    for _ in range(tasks):
+        fullest = min(
+            (gpu for gpu, share in enumerate(shares) if share >= job.gpu_milli), key=shares.__getitem__
+        )
+        shares[fullest] -= job.gpu_milli
+        chosen.append((fullest,))
+    return chosen

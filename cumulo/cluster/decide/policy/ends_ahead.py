@@ -1,25 +1,30 @@
-"""The ends of running jobs, played ahead: after which of them a gang fits that asks for more than whole GPUs, and
-the cluster at that moment. Reservations ask; what they found is kept from one decision to the next, because most
-of it stays as it is: a job that ends as predicted changes nothing at a later moment.
+"""The ends of running jobs, played ahead: after which of them a gang fits that asks for more than whole GPUs, on
+which nodes, and what is free at that moment on the nodes that somebody asks about. Reservations ask.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from cumulo.cluster.decide.check import has_left, left_on, take_from
-from cumulo.cluster.decide.fit import Placer
-from cumulo.cluster.decide.fit_tables import fit_table
+from cumulo.cluster.decide.fit import AbleNode, Placer, pack_gang, packed_among, task_gpus
+from cumulo.cluster.decide.fit_tables import FitTable, fit_table
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.node_state import NodeState
-from cumulo.cluster.decide.nodes import FreeCapacity
+from cumulo.cluster.decide.nodes import FreeCapacity, members
 from cumulo.cluster.decide.running import RunningView
 from cumulo.cluster.decide.snapshot import SameState, Snapshot
 
 _MOST_KEPT = 32  # reserved jobs
-_MOST_CHANGES = 10_000  # of the running jobs that are written down
-_MANY_CHANGES = 64  # since a moment was last asked for: it is made anew
 
 Places = tuple[TaskPlace, ...]
-_Change = tuple[RunningJob, bool]  # a job, and whether it ended; else it started
+
+
+@dataclass(frozen=True, slots=True)
+class EndsUntil:
+    """The ends after which all tasks of a gang fit."""
+
+    played: list[RunningJob]
+    packed: list[tuple[int, int]]  # the nodes that `pack_gang` would choose then, and the tasks on each
 
 
 def ends_until_it_fits(
@@ -27,8 +32,8 @@ def ends_until_it_fits(
     free: FreeCapacity,
     ends: Sequence[tuple[float, str]],
     running: Callable[[str], RunningJob],
-) -> list[RunningJob] | None:
-    """The jobs after whose ends, one after another, all tasks of a gang fit; None: not even after all of them."""
+) -> EndsUntil | None:
+    """The ends, one after another, after which all tasks of a gang fit; None: not even after all of them."""
     left: _LeftShares | _LeftNodes = (_LeftShares if job.fractional else _LeftNodes)(job, free)
     played = list[RunningJob]()
     missing, each = job.tasks - left.able, max(1, job.gpus_per_task)
@@ -41,7 +46,7 @@ def ends_until_it_fits(
             continue  # by the GPUs alone it is not enough yet
         missing = job.tasks - left.count()
         if missing <= 0:
-            return played
+            return EndsUntil(played, packed_among(job, left.able_nodes()))
     return None
 
 
@@ -51,7 +56,7 @@ class _LeftNodes:
 
     def __init__(self, job: JobRequest, free: FreeCapacity) -> None:
         table = fit_table(job, free)
-        self.job, self.free, self.fits = job, free, table.fits
+        self.job, self.free, self.table, self.fits = job, free, table, table.fits
         self.able = table.total  # tasks that fit, when they were last counted
         self.gains: dict[int, list[int]] = {}  # of each node: whole GPUs, thousandths of cores, and memory
         self.tasks: dict[int, int] = {}  # that were counted there
@@ -96,13 +101,22 @@ class _LeftNodes:
         self.changed.clear()
         return self.able
 
+    def able_nodes(self) -> list[AbleNode]:
+        """All nodes that could take a task, as they were last counted."""
+        whole, gains = self.free.whole, self.gains
+        found = [
+            (whole.item(node) + gains[node][0], node, tasks) for node, tasks in self.tasks.items() if tasks
+        ]
+        others = _able_besides(self.tasks, self.table)
+        return found + [(whole.item(node), node, self.fits.item(node)) for node in others]
+
 
 class _LeftShares:
     """The same for a gang that asks for shares of GPUs: what is free of every GPU."""
 
     def __init__(self, job: JobRequest, free: FreeCapacity) -> None:
         table = fit_table(job, free)
-        self.job, self.free, self.fits = job, free, table.fits
+        self.job, self.free, self.table, self.fits = job, free, table, table.fits
         self.able = table.total  # tasks that fit, when they were last counted
         self.states: dict[int, NodeState | None] = {}  # None: of no use for the gang
         self.tasks: dict[int, int] = {}  # that were counted there
@@ -136,28 +150,63 @@ class _LeftShares:
         self.changed.clear()
         return self.able
 
+    def able_nodes(self) -> list[AbleNode]:
+        """All nodes that could take a task, as they were last counted."""
+        free, tasks = self.free, self.tasks
+        found = [
+            (self._left(one.shares), node, tasks[node])
+            for node, one in self.states.items()
+            if one and tasks[node]
+        ]
+        others = _able_besides(tasks, self.table)
+        return found + [
+            (self._left(free.gpu_milli[node].tolist()), node, self.fits.item(node)) for node in others
+        ]
+
+    def _left(self, shares: list[int]) -> int:
+        return sum(shares) if self.job.tasks == 1 else shares.count(WHOLE_GPU)
+
+
+def _able_besides(counted: dict[int, int], table: FitTable) -> list[int]:
+    """Nodes that could take a task now, without those that were counted."""
+    if not table.total:
+        return []
+    return [node for node in members(table.able, table.total) if node not in counted]
+
 
 class Moment:
-    """The cluster when a reserved job starts, and where that job is then. It is kept while others start and end."""
+    """What is free when a reserved job starts, next to that job, on the nodes that somebody asks about."""
 
-    def __init__(self, job: JobRequest, free: FreeCapacity, started: Iterable[RunningJob], seen: int) -> None:
-        """`started`: by this decision, which are left out."""
-        self.job, self.of = job, free
-        self.nodes, self.ready = free.nodes, free.ready
-        self.free = free.copy()
-        for one in started:
-            self.free.release(one.request, one.places)
-        self.seen = seen  # so many changes of the running jobs are in it
-        self._played: dict[str, RunningJob] = {}  # running jobs that have ended then
-        self._on: dict[str, list[TaskPlace]] = {}  # tasks of the reserved job, on each node
-        self._left: dict[str, list[int]] = {}  # next to them, on the nodes that somebody asked about
-        self._before: list[RunningJob] = []  # started by the decision before the reserved job was placed
-        self._after: list[tuple[JobRequest, Places]] = []  # and after it
+    def __init__(
+        self, job: JobRequest, free: FreeCapacity, ends: EndsUntil, started: Sequence[RunningJob], after: int,
+        place: Placer,
+    ) -> None:  # fmt: skip
+        """`started`: by the decision, whose list grows; so many of them before the start was reserved."""
+        self.job, self._free = job, free
+        self._started, self._after = started, after
+        self._ended: dict[
+            str, list[tuple[JobRequest, tuple[int, ...]]]
+        ] = {}  # tasks that ended, on each node
+        for one in ends.played:
+            for task in one.places:
+                self._ended.setdefault(task.node, []).append((one.request, task.gpus))
+        self._left: dict[str, list[int]] = {}  # on the nodes that somebody asked about
+        self._tasks: dict[str, int] = {}  # of the reserved job, on each node
+        self._on: dict[str, list[tuple[int, ...]]] | None = None  # their GPUs, where the placer chose them
+        if place is pack_gang:
+            self._tasks = {free.nodes[node].name: tasks for node, tasks in ends.packed}
+        else:
+            self._on = self._placed(ends, place)
 
-    def is_of(self, job: JobRequest, free: FreeCapacity) -> bool:
-        """Whether it can be brought up to date: the same job, on the same nodes."""
-        same = self.job is job and self.of is free
-        return same and self.nodes is free.nodes and self.ready is free.ready
+    def _placed(self, ends: EndsUntil, place: Placer) -> dict[str, list[tuple[int, ...]]]:
+        then = self._free.copy()
+        for one in [*self._started[self._after :], *ends.played]:
+            then.release(one.request, one.places)
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for task in place(self.job, then) or ():
+            found.setdefault(task.node, []).append(task.gpus)
+        assert found  # placers find places where there are enough
+        return found
 
     def has_room(self, job: JobRequest, places: Places) -> bool:
         """Whether these places are free then."""
@@ -171,82 +220,44 @@ class Moment:
                 return False
         return True
 
+    def add(self, job: JobRequest, places: Places) -> None:
+        """Another job that the decision starts now has these places then."""
+        for place in places:
+            take_from(self._left_beside(place.node), job, place.gpus, -1)
+
     def _left_beside(self, node: str) -> list[int]:
         """What is free on a node next to the reserved job. Many jobs ask about the same nodes."""
         known = self._left.get(node)
-        if known is None:
-            known = self._left[node] = left_on(self.free, self.free.index[node])
-            for task in self._on.get(node, ()):
-                take_from(known, self.job, task.gpus, -1)
-        return known
-
-    def add(self, job: JobRequest, places: Places) -> None:
-        """Another job that the decision starts has these places then."""
-        self.free.allocate(job, places)
-        self._after.append((job, places))
-        for place in places:
-            self._left.pop(place.node, None)
-
-    def update(
-        self,
-        changes: Sequence[_Change],
-        played: Iterable[RunningJob],
-        before: list[RunningJob],
-        place: Placer,
-    ) -> None:
-        """Takes back what the last decision tried, and brings it up to date. `played`: the running jobs that have
-        ended then; `before`: those that this decision started before, and that still run then."""
-        self._left.clear()
-        for job, places in self._after:
-            self.free.release(job, places)
-        self._after.clear()
-        moves = self._moves(changes, {one.job_id: one for one in played})
-        told = hasattr(place, "started")  # such a placer looks at more than what is free
-        moves = [*((one, True) for one in self._before), *moves, *((one, False) for one in before)]
-        self._before = before
-        if moves or told or not self._on:
-            for one, ends in moves:
-                (self.free.release if ends else self.free.allocate)(one.request, one.places)
-            self._on = {}
-            for task in place(self.job, self.free) or ():
-                self._on.setdefault(task.node, []).append(task)
-            assert self._on  # placers find places where there are enough
-
-    def _moves(self, changes: Sequence[_Change], played: dict[str, RunningJob]) -> list[_Change]:
-        """Jobs, and whether they end: a job that was to have ended then, and did, is not among them."""
-        moves: list[_Change] = []
-        for one, ends in changes:
-            if ends and self._played.get(one.job_id) is one:
-                del self._played[one.job_id]
-            elif not ends and played.get(one.job_id) is one:
-                self._played[one.job_id] = one
-            else:
-                moves.append((one, ends))
-        moves += [(one, True) for name, one in played.items() if self._played.get(name) is not one]
-        moves += [(one, False) for name, one in self._played.items() if played.get(name) is not one]
-        self._played = played
-        return moves
+        if known is not None:
+            return known
+        left = self._left[node] = left_on(self._free, self._free.index[node])
+        for request, gpus in self._ended.get(node, ()):
+            take_from(left, request, gpus, 1)
+        # Those that the decision started since end before, or they would have asked about this node.
+        for one in self._started[self._after :]:
+            for task in one.places:
+                if task.node == node:
+                    take_from(left, one.request, task.gpus, 1)
+        if self._on is not None:
+            own = self._on.get(node, [])
+        else:
+            own = task_gpus(self.job, left[2:], self._tasks.get(node, 0))
+        for gpus in own:
+            take_from(left, self.job, gpus, -1)
+        return left
 
 
 class EndsAhead(RunningView):
-    """What was found for reserved jobs, kept up to date with the jobs that run."""
+    """What was found for reserved jobs: it holds until a job starts or ends."""
 
     def __init__(self) -> None:
-        self._changes: list[_Change] = []
-        self._moments: dict[str, Moment] = {}
-        self._ends: dict[str, tuple[JobRequest, SameState, list[RunningJob] | None]] = {}
+        self._ends: dict[str, tuple[JobRequest, SameState, EndsUntil | None]] = {}
 
     def add(self, job: RunningJob) -> None:
-        self._change(job, False)
+        pass  # the state of the cluster tells
 
     def remove(self, job: RunningJob) -> None:
-        self._change(job, True)
-
-    def _change(self, job: RunningJob, ends: bool) -> None:
-        if len(self._changes) >= _MOST_CHANGES:
-            self._changes.clear()
-            self._moments.clear()
-        self._changes.append((job, ends))
+        pass
 
     def until_it_fits(
         self,
@@ -254,7 +265,7 @@ class EndsAhead(RunningView):
         snapshot: Snapshot,
         ends: Sequence[tuple[float, str]],
         started: Sequence[RunningJob],
-    ) -> list[RunningJob] | None:
+    ) -> EndsUntil | None:
         """As `ends_until_it_fits`, next to the jobs that this decision started."""
         new, running = {one.job_id: one for one in started}, snapshot.running
         known = None if new else self._ends.get(job.job_id)
@@ -267,28 +278,3 @@ class EndsAhead(RunningView):
                 self._ends.clear()
             self._ends[job.job_id] = job, state, found
         return found
-
-    def moment(
-        self,
-        job: JobRequest,
-        free: FreeCapacity,
-        played: Sequence[RunningJob],
-        started: Sequence[RunningJob],
-        before: int,
-        place: Placer,
-    ) -> Moment:
-        """The cluster after these ends. `started`: by this decision, so many of them before the reservation."""
-        moment = self._moments.pop(job.job_id, None)
-        count = len(self._changes)
-        if moment is None or not moment.is_of(job, free) or count - moment.seen > _MANY_CHANGES:
-            moment = Moment(job, free, started, count)
-        new, gone = {one.job_id for one in started}, {one.job_id for one in played}
-        still = [one for one in started[:before] if one.job_id not in gone]
-        moment.update(
-            self._changes[moment.seen :], [one for one in played if one.job_id not in new], still, place
-        )
-        moment.seen = count
-        if len(self._moments) >= _MOST_KEPT:
-            del self._moments[next(iter(self._moments))]
-        self._moments[job.job_id] = moment
-        return moment

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from cumulo.cluster.decide.fit import Placer, first_gpus, only_gpus, pack_gang, tightest
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, node_mask
-from cumulo.cluster.decide.policy.ends_ahead import EndsAhead, Moment
+from cumulo.cluster.decide.policy.ends_ahead import EndsAhead, EndsUntil, Moment
 from cumulo.cluster.decide.releases import Releases, Start
 from cumulo.cluster.decide.running import table_of
 from cumulo.cluster.decide.snapshot import Snapshot
@@ -22,7 +22,7 @@ class Reservation:
     job: JobRequest
     start_s: float
     start: Start | None  # of a gang of whole GPUs; others have the whole cluster at that moment instead
-    played: Sequence[RunningJob] = ()  # the jobs that have ended then
+    ends: EndsUntil | None = None  # of the jobs that have ended then
     after: int = 0  # so many jobs were started before it was made
     then: Moment | None = None
 
@@ -177,16 +177,17 @@ class Reservations:
 
     def _after_ends(self, job: JobRequest, ends: Sequence[tuple[float, str]]) -> Reservation | None:
         """For jobs that ask for more than whole GPUs: end by end."""
-        played = self._ahead.until_it_fits(job, self.snapshot, ends, self.started)
-        if played is None:
+        found = self._ahead.until_it_fits(job, self.snapshot, ends, self.started)
+        if found is None:
             return None
-        start_s = max(ends[len(played) - 1][0], self.snapshot.now_s)
-        return Reservation(job, start_s, None, played, len(self.started))
+        start_s = max(ends[len(found.played) - 1][0], self.snapshot.now_s)
+        return Reservation(job, start_s, None, found, len(self.started))
 
     def _then(self, one: Reservation) -> Moment:
         """The cluster at the moment of a reserved start. Worked out when somebody asks: often nobody does."""
         if one.then is None:
-            one.then = self._ahead.moment(one.job, self.free, one.played, self.started, one.after, self.place)
+            assert one.ends is not None
+            one.then = Moment(one.job, self.free, one.ends, self.started, one.after, self.place)
         return one.then
 
     @cached_property
