@@ -29,6 +29,12 @@ def tell_stopped(place: Placer, stopped: Iterable[RunningJob]) -> None:
             told(one.request, one.places)
 
 
+def packs(place: Placer, job: JobRequest) -> bool:
+    """Whether a placer is known to place this job as `pack_gang` does."""
+    told = getattr(place, "packs", None)
+    return place is pack_gang or (told is not None and told(job))
+
+
 def tasks_that_fit(job: JobRequest, free: FreeCapacity) -> Ints:
     """Of each node: how many tasks of this job it could take now. To look at only."""
     return fit_table(job, free).fits

@@ -115,6 +115,9 @@ class _TopologyOfTheMoment:
         assert self.now is not None
         return self.now(job, free)
 
+    def packs(self, job: JobRequest) -> bool:
+        return TopologyPlacer.packs(job)
+
     def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
         assert self.now is not None
         self.now.started(job, places)

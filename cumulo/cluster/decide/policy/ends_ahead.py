@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cumulo.cluster.decide.check import has_left, left_on, take_from
-from cumulo.cluster.decide.fit import AbleNode, Placer, pack_gang, packed_among, task_gpus
+from cumulo.cluster.decide.fit import AbleNode, Placer, packed_among, packs, task_gpus
 from cumulo.cluster.decide.fit_tables import FitTable, fit_table
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.node_state import NodeState
@@ -19,12 +19,13 @@ _MOST_KEPT = 32  # reserved jobs
 Places = tuple[TaskPlace, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EndsUntil:
     """The ends after which all tasks of a gang fit."""
 
     played: list[RunningJob]
     packed: list[tuple[int, int]]  # the nodes that `pack_gang` would choose then, and the tasks on each
+    then: FreeCapacity | None = None  # the cluster at that moment, for placers that look at all of it
 
 
 def ends_until_it_fits(
@@ -193,17 +194,18 @@ class Moment:
         self._left: dict[str, list[int]] = {}  # on the nodes that somebody asked about
         self._tasks: dict[str, int] = {}  # of the reserved job, on each node
         self._on: dict[str, list[tuple[int, ...]]] | None = None  # their GPUs, where the placer chose them
-        if place is pack_gang:
+        if packs(place, job):
             self._tasks = {free.nodes[node].name: tasks for node, tasks in ends.packed}
         else:
             self._on = self._placed(ends, place)
 
     def _placed(self, ends: EndsUntil, place: Placer) -> dict[str, list[tuple[int, ...]]]:
-        then = self._free.copy()
-        for one in [*self._started[self._after :], *ends.played]:
-            then.release(one.request, one.places)
+        if ends.then is None:
+            ends.then = self._free.copy()
+            for one in [*self._started[self._after :], *ends.played]:
+                ends.then.release(one.request, one.places)
         found: dict[str, list[tuple[int, ...]]] = {}
-        for task in place(self.job, then) or ():
+        for task in place(self.job, ends.then) or ():
             found.setdefault(task.node, []).append(task.gpus)
         assert found  # placers find places where there are enough
         return found

@@ -43,7 +43,7 @@ class TopologyPlacer:
     why: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
-        if job.tasks == 1 or not job.gpus_per_task or job.fractional:
+        if self.packs(job):
             return pack_gang(job, free)
         if slots(job, free) < job.tasks:
             return None
@@ -58,6 +58,11 @@ class TopologyPlacer:
         if counts is None:
             counts = _take(job.tasks, fits, [self.leaves.nodes[best.leaf]])
         return task_places(job, free, counts)
+
+    @staticmethod
+    def packs(job: JobRequest) -> bool:
+        """Whether there is nothing to choose between."""
+        return job.tasks == 1 or not job.gpus_per_task or job.fractional
 
     def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
         """Those that are placed after this gang share the uplinks with it, as they do with the running ones."""
