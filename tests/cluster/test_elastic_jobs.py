@@ -126,7 +126,7 @@ def test_a_burst_is_decided_in_parts_and_no_job_is_much_later(name, monkeypatch)
 
 
 def test_parts_keep_to_the_limits_of_tenants(monkeypatch):
-    monkeypatch.setattr(policy, "_MOST_LIMITED", 32)
+    monkeypatch.setattr(policy, "_MOST_JOBS", 32)
     monkeypatch.setattr(policy, "_MOST_CHANGES", 10)
     size = WorkloadSize(nodes=30, jobs=300, load=2.0, seed=3, elastic=True)
     workload = workload_named("tenants", size)

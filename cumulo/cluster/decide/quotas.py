@@ -39,11 +39,12 @@ class QuotaBook:
         has = self._milli.get(tenant, 0) / WHOLE_GPU if known is None else known
         return has + gpus <= quota.gpus + quota.borrow_gpus + _LITTLE
 
-    def left(self, job: JobRequest) -> tuple[float, float]:
-        """GPUs that its tenant has, and up to how many `refuses` allows."""
-        quota = self.quotas.get(job.tenant)
-        most = float("inf") if quota is None else quota.gpus + quota.borrow_gpus + _LITTLE
-        return self.used(job.tenant), most
+    def left_to(self, tenant: str) -> float:
+        """So many GPUs more it may have; negative: it has too many."""
+        quota = self.quotas.get(tenant)
+        if quota is None:
+            return float("inf")
+        return quota.gpus + quota.borrow_gpus + _LITTLE - self.used(tenant)
 
     def count(self, job: JobRequest, gpus: float) -> None:
         """A job of the tenant gains so many GPUs, or loses them."""

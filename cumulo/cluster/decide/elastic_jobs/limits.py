@@ -5,11 +5,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs
-from cumulo.cluster.decide.elastic_jobs.sizes import Floats, TenantLimits
-from cumulo.cluster.decide.nodes import Ints
+from cumulo.cluster.decide.elastic_jobs.prices import Floats
+from cumulo.cluster.decide.elastic_jobs.sizes import NO_LIMIT, TenantLimits
 from cumulo.cluster.decide.quotas import QuotaBook
 
-_NO_LIMIT = 1 << 40
 # Waiting jobs that are looked at besides those for which there are GPUs: of all, and of a tenant with a limit.
 _MORE, _MORE_OF_TENANT = 4096, 64
 
@@ -20,13 +19,11 @@ def tenant_limits(jobs: ActiveJobs, book: QuotaBook, parts: int = 1) -> TenantLi
     if not book.quotas:
         return None
     tenant, names = jobs.tenant, list(jobs.numbers.tenants)
-    room: Ints = np.full(len(names), _NO_LIMIT)
+    there = np.flatnonzero(np.bincount(tenant, minlength=len(names)))
+    left = np.full(len(names), NO_LIMIT)
+    left[there] = np.minimum([book.left_to(names[number]) for number in there.tolist()], NO_LIMIT)
     has = np.bincount(tenant, jobs.current, len(names)).astype(np.int64)
-    for number in np.flatnonzero(np.bincount(tenant, minlength=len(names))).tolist():
-        quota = book.quotas.get(names[number])
-        if quota is not None:
-            left = int(quota.gpus + quota.borrow_gpus - book.used(names[number]) + 1e-9)
-            room[number] = has[number] + -(-max(0, left) // parts)
+    room = has - np.maximum(left, 0) // -parts
     return TenantLimits(tenant, room)
 
 

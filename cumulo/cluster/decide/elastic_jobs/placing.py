@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cumulo.cluster.decide.check import has_room
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.fit import only_gpus, task_places, tasks_that_fit, tightest
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
@@ -19,46 +18,89 @@ SizeChange = tuple[JobRequest, tuple[TaskPlace, ...], int]  # a job, the places 
 def placed(
     changes: Sequence[SizeChange], node_gpus: int, free: FreeCapacity, book: QuotaBook
 ) -> list[Decision]:
-    """Each is placed anew, in this order; one for which there is no room gets fewer GPUs."""
-    for job, had, _ in changes:
-        if had:
-            free.release(job, had)
-    decided: list[Decision] = []
+    """What shrinks or ends comes before what grows or starts, so that its GPUs are there for others, and no moment
+    holds more than there is. One for which there is no room gets fewer GPUs. A job that would grow has its places
+    until there are more for it: it is not restarted for nothing."""
+    stopped: list[Decision] = []
     resized: list[Decision] = []
+    started: list[Decision] = []
     told = 0
     for job, had, size in changes:
-        # Not before: until a job's turn comes, its tenant needs room for what it has, as it may keep it.
+        if size >= len(had):
+            continue
+        free.release(job, had)
         book.count(job, -len(had))
-        places = None
-        empty = _empty_nodes(job, free, node_gpus) if size > node_gpus else 0
-        has, most = book.left(job)
-        while size and places is None:
-            if size == len(had) and has_room(job, had, free):
-                places = had  # it wanted more, and there is none: no restart
-            elif size > node_gpus and size // node_gpus > empty:
-                pass  # there are not so many
-            elif size <= len(had) or has + size <= most:
-                places = _places(job, size, free, node_gpus)
-            if places is None:
-                size = size - node_gpus if size > node_gpus else size - 1
+        places = _largest(job, size, 0, free, node_gpus)
         if places is None:
-            if had:
-                decided.append(Eviction(job.job_id, "its GPUs add more goodput to other jobs"))
-            elif (told := told + 1) <= MOST_REASONS:
-                why = book.refuses(job, 1) or "no GPU adds more goodput here than where it is"
-                decided.append(Waits(job.job_id, why))
-            continue
-        free.allocate(job, places)
-        book.count(job, size)
-        if places is had:
-            continue
-        why = f"{size} GPUs: one more would add more goodput to another job"
-        if had:
-            resized.append(Resize(job.job_id, places, why))
+            stopped.append(Eviction(job.job_id, "its GPUs add more goodput to other jobs"))
         else:
-            resized.append(JobPlacement(job.job_id, places, why))
-    # What shrinks or ends comes before what grows, so that no moment holds more than there is.
-    return decided + sorted(resized, key=lambda one: isinstance(one, JobPlacement))
+            free.allocate(job, places)
+            book.count(job, len(places))
+            resized.append(Resize(job.job_id, places, _why(places)))
+    elsewhere = _most_free(free)
+    for job, had, size in changes:
+        if size < len(had):
+            continue
+        size = int(min(size, len(had) + book.left_to(job.tenant)))
+        if had:
+            if _most_to_have(had, size, free, node_gpus, elsewhere) <= len(had):
+                continue
+            free.release(job, had)
+        places = _largest(job, size, len(had), free, node_gpus)
+        if places is not None:
+            free.allocate(job, places)
+            book.count(job, len(places) - len(had))
+            elsewhere = _most_free(free)
+            if had:
+                resized.append(Resize(job.job_id, places, _why(places)))
+            else:
+                started.append(JobPlacement(job.job_id, places, _why(places)))
+        elif had:
+            free.allocate(job, had)
+        elif (told := told + 1) <= MOST_REASONS:
+            why = book.refuses(job, 1) or "no GPU adds more goodput here than where it is"
+            stopped.append(Waits(job.job_id, why))
+    return stopped + resized + started
+
+
+def _why(places: Sequence[TaskPlace]) -> str:
+    return f"{len(places)} GPUs: one more would add more goodput to another job"
+
+
+def _most_free(free: FreeCapacity) -> int:
+    """On one node."""
+    return max([gpus for gpus, nodes in enumerate(free.tally) if nodes])
+
+
+def _most_to_have(
+    had: Sequence[TaskPlace], size: int, free: FreeCapacity, node_gpus: int, elsewhere: int
+) -> int:
+    """A running job that would have so many GPUs cannot get more than this; `elsewhere`: the most that are free on
+    one node."""
+    own = {had[0].node} if had[0].node == had[-1].node else {place.node for place in had}
+    if size > node_gpus:
+        nodes = min(size // node_gpus, free.tally[node_gpus] + len(own))
+        if nodes > 1:
+            return nodes * node_gpus
+    beside: int = max([free.whole.item(free.index[node]) for node in own])
+    return min(size, max(elsewhere, beside + len(had)))
+
+
+def _largest(
+    job: JobRequest, size: int, more_than: int, free: FreeCapacity, node_gpus: int
+) -> tuple[TaskPlace, ...] | None:
+    """Places for so many GPUs, or for as many as there are, but for more than those."""
+    empty = 0
+    if size > node_gpus:
+        size -= size % node_gpus
+        empty = _empty_nodes(job, free, node_gpus)
+    while size > more_than:
+        if size <= node_gpus or size // node_gpus <= empty:
+            places = _places(job, size, free, node_gpus)
+            if places is not None:
+                return places
+        size = size - node_gpus if size > node_gpus else size - 1
+    return None
 
 
 def _empty_nodes(job: JobRequest, free: FreeCapacity, node_gpus: int) -> int:

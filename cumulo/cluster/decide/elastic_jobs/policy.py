@@ -2,10 +2,11 @@
 next one adds most to the power mean of all jobs' speedups over a fair share, and a change must pay for the
 restart it costs.
 
-A decision is bounded. More than 8,192 jobs (3,072 with quotas) are parted at random, and the free GPUs with them,
-which costs little of the optimum where jobs are many and small (POP, Narayanan et al., SOSP 2021); each part is one
-decision. Of more than 400 changes the first are one decision, and the others the next ones. Players ask again at
-once. When a long queue is looked at for the first time, so many of its jobs are read in one decision.
+A decision is bounded. More than 8,192 jobs are parted at random, and the free GPUs with them, which costs little
+of the optimum where jobs are many and small (POP, Narayanan et al., SOSP 2021); each part is one decision. Of more
+than 400 changes (fewer where the sizes of thousands of jobs were chosen) the first are one decision, and the others
+the next ones. Players ask again at once. When a long queue is looked at for the first time, so many of its jobs are
+read in one decision.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +18,8 @@ from cumulo.cluster.decide.decisions import Decision, JobPlacement, Unfinished
 from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, elastic_rows
 from cumulo.cluster.decide.elastic_jobs.limits import looked_at, tenant_limits
 from cumulo.cluster.decide.elastic_jobs.placing import MOST_REASONS, SizeChange, placed
+from cumulo.cluster.decide.elastic_jobs.prices import Floats, Prices
 from cumulo.cluster.decide.elastic_jobs.sizes import (
-    Floats,
-    Prices,
     SizedGroup,
     choose_sizes,
     possible_sizes,
@@ -34,8 +34,8 @@ from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
 _MOST_JOBS = 8192  # whose sizes one decision chooses
-_MOST_LIMITED = 3072  # the same where tenants have limits, which takes twice as long
 _MOST_CHANGES = 400  # of one decision
+_LIKE_A_CHANGE = 32  # jobs whose sizes are chosen in the time that one change takes
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ def elastic(
         limits = tenant_limits(jobs, book)
         some = looked_at(jobs, weights, limits, gpus)
         if not moment.parts:
-            moment.parts = -(-int(some.sum()) // (_MOST_JOBS if limits is None else _MOST_LIMITED))
+            moment.parts = -(-int(some.sum()) // _MOST_JOBS)
         left = moment.parts - moment.chosen
         moment.chosen += 1
         if moment.parts > 1:
@@ -97,6 +97,7 @@ def elastic(
         moment, decided = unfinished, list[Decision]()
         if moment is None or moment.now_s != snapshot.now_s:
             moment = _Moment(snapshot.now_s)
+        most = _MOST_CHANGES
         if not moment.changes:
             jobs = elastic_rows(snapshot)
             if jobs.unread > _MOST_JOBS // 2:
@@ -104,12 +105,13 @@ def elastic(
             if not moment.chosen:
                 decided = _rigid(jobs.rigid, snapshot, free, book)
             moment.changes = chosen(jobs, moment, free, book)
-            if len(moment.changes) > _MOST_CHANGES:  # what frees GPUs comes first
+            most -= min(len(jobs), _MOST_JOBS) // _LIKE_A_CHANGE
+            if len(moment.changes) > most:  # what frees GPUs comes first
                 moment.changes.sort(key=lambda one: one[2] >= len(one[1]))
-            changes = moment.changes[:_MOST_CHANGES]
+            changes = moment.changes[:most]
         else:
-            changes = _still(moment.changes[:_MOST_CHANGES], snapshot)
-        moment.changes = moment.changes[_MOST_CHANGES:]
+            changes = _still(moment.changes[:most], snapshot)
+        moment.changes = moment.changes[most:]
         decided += placed(changes, node_gpus, free, book)
         unfinished = moment if moment.changes or moment.chosen < moment.parts else None
         if unfinished is not None:

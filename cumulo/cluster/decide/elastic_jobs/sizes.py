@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cumulo.cluster.decide.elastic_jobs.prices import NEAR, SAVES, Floats, Prices, price_brackets
 from cumulo.cluster.decide.nodes import Ints
 
-Floats = NDArray[np.float64]
 _Steps = tuple[Floats, Ints, Ints, Ints]
 SizedGroup = tuple[Ints, Floats]  # rows of jobs, and what each of their sizes costs
 _WIDTHS = (6, 10, 18, 1 << 30)  # possible sizes of the jobs that are looked at together
-_SAVES = 1e-9  # a step must save more
 _FEW = 256  # steps that are sorted
-_MORE = 1.25  # steps are priced again when there are so many times more of them
-_NEAR = 1.2  # times or divided by the last price
-_NO_PRICE = 1e30  # at which nobody wants a GPU
 # The length of a step that is not possible: finite, because inf / inf would be better than every other.
 _NO_STEP = 1e300
 _ALL_NODES = (
     16  # up to so many nodes every number of them is a possible size; beyond, the next is a quarter more
 )
+
+
+NO_LIMIT = 1 << 40
+_CHEAPEST = 1.5  # part of the price at which all fits that is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +67,6 @@ def size_groups(options: Ints, largest: Ints) -> list[tuple[Ints, int]]:
     return found
 
 
-class Prices:
-    """What a GPU was worth at the last decision, to everybody and within each tenant's limit; 0: nobody knows. The
-    next decision begins near it: without, its result is the same after more steps."""
-
-    def __init__(self) -> None:
-        self.of_all = 0.0
-        self.of_tenant: Floats = np.zeros(0)
-
-    def of_jobs(self, jobs: int, limits: TenantLimits | None) -> Floats:
-        if limits is None:
-            return np.full(jobs, self.of_all)
-        return np.maximum(self.of_all, self.of_tenants(len(limits.room))[limits.tenant])
-
-    def of_tenants(self, tenants: int) -> Floats:
-        if len(self.of_tenant) != tenants:
-            known = self.of_tenant[:tenants]
-            self.of_tenant = np.append(known, np.zeros(tenants - len(known)))
-        return self.of_tenant
-
-
 def choose_sizes(
     groups: Sequence[SizedGroup],
     options: Ints,
@@ -96,21 +76,32 @@ def choose_sizes(
 ) -> Ints:
     """Of each job: its size. A group is rows of jobs, and their costs [jobs, options]; the first option is 0."""
     prices = prices or Prices()
-    at = _best_at(groups, options, np.full(sum(len(rows) for rows, _ in groups), _SAVES))
+    at = _best_at(groups, options, np.full(sum(len(rows) for rows, _ in groups), SAVES))
     tight = _too_many(options[at], gpus, limits)
     if not tight.any():
         return options[at]
     if not tight.all():  # the jobs of other tenants are as large as it pays
-        groups = [(rows[tight[rows]], costs[tight[rows]]) for rows, costs in groups]
-        groups = [(rows, costs) for rows, costs in groups if len(rows)]
+        groups = _some_of(groups, tight)
     at[tight] = 0
     gpus -= int(options[at].sum())
-    found = _chosen(groups, options, gpus, limits, prices, prices.of_jobs(len(at), limits))
-    if found is None:
-        found = _chosen(groups, options, gpus, limits, prices, np.zeros(len(at)))
+    near = _near(groups, options, gpus, limits or _no_limits(len(at)), prices)
+    found = _chosen(groups, options, gpus, limits, near)
+    if found is None:  # a price was off by a rounding error
+        far = np.zeros(len(at), dtype=np.int64), np.full(len(at), SAVES), np.inf
+        found = _chosen(groups, options, gpus, limits, far)
         assert found is not None
     at[tight] = found[tight]
     return options[at]
+
+
+def _some_of(groups: Sequence[SizedGroup], which: NDArray[np.bool_]) -> list[SizedGroup]:
+    """Some jobs of these groups."""
+    found = [(rows[which[rows]], costs[which[rows]]) for rows, costs in groups]
+    return [(rows, costs) for rows, costs in found if len(rows)]
+
+
+def _no_limits(jobs: int) -> TenantLimits:
+    return TenantLimits(np.zeros(jobs, dtype=np.int64), np.array([NO_LIMIT]))
 
 
 def _chosen(
@@ -118,28 +109,26 @@ def _chosen(
     options: Ints,
     gpus: int,
     limits: TenantLimits | None,
-    prices: Prices,
-    price: Floats,
+    near: tuple[Ints, Floats, float],
 ) -> Ints | None:
-    """The option of each job. `price`: near what a GPU is worth to it; None: it is worth more."""
-    at, worth = _near(price, groups, options, gpus, limits)
-    least = float((_NEAR * price[at > 0]).min(initial=np.inf))  # that the steps up to here save
+    """The option of each job. `near`: where to begin; None: a step is left that saves more than one up to there."""
+    at, worth, least = near
     left = gpus - int(options[at].sum())
     limits = limits and limits.without(options[at])
-    found = _worthwhile_steps(groups, options, at, left, limits, worth)
+    found = [
+        step
+        for rows, costs in groups
+        for step in _steps(costs, options[: costs.shape[1]], rows, at[rows], worth)
+    ]
     if not found:
         return at
     gains, jobs, targets, lengths = (np.concatenate(column) for column in zip(*found, strict=True))
     steps = len(gains)
     if limits is not None:
-        kept = _within_limits(gains, lengths, jobs, limits, prices)
+        kept = _within_limits(gains, lengths, jobs, limits)
         gains, jobs, targets, lengths = gains[kept], jobs[kept], targets[kept], lengths[kept]
     taken, left = _best_that_fit(gains, lengths, left)
-    worth_now = float(np.delete(gains, taken).max(initial=0.0))
-    prices.of_all = (
-        worth_now or prices.of_all / 2
-    )  # not 0 at once: often they are too few at every other decision
-    if worth_now > least:
+    if float(np.delete(gains, taken).max(initial=0.0)) > least:
         return None
     before = options[at]
     np.maximum.at(at, jobs[taken], targets[taken])
@@ -153,33 +142,47 @@ def _best_at(groups: Sequence[SizedGroup], options: Ints, price: Floats) -> Ints
     With the price of the least step that counts, that is where its steps end if nobody else wants GPUs."""
     at = np.zeros(len(price), dtype=np.int64)
     for rows, costs in groups:
-        at[rows] = (costs + price[rows][:, None] * options[: costs.shape[1]]).argmin(axis=1)
+        paid = np.einsum("i,j->ij", price[rows], options[: costs.shape[1]])  # twice as fast as broadcasting
+        paid += costs
+        at[rows] = paid.argmin(axis=1)
     return at
 
 
 def _near(
-    price: Floats, groups: Sequence[SizedGroup], options: Ints, gpus: int, limits: TenantLimits | None
-) -> tuple[Ints, Floats]:
-    """Options that jobs have reached for sure, because all steps that save far more than these prices fit; and what
-    a GPU is worth for sure to each job, because the steps that save little less do not fit."""
-    worth = np.full(len(price), _SAVES)
-    if not price.any():
-        return np.zeros(len(price), dtype=np.int64), worth
-    begin = _best_at(groups, options, np.where(price > 0, _NEAR * price, _NO_PRICE))
-    low = np.maximum(price / _NEAR, _SAVES)
-    more = options[_best_at(groups, options, low)]
-    if limits is None:
-        worth = low if more.sum() > gpus else worth
-    else:
-        wanted = np.bincount(limits.tenant, more, len(limits.room))
-        worth = np.where((wanted > limits.room)[limits.tenant], low, worth)
-        if np.minimum(wanted, limits.room).sum() > gpus:
-            np.maximum(worth, low.min(), out=worth)
-        fits = np.bincount(limits.tenant, options[begin], len(limits.room)) <= limits.room
-        begin[~fits[limits.tenant]] = 0
-    if options[begin].sum() > gpus:
-        begin[:] = 0
-    return begin, worth
+    groups: Sequence[SizedGroup], options: Ints, gpus: int, limits: TenantLimits, prices: Prices
+) -> tuple[Ints, Floats, float]:
+    """Options that jobs have reached for sure, because all steps that save more fit; what a GPU is worth for sure
+    to each job, because not all steps that save more fit; and what the steps up to here save at least."""
+    tenant, room = limits.tenant, limits.room
+
+    def wanted(price: Floats, some: Sequence[SizedGroup] = groups) -> Ints:
+        """By each tenant, where a GPU costs so much."""
+        return np.bincount(tenant, options[_best_at(some, options, price[tenant])], len(room))
+
+    def by_all(price: Floats) -> Ints:
+        return np.array([np.minimum(wanted(np.full(len(room), price)), room).sum()])
+
+    cheap = dear = np.array([SAVES])
+    if by_all(dear) > gpus:
+        cheap, dear = price_brackets(by_all, np.array([gpus]), np.array([prices.of_all]), dear)
+    least = np.full(len(room), dear)
+    has = wanted(least)
+    tight = has > room  # their limits bind even at this price
+    known = prices.of_tenants(len(room))
+    low = high = least
+    if tight.any():
+        those = _some_of(groups, tight[tenant])
+        low, high = price_brackets(
+            lambda price: wanted(price, those), room, np.where(tight, known, least), least
+        )
+    while cheap > SAVES:  # for sure only if the least that tenants get then does not fit
+        then = wanted(np.where(tight, high, cheap))
+        if np.where(then > room, has, then).sum() > gpus:
+            break
+        cheap = cheap / NEAR if cheap > dear / _CHEAPEST else np.array([SAVES])
+    prices.learn(float(dear[0]), np.where(tight, high, known))
+    at = _best_at(groups, options, high[tenant])
+    return at, np.where(tight, low, cheap)[tenant], float(high[tenant[at > 0]].min(initial=np.inf))
 
 
 def _too_many(sizes: Ints, gpus: int, limits: TenantLimits | None) -> NDArray[np.bool_]:
@@ -190,42 +193,6 @@ def _too_many(sizes: Ints, gpus: int, limits: TenantLimits | None) -> NDArray[np
         return np.zeros(len(sizes), dtype=np.bool_)
     beyond: NDArray[np.bool_] = np.bincount(limits.tenant, sizes, len(limits.room)) > limits.room
     return beyond[limits.tenant]
-
-
-def _worthwhile_steps(
-    groups: Sequence[SizedGroup],
-    options: Ints,
-    at: Ints,
-    gpus: int,
-    limits: TenantLimits | None,
-    worth: Floats,
-) -> list[_Steps]:
-    """All steps from these options that may be among the best. What a GPU is worth grows with the steps that are
-    known: those that save less are not looked for."""
-    found: list[_Steps] = []
-    total, priced = 0, float(gpus if limits is None else min(gpus, limits.room[limits.tenant].min()))
-    for rows, costs in groups:
-        for step in _steps(costs, options[: costs.shape[1]], rows, at[rows], worth):
-            found.append(step)
-            total += int(step[3].sum())
-            if total > _MORE * priced:
-                priced = total
-                _raise_worth(worth, found, gpus, limits)
-    return found
-
-
-def _raise_worth(worth: Floats, found: list[_Steps], gpus: int, limits: TenantLimits | None) -> None:
-    """To what the first step saves per GPU for which too few GPUs are left."""
-    gains, jobs, lengths = (np.concatenate([step[column] for step in found]) for column in (0, 1, 3))
-    if limits is not None:
-        prices = Prices()
-        kept = _within_limits(gains, lengths, jobs, limits, prices)
-        gains, lengths = gains[kept], lengths[kept]
-        np.maximum(worth, prices.of_tenant[limits.tenant], out=worth)
-    if lengths.sum() > gpus:
-        order = np.argsort(-gains, kind="stable")
-        first = int(np.searchsorted(np.cumsum(lengths[order]), gpus, side="right"))
-        np.maximum(worth, gains[order[first]], out=worth)
 
 
 def _by_tenant(gains: Floats, lengths: Ints, tenant: Ints, room: Ints) -> tuple[Ints, Ints]:
@@ -241,15 +208,11 @@ def _by_tenant(gains: Floats, lengths: Ints, tenant: Ints, room: Ints) -> tuple[
     return rest, needs - before[of]
 
 
-def _within_limits(
-    gains: Floats, lengths: Ints, jobs: Ints, limits: TenantLimits, prices: Prices
-) -> NDArray[np.bool_]:
-    """Which steps remain: of each tenant the best, up to the first for which it has too few GPUs left. It tells
-    what a GPU is worth there."""
+def _within_limits(gains: Floats, lengths: Ints, jobs: Ints, limits: TenantLimits) -> NDArray[np.bool_]:
+    """Which steps remain: of each tenant the best, up to the first for which it has too few GPUs left."""
     tenant, room = limits.tenant[jobs], limits.room
     order, needs = _by_tenant(gains, lengths, tenant, room)
     beyond = order[needs > room[tenant[order]]]
-    prices.of_tenants(len(room))[tenant[beyond[::-1]]] = gains[beyond[::-1]]  # the first is written last
     kept = np.ones(len(gains), dtype=np.bool_)
     kept[beyond] = False
     return kept
@@ -290,7 +253,7 @@ def _steps(costs: Floats, options: Ints, jobs: Ints, at: Ints, worth: Floats) ->
         now = costs[np.arange(len(at)), at]
         gain, target = _best_step(costs[:, first:], lengths[:, first:].take(at, 0), now)
         target += first
-        more = np.flatnonzero((gain >= worth.take(jobs)) & (gain > _SAVES))
+        more = np.flatnonzero((gain >= worth.take(jobs)) & (gain > SAVES))
         if len(more) < len(jobs):
             gain, target, at = gain.take(more), target.take(more), at.take(more)
             costs, jobs = costs.take(more, 0), jobs.take(more)
@@ -336,7 +299,7 @@ def _fill_up(
                 gain[those], target[those] = _best_step(costs[some], lengths, costs[some, at[those]])
         best = _best_of_tenants(gain, tenant) if apart else np.array([gain.argmax()])
         best = best[np.cumsum(options[target[best]] - options[at[best]]) <= left]
-        if not len(best) or gain[best[0]] <= _SAVES:
+        if not len(best) or gain[best[0]] <= SAVES:
             return
         needs = options[target[best]] - options[at[best]]
         left -= int(needs.sum())
@@ -349,6 +312,6 @@ def _fill_up(
 
 def _best_of_tenants(gain: Floats, tenant: Ints) -> Ints:
     """The row with the best step of each tenant, the best of all first."""
-    rows = np.flatnonzero(gain > _SAVES)
+    rows = np.flatnonzero(gain > SAVES)
     rows = rows[np.argsort(-gain[rows], kind="stable")]
     return rows[np.sort(np.unique(tenant[rows], return_index=True)[1])]
