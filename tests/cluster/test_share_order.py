@@ -8,7 +8,8 @@ import pytest
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.policy import share_order
+from cumulo.cluster.decide.policy import share_merge, share_order
+from cumulo.cluster.decide.policy.orders import rows_besides
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
@@ -29,26 +30,36 @@ def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
     monkeypatch.setattr(share_order, "_MORE_KEPT", 4)
     monkeypatch.setattr(share_order, "_FEWEST_KEPT", 5)
     monkeypatch.setattr(share_order, "_STRETCH", 3)
+    monkeypatch.setattr(share_merge, "_MANY", 4)
+    monkeypatch.setattr(share_merge, "_MOST_OF_ONE", 3)
     draw, queue, running, order = random.Random(6), JobQueue(), RunningTable(), share_order.ShareOrder()
     nodes = uniform_nodes(4, 8)
     free = FreeCapacity(nodes)
     quotas = {"x": TenantQuota("x", 8.0, weight=2.0)}
     seen = Counter()
-    for number in range(600):
+    for number in range(900):
         if draw.random() < 0.5 and len(queue):
             gone = queue.remove(draw.choice(list(queue)).job_id)
             if draw.random() < 0.5:
                 running.put(RunningJob(gone, (TaskPlace("node-0", (0,)),) * gone.tasks))
         if draw.random() < 0.2 and running:
             running.drop(draw.choice(list(running)))
-        if number < 400 or draw.random() < 0.3:
+        if number < 600 or draw.random() < 0.3:
             queue.add(some_job(draw, number), number)
         snapshot = Snapshot(0.0, nodes, queue, running, free, quotas)
         anew = share_order.ShareOrder()(Snapshot(0.0, nodes, tuple(queue), dict(running), free, quotas))
         expected = [row[0] for row in anew]
-        many = draw.choice((1, 5, 20, 999))
+        many = draw.choice((1, 5, 20, draw.randrange(1, 99), 999))
         if draw.random() < 0.5 or not expected:
-            assert [row[0] for row in itertools.islice(order(snapshot), many)] == expected[:many]
+            rows, read = order(snapshot), draw.choice((0, 1, 1, 2, 12))
+            assert [row[0] for row in itertools.islice(rows, read)] == expected[:read]
+            if draw.random() < 0.5:
+                assert [row[0] for row in itertools.islice(rows, many)] == expected[read : read + many]
+                continue
+            failed = {shape for shape in queue.by_shape if draw.random() < 0.7}
+            others = [job for job in expected[read : read + many] if queue.shapes[job.job_id] not in failed]
+            assert [row[0] for row in rows_besides(rows, failed, many)] == others
+            seen["besides", len(others) > 3] += 1
             continue
         lines, last = order.lines(snapshot, queue), draw.choice(expected)
         own, place_of = queue.by_tenant[last.tenant], lines.places(last.tenant)

@@ -1,13 +1,33 @@
 """The orders in which waiting jobs are tried. A queue keeps each of them from the first time it is asked for."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.decide.queue import SortKey, WaitingRow, by_arrival_key, rows_in_order
+from cumulo.cluster.decide.shapes import GangShape
 from cumulo.cluster.decide.snapshot import Snapshot
 
 Order = Callable[[Snapshot], Iterator[WaitingRow]]
 _STRETCH = 10.0
+
+
+class SkippingRows(Iterator[WaitingRow]):
+    """Waiting jobs in an order that is costly to make, where jobs that are passed over anyway cost less."""
+
+    @abstractmethod
+    def besides(self, failed: Container[GangShape], at_most: int) -> Iterable[WaitingRow]:
+        """The last that somebody reads: of the next so many jobs those of other shapes."""
+
+
+def rows_besides(
+    rows: Iterator[WaitingRow], failed: Container[GangShape], at_most: int
+) -> Iterable[WaitingRow]:
+    """Of the next so many jobs those of other shapes."""
+    if isinstance(rows, SkippingRows):
+        return rows.besides(failed, at_most)
+    return [row for row in itertools.islice(rows, at_most) if row[1] not in failed]
 
 
 def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:

@@ -12,7 +12,7 @@ from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
 from cumulo.cluster.decide.fit_tables import fit_table
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.policy.orders import KEYS, Order, by_arrival
+from cumulo.cluster.decide.policy.orders import KEYS, Order, by_arrival, rows_besides
 from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, TenantLines, quota_lines
 from cumulo.cluster.decide.policy.reservations import Places, Reservation, Reservations
 from cumulo.cluster.decide.queue import JobQueue, SortKey, WaitingRow, by_arrival_key
@@ -246,9 +246,8 @@ class _Trial:
         """Jobs behind one that waits. Most of them do not fit either: a glance at their shape tells."""
         failed, now_s = self.failed, self.snapshot.now_s
         self.hopeless = self.full() or self.nobody_fits()
-        tried = itertools.islice(rows, self.most)
         told = _MOST_REASONS if len(self.snapshot.waiting) < _LONG_QUEUE else 0
-        for job, shape, seconds, _, _ in itertools.islice(tried, told):
+        for job, shape, seconds, _, _ in itertools.islice(rows, told):
             if shape in failed or self.hopeless:
                 self.decided.append(Waits(job.job_id, self.why(job, shape)))
             elif now_s + seconds > self.harmful.get(shape, _ANY):
@@ -258,7 +257,7 @@ class _Trial:
         if self.hopeless:
             return
         # Most are of a shape that failed already; those of one that fails on the way are passed over below.
-        for job, shape, seconds, _, _ in [row for row in tried if row[1] not in failed]:
+        for job, shape, seconds, _, _ in rows_besides(rows, failed, self.most - told):
             if shape in failed or now_s + seconds > self.harmful.get(shape, _ANY):
                 continue
             if not self._tried(job, shape) or self.hopeless:

@@ -1,23 +1,26 @@
 """Waiting jobs in the order of fair shares (DRF, Ghodsi et al., NSDI 2011): `fair` reads them. From one decision
-to the next the first jobs are kept in order, and only those of tenants whose queue or share has changed are put in
-anew.
+to the next each tenant's first job and, where somebody reads further, the first jobs of all are kept in order; only
+those of tenants whose queue or share has changed are put in anew.
 """
 
 import bisect
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cumulo.cluster.decide.jobs import WHOLE_GPU
+from cumulo.cluster.decide.policy.orders import SkippingRows
 from cumulo.cluster.decide.policy.quota_lines import Entry, Place, TenantLines
+from cumulo.cluster.decide.policy.share_merge import RestOfLine, ShareEntry, merged, merged_besides
 from cumulo.cluster.decide.queue import JobQueue, SortedJobs, WaitingRow, by_arrival_key, tenant_rows
 from cumulo.cluster.decide.running import RunningTable, table_of, touched_tenants
+from cumulo.cluster.decide.shapes import GangShape
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
 
-_Entry = tuple[float, float, str, int, WaitingRow]  # share, arrival, tenant, and the number among its jobs
+_Head = tuple[float, float, str]  # share, arrival and tenant of a tenant's first job
 _row_of = operator.itemgetter(4)
 _EVERYTHING = (float("inf"),)
 _KEPT, _MORE_KEPT, _FEWEST_KEPT, _STRETCH = 260, 50, 205, 64  # entries
@@ -40,9 +43,16 @@ class _Source(NamedTuple):
         running = self.running
         return running.milli.get(tenant, 0) / WHOLE_GPU, float(running.cpu_milli.get(tenant, 0))
 
-    def entries(self, tenant: str, rows: Iterator[WaitingRow]) -> Iterator[_Entry]:
+    def share(self, tenant: str) -> float:
+        """Its weighted dominant share."""
+        gpus, cpu_milli = self.has(tenant)
+        return max(gpus / self.total[0], cpu_milli / self.total[1]) / self.weight(tenant)
+
+    def entries(self, tenant: str, rows: Iterator[WaitingRow]) -> Iterator[ShareEntry]:
         """The waiting jobs of a tenant."""
-        return _by_share(tenant, self.weight(tenant), 0, *self.has(tenant), rows, self.total)
+        return RestOfLine(
+            tenant, self.weight(tenant), self.total, 0, *self.has(tenant), lambda _: rows
+        ).entries()
 
 
 @dataclass(slots=True)
@@ -91,6 +101,25 @@ class _SharePlaces:
         return share, entry[0], self._tenant, number
 
 
+class _ShareRows(SkippingRows):
+    """All waiting jobs, from the first on."""
+
+    def __init__(self, order: "ShareOrder", rows: Iterator[WaitingRow]) -> None:
+        self._order, self._rows = order, rows
+        self._read = 0
+
+    def __next__(self) -> WaitingRow:
+        row = next(self._rows)
+        self._read += 1
+        return row
+
+    def besides(self, failed: Container[GangShape], at_most: int) -> Iterable[WaitingRow]:
+        found = self._order.rows_besides(self._read, failed, at_most)
+        if found is None:
+            found = [row for row in itertools.islice(self._rows, at_most) if row[1] not in failed]
+        return found
+
+
 class ShareOrder(TenantLines):
     """Jobs one by one from the tenant with the smallest weighted dominant share; what is tried counts as had, so
     that a tenant whose job does not fit does not hold up all others."""
@@ -99,21 +128,67 @@ class ShareOrder(TenantLines):
 
     def __init__(self) -> None:
         self._of: _Source | None = None
-        self._seen = 0, 0  # so many changes of the queue, and of what runs, are known
+        self._heads: list[_Head] = []  # in order
+        self._head_of: dict[str, _Head] = {}
+        self._heads_seen = self._seen = 0, 0  # so many changes of the queue, and of what runs, are known
         self._tenants: dict[str, _Tenant] = {}
-        self._entries: list[_Entry] = []
+        self._read_on = False  # the last decision looked at more than the first job
+        self._entries: list[ShareEntry] = []
         self._until: Place = ()  # every entry before this one is in the list
 
     def __call__(self, snapshot: Snapshot) -> Iterator[WaitingRow]:
         if isinstance(snapshot.waiting, JobQueue):
             of = self._begin(snapshot, snapshot.waiting)
-            self._update(of, snapshot.waiting)
-            if len(self._entries) < _FEWEST_KEPT and self._until != _EVERYTHING:
-                self._fill()
-            return self._rows(0)
+            return _ShareRows(self, itertools.chain.from_iterable(self._from_first(of, snapshot.waiting)))
         of = _Source(None, table_of(snapshot.running), snapshot.free.capacity, snapshot.quotas)
         parts = [of.entries(name, rows) for name, rows in tenant_rows(snapshot.waiting).items()]
         return map(_row_of, heapq.merge(*parts))
+
+    def _from_first(self, of: _Source, queue: JobQueue) -> Iterator[Iterable[WaitingRow]]:
+        """Where a decision looks at the first job only, as the last one did, the others are not put in order."""
+        if self._read_on or not len(queue):
+            self._put_in_order(of, queue)
+            self._read_on = False
+            yield map(_row_of, self._entries[:1])
+        else:
+            self._update_heads(of, queue)
+            yield itertools.islice(queue.by_tenant[self._heads[0][2]].rows(), 1)
+        self._put_in_order(of, queue)
+        yield from self._stretches(1)
+
+    def _put_in_order(self, of: _Source, queue: JobQueue) -> None:
+        self._read_on = True
+        self._update(of, queue)
+        if len(self._entries) < _FEWEST_KEPT and self._until != _EVERYTHING:
+            self._fill()
+
+    def rows_besides(
+        self, first: int, failed: Container[GangShape], at_most: int
+    ) -> Iterable[WaitingRow] | None:
+        """Of so many jobs from that of this number on, those of other shapes; None: it is not in the kept order."""
+        assert self._of is not None and self._of.queue is not None
+        self._put_in_order(self._of, self._of.queue)
+        kept = len(self._entries) - first
+        if kept < 0:
+            return None
+        some = self._entries[first : first + at_most]
+        found = [entry[4] for entry in some if entry[4][1] not in failed]
+        if at_most > kept and self._until != _EVERYTHING:
+            rests = [self._rest(one) for one in self._tenants.values()]
+            found += merged_besides(rests, self._distance(), failed, at_most - kept)
+        return found
+
+    def _update_heads(self, of: _Source, queue: JobQueue) -> None:
+        touched, started = queue.touched, touched_tenants(of.running)
+        seen, self._heads_seen = self._heads_seen, (len(touched), len(started))
+        queues, heads, head_of = queue.by_tenant, self._heads, self._head_of
+        for name in {*touched[seen[0] :], *started[seen[1] :]}:
+            known, own = head_of.pop(name, None), queues.get(name)
+            if known is not None:
+                del heads[bisect.bisect_left(heads, known)]
+            if own is not None:
+                head = head_of[name] = of.share(name), own.jobs[0].arrival_s, name
+                bisect.insort(heads, head)
 
     def lines(self, snapshot: Snapshot, queue: JobQueue) -> TenantLines:
         self._begin(snapshot, queue)
@@ -129,7 +204,7 @@ class ShareOrder(TenantLines):
         at = bisect.bisect_left(self._entries, place)
         if at < len(self._entries):
             return self._rows(at + (self._entries[at][:4] == place))
-        return map(_row_of, heapq.merge(*[self._rest(one, place) for one in self._tenants.values()]))
+        return map(_row_of, itertools.chain.from_iterable(self._merged(place)))
 
     def _begin(self, snapshot: Snapshot, queue: JobQueue) -> _Source:
         """What is kept is forgotten if it is of another queue or cluster."""
@@ -137,7 +212,8 @@ class ShareOrder(TenantLines):
         if self._of is not None and all(one is other for one, other in zip(self._of, of, strict=True)):
             return self._of
         self._of, self._tenants, self._entries, self._until = of, {}, [], ()
-        self._seen = 0, len(touched_tenants(of.running))
+        self._heads, self._head_of = [], {}
+        self._heads_seen = self._seen = 0, len(touched_tenants(of.running))
         return of
 
     def _update(self, of: _Source, queue: JobQueue) -> None:
@@ -147,7 +223,7 @@ class ShareOrder(TenantLines):
         if self._seen == seen:
             return
         queues, tenants = queue.by_tenant, self._tenants
-        old, fresh = set[str](), list[_Entry]()
+        old, fresh = set[str](), list[ShareEntry]()
         for name in {*touched[seen[0] :], *started[seen[1] :]}:
             known, own = tenants.get(name), queues.get(name)
             if own is None:
@@ -176,7 +252,7 @@ class ShareOrder(TenantLines):
         if len(entries) > _KEPT + _MORE_KEPT:
             self._shorten()
 
-    def _list(self, tenant: _Tenant, total: tuple[float, float], fresh: list[_Entry]) -> None:
+    def _list(self, tenant: _Tenant, total: tuple[float, float], fresh: list[ShareEntry]) -> None:
         """Those of its jobs that are before the end of the kept order."""
         name, weight, until, (total_gpus, total_cpu) = tenant.name, tenant.weight, self._until, total
         number, (gpus, cpu) = 0, tenant.has
@@ -205,7 +281,7 @@ class ShareOrder(TenantLines):
     def _fill(self) -> None:
         """Lists more jobs."""
         missing = _KEPT - len(self._entries)
-        more = list(itertools.islice(heapq.merge(*map(self._rest, self._tenants.values())), missing))
+        more = list(itertools.islice(itertools.chain.from_iterable(self._merged()), missing))
         for _, _, name, _, row in more:
             tenant = self._tenants[name]
             tenant.kept += 1
@@ -215,7 +291,7 @@ class ShareOrder(TenantLines):
         self._entries += more
         self._until = self._entries[-1][:-1] if len(more) == missing else _EVERYTHING
 
-    def _rest(self, tenant: _Tenant, behind: Place = ()) -> Iterator[_Entry]:
+    def _rest(self, tenant: _Tenant, behind: Place = ()) -> RestOfLine:
         """The jobs of a tenant that are not in the kept order; and behind this place."""
         assert self._of is not None
         number, gpus, cpu, total = tenant.kept, tenant.gpus, tenant.cpu_milli, self._of.total
@@ -224,36 +300,32 @@ class ShareOrder(TenantLines):
             share = behind[0] * tenant.weight * (1 - 1e-9)
             few_gpus, few_cpu = share * total[0], share * total[1]
             for row in tenant.queue.rows(number):
-                if gpus >= few_gpus or cpu >= few_cpu:
-                    break
+                clearly = gpus < few_gpus and cpu < few_cpu
+                if not clearly:
+                    own = max(gpus / total[0], cpu / total[1]) / tenant.weight
+                    if (own, row[0].arrival_s, tenant.name, number) > behind:
+                        break
                 gpus += row[3]
                 cpu += row[4]
                 number += 1
-        entries = _by_share(tenant.name, tenant.weight, number, gpus, cpu, tenant.queue.rows(number), total)
-        return itertools.dropwhile(lambda entry: entry[:4] <= behind, entries) if behind else entries
+        return RestOfLine(tenant.name, tenant.weight, total, number, gpus, cpu, tenant.queue.rows)
+
+    def _merged(self, behind: Place = ()) -> Iterator[list[ShareEntry]]:
+        """All jobs that are not in the kept order; and behind this place."""
+        return merged([self._rest(one, behind) for one in self._tenants.values()], self._distance())
+
+    def _distance(self) -> float:
+        """How far the shares of neighbours are apart, about."""
+        entries = self._entries
+        return (entries[-1][0] - entries[0][0]) / len(entries) if entries else 0.0
 
     def _rows(self, at: int) -> Iterator[WaitingRow]:
         """From the kept entry of this number on."""
         return itertools.chain.from_iterable(self._stretches(at))
 
-    def _stretches(self, at: int) -> Iterator[Iterator[WaitingRow]]:
+    def _stretches(self, at: int) -> Iterator[Iterable[WaitingRow]]:
         for start in range(at, len(self._entries), _STRETCH):
             yield map(_row_of, self._entries[start : start + _STRETCH])
         if self._until != _EVERYTHING:
-            yield map(_row_of, heapq.merge(*map(self._rest, self._tenants.values())))
-
-
-def _by_share(
-    tenant: str,
-    weight: float,
-    number: int,
-    gpus: float,
-    cpu: float,
-    rows: Iterator[WaitingRow],
-    total: tuple[float, float],
-) -> Iterator[_Entry]:
-    """The jobs of a tenant, each with the share that the tenant has before it."""
-    for at, row in enumerate(rows, number):
-        yield max(gpus / total[0], cpu / total[1]) / weight, row[0].arrival_s, tenant, at, row
-        gpus += row[3]
-        cpu += row[4]
+            for some in self._merged():
+                yield map(_row_of, some)
