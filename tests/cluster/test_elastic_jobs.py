@@ -156,9 +156,11 @@ def test_las_preempts_nobody_for_a_job_that_its_tenants_limit_refuses():
 def test_las_starts_a_burst_in_parts_and_starts_the_same_jobs(monkeypatch):
     size = WorkloadSize(nodes=20, jobs=200, load=2.0, seed=3)
     workload = workload_named("burst", size)
-    options = PlayOptions(interval_s=60.0)
+    options = PlayOptions(interval_s=60.0, keep_log=True)
     whole = play(workload.nodes, workload.trace, policy_named("las").decide, options=options)
     monkeypatch.setattr(las, "_MOST_STARTS", 10)
     parted = play(workload.nodes, workload.trace, policy_named("las").decide, options=options)
     assert parted.decisions > whole.decisions
+    # Also where the first ones find no place.
+    assert max(sum(isinstance(one, JobPlacement) for one in decided) for _, decided in parted.log) == 10
     assert parted.mean_jct_s == pytest.approx(whole.mean_jct_s, rel=0.02)

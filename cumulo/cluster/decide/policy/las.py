@@ -59,8 +59,9 @@ def _decided(
     place: Placer,
     most: int,
 ) -> tuple[list[Decision], bool]:
-    """Which jobs stop and start, at most so many; and whether more may start."""
+    """Which jobs stop and start, of the first so many for which there are GPUs; and whether more may start."""
     decided: list[Decision] = []
+    started = 0
     stopping, starting, more = _within(budget, held, snapshot, key, lines, decided, most)
     free, book = snapshot.free.copy(), QuotaBook(snapshot)
     for name in stopping:
@@ -70,6 +71,8 @@ def _decided(
         tell_stopped(place, [stopped])
         book.count(stopped.request, -stopped.gpus)
     for job in starting:
+        if started == _MOST_STARTS:
+            return decided, True
         places = place(job, free)
         refused = why_not(job, free) if places is None else book.refuses(job)
         if places is None or refused is not None:
@@ -79,6 +82,7 @@ def _decided(
             tell_started(place, job, places)
             book.count(job, job.gpus)
             decided.append(JobPlacement(job.job_id, places, "among those that had the least GPU time"))
+            started += 1
     return decided, more
 
 
