@@ -19,6 +19,7 @@ from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import las
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.simulate.elastic_speed import ElasticSpeed
+from cumulo.cluster.simulate.job_speed import TraceJob
 from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
 from cumulo.cluster.simulate.traces import uniform_nodes
 from cumulo.cluster.simulate.workloads import WorkloadSize, workload_named
@@ -164,3 +165,15 @@ def test_las_starts_a_burst_in_parts_and_starts_the_same_jobs(monkeypatch):
     # Also where the first ones find no place.
     assert max(sum(isinstance(one, JobPlacement) for one in decided) for _, decided in parted.log) == 10
     assert parted.mean_jct_s == pytest.approx(whole.mean_jct_s, rel=0.02)
+
+
+def test_attained_does_not_let_jobs_take_turns_at_every_decision():
+    """Twelve equal jobs on eight GPUs: those that wait have had less GPU time a minute later."""
+    jobs = [
+        TraceJob(JobRequest(f"j{number}", min_tasks=1, max_tasks=1, speed=TABLE, checkpoint_s=30.0), 3600.0)
+        for number in range(12)
+    ]
+    options = PlayOptions(interval_s=60.0, always_decide=True)
+    run = play(uniform_nodes(1, 8), jobs, policy_named("attained").decide, ElasticSpeed(), options)
+    assert len(run.outcomes) == 12
+    assert 4 <= run.evictions <= 24

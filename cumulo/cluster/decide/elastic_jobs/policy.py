@@ -33,6 +33,10 @@ from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
+_SHORT_S = 60.0  # jobs that are shorter count alike
+# GPU time after which a job counts less, over that of the step before. If it counted a little less at every
+# decision, jobs that wait would take turns with those that run (Tiresias has queues for this: Gu et al., 2019).
+_QUEUE = 4.0
 _MOST_JOBS = 8192  # whose sizes one decision chooses
 _MOST_CHANGES = 400  # of one decision
 _LIKE_A_CHANGE = 32  # jobs whose sizes are chosen in the time that one change takes
@@ -53,9 +57,9 @@ def elastic(
 ) -> Policy:
     """`restart_s`: the least that a restart costs; a job's `checkpoint_s` may be more. `short_first`: by what
     power shorter jobs count more: by their predicted remaining time or, if nothing is `predicted`, by the GPU time
-    they have had. Tasks are of one GPU. Sizes: within a node any of `sizes` (none given: any), beyond it whole
-    nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size they
-    ask for."""
+    they have had, in steps. Tasks are of one GPU. Sizes: within a node any of `sizes` (none given: any), beyond it
+    whole nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size
+    they ask for."""
     inside, prices, unfinished = tuple(sizes), Prices(), None
 
     def chosen(jobs: ActiveJobs, moment: _Moment, free: FreeCapacity, book: QuotaBook) -> list[SizeChange]:
@@ -67,8 +71,10 @@ def elastic(
         share = max(1, -int(-float(gpus) // len(jobs)))
         weights = None
         if short_first:
-            seconds = jobs.predicted_s if predicted else jobs.attained_gpu_s
-            weights = (3600.0 / np.maximum(seconds, 60.0)) ** short_first
+            seconds = np.maximum(jobs.predicted_s if predicted else jobs.attained_gpu_s, _SHORT_S)
+            if not predicted:
+                seconds = _SHORT_S * _QUEUE ** np.floor(np.log(seconds / _SHORT_S) / np.log(_QUEUE))
+            weights = (3600.0 / seconds) ** short_first
         limits = tenant_limits(jobs, book)
         some = looked_at(jobs, weights, limits, gpus)
         if not moment.parts:

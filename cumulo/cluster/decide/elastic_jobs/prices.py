@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from cumulo.cluster.decide.nodes import Ints
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 SAVES = 1e-9  # a step must save more per GPU: nobody pays less
 NEAR = 1.1  # times the lower price
@@ -36,21 +37,23 @@ class Prices:
 
 
 def price_brackets(
-    wanted: Callable[[Floats], Ints], room: Ints, guess: Floats, least: Floats
+    wanted: Callable[[Floats, Flags], Ints], room: Ints, guess: Floats, least: Floats
 ) -> tuple[Floats, Floats]:
-    """`wanted`: GPUs at prices, of each tenant; `guess`: the last prices, 0: unknown. At the first prices that are
-    returned too much is wanted, or they are the least there are; at the second ones all fits."""
+    """`wanted`: GPUs at prices, of each of some tenants, of the others as few as it likes; `guess`: the last
+    prices, 0: unknown. At the first prices that are returned too much is wanted, or they are the least there are;
+    at the second ones all fits."""
     low, high = least, np.full(len(room), _NO_PRICE)
     trial = np.where(guess > 0, np.maximum(guess, least), _FIRST)
-    factor = np.full(len(room), NEAR)
+    factor, wide = np.full(len(room), NEAR), np.ones(len(room), dtype=np.bool_)
     for _ in range(_MOST_TRIES):
-        fits = wanted(trial) <= room
+        fits = wanted(trial, wide) <= room
         high, low = np.where(fits, trial, high), np.where(fits, low, trial)
-        if (high <= NEAR * 1.001 * low).all():
+        wide = high > NEAR * 1.001 * low
+        if not wide.any():
             break
         # Where nothing is known on the other side, it goes on in longer and longer leaps.
         leaps = np.where(fits, low <= least, high >= _NO_PRICE)
         trial = np.where(leaps, np.where(fits, trial / factor, trial * factor), np.sqrt(low * high))
-        trial = np.maximum(trial, least)
+        trial = np.where(wide, np.maximum(trial, least), high)
         factor = np.where(leaps, np.minimum(factor * factor, 1e6), factor)
     return low, high

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cumulo.cluster.decide.elastic_jobs.prices import NEAR, SAVES, Floats, Prices, price_brackets
+from cumulo.cluster.decide.elastic_jobs.prices import NEAR, SAVES, Flags, Floats, Prices, price_brackets
 from cumulo.cluster.decide.nodes import Ints
 
 _Steps = tuple[Floats, Ints, Ints, Ints]
@@ -33,7 +32,7 @@ class TenantLimits:
     tenant: Ints
     room: Ints
 
-    def those(self, which: NDArray[np.bool_]) -> "TenantLimits":
+    def those(self, which: Flags) -> "TenantLimits":
         """Of some jobs alone."""
         return TenantLimits(self.tenant[which], self.room)
 
@@ -94,7 +93,7 @@ def choose_sizes(
     return options[at]
 
 
-def _some_of(groups: Sequence[SizedGroup], which: NDArray[np.bool_]) -> list[SizedGroup]:
+def _some_of(groups: Sequence[SizedGroup], which: Flags) -> list[SizedGroup]:
     """Some jobs of these groups."""
     found = [(rows[which[rows]], costs[which[rows]]) for rows, costs in groups]
     return [(rows, costs) for rows, costs in found if len(rows)]
@@ -155,26 +154,32 @@ def _near(
     to each job, because not all steps that save more fit; and what the steps up to here save at least."""
     tenant, room = limits.tenant, limits.room
 
-    def wanted(price: Floats, some: Sequence[SizedGroup] = groups) -> Ints:
-        """By each tenant, where a GPU costs so much."""
-        return np.bincount(tenant, options[_best_at(some, options, price[tenant])], len(room))
+    those, left = groups, len(room)
 
-    def by_all(price: Floats) -> Ints:
+    def wanted(price: Floats) -> Ints:
+        """By each tenant, where a GPU costs so much."""
+        return np.bincount(tenant, options[_best_at(those, options, price[tenant])], len(room))
+
+    def by_all(price: Floats, _: Flags) -> Ints:
         return np.array([np.minimum(wanted(np.full(len(room), price)), room).sum()])
 
+    def by_some(price: Floats, which: Flags) -> Ints:
+        nonlocal those, left
+        which = which & tight
+        if 2 * which.sum() < left:  # the jobs of the others are not looked at any more
+            those, left = _some_of(groups, which[tenant]), int(which.sum())
+        return wanted(price)
+
     cheap = dear = np.array([SAVES])
-    if by_all(dear) > gpus:
+    everybody = np.ones(1, dtype=np.bool_)
+    if by_all(dear, everybody) > gpus:
         cheap, dear = price_brackets(by_all, np.array([gpus]), np.array([prices.of_all]), dear)
     least = np.full(len(room), dear)
     has = wanted(least)
     tight = has > room  # their limits bind even at this price
     known = prices.of_tenants(len(room))
-    low = high = least
-    if tight.any():
-        those = _some_of(groups, tight[tenant])
-        low, high = price_brackets(
-            lambda price: wanted(price, those), room, np.where(tight, known, least), least
-        )
+    low, high = price_brackets(by_some, room, np.where(tight, known, least), least)
+    those = groups
     while cheap > SAVES:  # for sure only if the least that tenants get then does not fit
         then = wanted(np.where(tight, high, cheap))
         if np.where(then > room, has, then).sum() > gpus:
@@ -185,13 +190,13 @@ def _near(
     return at, np.where(tight, low, cheap)[tenant], float(high[tenant[at > 0]].min(initial=np.inf))
 
 
-def _too_many(sizes: Ints, gpus: int, limits: TenantLimits | None) -> NDArray[np.bool_]:
+def _too_many(sizes: Ints, gpus: int, limits: TenantLimits | None) -> Flags:
     """Which jobs cannot all be so large: those of tenants beyond their limits, or all."""
     if sizes.sum() > gpus:
         return np.ones(len(sizes), dtype=np.bool_)
     if limits is None:
         return np.zeros(len(sizes), dtype=np.bool_)
-    beyond: NDArray[np.bool_] = np.bincount(limits.tenant, sizes, len(limits.room)) > limits.room
+    beyond: Flags = np.bincount(limits.tenant, sizes, len(limits.room)) > limits.room
     return beyond[limits.tenant]
 
 
@@ -208,7 +213,7 @@ def _by_tenant(gains: Floats, lengths: Ints, tenant: Ints, room: Ints) -> tuple[
     return rest, needs - before[of]
 
 
-def _within_limits(gains: Floats, lengths: Ints, jobs: Ints, limits: TenantLimits) -> NDArray[np.bool_]:
+def _within_limits(gains: Floats, lengths: Ints, jobs: Ints, limits: TenantLimits) -> Flags:
     """Which steps remain: of each tenant the best, up to the first for which it has too few GPUs left."""
     tenant, room = limits.tenant[jobs], limits.room
     order, needs = _by_tenant(gains, lengths, tenant, room)
@@ -286,28 +291,39 @@ def _fill_up(
     tenant, room = limits.tenant, limits.room
     there = np.unique(np.concatenate([tenant[rows] for rows, _ in groups]))
     apart = len(there) > 1 and room[there].sum() <= left  # what one tenant gets, no other lacks
-    gain, target = np.zeros(len(at)), np.zeros(len(at), dtype=np.int64)
-    all_lengths, fits = _lengths(options), np.minimum(room, left)
-    again = fits[tenant] > 0
+    gain, target, lengths = np.zeros(len(at)), at.copy(), _lengths(options)
+    group, row = np.full(len(at), -1), np.zeros(len(at), dtype=np.int64)
+    for number, (rows, _) in enumerate(groups):
+        group[rows], row[rows] = number, np.arange(len(rows))
+
+    def look(jobs: Ints) -> None:
+        """For the best steps of these jobs that fit."""
+        fits = np.minimum(room[tenant[jobs]], left)
+        for number, (_, costs) in enumerate(groups):
+            some = group[jobs] == number
+            if some.any():
+                those = jobs[some]
+                far = lengths[:, : costs.shape[1]].take(at[those], 0)
+                far[far > fits[some][:, None]] = _NO_STEP
+                own = costs[row[those]]
+                gain[those], target[those] = _best_step(own, far, own[np.arange(len(own)), at[those]])
+
+    look(np.flatnonzero(room[tenant] > 0))
     while left > 0:
-        for rows, costs in groups:
-            some = np.flatnonzero(again[rows])
-            if len(some):
-                those = rows[some]
-                lengths = all_lengths[:, : costs.shape[1]].take(at[those], 0)
-                lengths[lengths > fits[tenant[those]][:, None]] = _NO_STEP
-                gain[those], target[those] = _best_step(costs[some], lengths, costs[some, at[those]])
         best = _best_of_tenants(gain, tenant) if apart else np.array([gain.argmax()])
-        best = best[np.cumsum(options[target[best]] - options[at[best]]) <= left]
         if not len(best) or gain[best[0]] <= SAVES:
             return
         needs = options[target[best]] - options[at[best]]
+        if (needs > np.minimum(room[tenant[best]], left)).any():
+            # A step that must be shorter saves less. Only now it matters whose: the best of the others fit.
+            look(np.flatnonzero(options[target] - options[at] > np.minimum(room, left)[tenant]))
+            continue
+        some = np.cumsum(needs) <= left
+        best, needs = best[some], needs[some]
         left -= int(needs.sum())
         room[tenant[best]] -= needs
         at[best] = target[best]
-        fits = np.minimum(room, left)
-        again = options[target] - options[at] > fits[tenant]
-        again[best] = True
+        look(best)
 
 
 def _best_of_tenants(gain: Floats, tenant: Ints) -> Ints:
