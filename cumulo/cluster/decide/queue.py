@@ -4,6 +4,7 @@ and nothing is sorted again when one job of fifty thousand changes.
 
 import bisect
 import itertools
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, overload
 
@@ -16,6 +17,8 @@ WaitingRow = tuple[JobRequest, GangShape, float, float, int]
 # GPUs and thousandths of cores of several jobs together, and whether each asks for a whole number of GPUs: then
 # sums are exact, in whatever order they are made.
 AskedBefore = tuple[float, int, bool]
+# GPUs, thousandths of cores, arrivals, predicted seconds, and numbers of shapes.
+RowColumns = tuple["array[float]", "array[float]", "array[float]", "array[float]", "array[float]"]
 _STRETCH = 256  # rows that are made together
 _versions = itertools.count()
 
@@ -37,11 +40,16 @@ def _row(job: JobRequest, shape: GangShape) -> WaitingRow:
     return job, shape, _seconds(job), gpus, job.tasks * job.cpu_milli
 
 
+def _values(row: WaitingRow) -> tuple[float, float, float, float, float]:
+    """Of its columns."""
+    return row[3], row[4], row[0].arrival_s, row[2], row[1].number
+
+
 class SortedJobs:
     """Jobs in the order of a key, the earlier number first among equals. The rows of the first are kept, as far as
     somebody read them: decisions read the same ones again and again."""
 
-    __slots__ = ("_before", "_first", "_row", "jobs", "key", "keys", "version")
+    __slots__ = ("_before", "_columns", "_first", "_row", "jobs", "key", "keys", "version")
 
     def __init__(
         self,
@@ -55,6 +63,7 @@ class SortedJobs:
         self.jobs = [row[1] for row in rows]
         self._first: list[WaitingRow] = []
         self._before: list[AskedBefore] = [(0.0, 0, True)]  # each of the first jobs, as far as somebody asked
+        self._columns: RowColumns = array("d"), array("d"), array("d"), array("d"), array("d")
         # A number that no other state of any queue has, except those with more jobs at its end.
         self.version = next(_versions)
 
@@ -81,6 +90,19 @@ class SortedJobs:
                 before.append((gpus, cpu, whole))
         return before[number]
 
+    def row_at(self, number: int) -> WaitingRow:
+        """Of a job whose columns were read."""
+        return self._first[number]
+
+    def columns(self, number: int) -> RowColumns:
+        """Of the jobs up to the one of this number, at least. To look at only."""
+        columns = self._columns
+        if number > len(columns[0]):
+            for row in itertools.islice(self.rows(len(columns[0])), number - len(columns[0])):
+                for column, value in zip(columns, _values(row), strict=True):
+                    column.append(value)
+        return self._columns
+
     def add(self, job: JobRequest, number: int) -> None:
         entry = (self.key(job), number)
         if not self.keys or self.keys[-1] < entry:
@@ -93,7 +115,11 @@ class SortedJobs:
         self.jobs.insert(at, job)
         del self._before[at + 1 :]
         if at < len(self._first):
-            self._first.insert(at, self._row(job))
+            row = self._row(job)
+            self._first.insert(at, row)
+            if at < len(self._columns[0]):
+                for column, value in zip(self._columns, _values(row), strict=True):
+                    column.insert(at, value)
 
     def remove(self, job: JobRequest, number: int) -> None:
         self.version = next(_versions)
@@ -101,6 +127,9 @@ class SortedJobs:
         del self.keys[at], self.jobs[at], self._before[at + 1 :]
         if at < len(self._first):
             del self._first[at]
+            if at < len(self._columns[0]):
+                for column in self._columns:
+                    del column[at]
 
 
 class QueueView(Protocol):

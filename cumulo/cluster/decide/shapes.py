@@ -18,9 +18,10 @@ class GangShape:
     """One for all jobs of a shape in a queue: as a key of dictionaries it is known by itself, which is several
     times as fast as comparing what it asks for."""
 
-    __slots__ = ("devices", "fit_key", "gpus_per_task", "needs", "only_gpus", "tasks")
+    __slots__ = ("devices", "fit_key", "gpus_per_task", "needs", "number", "only_gpus", "tasks")
 
-    def __init__(self, job: JobRequest) -> None:
+    def __init__(self, job: JobRequest, number: int = 0) -> None:
+        self.number = number  # among those of its queue
         self.tasks, self.gpus_per_task, self.devices = job.tasks, job.gpus_per_task, job.devices
         self.only_gpus, self.fit_key = only_gpus(job), fit_key(job)
         self.needs = needs(job)
@@ -36,7 +37,7 @@ class GangShapes:
         key = shape_key(job)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = GangShape(job)
+            known = self._known[key] = GangShape(job, len(self._known))
         return known
 
 

@@ -2,7 +2,8 @@
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.decide.queue import SortKey, WaitingRow, by_arrival_key, rows_in_order
@@ -13,21 +14,26 @@ Order = Callable[[Snapshot], Iterator[WaitingRow]]
 _STRETCH = 10.0
 
 
+class PassedOver(Protocol):
+    """Which jobs behind one that waits need no look, while a decision is made."""
+
+    failed: dict[GangShape, str]  # these shapes do not fit, and never will in this decision
+    harmful: dict[GangShape, float]  # jobs that end after this moment; another dictionary after each start
+
+
 class SkippingRows(Iterator[WaitingRow]):
-    """Waiting jobs in an order that is costly to make, where jobs that are passed over anyway cost less."""
+    """Waiting jobs in an order that is costly to make, where jobs that are passed over cost less."""
 
     @abstractmethod
-    def besides(self, failed: Container[GangShape], at_most: int) -> Iterable[WaitingRow]:
-        """The last that somebody reads: of the next so many jobs those of other shapes."""
+    def besides(self, at_most: int, passed: PassedOver) -> Iterator[WaitingRow]:
+        """The last that somebody reads: the next so many jobs, without those that are passed over, or with some."""
 
 
-def rows_besides(
-    rows: Iterator[WaitingRow], failed: Container[GangShape], at_most: int
-) -> Iterable[WaitingRow]:
-    """Of the next so many jobs those of other shapes."""
+def rows_besides(rows: Iterator[WaitingRow], at_most: int, passed: PassedOver) -> Iterable[WaitingRow]:
+    """As `SkippingRows` has them."""
     if isinstance(rows, SkippingRows):
-        return rows.besides(failed, at_most)
-    return [row for row in itertools.islice(rows, at_most) if row[1] not in failed]
+        return rows.besides(at_most, passed)
+    return [row for row in itertools.islice(rows, at_most) if row[1] not in passed.failed]
 
 
 def by_arrival(snapshot: Snapshot) -> Iterator[WaitingRow]:

@@ -257,7 +257,7 @@ class _Trial:
         if self.hopeless:
             return
         # Most are of a shape that failed already; those of one that fails on the way are passed over below.
-        for job, shape, seconds, _, _ in rows_besides(rows, failed, self.most - told):
+        for job, shape, seconds, _, _ in rows_besides(rows, self.most - told, self):
             if shape in failed or now_s + seconds > self.harmful.get(shape, _ANY):
                 continue
             if not self._tried(job, shape) or self.hopeless:

@@ -1,27 +1,49 @@
-"""The waiting jobs of several tenants merged by share, a stretch of shares at a time. `ShareOrder` reads them:
-gathering the jobs of a stretch and sorting them is less work than to compare the tenants' next jobs after each one.
+"""The waiting jobs of several tenants merged by share. `ShareOrder` reads them in two ways: in order, a stretch of
+shares at a time, because gathering the jobs of a stretch and sorting them is less work than to compare the tenants'
+next jobs after each one; or in columns, where only those are made rows that somebody needs.
 """
 
 import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from cumulo.cluster.decide.queue import WaitingRow
-from cumulo.cluster.decide.shapes import GangShape
+import numpy as np
+from numpy.typing import NDArray
+
+from cumulo.cluster.decide.queue import SortedJobs, WaitingRow
 
 ShareEntry = tuple[
     float, float, str, int, WaitingRow
 ]  # share, arrival, tenant, and the number among its jobs
+Numbers = NDArray[Any]
 _MANY = 256  # entries of a stretch
 _MOST_OF_ONE = 1024  # tenant, in one stretch
+_FEW = 64  # jobs of one tenant that are counted at once, at least
+
+
+def by_share(
+    tenant: str,
+    weight: float,
+    total: tuple[float, float],
+    gpus: float,
+    cpu: float,
+    rows: Iterator[WaitingRow],
+) -> Iterator[ShareEntry]:
+    """A tenant's jobs, each with the share that the tenant has before it. `total`: GPUs and thousandths of cores of
+    the cluster."""
+    for number, row in enumerate(rows):
+        yield max(gpus / total[0], cpu / total[1]) / weight, row[0].arrival_s, tenant, number, row
+        gpus += row[3]
+        cpu += row[4]
 
 
 @dataclass(slots=True)
 class RestOfLine:
-    """A tenant's jobs from the one of this number on, each with the share that the tenant has before it."""
+    """A tenant's jobs from the one of this number on."""
 
     tenant: str
     weight: float
@@ -29,23 +51,26 @@ class RestOfLine:
     number: int
     gpus: float  # that it has with the jobs before
     cpu_milli: float
-    rows: Callable[[int], Iterator[WaitingRow]]  # of its jobs, from that of a number on
+    line: SortedJobs
 
     def share(self) -> float:
         return max(self.gpus / self.total[0], self.cpu_milli / self.total[1]) / self.weight
 
-    def copy(self) -> "RestOfLine":
-        return RestOfLine(
-            self.tenant, self.weight, self.total, self.number, self.gpus, self.cpu_milli, self.rows
-        )
+    def column(self, which: int, many: int) -> Numbers:
+        """Of so many jobs, if there are so many. To look at only, and not to be kept."""
+        return np.frombuffer(self.line.columns(self.number + many)[which])[self.number : self.number + many]
 
-    def entries(self) -> Iterator[ShareEntry]:
-        (total_gpus, total_cpu), weight, tenant = self.total, self.weight, self.tenant
-        gpus, cpu = self.gpus, self.cpu_milli
-        for number, row in enumerate(self.rows(self.number), self.number):
-            yield max(gpus / total_gpus, cpu / total_cpu) / weight, row[0].arrival_s, tenant, number, row
-            gpus += row[3]
-            cpu += row[4]
+    def shares(self, many: int) -> Numbers:
+        """Before each of so many jobs, if there are so many."""
+        gpus = self.column(0, many)
+        before: Numbers = np.empty((2, len(gpus)))
+        before[:, 0] = self.gpus, self.cpu_milli
+        before[0, 1:] = gpus[:-1]  # what the last asks for does not count
+        before[1, 1:] = self.column(1, many)[:-1]
+        # One after another, so that each sum is the same as that of the order.
+        np.add.accumulate(before, axis=1, out=before)
+        shares: Numbers = np.maximum(before[0] / self.total[0], before[1] / self.total[1]) / self.weight
+        return shares
 
     def take_below(self, share: float, found: list[ShareEntry]) -> bool:
         """Those with a smaller share, at most so many as one tenant may have in a stretch; whether there may be
@@ -53,7 +78,7 @@ class RestOfLine:
         (total_gpus, total_cpu), weight, tenant = self.total, self.weight, self.tenant
         number, gpus, cpu = self.number, self.gpus, self.cpu_milli
         last: WaitingRow | None = None
-        for last in itertools.islice(self.rows(number), _MOST_OF_ONE):
+        for last in itertools.islice(self.line.rows(number), _MOST_OF_ONE):
             by_gpus, by_cpu = gpus / total_gpus, cpu / total_cpu
             own = (by_gpus if by_gpus >= by_cpu else by_cpu) / weight
             if own >= share:
@@ -64,26 +89,6 @@ class RestOfLine:
             number += 1
         self.number, self.gpus, self.cpu_milli = number, gpus, cpu
         return last is not None
-
-    def pass_below(
-        self, share: float, failed: Container[GangShape], found: list[ShareEntry], at_most: int
-    ) -> int:
-        """How many have a smaller share; those of other shapes than these are found."""
-        (total_gpus, total_cpu), weight, tenant = self.total, self.weight, self.tenant
-        first = number = self.number
-        gpus, cpu = self.gpus, self.cpu_milli
-        for row in itertools.islice(self.rows(number), at_most):
-            by_gpus, by_cpu = gpus / total_gpus, cpu / total_cpu
-            own = (by_gpus if by_gpus >= by_cpu else by_cpu) / weight
-            if own >= share:
-                break
-            if row[1] not in failed:
-                found.append((own, row[0].arrival_s, tenant, number, row))
-            gpus += row[3]
-            cpu += row[4]
-            number += 1
-        self.number, self.gpus, self.cpu_milli = number, gpus, cpu
-        return number - first
 
 
 def _by_share(rests: Iterable[RestOfLine]) -> list[tuple[float, int, RestOfLine]]:
@@ -111,37 +116,6 @@ def merged(rests: Iterable[RestOfLine], distance: float) -> Iterator[list[ShareE
     yield held
 
 
-def merged_besides(
-    rests: Iterable[RestOfLine], distance: float, failed: Container[GangShape], at_most: int
-) -> list[WaitingRow]:
-    """Of so many in order, the rows of other shapes than these: no entries are made of the others, but where the
-    last of them are counted."""
-    heap, width, left = _by_share(rests), distance * _MANY / 4, at_most
-    rows: list[WaitingRow] = []
-    while heap and left:
-        until, passed = _above(heap[0][0], width), 0
-        found: list[ShareEntry] = []
-        before: dict[int, RestOfLine] = {}  # as they were
-        while heap and heap[0][0] < until and passed <= left:
-            _, number, rest = heapq.heappop(heap)
-            if number not in before:
-                before[number] = rest.copy()
-            some = rest.pass_below(until, failed, found, left + 1)
-            if some:  # else it was its last
-                passed += some
-                heapq.heappush(heap, (rest.share(), number, rest))
-        if passed > left:
-            again = {number: rest for _, number, rest in heap} | before
-            last = itertools.chain.from_iterable(merged(again.values(), width / _MANY))
-            rows += [entry[4] for entry in itertools.islice(last, left) if entry[4][1] not in failed]
-            break
-        found.sort()
-        rows += [entry[4] for entry in found]
-        left -= passed
-        width = _next_width(width, passed)
-    return rows
-
-
 def _above(lowest: float, width: float) -> float:
     return max(lowest + width, math.nextafter(lowest, math.inf))
 
@@ -151,3 +125,54 @@ def _next_width(width: float, many: int) -> float:
     if many < _MANY:
         return 2 * width or math.ulp(1.0)
     return width / 2 if many > 4 * _MANY else width
+
+
+class FirstInColumns:
+    """The first so many jobs of all, in order: when they would end, and their shapes."""
+
+    def __init__(self, rests: Iterable[RestOfLine], at_most: int, now_s: float) -> None:
+        live = sorted([one for one in rests if one.number < len(one.line.jobs)], key=lambda one: one.tenant)
+        self._live, self.ends_s, self.shapes = live, np.empty(0), np.empty(0, dtype=np.int64)
+        if not live:
+            return
+        parts, until = _first_shares(live, at_most)
+        sizes = [int(np.searchsorted(part, until, "right")) for part in parts]
+        shares = np.concatenate([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        arrivals, seconds, shapes = (
+            np.concatenate([one.column(which, size) for one, size in zip(live, sizes, strict=True) if size])
+            for which in (2, 3, 4)
+        )
+        # Lines are in the order of tenants, and jobs in that of their numbers.
+        order = np.lexsort((arrivals, shares))[:at_most]
+        self.ends_s, self.shapes = now_s + seconds[order], shapes[order].astype(np.int64)
+        self._order, self._until = order, list(itertools.accumulate(sizes))
+
+    def row(self, at: int) -> WaitingRow:
+        number = self._order.item(at)
+        part = bisect.bisect(self._until, number)
+        one = self._live[part]
+        return one.line.row_at(one.number + number - (self._until[part - 1] if part else 0))
+
+    def next_one(self, at: int, latest_s: Numbers) -> int | None:
+        """From this one on, the first that would not end after what is the latest for its shape."""
+        able = self.ends_s[at:] <= latest_s[self.shapes[at:]]
+        found = int(able.argmax()) if len(able) else 0
+        return at + found if len(able) and able[found] else None
+
+
+def _first_shares(live: list[RestOfLine], at_most: int) -> tuple[list[Numbers], float]:
+    """Of each line the shares of its first jobs, as far as they may be among the first so many of all; and the
+    share of the last of these."""
+    parts = [rest.shares(max(_FEW, 2 * at_most // len(live))) for rest in live]
+    while True:
+        every = np.concatenate(parts)
+        enough = len(every) > at_most
+        until = float(np.partition(every, at_most - 1)[at_most - 1]) if enough else math.inf
+        short = [
+            at for at, (rest, part) in enumerate(zip(live, parts, strict=True))
+            if part[-1] <= until and len(part) <= at_most and rest.number + len(part) < len(rest.line.jobs)
+        ]  # fmt: skip
+        if not short:
+            return parts, until
+        for at in short:
+            parts[at] = live[at].shares(4 * len(parts[at]))

@@ -6,15 +6,18 @@ those of tenants whose queue or share has changed are put in anew.
 import bisect
 import heapq
 import itertools
+import math
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from cumulo.cluster.decide.jobs import WHOLE_GPU
-from cumulo.cluster.decide.policy.orders import SkippingRows
+from cumulo.cluster.decide.policy.orders import PassedOver, SkippingRows
 from cumulo.cluster.decide.policy.quota_lines import Entry, Place, TenantLines
-from cumulo.cluster.decide.policy.share_merge import RestOfLine, ShareEntry, merged, merged_besides
+from cumulo.cluster.decide.policy.share_merge import FirstInColumns, RestOfLine, ShareEntry, by_share, merged
 from cumulo.cluster.decide.queue import JobQueue, SortedJobs, WaitingRow, by_arrival_key, tenant_rows
 from cumulo.cluster.decide.running import RunningTable, table_of, touched_tenants
 from cumulo.cluster.decide.shapes import GangShape
@@ -23,6 +26,7 @@ from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
 _Head = tuple[float, float, str]  # share, arrival and tenant of a tenant's first job
 _row_of = operator.itemgetter(4)
 _EVERYTHING = (float("inf"),)
+_MANY_TENANTS = 64  # whose jobs are faster merged in order than counted
 _KEPT, _MORE_KEPT, _FEWEST_KEPT, _STRETCH = 260, 50, 205, 64  # entries
 
 
@@ -50,9 +54,7 @@ class _Source(NamedTuple):
 
     def entries(self, tenant: str, rows: Iterator[WaitingRow]) -> Iterator[ShareEntry]:
         """The waiting jobs of a tenant."""
-        return RestOfLine(
-            tenant, self.weight(tenant), self.total, 0, *self.has(tenant), lambda _: rows
-        ).entries()
+        return by_share(tenant, self.weight(tenant), self.total, *self.has(tenant), rows)
 
 
 @dataclass(slots=True)
@@ -104,8 +106,8 @@ class _SharePlaces:
 class _ShareRows(SkippingRows):
     """All waiting jobs, from the first on."""
 
-    def __init__(self, order: "ShareOrder", rows: Iterator[WaitingRow]) -> None:
-        self._order, self._rows = order, rows
+    def __init__(self, order: "ShareOrder", rows: Iterator[WaitingRow], now_s: float) -> None:
+        self._order, self._rows, self._now_s = order, rows, now_s
         self._read = 0
 
     def __next__(self) -> WaitingRow:
@@ -113,11 +115,8 @@ class _ShareRows(SkippingRows):
         self._read += 1
         return row
 
-    def besides(self, failed: Container[GangShape], at_most: int) -> Iterable[WaitingRow]:
-        found = self._order.rows_besides(self._read, failed, at_most)
-        if found is None:
-            found = [row for row in itertools.islice(self._rows, at_most) if row[1] not in failed]
-        return found
+    def besides(self, at_most: int, passed: PassedOver) -> Iterator[WaitingRow]:
+        return self._order.rows_besides(self._read, at_most, passed, self._rows, self._now_s)
 
 
 class ShareOrder(TenantLines):
@@ -139,7 +138,8 @@ class ShareOrder(TenantLines):
     def __call__(self, snapshot: Snapshot) -> Iterator[WaitingRow]:
         if isinstance(snapshot.waiting, JobQueue):
             of = self._begin(snapshot, snapshot.waiting)
-            return _ShareRows(self, itertools.chain.from_iterable(self._from_first(of, snapshot.waiting)))
+            rows = itertools.chain.from_iterable(self._from_first(of, snapshot.waiting))
+            return _ShareRows(self, rows, snapshot.now_s)
         of = _Source(None, table_of(snapshot.running), snapshot.free.capacity, snapshot.quotas)
         parts = [of.entries(name, rows) for name, rows in tenant_rows(snapshot.waiting).items()]
         return map(_row_of, heapq.merge(*parts))
@@ -163,20 +163,19 @@ class ShareOrder(TenantLines):
             self._fill()
 
     def rows_besides(
-        self, first: int, failed: Container[GangShape], at_most: int
-    ) -> Iterable[WaitingRow] | None:
-        """Of so many jobs from that of this number on, those of other shapes; None: it is not in the kept order."""
+        self, first: int, at_most: int, passed: PassedOver, rows: Iterator[WaitingRow], now_s: float
+    ) -> Iterator[WaitingRow]:
+        """As `SkippingRows` has them, from the job of this number on; `rows`: all of these."""
         assert self._of is not None and self._of.queue is not None
         self._put_in_order(self._of, self._of.queue)
-        kept = len(self._entries) - first
-        if kept < 0:
-            return None
-        some = self._entries[first : first + at_most]
-        found = [entry[4] for entry in some if entry[4][1] not in failed]
+        kept, failed = len(self._entries) - first, passed.failed
+        if kept < 0 or len(self._tenants) > _MANY_TENANTS:
+            yield from [row for row in itertools.islice(rows, at_most) if row[1] not in failed]
+            return
+        yield from [row for _, _, _, _, row in self._entries[first : first + at_most] if row[1] not in failed]
         if at_most > kept and self._until != _EVERYTHING:
             rests = [self._rest(one) for one in self._tenants.values()]
-            found += merged_besides(rests, self._distance(), failed, at_most - kept)
-        return found
+            yield from _needed(FirstInColumns(rests, at_most - kept, now_s), passed, self._of.queue)
 
     def _update_heads(self, of: _Source, queue: JobQueue) -> None:
         touched, started = queue.touched, touched_tenants(of.running)
@@ -308,7 +307,7 @@ class ShareOrder(TenantLines):
                 gpus += row[3]
                 cpu += row[4]
                 number += 1
-        return RestOfLine(tenant.name, tenant.weight, total, number, gpus, cpu, tenant.queue.rows)
+        return RestOfLine(tenant.name, tenant.weight, total, number, gpus, cpu, tenant.queue)
 
     def _merged(self, behind: Place = ()) -> Iterator[list[ShareEntry]]:
         """All jobs that are not in the kept order; and behind this place."""
@@ -329,3 +328,21 @@ class ShareOrder(TenantLines):
         if self._until != _EVERYTHING:
             for some in self._merged():
                 yield map(_row_of, some)
+
+
+def _needed(jobs: FirstInColumns, passed: PassedOver, queue: JobQueue) -> Iterator[WaitingRow]:
+    """Those that are not passed over when it is their turn."""
+    failed, harmful, at = passed.failed, None, 0
+    changed: Iterable[GangShape] = ()
+    latest_s = np.full(1 + max(shape.number for shape in queue.by_shape), math.inf)
+    while True:
+        if harmful is not passed.harmful:
+            harmful, changed = passed.harmful, queue.by_shape
+        for shape in changed:
+            latest_s[shape.number] = -math.inf if shape in failed else harmful.get(shape, math.inf)
+        found = jobs.next_one(at, latest_s)
+        if found is None:
+            return
+        row = jobs.row(found)
+        yield row
+        at, changed = found + 1, (row[1],)
