@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cumulo.cli.app import app
+from cumulo.cluster.simulate import rounds
 from cumulo.errors import ConfigError, CumuloError
 from tests.cli.conftest import ROOT
 
@@ -126,3 +127,29 @@ def test_a_policy_of_the_user_that_fails_is_told_with_its_line(tmp_path: Path, b
 def test_no_failures_at_all_is_a_rate_too() -> None:
     words = ["simulate", "cluster", "--synthetic", "5", "--failures", "0", "--policy", "fifo"]
     assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+
+
+def test_las_decides_in_rounds_where_jobs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every event it would look at every running job."""
+
+    def mean_wait_s(*more: str) -> float:
+        words = [
+            "simulate",
+            "cluster",
+            "--synthetic",
+            "20",
+            "--nodes",
+            "200",
+            "--policy",
+            "las",
+            "--json",
+            "-",
+        ]
+        found = CliRunner().invoke(app, [*words, *more])
+        (wait,) = [row for row in json.loads(found.stdout)["rows"] if row["name"] == "las: mean wait"]
+        return float(wait["value"])
+
+    assert mean_wait_s() == 0.0
+    monkeypatch.setattr(rounds, "_MANY_JOBS", 20)
+    assert 10.0 < mean_wait_s() < 50.0
+    assert mean_wait_s("--interval", "0") == 0.0

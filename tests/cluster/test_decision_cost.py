@@ -63,9 +63,8 @@ def test_a_wrong_name_is_told_before_anything_is_measured(words: list[str], told
 def test_every_job_of_every_workload_ends(name: str) -> None:
     for policy in map(policy_named, ("backfill", "fair", "priority+defrag+cordon", "las", "goodput")):
         played = decision_cost.workload_for(policy, name, FEW)
-        rounds = policy.name in decision_cost.IN_ROUNDS
         options = PlayOptions(
-            interval_s=600.0 if rounds else 0.0, always_decide=policy.always_decide, quotas=played.quotas,
+            interval_s=600.0 if policy.in_rounds else 0.0, always_decide=policy.always_decide, quotas=played.quotas,
             failures=played.failures,
         )  # fmt: skip
         run = play(played.nodes, played.trace, policy.decide, None, options)

@@ -32,6 +32,9 @@ class NamedPolicy:
     decide: Policy
     always_decide: bool = False  # also when nothing waits: it resizes or moves what runs
     resizes: bool = False  # jobs are elastic for it
+    in_rounds: bool = (
+        False  # it looks at every running job, which is too much for every event of a large cluster
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class PolicyKind:
     summary: str
     make: Callable[[Placer], Policy]
     always_decide: bool = False
+    in_rounds: bool = False
 
 
 ORDERS: dict[str, PolicyKind] = {
@@ -58,7 +62,9 @@ ORDERS: dict[str, PolicyKind] = {
         "shortest predicted duration first, with backfill; nobody starves",
         lambda place: queue_policy(by_prediction, place, backfill=True),
     ),
-    "las": PolicyKind("least attained service in two queues (Tiresias)", least_attained_service),
+    "las": PolicyKind(
+        "least attained service in two queues (Tiresias)", least_attained_service, in_rounds=True
+    ),
     "fair": PolicyKind("fair shares between tenants (DRF), with quotas, borrowing and reclaiming", fair),
     "priority": PolicyKind("urgent jobs first; they preempt others where that pays", preempting),
     "elastic": PolicyKind("elastic jobs resized by marginal goodput (Pollux)", lambda place: elastic(), True),
@@ -101,7 +107,8 @@ def policy_named(name: str) -> NamedPolicy:
     decide = _policy_of(kind, place)
     for wrap in upkeep:
         decide = wrap(decide)
-    return NamedPolicy(name, decide, kind.always_decide, kind.always_decide)
+    rounds = kind.in_rounds or kind.always_decide
+    return NamedPolicy(name, decide, kind.always_decide, kind.always_decide, rounds)
 
 
 class _TopologyOfTheMoment:

@@ -18,12 +18,10 @@ from cumulo.cluster.simulate.elastic_speed import ElasticSpeed
 from cumulo.cluster.simulate.job_speed import JobSpeed
 from cumulo.cluster.simulate.leaf_speed import LeafSpeed
 from cumulo.cluster.simulate.play import PlayOptions, play
+from cumulo.cluster.simulate.rounds import ROUND_S
 from cumulo.cluster.simulate.workloads import ClusterWorkload, WorkloadSize, check_name, workload_named
 
 MUST_WHOLE_S, MUST_DECISION_MS = 60.0, 50.0
-# These look at every running job, as the systems they follow do once in a while, and not at every event.
-IN_ROUNDS = ("las", "elastic", "goodput", "attained")
-ROUND_S = 60.0
 _UPDATES = 100  # of the progress, in one trace
 
 Progress = Callable[[str, int, int], None]  # what is played, jobs that ended, all jobs
@@ -136,9 +134,8 @@ def cost(
         if done % every == 0:
             progress(name, done, total)
 
-    rounds = policy.name.split("+")[0] in IN_ROUNDS
     options = PlayOptions(
-        interval_s=ROUND_S if rounds else 0.0, always_decide=policy.always_decide, quotas=played.quotas,
+        interval_s=ROUND_S if policy.in_rounds else 0.0, always_decide=policy.always_decide, quotas=played.quotas,
         failures=played.failures, seed=size.seed, told=told,
     )  # fmt: skip
     speed = _speed(policy, played.nodes)
