@@ -11,6 +11,7 @@ from cumulo.cluster.decide.jobs import JobRequest, RunningJob, StepProfile, Task
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import TenantQuota, snapshot_of
 from cumulo.cluster.decide.step_time import leaf_fabric
+from cumulo.cluster.simulate import page as pages
 from cumulo.cluster.simulate.failures import FailureRates
 from cumulo.cluster.simulate.fill import PUBLISHED, fill
 from cumulo.cluster.simulate.job_speed import FixedSpeed, TraceJob
@@ -194,6 +195,19 @@ def test_a_job_on_gpus_apart_does_not_cover_those_between():
         run.segments.append(Segment(name, 0.0, 10.0, (TaskPlace("node-0", gpus),)))
     heights = re.findall(r'y="([0-9.]+)"[^>]*height="([0-9.]+)" fill="hsl[(][0-9]+ 55', gantt(run))
     assert [(float(y), float(high)) for y, high in heights] == [(0, 3), (9, 3), (3, 6)]
+
+
+def test_a_chart_has_fewer_nodes_and_not_less_time_where_too_much_ran(monkeypatch):
+    monkeypatch.setattr(pages, "_MOST_BARS", 250)
+    run = play(
+        uniform_nodes(3, 1),
+        [job(f"j{number}", 0, 10, 1) for number in range(300)],
+        policy_named("fifo").decide,
+    )
+    text = page([("fifo", run)])
+    assert len(run.segments) == 300 and "The chart shows the first 2 of 3 nodes." in text
+    assert gantt(run).count("<title>") == 200
+    assert text.count("100 % of its GPU time") == 3
 
 
 HEAD = "job_id,arrival_s,duration_s,gpus"

@@ -23,6 +23,7 @@ EXAMPLE = (
     "Example: [bold]cumulo simulate cluster --synthetic 500 --nodes 64 --policy fifo,backfill,shortest "
     "--html cluster.html[/bold]"
 )
+_UPDATES = 1000  # of the progress, for one policy
 _LEAST_INTERVAL_S = 0.001
 _CLUSTER, _JOBS, _REPORT = "Cluster", "Jobs", "Report"
 
@@ -226,7 +227,8 @@ def _own_mistakes(name: str) -> Iterator[None]:
 
 
 def _tell(tell: Callable[[str], None], name: str, done: int, jobs: int) -> None:
-    tell(f"{name}: {done:,} of {jobs:,} jobs")
+    if done % max(1, jobs // _UPDATES) == 0:
+        tell(f"{name}: {done:,} of {jobs:,} jobs")
 
 
 def _nodes(chosen: ClusterRunOptions) -> "list[ClusterNode]":

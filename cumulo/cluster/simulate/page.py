@@ -1,5 +1,6 @@
 """The report of a simulated cluster as one HTML page: figures, a Gantt chart, a map of the nodes."""
 
+import itertools
 from collections.abc import Sequence
 from html import escape
 
@@ -8,7 +9,7 @@ from cumulo.base.quantities import quantity
 from cumulo.cluster.simulate.outcome import ClusterRun
 
 _WIDTH, _ROW = 960.0, 12.0
-_MOST_NODES = 128  # rows of the Gantt chart
+_MOST_NODES, _MOST_BARS = 128, 20_000  # rows of the Gantt chart, and what can be drawn there
 _KEY = (
     "JCT: job completion time, from arrival to end. Utilization: share of the GPUs' time. Fairness: Jain's index "
     "over the tenants' mean slowdown; 1 is even. A bar is a job on a node, as high as its share of the node's "
@@ -53,9 +54,24 @@ def _left(run: ClusterRun) -> str:
 
 
 def _cut(run: ClusterRun) -> str:
-    if len(run.nodes) <= _MOST_NODES:
+    shown = len(_rows(run))
+    if shown == len(run.nodes):
         return ""
-    return f"<p>The chart shows the first {_MOST_NODES} of {len(run.nodes):,} nodes.</p>"
+    return f"<p>The chart shows the first {shown} of {len(run.nodes):,} nodes.</p>"
+
+
+def _rows(run: ClusterRun) -> dict[str, int]:
+    """The first nodes, as many as a chart can show with all that ran there; at least one."""
+    bars = {node.name: 0 for node in run.nodes[:_MOST_NODES]}
+    for one in run.segments:
+        for node in {place.node for place in one.places} & bars.keys():
+            bars[node] += 1
+    sums = itertools.accumulate(bars.values())
+    return {
+        name: row
+        for row, (name, drawn) in enumerate(zip(bars, sums, strict=True))
+        if not row or drawn <= _MOST_BARS
+    }
 
 
 def _table(runs: Sequence[tuple[str, ClusterRun]]) -> str:
@@ -79,7 +95,7 @@ def colour(job_id: str) -> str:
 
 
 def gantt(run: ClusterRun) -> str:
-    rows = {node.name: number for number, node in enumerate(run.nodes[:_MOST_NODES])}
+    rows = _rows(run)
     width = {node.name: node.gpus for node in run.nodes}
     begin, span = run.begin_s, max(run.makespan_s, 1.0)
     bars: list[str] = []
@@ -131,11 +147,11 @@ def node_map(run: ClusterRun) -> str:
     for node in run.nodes:
         leaves.setdefault(node.leaf or "nodes", []).append(node.name)
     squares, y = [], 0.0
-    per_row = 64
+    per_row, whole_s = 64, run.makespan_s
     for leaf, names in list(leaves.items())[:200]:
         squares.append(svg.text(0, y + 9, leaf))
         for number, name in enumerate(names[:1024]):
-            share = min(1.0, used.get(name, 0.0) / max(1e-9, gpus[name] * run.makespan_s))
+            share = min(1.0, used.get(name, 0.0) / max(1e-9, gpus[name] * whole_s))
             squares.append(
                 svg.tag(
                     "rect", svg.title(f"{name}: {100 * share:.0f} % of its GPU time"), x=70 + number % per_row * 13,

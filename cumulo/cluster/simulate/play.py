@@ -25,7 +25,6 @@ from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
 from cumulo.errors import CumuloError
 
-_MOST_SEGMENTS = 20_000  # of the Gantt chart; more than anybody can see
 _FRAGMENTATION_SAMPLES = 20
 _MOST_ASKED = 10_000  # decisions at one moment
 _STARTS, _STOPS = (JobPlacement, Resize), (Eviction, Resize)
@@ -227,8 +226,7 @@ class _Player:
     def leave(self, one: _Live) -> RunningJob:
         self.advance(one)
         request = one.request
-        if len(self.run.segments) < _MOST_SEGMENTS:
-            self.run.segments.append(Segment(request.job_id, one.run_began_s, self.now_s, one.places))
+        self.run.segments.append(Segment(request.job_id, one.run_began_s, self.now_s, one.places))
         self.free.release(request, one.places)
         self.used_gpus -= len(one.places) * request.milli_per_task / 1000
         run = self.running.drop(request.job_id)
