@@ -5,10 +5,11 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
+from cumulo.cluster.decide.check import left_on
 from cumulo.cluster.decide.fit import pack_gang, slots
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members
-from cumulo.cluster.decide.policy.ends_ahead import _LeftNodes, _LeftShares
+from cumulo.cluster.decide.policy.ends_ahead import Moment, _LeftNodes, _LeftShares, ends_until_it_fits
 from cumulo.cluster.decide.policy.reservations import Reservation, Reservations
 from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable
@@ -137,3 +138,39 @@ def test_what_jobs_leave_is_counted_as_gpu_by_gpu():
                 assert counts.count() == shares.count()
                 gained += counts.able > before
     assert gained > 100
+
+
+def test_what_is_free_at_a_reserved_start_is_what_a_cluster_without_the_ended_jobs_has():
+    draw, seen = random.Random(8), Counter()
+    for _ in range(150):
+        nodes = [ClusterNode(f"n{n}", draw.choice((2, 4)), draw.choice("ab"), 8000, 4000) for n in range(6)]
+        free, running = FreeCapacity(nodes), []
+        for number in range(30):
+            share = draw.random() < 0.3
+            job = JobRequest(
+                f"j{number}", draw.choice((1, 2)), 1 if share else draw.choice((1, 2)), 250 if share else 1000,
+                cpu_milli=draw.choice((0, 500, 1500)), memory_mib=draw.choice((0, 300)), predicted_s=9.0,
+            )  # fmt: skip
+            if (places := pack_gang(job, free)) is not None:
+                free.allocate(job, places)
+                running.append(RunningJob(job, places, 0.0, float(number)))
+        share, tasks = draw.random() < 0.3, draw.choice((1, 2, 4))
+        gpus, milli = (1, 500) if share else (draw.choice((0, 1, 2)), 1000)
+        asked = JobRequest("asked", tasks, gpus, milli, draw.choice((700, 2000)), 100)
+        ends = [(float(at), one.job_id) for at, one in enumerate(running)]
+        by_name = {one.job_id: one for one in running}
+        found = ends_until_it_fits(asked, free, ends, by_name.__getitem__)
+        if slots(asked, free) >= asked.tasks or found is None:
+            continue
+        then = free.copy()
+        for one in found.played:
+            then.release(one.request, one.places)
+        places = pack_gang(asked, then)
+        assert places is not None
+        then.allocate(asked, places)
+        for place in (pack_gang, lambda job, free: pack_gang(job, free)):  # a placer that is not known
+            moment = Moment(asked, free, found, [], 0, place)
+            for number, node in enumerate(nodes):
+                assert moment._left_beside(node.name) == left_on(then, number)
+        seen[share, asked.tasks > 1] += 1
+    assert len(seen) == 4 and min(seen.values()) > 3
