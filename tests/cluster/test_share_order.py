@@ -38,6 +38,7 @@ def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
     monkeypatch.setattr(share_order, "_MORE_KEPT", 4)
     monkeypatch.setattr(share_order, "_FEWEST_KEPT", 5)
     monkeypatch.setattr(share_order, "_STRETCH", 3)
+    monkeypatch.setattr(share_order, "_FEW_MORE", 2)
     monkeypatch.setattr(share_merge, "_MANY", 4)
     monkeypatch.setattr(share_merge, "_MOST_OF_ONE", 3)
     draw, queue, running, order = random.Random(6), JobQueue(), RunningTable(), share_order.ShareOrder()

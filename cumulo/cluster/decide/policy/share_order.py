@@ -26,7 +26,7 @@ from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota
 _Head = tuple[float, float, str]  # share, arrival and tenant of a tenant's first job
 _row_of = operator.itemgetter(4)
 _EVERYTHING = (float("inf"),)
-_MANY_TENANTS = 64  # whose jobs are faster merged in order than counted
+_MANY_TENANTS, _FEW_MORE = 64, 400  # tenants, and jobs that are faster merged in order than counted
 _KEPT, _MORE_KEPT, _FEWEST_KEPT, _STRETCH = 260, 50, 205, 64  # entries
 
 
@@ -169,7 +169,7 @@ class ShareOrder(TenantLines):
         assert self._of is not None and self._of.queue is not None
         self._put_in_order(self._of, self._of.queue)
         kept, failed = len(self._entries) - first, passed.failed
-        if kept < 0 or len(self._tenants) > _MANY_TENANTS:
+        if kept < 0 or at_most < kept + _FEW_MORE or len(self._tenants) > _MANY_TENANTS:
             yield from [row for row in itertools.islice(rows, at_most) if row[1] not in failed]
             return
         yield from [row for _, _, _, _, row in self._entries[first : first + at_most] if row[1] not in failed]
