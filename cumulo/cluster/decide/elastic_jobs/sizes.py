@@ -81,9 +81,10 @@ def choose_sizes(
         return options[at]
     if not tight.all():  # the jobs of other tenants are as large as it pays
         groups = _some_of(groups, tight)
+    cheapest = np.where(tight, at, 0)
     at[tight] = 0
     gpus -= int(options[at].sum())
-    near = _near(groups, options, gpus, limits or _no_limits(len(at)), prices)
+    near = _near(groups, options, gpus, limits or _no_limits(len(at)), prices, cheapest)
     found = _chosen(groups, options, gpus, limits, near)
     if found is None:  # a price was off by a rounding error
         far = np.zeros(len(at), dtype=np.int64), np.full(len(at), SAVES), np.inf
@@ -148,45 +149,60 @@ def _best_at(groups: Sequence[SizedGroup], options: Ints, price: Floats) -> Ints
 
 
 def _near(
-    groups: Sequence[SizedGroup], options: Ints, gpus: int, limits: TenantLimits, prices: Prices
+    groups: Sequence[SizedGroup],
+    options: Ints,
+    gpus: int,
+    limits: TenantLimits,
+    prices: Prices,
+    cheapest: Ints,
 ) -> tuple[Ints, Floats, float]:
     """Options that jobs have reached for sure, because all steps that save more fit; what a GPU is worth for sure
-    to each job, because not all steps that save more fit; and what the steps up to here save at least."""
+    to each job, because not all steps that save more fit; and what the steps up to here save at least. `cheapest`:
+    what jobs would have if GPUs cost nothing."""
     tenant, room = limits.tenant, limits.room
+    at_price = {SAVES: cheapest}
+    those = limited = groups  # of the jobs whose tenants' prices are looked for
+    left = len(room)
 
-    those, left = groups, len(room)
+    def at_one(price: Floats) -> Ints:
+        """The options of all jobs, at one price for all."""
+        key = float(price[0])
+        if key not in at_price:
+            at_price[key] = _best_at(groups, options, np.full(len(tenant), key))
+        return at_price[key]
 
-    def wanted(price: Floats) -> Ints:
-        """By each tenant, where a GPU costs so much."""
-        return np.bincount(tenant, options[_best_at(those, options, price[tenant])], len(room))
+    def wanted(at: Ints) -> Ints:
+        """GPUs of each tenant."""
+        return np.bincount(tenant, options[at], len(room))
 
     def by_all(price: Floats, _: Flags) -> Ints:
-        return np.array([np.minimum(wanted(np.full(len(room), price)), room).sum()])
+        return np.array([np.minimum(wanted(at_one(price)), room).sum()])
 
     def by_some(price: Floats, which: Flags) -> Ints:
         nonlocal those, left
         which = which & tight
         if 2 * which.sum() < left:  # the jobs of the others are not looked at any more
-            those, left = _some_of(groups, which[tenant]), int(which.sum())
-        return wanted(price)
+            those, left = _some_of(limited, which[tenant]), int(which.sum())
+        return wanted(_best_at(those, options, price[tenant]))
 
     cheap = dear = np.array([SAVES])
-    everybody = np.ones(1, dtype=np.bool_)
-    if by_all(dear, everybody) > gpus:
+    if np.minimum(wanted(cheapest), room).sum() > gpus:
         cheap, dear = price_brackets(by_all, np.array([gpus]), np.array([prices.of_all]), dear)
-    least = np.full(len(room), dear)
-    has = wanted(least)
+    has = wanted(at_one(dear))
     tight = has > room  # their limits bind even at this price
-    known = prices.of_tenants(len(room))
-    low, high = price_brackets(by_some, room, np.where(tight, known, least), least)
-    those = groups
+    known, low = prices.of_tenants(len(room)), np.full(len(room), dear)
+    high, at, among = low, at_one(dear), tight[tenant]
+    if tight.any():
+        those = limited = _some_of(groups, among)
+        left = int(tight.sum())
+        low, high = price_brackets(by_some, room, np.where(tight, known, low), low)
+        at = np.where(among, _best_at(limited, options, high[tenant]), at)
     while cheap > SAVES:  # for sure only if the least that tenants get then does not fit
-        then = wanted(np.where(tight, high, cheap))
+        then = wanted(np.where(among, at, at_one(cheap)))
         if np.where(then > room, has, then).sum() > gpus:
             break
         cheap = cheap / NEAR if cheap > dear / _CHEAPEST else np.array([SAVES])
     prices.learn(float(dear[0]), np.where(tight, high, known))
-    at = _best_at(groups, options, high[tenant])
     return at, np.where(tight, low, cheap)[tenant], float(high[tenant[at > 0]].min(initial=np.inf))
 
 

@@ -18,7 +18,7 @@ from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _Ranking = Callable[[float], int]
-_MOST_STARTS = 700  # of one decision
+_MOST_STARTS, _MOST_PRICED = 700, 80  # of one decision; the second where every place is priced
 
 
 def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, queues: int = 2) -> Policy:
@@ -28,23 +28,25 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
 
     rank = _ranking(threshold_gpu_s, queues)
     lines: QuotaLines | None = None
+    tried = float("nan"), 0  # how many jobs are tried in the next decision of this moment
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        nonlocal lines
+        nonlocal lines, tried
         held = table_of(snapshot.running).view(rank, lambda: _Held(rank, threshold_gpu_s, queues))
         held.advance(snapshot.now_s)
         budget = WHOLE_GPU * int(snapshot.free.gpus[snapshot.free.ready].sum()) - held.fixed_milli
         key = _waiting_key(rank)
         if snapshot.quotas:
             lines = quota_lines(lines, snapshot, lambda _, queue: KeyLines(queue, key))
-        # A placer that is told what starts cannot be asked for the same decision twice.
-        most = len(snapshot.waiting) if hasattr(place, "started") else _MOST_STARTS
+        starts = _MOST_PRICED if hasattr(place, "started") else _MOST_STARTS
+        most = tried[1] if tried[0] == snapshot.now_s else starts
         decided, more = _decided(snapshot, held, budget, key, lines, place, most)
-        if more and sum(isinstance(one, JobPlacement) for one in decided) < _MOST_STARTS // 2:
-            # Most of them find no place: asked again, they would be tried again, and others never.
-            decided, more = _decided(snapshot, held, budget, key, lines, place, len(snapshot.waiting))
         if more:
-            decided.append(Unfinished(f"more than {_MOST_STARTS} jobs may start"))
+            decided.append(Unfinished("more jobs may start"))
+            if sum(isinstance(one, JobPlacement) for one in decided) < starts // 2:
+                # Most of them found no place. Asked again, they are tried again, and more behind them.
+                most *= 4
+            tried = snapshot.now_s, most
         return decided
 
     return policy
@@ -61,7 +63,7 @@ def _decided(
 ) -> tuple[list[Decision], bool]:
     """Which jobs stop and start, of the first so many for which there are GPUs; and whether more may start."""
     decided: list[Decision] = []
-    started = 0
+    started, most_started = 0, _MOST_PRICED if hasattr(place, "started") else _MOST_STARTS
     stopping, starting, more = _within(budget, held, snapshot, key, lines, decided, most)
     free, book = snapshot.free.copy(), QuotaBook(snapshot)
     for name in stopping:
@@ -71,7 +73,7 @@ def _decided(
         tell_stopped(place, [stopped])
         book.count(stopped.request, -stopped.gpus)
     for job in starting:
-        if started == _MOST_STARTS:
+        if started == most_started:
             return decided, True
         places = place(job, free)
         refused = why_not(job, free) if places is None else book.refuses(job)
