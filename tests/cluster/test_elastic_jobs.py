@@ -7,8 +7,8 @@ import pytest
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Unfinished, Waits
 from cumulo.cluster.decide.elastic_jobs import columns, limits, policy
+from cumulo.cluster.decide.elastic_jobs.prices import Prices, price_brackets
 from cumulo.cluster.decide.elastic_jobs.sizes import (
-    Prices,
     TenantLimits,
     choose_sizes,
     possible_sizes,
@@ -67,6 +67,22 @@ def test_sizes_near_the_last_prices_are_those_without_any_and_keep_to_every_limi
                 [0.0, 0.01, 0.9, 1.1, 50.0], len(prices.of_tenant)
             )
     assert limited > 50
+
+
+def test_prices_lie_close_around_where_what_is_wanted_begins_to_fit():
+    draw = np.random.default_rng(3)
+    for _ in range(50):
+        worth = draw.lognormal(0.0, 5.0, (8, 30))  # what each GPU is worth to each of eight tenants
+        room, least = draw.integers(0, 30, 8), np.full(8, 1e-9)
+        guess = draw.choice([0.0, 1.0], 8) * draw.lognormal(0.0, 5.0, 8)
+
+        def wanted(price: np.ndarray, which: np.ndarray, worth: np.ndarray = worth) -> np.ndarray:
+            return np.where(which, (worth > price[:, None]).sum(axis=1), 0)
+
+        everybody = np.ones(8, dtype=np.bool_)
+        low, high = price_brackets(wanted, room, guess, least)
+        assert (wanted(low, everybody) > room).all() and (wanted(high, everybody) <= room).all()
+        assert (high <= 1.11 * low).mean() > 0.9  # a few are too far from the guess for the trials there are
 
 
 def test_limits_that_bind_nobody_change_no_size():
@@ -177,3 +193,27 @@ def test_attained_does_not_let_jobs_take_turns_at_every_decision():
     run = play(uniform_nodes(1, 8), jobs, policy_named("attained").decide, ElasticSpeed(), options)
     assert len(run.outcomes) == 12
     assert 4 <= run.evictions <= 24
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_no_job_is_restarted_to_have_as_many_gpus_as_before(name):
+    """Many want to grow, and few find room."""
+    workload, named, sizes = burst(), policy_named(name), list[tuple[int, int]]()
+
+    def decide(snapshot: Snapshot) -> list[Decision]:
+        decided = named.decide(snapshot)
+        sizes.extend(
+            (len(snapshot.running[one.job_id].places), len(one.places))
+            for one in decided
+            if isinstance(one, Resize)
+        )
+        return decided
+
+    play(
+        workload.nodes,
+        workload.trace,
+        decide,
+        ElasticSpeed(),
+        PlayOptions(interval_s=60.0, always_decide=True),
+    )
+    assert len(sizes) > 100 and all(before != after for before, after in sizes)

@@ -30,7 +30,7 @@ def violations(snapshot: Snapshot, decisions: Sequence[Decision]) -> list[str]:
             if not running.request.preemptible:
                 found.append(f"{decision.job_id} is moved, but is not preemptible")
             stopped.add(decision.job_id)
-            books.move(running.request, running.places, 1)
+            books.give_back(running.request, running.places)
             change[running.request.tenant] = change.get(running.request.tenant, 0.0) - running.gpus
     for decision in decisions:
         if isinstance(decision, JobPlacement):
@@ -73,13 +73,10 @@ class _Books:
             known = self.touched[node] = left_on(self.free, node)
         return known
 
-    def move(self, job: JobRequest, places: Sequence[TaskPlace], sign: int) -> None:
+    def give_back(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
+        index = self.free.index
         for place in places:
-            self.move_one(job, self.free.index[place.node], place, sign)
-
-    def move_one(self, job: JobRequest, node: int, place: TaskPlace, sign: int) -> bool:
-        """Whether nothing is overcommitted afterwards."""
-        return take_from(self.left_on(node), job, place.gpus, sign)
+            take_from(self.left_on(index[place.node]), job, place.gpus, 1)
 
 
 def take_from(left: list[int], job: JobRequest, gpus: Sequence[int], sign: int) -> bool:
@@ -103,12 +100,6 @@ def has_left(left: Sequence[int], job: JobRequest, gpus: Sequence[int]) -> bool:
     for gpu in gpus:
         short = short or left[gpu + 2] < job.gpu_milli
     return not short
-
-
-def has_room(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapacity) -> bool:
-    """Whether these places are free."""
-    books = _Books(free)
-    return all(books.move_one(job, free.index[place.node], place, -1) for place in places)
 
 
 def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], books: _Books) -> list[str]:
