@@ -45,7 +45,7 @@ class TenantLimits:
 def possible_sizes(node_gpus: int, most: Ints, current: Ints, inside: tuple[int, ...] = ()) -> Ints:
     """0, sizes within a node, then whole nodes, and whatever a job has now."""
     largest = int(max(most.max(), current.max()))
-    found = {0, *(inside or range(1, node_gpus + 1)), *np.unique(current).tolist()}
+    found = {0, *(inside or range(1, node_gpus + 1)), *np.flatnonzero(np.bincount(current)).tolist()}
     nodes = 2
     while nodes * node_gpus <= largest:
         found.add(nodes * node_gpus)
@@ -305,7 +305,7 @@ def _fill_up(
     if limits is None:
         limits = TenantLimits(np.zeros(len(at), dtype=np.int64), np.array([left]))
     tenant, room = limits.tenant, limits.room
-    there = np.unique(np.concatenate([tenant[rows] for rows, _ in groups]))
+    there = np.flatnonzero(np.bincount(np.concatenate([tenant[rows] for rows, _ in groups])))
     apart = len(there) > 1 and room[there].sum() <= left  # what one tenant gets, no other lacks
     gain, target, lengths = np.zeros(len(at)), at.copy(), _lengths(options)
     group, row = np.full(len(at), -1), np.zeros(len(at), dtype=np.int64)
