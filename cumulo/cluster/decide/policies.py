@@ -32,9 +32,7 @@ class NamedPolicy:
     decide: Policy
     always_decide: bool = False  # also when nothing waits: it resizes or moves what runs
     resizes: bool = False  # jobs are elastic for it
-    in_rounds: bool = (
-        False  # it looks at every running job, which is too much for every event of a large cluster
-    )
+    in_rounds: bool = False  # looks at every running job: too much for every event of a large cluster
 
 
 @dataclass(frozen=True, slots=True)

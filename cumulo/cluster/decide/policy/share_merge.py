@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from cumulo.cluster.decide.queue import SortedJobs, WaitingRow
 
-ShareEntry = tuple[
-    float, float, str, int, WaitingRow
-]  # share, arrival, tenant, and the number among its jobs
+# Share, arrival, tenant, and the number among its jobs.
+ShareEntry = tuple[float, float, str, int, WaitingRow]
 Numbers = NDArray[Any]
 _MANY = 256  # entries of a stretch
 _MOST_OF_ONE = 1024  # tenant, in one stretch
