@@ -58,9 +58,13 @@ def placed(
         elif had:
             free.allocate(job, had)
         elif (told := told + 1) <= MOST_REASONS:
-            why = book.refuses(job, 1) or "no GPU adds more goodput here than where it is"
-            stopped.append(Waits(job.job_id, why))
+            stopped.append(why_none(job, book))
     return stopped + resized + started
+
+
+def why_none(job: JobRequest, book: QuotaBook) -> Waits:
+    """Why a job that waits gets no GPU."""
+    return Waits(job.job_id, book.refuses(job, 1) or "no GPU adds more goodput here than where it is")
 
 
 def _why(places: Sequence[TaskPlace]) -> str:

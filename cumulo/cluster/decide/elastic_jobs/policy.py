@@ -17,7 +17,7 @@ import numpy as np
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Unfinished
 from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, elastic_rows
 from cumulo.cluster.decide.elastic_jobs.limits import looked_at, tenant_limits
-from cumulo.cluster.decide.elastic_jobs.placing import MOST_REASONS, SizeChange, placed
+from cumulo.cluster.decide.elastic_jobs.placing import MOST_REASONS, SizeChange, placed, why_none
 from cumulo.cluster.decide.elastic_jobs.prices import Floats, Prices
 from cumulo.cluster.decide.elastic_jobs.sizes import (
     SizedGroup,
@@ -62,9 +62,12 @@ def elastic(
     they ask for."""
     inside, prices, unfinished = tuple(sizes), Prices(), None
 
-    def chosen(jobs: ActiveJobs, moment: _Moment, free: FreeCapacity, book: QuotaBook) -> list[SizeChange]:
+    def chosen(
+        jobs: ActiveJobs, moment: _Moment, free: FreeCapacity, book: QuotaBook
+    ) -> tuple[list[SizeChange], list[JobRequest]]:
+        """Jobs that change their sizes, and the first of those that wait and get no GPUs."""
         if not len(jobs):
-            return []
+            return [], []
         ready = free.ready
         node_gpus, free_gpus = int(free.gpus[ready].max()), int(free.whole[ready].sum())
         gpus = free_gpus + int(jobs.current.sum())
@@ -89,10 +92,11 @@ def elastic(
             if limits is not None:
                 limits = tenant_limits(jobs, book, left) if moment.parts > 1 else limits.those(some)
         if not len(jobs):
-            return []
+            return [], []
         options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
         groups = _costs(jobs, restart_s, options, node_gpus, share, weights)
-        return _changes(jobs, choose_sizes(groups, options, gpus, limits, prices))
+        wanted = choose_sizes(groups, options, gpus, limits, prices)
+        return _changes(jobs, wanted), _refused(jobs, wanted)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         nonlocal unfinished
@@ -100,7 +104,7 @@ def elastic(
             return []
         node_gpus = int(snapshot.free.gpus[snapshot.free.ready].max())
         free, book = snapshot.free.copy(), QuotaBook(snapshot)
-        moment, decided = unfinished, list[Decision]()
+        moment, decided, refused = unfinished, list[Decision](), list[JobRequest]()
         if moment is None or moment.now_s != snapshot.now_s:
             moment = _Moment(snapshot.now_s)
         most = _MOST_CHANGES
@@ -110,7 +114,7 @@ def elastic(
                 return [Unfinished(f"{jobs.unread} waiting jobs were to be read")]
             if not moment.chosen:
                 decided = _rigid(jobs.rigid, snapshot, free, book)
-            moment.changes = chosen(jobs, moment, free, book)
+            moment.changes, refused = chosen(jobs, moment, free, book)
             most -= min(len(jobs), _MOST_JOBS) // _LIKE_A_CHANGE
             if len(moment.changes) > most:  # what frees GPUs comes first
                 moment.changes.sort(key=lambda one: one[2] >= len(one[1]))
@@ -119,6 +123,7 @@ def elastic(
             changes = _still(moment.changes[:most], snapshot)
         moment.changes = moment.changes[most:]
         decided += placed(changes, node_gpus, free, book)
+        decided += [why_none(job, book) for job in refused]
         unfinished = moment if moment.changes or moment.chosen < moment.parts else None
         if unfinished is not None:
             decided.append(Unfinished(f"{moment.parts} parts of the jobs, {moment.chosen} begun"))
@@ -181,11 +186,13 @@ def _costs(
 
 
 def _changes(jobs: ActiveJobs, wanted: Ints) -> list[SizeChange]:
-    """Jobs that keep their size keep their places; the others, the largest first. Of the waiting jobs that get
-    nothing only as many as are told why."""
-    current = jobs.current
-    changed = wanted != current
-    changed[np.flatnonzero((wanted == 0) & (current == 0))[:MOST_REASONS]] = True
-    rows = np.flatnonzero(changed)
+    """Jobs that keep their size keep their places; the others, the largest first."""
+    rows = np.flatnonzero(wanted != jobs.current)
     rows = rows[np.lexsort((jobs.arrival_s[rows], -wanted[rows]))]
     return [(*jobs.job(row), size) for row, size in zip(rows.tolist(), wanted[rows].tolist(), strict=True)]
+
+
+def _refused(jobs: ActiveJobs, wanted: Ints) -> list[JobRequest]:
+    """The first of those that wait and get nothing: as many as are told why."""
+    rows = np.flatnonzero(wanted[: jobs.waits] == 0)[:MOST_REASONS]
+    return [jobs.job(row)[0] for row in rows.tolist()]
