@@ -27,6 +27,7 @@ from cumulo.errors import CumuloError
 
 _FRAGMENTATION_SAMPLES = 20
 _MOST_ASKED = 10_000  # decisions at one moment
+_SETTLED_S = 600.0  # rounds are left out for so long
 _STARTS, _STOPS = (JobPlacement, Resize), (Eviction, Resize)
 
 
@@ -96,6 +97,7 @@ class _Player:
         self.releases = Releases(self.free, self.running)
         self.counted_s = 0.0
         self.checked = 0
+        self.settled_s: float | None = None  # when nothing was changed; None: something happened since
 
     # -- events
 
@@ -126,7 +128,7 @@ class _Player:
                     self.push(self.now_s + self.options.interval_s, "decide", "")
                 else:
                     self.happen(kind, name, number)
-            if decide and (self.waiting or self.options.always_decide):
+            if decide and (self.waiting or (self.options.always_decide and not self.settled())):
                 self.decide()
             if len(self.run.outcomes) != finished:
                 finished = len(self.run.outcomes)
@@ -137,6 +139,16 @@ class _Player:
             if not self.running and self.waiting and self.stuck():
                 break
         return self.run.closed(self.now_s, [self.live[job.job_id].request for job in self.waiting])
+
+    def settled(self) -> bool:
+        """Whether this round can be left out: nothing happened since one that changed nothing. But jobs grow older,
+        and older ones can afford a restart: so that it is not left out for long."""
+        return (
+            self.settled_s is not None
+            and self.options.interval_s > 0
+            and not self.speed.refreshes
+            and self.now_s - self.settled_s < _SETTLED_S
+        )
 
     def stuck(self) -> bool:
         """Nothing runs, something waits, and only failures or repairs are to come: it will wait for ever."""
@@ -153,9 +165,11 @@ class _Player:
                 return
             self.live[name] = _Live(job.request, job.work, number)
             self.enqueue(job.request, number)
+            self.settled_s = None
         elif kind == "advance":
             one = self.live.get(name)
             if one is not None and one.event == number and one.places:
+                self.settled_s = None
                 self.advance(one)
                 # This is when it gets there. Late in a long trace the clock's last digit is worth more than what is
                 # left: counted from the clock alone, it would come closer for ever and never end.
@@ -256,6 +270,7 @@ class _Player:
         ready[number] = node.health == "ready"
         self.free.set_ready(ready)
         self.releases.set_health(number)
+        self.settled_s = None
 
     def fail(self, name: str) -> None:
         node = self.nodes[self.free.index[name]]
@@ -320,6 +335,7 @@ class _Player:
         moves = [one for one in decisions if not isinstance(one, Waits)]
         idle = not any(isinstance(one, _STARTS) for one in moves)
         self.checked = self.checked + 1 if idle and self.waiting else 0
+        self.settled_s = None if moves else self.now_s
         if self.options.check and moves and (wrong := violations(snapshot, moves)):
             raise BrokenPolicy(f"the policy broke a rule at {self.now_s:g} s: {wrong[0]}")
         if self.options.keep_log:
