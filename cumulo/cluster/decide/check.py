@@ -74,9 +74,16 @@ class _Books:
         return known
 
     def give_back(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
-        index = self.free.index
+        index, share, cores = self.free.index, job.gpu_milli, job.cpu_milli or job.memory_mib
+        last, left = "", list[int]()
         for place in places:
-            take_from(self.left_on(index[place.node]), job, place.gpus, 1)
+            if place.node != last or not left:  # neighbours are on one node: it is looked up once
+                last, left = place.node, self.left_on(index[place.node])
+            if cores:
+                left[0] += job.cpu_milli
+                left[1] += job.memory_mib
+            for gpu in place.gpus:
+                left[gpu + 2] += share
 
 
 def take_from(left: list[int], job: JobRequest, gpus: Sequence[int], sign: int) -> bool:

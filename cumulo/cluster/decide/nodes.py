@@ -2,7 +2,7 @@
 with equally many free GPUs, so that ten thousand nodes are searched in microseconds."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ Ints = NDArray[Any]  # small integers, so that a copy of ten thousand nodes cost
 
 
 UNLIMITED = 1 << 30
+_FIRST_GPU = (0,)
+_FEW = 4  # GPUs that are faster written one by one
 _MANY = 24  # members of a set that are faster found together
 _MOST_CHANGES = 50_000  # of nodes that are written down
 _ALL_DEVICES = (None,)
@@ -194,36 +196,31 @@ class FreeCapacity:
         return other  # type: ignore[no-any-return]
 
     def allocate(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
-        for node, gpus, tasks in self._by_node(job, places):
-            self._move(job, node, gpus, -1, tasks)
+        self._move_all(job, places, -1)
 
     def release(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
         self.gains += 1
-        for node, gpus, tasks in self._by_node(job, places):
-            self._move(job, node, gpus, 1, tasks)
+        self._move_all(job, places, 1)
 
-    def _by_node(
-        self, job: JobRequest, places: Sequence[TaskPlace]
-    ) -> Iterator[tuple[int, Sequence[int], int]]:
-        """Neighbouring tasks on one node together: the node, their GPUs, and how many they are."""
+    def _move_all(self, job: JobRequest, places: Sequence[TaskPlace], sign: int) -> None:
         index = self.index
-        if job.gpu_milli != WHOLE_GPU or job.gpus_per_task != 1:
+        if len(places) == 1 or job.gpu_milli != WHOLE_GPU or job.gpus_per_task != 1:
             for place in places:
-                yield index[place.node], place.gpus, 1
+                self._move(job, index[place.node], place.gpus, sign, 1)
             return
-        at = 0
-        while at < len(places):
+        at, many = 0, len(places)
+        while at < many:  # neighbouring tasks of one GPU on one node together
             first = places[at]
-            node = index[first.node]
-            every = self.single_places(node)
-            end = at + len(every)
-            if every and first is every[0] and places[at:end] == every:  # all of it, as large gangs have it
-                yield node, range(len(every)), len(every)
+            node, end = index[first.node], at + 1
+            every = self.single_places(node) if first.gpus == _FIRST_GPU else ()
+            if every and places[at : at + len(every)] == every:  # all of it, as large gangs have it
+                end = at + len(every)
+                gpus: Sequence[int] = range(len(every))
             else:
-                end = at + 1
-                while end < len(places) and places[end].node == first.node:
+                while end < many and places[end].node == first.node:
                     end += 1
-                yield node, [gpu for place in places[at:end] for gpu in place.gpus], end - at
+                gpus = [gpu for place in places[at:end] for gpu in place.gpus]
+            self._move(job, node, gpus, sign, end - at)
             at = end
 
     def _move(self, job: JobRequest, node: int, gpus: Sequence[int], sign: int, tasks: int) -> None:
@@ -236,20 +233,21 @@ class FreeCapacity:
             self.memory_mib[node] += sign * tasks * job.memory_mib
         if not gpus:
             return
-        whole = 0
         if job.gpu_milli == WHOLE_GPU:
-            whole = sign * len(gpus)
-            first, end = gpus[0], gpus[-1] + 1
-            if end - first == len(gpus):  # in a row, as nearly always: a slice is three times as fast
-                self.gpu_milli[node, first:end] = WHOLE_GPU if sign > 0 else 0
+            left, whole = WHOLE_GPU if sign > 0 else 0, sign * len(gpus)
+            if len(gpus) > _FEW and gpus[-1] + 1 - gpus[0] == len(gpus):  # in a row, as nearly always
+                self.gpu_milli[node, gpus[0] : gpus[-1] + 1] = left
             else:
-                self.gpu_milli[node, list(gpus)] = WHOLE_GPU if sign > 0 else 0
-        else:
-            for gpu in gpus:
-                before = int(self.gpu_milli[node, gpu])
-                after = before + sign * job.gpu_milli
-                self.gpu_milli[node, gpu] = after
-                whole += int(after == WHOLE_GPU) - int(before == WHOLE_GPU)
+                for gpu in gpus:
+                    self.gpu_milli[node, gpu] = left
+            self._set_whole(node, whole)
+            return
+        whole = 0
+        for gpu in gpus:
+            before = int(self.gpu_milli[node, gpu])
+            after = before + sign * job.gpu_milli
+            self.gpu_milli[node, gpu] = after
+            whole += int(after == WHOLE_GPU) - int(before == WHOLE_GPU)
         if whole:
             self._set_whole(node, whole)
 
