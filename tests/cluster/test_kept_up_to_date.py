@@ -18,8 +18,8 @@ from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import fair, preemptible
 from cumulo.cluster.decide.policy.fragmentation import TaskMix, TaskShape, fragmentation, stranded
+from cumulo.cluster.decide.policy.leaf_room import Leaves, take
 from cumulo.cluster.decide.policy.preemptible import coded_nodes, preemptible_on_nodes, preemptible_up_to
-from cumulo.cluster.decide.policy.topology import Leaves, _take
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.quotas import tenant_uses
 from cumulo.cluster.decide.releases import Releases
@@ -363,7 +363,7 @@ def test_nodes_that_a_gang_takes_under_many_leaves_are_those_that_it_takes_under
         draw.shuffle(able)
         found = leaves.taken(tasks, fits, able)
         for leaf, (used, most) in zip(able, found, strict=True):
-            counts = _take(tasks, fits, [leaves.nodes[leaf]])
+            counts = take(tasks, leaves.rooms(fits, leaf))
             assert (used, most) == (len(counts), max(count for _, count in counts))
             on = {nodes[node].name: count for node, count in counts}
             assert fabric.step_under_a_leaf(job, used, most) == fabric.step_of(job, on, {})

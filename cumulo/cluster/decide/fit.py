@@ -1,7 +1,8 @@
 """Whether a gang fits, and on which nodes: tight packing, blind to topology. Policies place with it, or
 better."""
 
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +13,10 @@ from cumulo.cluster.decide.nodes import FreeCapacity, Ints, first_member, member
 _MORE_THAN_ANY = 1 << 30  # GPUs or thousandths of them
 
 Placer = Callable[[JobRequest, FreeCapacity], tuple[TaskPlace, ...] | None]
+AbleNode = tuple[int, int, int]  # what is left there, the node, and how many tasks of a job fit
+# A placer may have `nodes_then`: the nodes of a gang of whole GPUs, and the tasks on each, at another moment. It is
+# given all nodes that can take a task then, in order, and the GPUs of nodes that are free then and not now.
+NodesThen = Callable[[JobRequest, FreeCapacity, list[AbleNode], Mapping[int, int]], list[tuple[int, int]]]
 
 
 def tell_started(place: Placer, job: JobRequest, places: Sequence[TaskPlace]) -> None:
@@ -160,20 +165,49 @@ def _nodes_for(tasks: int, fits: Ints, whole: Ints) -> list[tuple[int, int]]:
     return chosen
 
 
-AbleNode = tuple[int, int, int]  # what is left there, the node, and how many tasks of a job fit
+def able_nodes(job: JobRequest, free: FreeCapacity, at_most: int) -> list[AbleNode] | None:
+    """All nodes that could take a task now, in order, with their free GPUs; None: they are more than so many."""
+    if only_gpus(job):
+        each, among = job.gpus_per_task, free.usable_set(job.devices)
+        rooms = range(each, len(free.room))
+        some = [(room, free.room[room] & among) for room in rooms if free.tally[room]]
+        if sum([nodes.bit_count() for _, nodes in some]) > at_most:
+            return None
+        found = [(room, node, room // each) for room, nodes in some for node in members(nodes, at_most)]
+        found.sort(key=operator.itemgetter(1))
+        return found
+    all_of_it = free
+    while all_of_it.within is not None:
+        all_of_it = all_of_it.within
+    table = fit_table(job, all_of_it)
+    able = table.able & free.ready_set
+    if able.bit_count() > at_most:
+        return None
+    whole, fits = free.whole, table.fits
+    return [(whole.item(node), node, fits.item(node)) for node in members(able, at_most)]
 
 
 def packed_among(job: JobRequest, able: list[AbleNode]) -> list[tuple[int, int]]:
-    """The nodes of `pack_gang` for a job that asks for more than whole GPUs, if these are all that could take a
-    task, and enough. What is left: free GPUs, or thousandths of them where a single task asks for a share."""
+    """The nodes of `pack_gang`, and how many tasks each gets, if these are all that could take a task, and enough.
+    What is left: free GPUs, or thousandths of them where a single task asks for a share."""
     if job.tasks == 1:
         return [(min(able)[1], 1)]
-    able.sort()
-    if max([tasks for _, _, tasks in able]) == 1:
-        return [(node, 1) for _, node, _ in able[: job.tasks]]
-    able.sort(key=lambda one: one[1])
-    left, nodes, tasks = zip(*able, strict=True)
-    return [(nodes[at], some) for at, some in _nodes_for(job.tasks, np.array(tasks), np.array(left))]
+    chosen: list[tuple[int, int]] = []
+    missing, by_room = job.tasks, sorted(able, key=_most_room_first)
+    for at, (_, node, tasks) in enumerate(by_room):
+        if tasks > missing:  # one node takes the rest: the one with the least room for it
+            last = min([(room, left, one) for left, one, room in by_room[at:] if room >= missing])
+            return [*chosen, (last[2], missing)]
+        chosen.append((node, tasks))
+        missing -= tasks
+        if not missing:
+            break
+    return chosen
+
+
+def _most_room_first(node: AbleNode) -> tuple[int, int, int]:
+    left, number, tasks = node
+    return -tasks, left, number
 
 
 def task_places(job: JobRequest, free: FreeCapacity, counts: list[tuple[int, int]]) -> tuple[TaskPlace, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.decide.decisions import Decision
 from cumulo.cluster.decide.elastic_jobs.policy import elastic
-from cumulo.cluster.decide.fit import Placer, pack_gang
+from cumulo.cluster.decide.fit import NodesThen, Placer, pack_gang
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.policy.fair import fair
@@ -122,6 +122,11 @@ class _TopologyOfTheMoment:
 
     def packs(self, job: JobRequest) -> bool:
         return TopologyPlacer.packs(job)
+
+    @property
+    def nodes_then(self) -> NodesThen:
+        assert self.now is not None
+        return self.now.nodes_then
 
     def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
         assert self.now is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cumulo.cluster.decide.check import has_left, left_on, take_from
-from cumulo.cluster.decide.fit import AbleNode, Placer, packed_among, packs, task_gpus
+from cumulo.cluster.decide.fit import AbleNode, NodesThen, Placer, packed_among, packs, task_gpus
 from cumulo.cluster.decide.fit_tables import FitTable, fit_table
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.node_state import NodeState
@@ -24,7 +24,8 @@ class EndsUntil:
     """The ends after which all tasks of a gang fit."""
 
     played: list[RunningJob]
-    packed: list[tuple[int, int]]  # the nodes that `pack_gang` would choose then, and the tasks on each
+    able: list[AbleNode]  # all nodes that can take a task then, in order
+    gained: dict[int, int]  # of nodes: whole GPUs that are free then and not now; only of gangs of whole GPUs
     then: FreeCapacity | None = None  # the cluster at that moment, for placers that look at all of it
 
 
@@ -47,8 +48,12 @@ def ends_until_it_fits(
             continue  # by the GPUs alone it is not enough yet
         missing = job.tasks - left.count()
         if missing <= 0:
-            return EndsUntil(played, packed_among(job, left.able_nodes()))
+            return EndsUntil(played, sorted(left.able_nodes(), key=_number), left.gained())
     return None
+
+
+def _number(node: AbleNode) -> int:
+    return node[1]
 
 
 class _LeftNodes:
@@ -111,6 +116,9 @@ class _LeftNodes:
         others = _able_besides(self.tasks, self.table)
         return found + [(whole.item(node), node, self.fits.item(node)) for node in others]
 
+    def gained(self) -> dict[int, int]:
+        return {node: gpus for node, (gpus, _, _) in self.gains.items() if gpus}
+
 
 class _LeftShares:
     """The same for a gang that asks for shares of GPUs: what is free of every GPU."""
@@ -164,6 +172,9 @@ class _LeftShares:
             (self._left(free.gpu_milli[node].tolist()), node, self.fits.item(node)) for node in others
         ]
 
+    def gained(self) -> dict[int, int]:
+        return {}  # nobody asks
+
     def _left(self, shares: list[int]) -> int:
         return sum(shares) if self.job.tasks == 1 else shares.count(WHOLE_GPU)
 
@@ -194,8 +205,12 @@ class Moment:
         self._left: dict[str, list[int]] = {}  # on the nodes that somebody asked about
         self._tasks: dict[str, int] = {}  # of the reserved job, on each node
         self._on: dict[str, list[tuple[int, ...]]] | None = None  # their GPUs, where the placer chose them
+        nodes_then: NodesThen | None = getattr(place, "nodes_then", None)
         if packs(place, job):
-            self._tasks = {free.nodes[node].name: tasks for node, tasks in ends.packed}
+            self._tasks = {free.nodes[node].name: tasks for node, tasks in packed_among(job, ends.able)}
+        elif nodes_then is not None and after == len(started):
+            counts = nodes_then(job, free, ends.able, ends.gained)
+            self._tasks = {free.nodes[node].name: tasks for node, tasks in counts}
         else:
             self._on = self._placed(ends, place)
 
