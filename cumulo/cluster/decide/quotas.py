@@ -2,8 +2,9 @@
 than their quotas and which have borrowed, before it reclaims.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from math import inf
 
 import numpy as np
 
@@ -45,6 +46,18 @@ class QuotaBook:
         if quota is None:
             return float("inf")
         return quota.gpus + quota.borrow_gpus + _LITTLE - self.used(tenant)
+
+    def left_to_each(self, tenants: Sequence[str]) -> list[float]:
+        """The same of many, of whom most were not asked for before."""
+        if self._used or not self.quotas:
+            return [self.left_to(tenant) for tenant in tenants]
+        quotas, milli = self.quotas, self._milli
+        return [
+            inf
+            if (quota := quotas.get(name)) is None
+            else quota.gpus + quota.borrow_gpus + _LITTLE - milli.get(name, 0) / WHOLE_GPU
+            for name in tenants
+        ]
 
     def count(self, job: JobRequest, gpus: float) -> None:
         """A job of the tenant gains so many GPUs, or loses them."""

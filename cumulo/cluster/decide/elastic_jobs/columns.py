@@ -5,7 +5,8 @@ import bisect
 import itertools
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -128,90 +129,92 @@ class WaitingRows(QueueView):
         return alive[np.lexsort((number, arrival))]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ActiveJobs:
-    """Elastic jobs of a snapshot: those that wait, then those that run and may be preempted."""
+    """Elastic jobs of a snapshot: those that wait, then those that run and may be preempted. A column is read when
+    somebody asks for it: of most of those that wait nothing but the tenant is."""
 
     numbers: JobNumbers
     rigid: Sequence[JobRequest]  # and those that wait and cannot be resized
-    waiting: Sequence[JobRequest | None]  # by their rows
-    running: Sequence[RunningJob | None]
-    rows: Ints  # first of those that wait
-    waits: int  # so many
-    columns: Ints
+    waiting: JobRows[JobRequest]
+    running: JobRows[RunningJob]
+    waiting_rows: Ints
+    running_rows: Ints
     now_s: float
     unread: int = 0  # waiting jobs that were not known before: they are read now, or still to be read
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.waiting_rows) + len(self.running_rows)
+
+    @property
+    def waits(self) -> int:
+        """So many."""
+        return len(self.waiting_rows)
 
     def job(self, number: int) -> tuple[JobRequest, tuple[TaskPlace, ...]]:
         """What a job asks for, and the places it has."""
-        row = int(self.rows[number])
         if number < self.waits:
-            job = self.waiting[row]
+            job = self.waiting.jobs[self.waiting_rows.item(number)]
             assert job is not None
             return job, ()
-        one = self.running[row]
+        one = self.running.jobs[self.running_rows.item(number - self.waits)]
         assert one is not None
         return one.request, one.places
 
     def those(self, which: NDArray[np.bool_]) -> "ActiveJobs":
         """Some of them."""
-        return ActiveJobs(
-            self.numbers, self.rigid, self.waiting, self.running, self.rows[which], int(which[: self.waits].sum()),
-            self.columns[:, which], self.now_s,
-        )  # fmt: skip
+        waiting, running = self.waiting_rows[which[: self.waits]], self.running_rows[which[self.waits :]]
+        return replace(self, waiting_rows=waiting, running_rows=running)
 
-    @property
+    @cached_property
     def arrival_s(self) -> Ints:
         return self._floats(_ARRIVAL)
 
-    @property
+    @cached_property
     def predicted_s(self) -> Ints:
         return self._floats(_PREDICTED)
 
-    @property
+    @cached_property
     def attained_gpu_s(self) -> Ints:
-        found: Ints = self.columns[_ATTAINED] + self.columns[_CURRENT] * (self.now_s - self.columns[_STARTED])
+        found: Ints = self._floats(_ATTAINED) + self.current * (self.now_s - self._floats(_STARTED))
         return found
 
-    @property
+    @cached_property
     def restarts(self) -> Ints:
         return self._floats(_RESTARTS)
 
-    @property
+    @cached_property
     def restart_s(self) -> Ints:
         """What one costs."""
         return self._floats(_RESTART_S)
 
-    @property
+    @cached_property
     def table(self) -> Ints:
         return self._ints(_TABLE)
 
-    @property
+    @cached_property
     def most(self) -> Ints:
         return self._ints(_MOST)
 
-    @property
+    @cached_property
     def current(self) -> Ints:
         return self._ints(_CURRENT)
 
-    @property
+    @cached_property
     def tenant(self) -> Ints:
         return self._ints(_TENANT)
 
-    @property
+    @cached_property
     def draw(self) -> Ints:
         """A number by which jobs are parted at random, always alike."""
         return self._ints(_DRAW)
 
     def _floats(self, column: int) -> Ints:
-        found: Ints = self.columns[column]
-        return found
+        waiting, running = self.waiting.columns[column], self.running.columns[column]
+        return np.concatenate((waiting.take(self.waiting_rows), running.take(self.running_rows)))
 
     def _ints(self, column: int) -> Ints:
-        found: Ints = self.columns[column].astype(np.int64)
+        found: Ints = self._floats(column).astype(np.int64)
         return found
 
 
@@ -241,9 +244,7 @@ class ElasticRows(RunningView):
     def active(self, snapshot: Snapshot) -> ActiveJobs:
         if len(self.numbers.tables) > 2 * (len(snapshot.waiting) + len(self.rows.row_of)) + 64:
             self._forget_numbers()
-        numbers, alive = self.numbers, self.rows.alive()
-        running = self.rows.columns[:, alive]
-        waiting: Sequence[JobRequest | None]
+        numbers = self.numbers
         if isinstance(snapshot.waiting, JobQueue):
             kept = snapshot.waiting.view(WaitingRows, lambda jobs: WaitingRows(numbers, jobs))
             if kept.numbers is not numbers:
@@ -253,16 +254,13 @@ class ElasticRows(RunningView):
             if unread:
                 kept.read()
             rigid = [job for _, _, job in kept.rigid]
-            waiting, some = kept.rows.jobs, kept.in_order()
-            columns = kept.rows.columns[:, some]
+            waiting, some = kept.rows, kept.in_order()
         else:
             unread, rigid = 0, [job for job in snapshot.waiting if not resizable(job)]
-            waiting = those = [job for job in snapshot.waiting if resizable(job)]
-            some, columns = np.arange(len(those)), _columns(those, numbers)
-        return ActiveJobs(
-            numbers, rigid, waiting, self.rows.jobs, np.concatenate([some, alive]), len(some),
-            np.concatenate([columns, running], axis=1), snapshot.now_s, unread,
-        )  # fmt: skip
+            those = [job for job in snapshot.waiting if resizable(job)]
+            waiting, some = JobRows[JobRequest](), np.arange(len(those))
+            waiting.extend(those, _columns(those, numbers))
+        return ActiveJobs(numbers, rigid, waiting, self.rows, some, self.rows.alive(), snapshot.now_s, unread)
 
     def _forget_numbers(self) -> None:
         """Most are of jobs that ended."""

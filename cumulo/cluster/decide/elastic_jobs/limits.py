@@ -11,6 +11,7 @@ from cumulo.cluster.decide.quotas import QuotaBook
 
 # Waiting jobs that are looked at besides those for which there are GPUs: of all, and of a tenant with a limit.
 _MORE, _MORE_OF_TENANT = 4096, 64
+_SHORT = 1 << 15
 
 
 def tenant_limits(jobs: ActiveJobs, book: QuotaBook, parts: int = 1) -> TenantLimits | None:
@@ -21,7 +22,7 @@ def tenant_limits(jobs: ActiveJobs, book: QuotaBook, parts: int = 1) -> TenantLi
     tenant, names = jobs.tenant, list(jobs.numbers.tenants)
     there = np.flatnonzero(np.bincount(tenant, minlength=len(names)))
     left = np.full(len(names), NO_LIMIT)
-    left[there] = np.minimum([book.left_to(names[number]) for number in there.tolist()], NO_LIMIT)
+    left[there] = np.minimum(book.left_to_each([names[number] for number in there.tolist()]), NO_LIMIT)
     has = np.bincount(tenant, jobs.current, len(names)).astype(np.int64)
     room = has - np.maximum(left, 0) // -parts
     return TenantLimits(tenant, room)
@@ -45,7 +46,10 @@ def looked_at(
         return found
     if weights is not None:
         order = order[np.argsort(-weights[order], kind="stable")]
-    order = order[np.argsort(tenant[order], kind="stable")]
+    of = tenant[order]
+    if len(room) < _SHORT:
+        of = of.astype(np.int16)  # they are sorted without being compared, several times as fast
+    order = order[np.argsort(of, kind="stable")]
     of = tenant[order]
     begins = np.flatnonzero(np.diff(of, prepend=-1))
     first = np.zeros(len(room), dtype=np.int64)

@@ -175,9 +175,13 @@ def _costs(
     found = []
     for rows, width in size_groups(options, largest):
         some = options[:width]
-        speedup = speedups[:, :width][table[rows]]
-        stays = some == current[rows][:, None]
-        costs: Floats = 1.0 / (np.where(stays, speedup, speedup * keep[rows][:, None]) + _LITTLE)
+        speedup = speedups[:, :width].take(table[rows], 0)
+        stays = np.arange(len(rows)), np.searchsorted(some, current[rows])
+        as_it_is = speedup[stays]
+        speedup *= keep[rows][:, None]
+        speedup[stays] = as_it_is  # no restart
+        speedup += _LITTLE
+        costs: Floats = np.divide(1.0, speedup, out=speedup)
         costs[some > largest[rows][:, None]] = np.inf
         if weights is not None:
             costs *= weights[rows][:, None]

@@ -15,7 +15,7 @@ SAVES = 1e-9  # a step must save more per GPU: nobody pays less
 NEAR = 1.1  # times the lower price
 _NO_PRICE = 1e30  # at which nobody wants a GPU
 _FIRST = 1.0  # if nobody knows better
-_MOST_TRIES = 16
+_MOST_TRIES = 7  # if the prices are farther apart then, there are more steps to be sorted
 
 
 class Prices:

@@ -14,6 +14,8 @@ _Steps = tuple[Floats, Ints, Ints, Ints]
 SizedGroup = tuple[Ints, Floats]  # rows of jobs, and what each of their sizes costs
 _WIDTHS = (6, 10, 18, 1 << 30)  # possible sizes of the jobs that are looked at together
 _FEW = 256  # steps that are sorted
+# One GPU of so many is not worth a search among thousands of jobs: it waits for the next decision.
+_CRUMBS = 1000
 # The length of a step that is not possible: finite, because inf / inf would be better than every other.
 _NO_STEP = 1e300
 _ALL_NODES = (
@@ -132,7 +134,7 @@ def _chosen(
         return None
     before = options[at]
     np.maximum.at(at, jobs[taken], targets[taken])
-    if len(taken) < steps and left > 0:
+    if len(taken) < steps and left > gpus // _CRUMBS:
         _fill_up(groups, options, at, left, limits and limits.without(options[at] - before))
     return at
 
@@ -245,7 +247,7 @@ def _best_that_fit(gains: Floats, lengths: Ints, left: int) -> tuple[Ints, int]:
     found, rest = [], np.arange(len(gains))
     while len(rest) > _FEW:
         some = gains.take(rest)
-        better = some > np.median(some[:: len(some) // _FEW])
+        better = some > np.sort(some[:: len(some) // _FEW])[_FEW // 2]
         if not better.any():
             break
         chosen = rest[better]
@@ -315,14 +317,14 @@ def _fill_up(
     def look(jobs: Ints) -> None:
         """For the best steps of these jobs that fit."""
         fits = np.minimum(room[tenant[jobs]], left)
-        for number, (_, costs) in enumerate(groups):
-            some = group[jobs] == number
-            if some.any():
-                those = jobs[some]
-                far = lengths[:, : costs.shape[1]].take(at[those], 0)
-                far[far > fits[some][:, None]] = _NO_STEP
-                own = costs[row[those]]
-                gain[those], target[those] = _best_step(own, far, own[np.arange(len(own)), at[those]])
+        of = group[jobs]
+        for number in np.flatnonzero(np.bincount(of + 1)[1:]).tolist():
+            costs, some = groups[number][1], of == number
+            those = jobs[some]
+            far = lengths[:, : costs.shape[1]].take(at[those], 0)
+            far[far > fits[some][:, None]] = _NO_STEP
+            own = costs[row[those]]
+            gain[those], target[those] = _best_step(own, far, own[np.arange(len(own)), at[those]])
 
     look(np.flatnonzero(room[tenant] > 0))
     while left > 0:
@@ -331,8 +333,11 @@ def _fill_up(
             return
         needs = options[target[best]] - options[at[best]]
         if (needs > np.minimum(room[tenant[best]], left)).any():
-            # A step that must be shorter saves less. Only now it matters whose: the best of the others fit.
-            look(np.flatnonzero(options[target] - options[at] > np.minimum(room, left)[tenant]))
+            # A step that must be shorter saves less: who would still be the best?
+            long = options[target] - options[at] > np.minimum(room, left)[tenant]
+            if not apart:
+                long &= gain > gain[~long].max(initial=0.0)
+            look(np.flatnonzero(long))
             continue
         some = np.cumsum(needs) <= left
         best, needs = best[some], needs[some]
