@@ -1,6 +1,8 @@
 """What bounds the sizes of elastic jobs: the limits of their tenants, and how many waiting jobs a decision looks
 at."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,7 +31,10 @@ def tenant_limits(jobs: ActiveJobs, book: QuotaBook, parts: int = 1) -> TenantLi
 
 
 def looked_at(
-    jobs: ActiveJobs, weights: Floats | None, limits: TenantLimits | None, gpus: int
+    jobs: ActiveJobs,
+    weights_of: Callable[[ActiveJobs], Floats | None],
+    limits: TenantLimits | None,
+    gpus: int,
 ) -> NDArray[np.bool_]:
     """All that run, and of those that wait as many as there may be GPUs for, and some more, for which others would
     be preempted: those that count most, and the first of them."""
@@ -44,6 +49,7 @@ def looked_at(
     order = np.flatnonzero(crowded[tenant[: jobs.waits]])
     if not len(order):
         return found
+    weights = weights_of(jobs)
     if weights is not None:
         order = order[np.argsort(-weights[order], kind="stable")]
     of = tenant[order]

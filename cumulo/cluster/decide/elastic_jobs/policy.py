@@ -62,6 +62,16 @@ def elastic(
     they ask for."""
     inside, prices, unfinished = tuple(sizes), Prices(), None
 
+    def weights_of(jobs: ActiveJobs) -> Floats | None:
+        """By how much jobs count; None: all alike."""
+        if not short_first:
+            return None
+        seconds = np.maximum(jobs.predicted_s if predicted else jobs.attained_gpu_s, _SHORT_S)
+        if not predicted:
+            seconds = _SHORT_S * _QUEUE ** np.floor(np.log(seconds / _SHORT_S) / np.log(_QUEUE))
+        found: Floats = (3600.0 / seconds) ** short_first
+        return found
+
     def chosen(
         jobs: ActiveJobs, moment: _Moment, free: FreeCapacity, book: QuotaBook
     ) -> tuple[list[SizeChange], list[JobRequest]]:
@@ -72,14 +82,8 @@ def elastic(
         node_gpus, free_gpus = int(free.gpus[ready].max()), int(free.whole[ready].sum())
         gpus = free_gpus + int(jobs.current.sum())
         share = max(1, -int(-float(gpus) // len(jobs)))
-        weights = None
-        if short_first:
-            seconds = np.maximum(jobs.predicted_s if predicted else jobs.attained_gpu_s, _SHORT_S)
-            if not predicted:
-                seconds = _SHORT_S * _QUEUE ** np.floor(np.log(seconds / _SHORT_S) / np.log(_QUEUE))
-            weights = (3600.0 / seconds) ** short_first
         limits = tenant_limits(jobs, book)
-        some = looked_at(jobs, weights, limits, gpus)
+        some = looked_at(jobs, weights_of, limits, gpus)
         if not moment.parts:
             moment.parts = -(-int(some.sum()) // _MOST_JOBS)
         left = moment.parts - moment.chosen
@@ -87,14 +91,14 @@ def elastic(
         if moment.parts > 1:
             some &= jobs.draw % moment.parts == moment.chosen - 1
         if not some.all():
-            jobs, weights = jobs.those(some), None if weights is None else weights[some]
+            jobs = jobs.those(some)
             gpus = free_gpus // left + int(jobs.current.sum())
             if limits is not None:
                 limits = tenant_limits(jobs, book, left) if moment.parts > 1 else limits.those(some)
         if not len(jobs):
             return [], []
         options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
-        groups = _costs(jobs, restart_s, options, node_gpus, share, weights)
+        groups = _costs(jobs, restart_s, options, node_gpus, share, weights_of(jobs))
         wanted = choose_sizes(groups, options, gpus, limits, prices)
         return _changes(jobs, wanted), _refused(jobs, wanted)
 
