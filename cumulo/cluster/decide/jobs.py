@@ -91,6 +91,16 @@ class JobRequest:
     def milli_per_task(self) -> int:
         return self.gpus_per_task * self.gpu_milli
 
+    def after_run(self, attained_gpu_s: float, predicted_s: float | None) -> "JobRequest":
+        """The same, as it waits again: with what it has had, and what is left. Simulators stop jobs a million
+        times: all fields at once are set in half the time that `replace` takes."""
+        return JobRequest(
+            self.job_id, self.tasks, self.gpus_per_task, self.gpu_milli, self.cpu_milli, self.memory_mib,
+            self.devices, self.tenant, self.priority, self.arrival_s, self.deadline_s, predicted_s, self.min_tasks,
+            self.max_tasks, self.preemptible, self.checkpoint_s, self.startup_s, attained_gpu_s, self.step,
+            self.speed,
+        )  # fmt: skip
+
     def resized(self, tasks: int) -> "JobRequest":
         return replace(self, tasks=tasks, min_tasks=min(self.min_tasks or tasks, tasks),
                        max_tasks=max(self.max_tasks or tasks, tasks))  # fmt: skip

@@ -142,36 +142,58 @@ class QueueView(Protocol):
 View = TypeVar("View", bound=QueueView)
 
 
+class ShapesOfJobs:
+    """The shapes of waiting jobs, and the jobs of each shape."""
+
+    def __init__(self, shape: Callable[[JobRequest], GangShape], jobs: Iterable[JobRequest]) -> None:
+        self._shape = shape
+        self.known: dict[str, GangShape] = {}  # of each job
+        # Predicted seconds and names, the shortest first.
+        self.lengths: dict[GangShape, list[tuple[float, str]]] = {}
+        self.sharing = 0  # jobs that could start where no GPU is entirely free
+        for job in jobs:
+            self.add(job)
+
+    def add(self, job: JobRequest) -> None:
+        shape = self.known[job.job_id] = self._shape(job)
+        bisect.insort(self.lengths.setdefault(shape, []), _length(job))
+        self.sharing += job.fractional or not job.gpus_per_task
+
+    def remove(self, job: JobRequest) -> None:
+        shape = self.known.pop(job.job_id)
+        same = self.lengths[shape]
+        del same[bisect.bisect_left(same, _length(job))]
+        if not same:
+            del self.lengths[shape]
+        self.sharing -= job.fractional or not job.gpus_per_task
+
+
 class JobQueue(Sequence[JobRequest]):
-    """Waiting jobs in the order of arrival. `ordered(key)` is another order, kept from the first time it is asked
-    for; `tenants` the queue of each tenant."""
+    """Waiting jobs in the order of arrival. `ordered(key)` is another order; `tenants` the queue of each tenant.
+    What nobody asks for is not kept: each order, and the shapes of the jobs, from the first time on."""
 
     def __init__(self) -> None:
-        self._arrived = SortedJobs(by_arrival_key, (), self.row)
-        self._views: dict[SortKey, SortedJobs] = {by_arrival_key: self._arrived}
+        self._views: dict[SortKey, SortedJobs] = {}
         self._tenants: dict[SortKey, dict[str, SortedJobs]] = {}
         self._kept: dict[Any, QueueView] = {}
         self._known: dict[str, tuple[int, JobRequest]] = {}
         self.shape = GangShapes().shape
-        self.shapes: dict[str, GangShape] = {}  # of each job
-        # Predicted seconds and names, the shortest first.
-        self.by_shape: dict[GangShape, list[tuple[float, str]]] = {}
+        self._shapes: ShapesOfJobs | None = None
         self.arrivals: list[str] = []  # every job that ever joined, in that order
         self.touched: list[str] = []  # tenants whose jobs joined or left, in that order
-        self.sharing = 0  # jobs that could start where no GPU is entirely free
 
     def __len__(self) -> int:
-        return len(self._arrived.jobs)
+        return len(self._known)
 
     def __iter__(self) -> Iterator[JobRequest]:
-        return iter(self._arrived.jobs)
+        return iter(self._view(by_arrival_key).jobs)
 
     @overload
     def __getitem__(self, at: int) -> JobRequest: ...
     @overload
     def __getitem__(self, at: slice) -> Sequence[JobRequest]: ...
     def __getitem__(self, at: int | slice) -> JobRequest | Sequence[JobRequest]:
-        return self._arrived.jobs[at]
+        return self._view(by_arrival_key).jobs[at]
 
     def find(self, job_id: str) -> JobRequest | None:
         known = self._known.get(job_id)
@@ -181,9 +203,8 @@ class JobQueue(Sequence[JobRequest]):
         """`number`: its place in the trace, which decides between jobs that arrive at the same moment."""
         self._known[job.job_id] = (number, job)
         self.arrivals.append(job.job_id)
-        shape = self.shapes[job.job_id] = self.shape(job)
-        bisect.insort(self.by_shape.setdefault(shape, []), _length(job))
-        self.sharing += job.fractional or not job.gpus_per_task
+        if self._shapes is not None:
+            self._shapes.add(job)
         for view in self._views.values():
             view.add(job, number)
         for kept in self._kept.values():
@@ -197,12 +218,8 @@ class JobQueue(Sequence[JobRequest]):
 
     def remove(self, job_id: str) -> JobRequest:
         number, job = self._known.pop(job_id)
-        shape = self.shapes.pop(job_id)
-        same = self.by_shape[shape]
-        del same[bisect.bisect_left(same, _length(job))]
-        if not same:
-            del self.by_shape[shape]
-        self.sharing -= job.fractional or not job.gpus_per_task
+        if self._shapes is not None:
+            self._shapes.remove(job)
         for view in self._views.values():
             view.remove(job, number)
         for kept in self._kept.values():
@@ -221,8 +238,28 @@ class JobQueue(Sequence[JobRequest]):
             self.remove(job.job_id)
             self.add(job, number)
 
+    def _of_shapes(self) -> ShapesOfJobs:
+        if self._shapes is None:
+            self._shapes = ShapesOfJobs(self.shape, [job for _, job in self._known.values()])
+        return self._shapes
+
+    @property
+    def shapes(self) -> Mapping[str, GangShape]:
+        """Of each job."""
+        return self._of_shapes().known
+
+    @property
+    def by_shape(self) -> Mapping[GangShape, Sequence[tuple[float, str]]]:
+        """Predicted seconds and names of its jobs, the shortest first."""
+        return self._of_shapes().lengths
+
+    @property
+    def sharing(self) -> int:
+        """Jobs that could start where no GPU is entirely free."""
+        return self._of_shapes().sharing
+
     def row(self, job: JobRequest) -> WaitingRow:
-        return _row(job, self.shapes[job.job_id])
+        return _row(job, self._of_shapes().known[job.job_id])
 
     def _view(self, key: SortKey) -> SortedJobs:
         known = self._views.get(key)

@@ -3,9 +3,10 @@ many could be preempted at each priority, and views that a policy wants kept."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
-from cumulo.cluster.decide.jobs import RunningJob
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 
 
 class RunningView(Protocol):
@@ -27,9 +28,6 @@ class RunningTable(dict[str, RunningJob]):
 
     def __init__(self, jobs: Iterable[RunningJob] = ()) -> None:
         super().__init__()
-        self.milli: Counter[str] = Counter()  # of each tenant: thousandths of GPUs
-        self.cpu_milli: Counter[str] = Counter()
-        self.preemptible: Counter[int] = Counter()  # jobs of each priority that some have
         self.changes = 0  # how often a job started, ended, or became better known
         self._views: dict[Any, RunningView] = {}
         for job in jobs:
@@ -38,14 +36,12 @@ class RunningTable(dict[str, RunningJob]):
     def put(self, job: RunningJob) -> None:
         self[job.job_id] = job
         self.changes += 1
-        self._count(job, 1)
         for view in self._views.values():
             view.add(job)
 
     def drop(self, job_id: str) -> RunningJob:
         job = self.pop(job_id)
         self.changes += 1
-        self._count(job, -1)
         for view in self._views.values():
             view.remove(job)
         return job
@@ -66,15 +62,63 @@ class RunningTable(dict[str, RunningJob]):
                 found.add(job)
         return cast(View, found)
 
-    def _count(self, job: RunningJob, sign: int) -> None:
-        request, tasks = job.request, sign * job.tasks
+    @cached_property
+    def milli(self) -> Counter[str]:
+        """Of each tenant: thousandths of GPUs. Like the others below, kept from the first time it is asked for."""
+        return self.view(TenantUse, TenantUse).milli
+
+    @cached_property
+    def cpu_milli(self) -> Counter[str]:
+        """Of each tenant: thousandths of cores."""
+        return self.view(TenantUse, TenantUse).cpu_milli
+
+    @cached_property
+    def preemptible(self) -> Counter[int]:
+        """Jobs of each priority that some have."""
+        return self.view(PreemptibleJobs, PreemptibleJobs).by_priority
+
+
+class TenantUse(RunningView):
+    """Thousandths of GPUs and cores of each tenant."""
+
+    def __init__(self) -> None:
+        self.milli: Counter[str] = Counter()
+        self.cpu_milli: Counter[str] = Counter()
+
+    def add(self, job: RunningJob) -> None:
+        self._count(job.request, len(job.places))
+
+    def remove(self, job: RunningJob) -> None:
+        self._count(job.request, -len(job.places))
+
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        pass  # it keeps its places
+
+    def _count(self, request: JobRequest, tasks: int) -> None:
         self.milli[request.tenant] += tasks * request.milli_per_task
         if request.cpu_milli:
             self.cpu_milli[request.tenant] += tasks * request.cpu_milli
+
+
+class PreemptibleJobs(RunningView):
+    """How many jobs could be preempted, of each priority that some have."""
+
+    def __init__(self) -> None:
+        self.by_priority: Counter[int] = Counter()
+
+    def add(self, job: RunningJob) -> None:
+        if job.request.preemptible:
+            self.by_priority[job.request.priority] += 1
+
+    def remove(self, job: RunningJob) -> None:
+        request = job.request
         if request.preemptible:
-            self.preemptible[request.priority] += sign
-            if not self.preemptible[request.priority]:
-                del self.preemptible[request.priority]
+            self.by_priority[request.priority] -= 1
+            if not self.by_priority[request.priority]:
+                del self.by_priority[request.priority]
+
+    def swap(self, old: RunningJob, job: RunningJob) -> None:
+        pass  # it keeps its priority
 
 
 class JobsOnNodes(RunningView):

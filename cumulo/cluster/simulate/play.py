@@ -5,14 +5,13 @@ run.mean_jct_s, run.utilisation
 """
 
 import gc
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cumulo.cluster.decide.check import violations
 from cumulo.cluster.decide.decisions import Cordon, Eviction, JobPlacement, Resize, Unfinished, Waits
 from cumulo.cluster.decide.fit import slots
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.policy.fragmentation import fragmented_share, task_mix
 from cumulo.cluster.decide.queue import JobQueue
@@ -20,6 +19,7 @@ from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes
 from cumulo.cluster.decide.shapes import ShapeKey, shape_key
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
+from cumulo.cluster.simulate.events import EventKind, Events
 from cumulo.cluster.simulate.failures import FailureRates, failure_times
 from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
@@ -45,6 +45,7 @@ class _Live:
     done: float = 0.0
     saved: float = 0.0  # what its last checkpoint holds
     places: tuple[TaskPlace, ...] = ()
+    gpus: float = 0.0  # of these places
     rate: float = 0.0
     changes_at: float = float("inf")  # work done, from when the rate is another
     since_s: float = 0.0  # `done` is of this moment
@@ -79,13 +80,12 @@ class _Player:
     speed: JobSpeed
     options: PlayOptions
     now_s: float = 0.0
-    heap: list[tuple[float, int, str, str, int]] = field(default_factory=list)
     waiting: JobQueue = field(default_factory=JobQueue)
     live: dict[str, _Live] = field(default_factory=dict)
     running: RunningTable = field(default_factory=RunningTable)
-    counter: int = 0
 
     def __post_init__(self) -> None:
+        self.events = Events(self.trace)
         self.free = FreeCapacity(self.nodes)
         self.snapshot_nodes = tuple(self.nodes)
         self.quotas = {quota.tenant: quota for quota in self.options.quotas}
@@ -101,31 +101,29 @@ class _Player:
 
     # -- events
 
-    def push(self, at_s: float, kind: str, name: str, number: int = 0) -> None:
-        self.counter += 1
-        heapq.heappush(self.heap, (at_s, self.counter, kind, name, number))
-
     def play(self) -> ClusterRun:
-        for number, job in enumerate(self.trace):
-            self.push(job.request.arrival_s, "arrive", job.request.job_id, number)
+        events = self.events
         if self.options.failures is not None:
             last = max(job.request.arrival_s for job in self.trace) + 10 * max(job.work for job in self.trace)
             for at_s, node in failure_times(self.options.failures, len(self.nodes), last, self.options.seed):
-                self.push(at_s, "fail", self.nodes[node].name)
+                events.push(at_s, "fail", self.nodes[node].name)
         if self.options.interval_s:
-            self.push(self.options.interval_s, "decide", "")
+            events.push(self.options.interval_s, "decide", "")
         finished = 0
         sample_every = max(1, len(self.trace) // _FRAGMENTATION_SAMPLES)
         mix = task_mix(job.request for job in self.trace)
-        while self.heap and len(self.run.outcomes) + len(self.run.impossible) < len(self.trace):
-            self.count_until(self.heap[0][0])
-            self.now_s = self.heap[0][0]
+        while len(self.run.outcomes) + len(self.run.impossible) < len(self.trace):
+            now_s = events.next_s()
+            if now_s is None:
+                break
+            self.count_until(now_s)
+            self.now_s = now_s
             decide = not self.options.interval_s
-            while self.heap and self.heap[0][0] == self.now_s:
-                _, _, kind, name, number = heapq.heappop(self.heap)
+            while (event := events.pop(now_s)) is not None:
+                _, _, kind, name, number = event
                 if kind == "decide":
                     decide = True
-                    self.push(self.now_s + self.options.interval_s, "decide", "")
+                    events.push(self.now_s + self.options.interval_s, "decide", "")
                 else:
                     self.happen(kind, name, number)
             if decide and (self.waiting or (self.options.always_decide and not self.settled())):
@@ -152,11 +150,9 @@ class _Player:
 
     def stuck(self) -> bool:
         """Nothing runs, something waits, and only failures or repairs are to come: it will wait for ever."""
-        return not any(kind in ("arrive", "repair") for _, _, kind, _, _ in self.heap) and (
-            not self.options.interval_s or self.checked > 2
-        )
+        return not self.events.may_start_jobs() and (not self.options.interval_s or self.checked > 2)
 
-    def happen(self, kind: str, name: str, number: int) -> None:
+    def happen(self, kind: EventKind, name: str, number: int) -> None:
         self.checked = 0
         if kind == "arrive":
             job = self.trace[number]
@@ -198,10 +194,10 @@ class _Player:
 
     def advance(self, one: _Live) -> None:
         """Work done until now, at the rate it had."""
-        gpus = self.running[one.request.job_id].gpus
-        one.gpu_s += gpus * max(0.0, self.now_s - max(one.since_s, one.run_began_s))
-        if self.now_s > one.since_s:
-            one.done = min(one.work, one.done + one.rate * (self.now_s - one.since_s))
+        ran_s = self.now_s - one.since_s
+        if ran_s > 0:
+            one.gpu_s += one.gpus * ran_s
+            one.done = min(one.work, one.done + one.rate * ran_s)
             one.since_s = self.now_s
 
     def go_on(self, one: _Live) -> None:
@@ -210,14 +206,13 @@ class _Player:
         one.event += 1
         if one.rate > 0:
             until = min(one.work, one.changes_at) - one.done
-            self.push(
-                max(self.now_s, one.since_s) + until / one.rate, "advance", one.request.job_id, one.event
-            )
+            began_s = max(self.now_s, one.since_s)
+            self.events.push(began_s + until / one.rate, "advance", one.request.job_id, one.event)
 
     def start(self, one: _Live, places: tuple[TaskPlace, ...], pause_s: float) -> None:
         request = one.request
         self.free.allocate(request, places)
-        one.places = places
+        one.places, one.gpus = places, len(places) * request.milli_per_task / WHOLE_GPU
         one.run_began_s = self.now_s
         one.since_s = self.now_s + pause_s
         if one.first_start_s is None:
@@ -225,7 +220,7 @@ class _Player:
         expected = None if request.predicted_s is None else one.since_s + request.predicted_s
         self.running.put(RunningJob(request, places, self.now_s, expected, one.restarts + one.resizes))
         self.releases.add(request, places, expected)
-        self.used_gpus += len(places) * request.milli_per_task / 1000
+        self.used_gpus += one.gpus
         self.go_on(one)
 
     def stop(self, one: _Live) -> None:
@@ -235,14 +230,14 @@ class _Player:
         if request.predicted_s is not None:
             ran_s = max(0.0, self.now_s - run.started_s - request.startup_s)
             left = max(request.predicted_s - ran_s, 0.05 * request.predicted_s)
-        one.request = replace(request, attained_gpu_s=run.attained_gpu_s(self.now_s), predicted_s=left)
+        one.request = request.after_run(run.attained_gpu_s(self.now_s), left)
 
     def leave(self, one: _Live) -> RunningJob:
         self.advance(one)
         request = one.request
         self.run.segments.append(Segment(request.job_id, one.run_began_s, self.now_s, one.places))
         self.free.release(request, one.places)
-        self.used_gpus -= len(one.places) * request.milli_per_task / 1000
+        self.used_gpus -= one.gpus
         run = self.running.drop(request.job_id)
         self.releases.remove(request, one.places, run.expected_end_s)
         one.places, one.event = (), one.event + 1
@@ -291,7 +286,7 @@ class _Player:
         cordoned = node.health == "cordoned"
         self.set_health(name, replace(node, health="down", failures=node.failures + 1))
         if self.options.failures is not None and not cordoned:
-            self.push(self.now_s + self.options.failures.repair_s, "repair", name)
+            self.events.push(self.now_s + self.options.failures.repair_s, "repair", name)
 
     # -- decisions
 
