@@ -171,9 +171,9 @@ def able_nodes(job: JobRequest, free: FreeCapacity, at_most: int) -> list[AbleNo
         each, among = job.gpus_per_task, free.usable_set(job.devices)
         rooms = range(each, len(free.room))
         some = [(room, free.room[room] & among) for room in rooms if free.tally[room]]
-        if sum([nodes.bit_count() for _, nodes in some]) > at_most:
+        if (many := sum([nodes.bit_count() for _, nodes in some])) > at_most:
             return None
-        found = [(room, node, room // each) for room, nodes in some for node in members(nodes, at_most)]
+        found = [(room, node, room // each) for room, nodes in some for node in members(nodes, many)]
         found.sort(key=operator.itemgetter(1))
         return found
     all_of_it = free
@@ -181,10 +181,10 @@ def able_nodes(job: JobRequest, free: FreeCapacity, at_most: int) -> list[AbleNo
         all_of_it = all_of_it.within
     table = fit_table(job, all_of_it)
     able = table.able & free.ready_set
-    if able.bit_count() > at_most:
+    if (many := able.bit_count()) > at_most:
         return None
     whole, fits = free.whole, table.fits
-    return [(whole.item(node), node, fits.item(node)) for node in members(able, at_most)]
+    return [(whole.item(node), node, fits.item(node)) for node in members(able, many)]
 
 
 def packed_among(job: JobRequest, able: list[AbleNode]) -> list[tuple[int, int]]:

@@ -237,6 +237,24 @@ class Moment:
                 return False
         return True
 
+    def too_little_for(self, job: JobRequest, able: list[AbleNode]) -> bool:
+        """Whether a gang of whole GPUs has places that are not free then, wherever it is placed now; `able`: the
+        nodes that could take a task of it now."""
+        free, missing, each = self._free, job.tasks, job.gpus_per_task
+        for _, node, tasks in able:
+            left = self._left_beside(free.nodes[node].name)
+            now = free.gpu_milli[node].tolist()
+            both = [gpu for gpu, share in enumerate(now) if share == WHOLE_GPU and left[gpu + 2] == WHOLE_GPU]
+            tasks = min(tasks, len(both) // each)
+            if job.cpu_milli:
+                tasks = min(tasks, left[0] // job.cpu_milli)
+            if job.memory_mib:
+                tasks = min(tasks, left[1] // job.memory_mib)
+            missing -= tasks
+            if missing <= 0:
+                return False
+        return True
+
     def add(self, job: JobRequest, places: Places) -> None:
         """Another job that the decision starts now has these places then."""
         for place in places:

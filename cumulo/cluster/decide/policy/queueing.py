@@ -276,7 +276,9 @@ class _Trial:
             harmless = self.reserved.certain_harm(job)
             if harmless is not None:
                 self.certain[shape] = harmless.start_s
-            elif (places := self.place(job, self.free)) is not None:
+            else:
+                harmless = self.reserved.harm_anywhere(job)
+            if harmless is None and (places := self.place(job, self.free)) is not None:
                 harmless = self.reserved.without_harm(job, places)
         if harmless is None:
             if not self.wait(job, shape, able):

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from cumulo.cluster.decide.fit import Placer, first_gpus, only_gpus, pack_gang, tightest
+from cumulo.cluster.decide.fit import Placer, able_nodes, first_gpus, only_gpus, pack_gang, tightest
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, node_mask
 from cumulo.cluster.decide.policy.ends_ahead import EndsAhead, EndsUntil, Moment
 from cumulo.cluster.decide.releases import Releases, Start
 from cumulo.cluster.decide.running import table_of
 from cumulo.cluster.decide.snapshot import Snapshot
+
+_FEW_NODES = 100  # that are looked at one by one
 
 Places = tuple[TaskPlace, ...]
 
@@ -146,6 +148,18 @@ class Reservations:
             if (tasks - apart) * of_one > spare:
                 return one
         return self._nowhere(job, ends_s) if tasks == 1 and only_gpus(job) else None
+
+    def harm_anywhere(self, job: JobRequest) -> Reservation | None:
+        """The first reservation that would be harmed, if it is of a job that asks for more than whole GPUs, and a
+        gang which fits would harm it wherever it is placed: this is found out sooner than a good place."""
+        if job.tasks == 1 or not job.gpus_per_task or job.gpu_milli != WHOLE_GPU:
+            return None
+        ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
+        first = next((one for one in self.made if ends_s > one.start_s), None)
+        if first is None or first.start is not None:
+            return None
+        able = able_nodes(job, self.free, _FEW_NODES)
+        return first if able is not None and self._then(first).too_little_for(job, able) else None
 
     def _nowhere(self, job: JobRequest, ends_s: float) -> Reservation | None:
         """The reservation that a single task delays on all nodes on which it delays none of those before."""
