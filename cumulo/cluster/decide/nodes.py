@@ -76,6 +76,7 @@ class FreeCapacity:
         "gpu_milli",
         "gpus",
         "index",
+        "largest",
         "memory_mib",
         "nodes",
         "ready",
@@ -121,6 +122,7 @@ class FreeCapacity:
         and its first member and its size are found in a microsecond."""
         self.room = [node_set(self.whole == free) for free in range(self.gpu_milli.shape[1] + 1)]
         self.ready_set = node_set(self.ready)
+        self.largest = int(self.gpus[self.ready].max(initial=0))  # GPUs of a ready node
         self._usable_sets: dict[tuple[str, ...], int] = {}
         # Tasks of so many whole GPUs that fit, on all devices (None) and on each that somebody asked for.
         self._slots: dict[int, dict[str | None, int]] = {}

@@ -1,7 +1,7 @@
 """Where elastic jobs go that start or change their sizes: on the tightest node, or on whole nodes."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def placed(
     stopped: list[Decision] = []
     resized: list[Decision] = []
     started: list[Decision] = []
-    told = 0
+    refused: list[JobRequest] = []
     for job, had, size in changes:
         if size >= len(had):
             continue
@@ -57,14 +57,22 @@ def placed(
                 started.append(JobPlacement(job.job_id, places, _why(places)))
         elif had:
             free.allocate(job, had)
-        elif (told := told + 1) <= MOST_REASONS:
-            stopped.append(why_none(job, book))
-    return stopped + resized + started
+        else:
+            refused.append(job)
+    return stopped + resized + started + told_why(refused[:MOST_REASONS], book)
 
 
-def why_none(job: JobRequest, book: QuotaBook) -> Waits:
-    """Why a job that waits gets no GPU."""
-    return Waits(job.job_id, book.refuses(job, 1) or "no GPU adds more goodput here than where it is")
+def told_why(jobs: Iterable[JobRequest], book: QuotaBook) -> list[Waits]:
+    """Why jobs that wait get no GPU: the same for all jobs of a tenant."""
+    reasons: dict[str, str] = {}
+    found = []
+    for job in jobs:
+        why = reasons.get(job.tenant)
+        if why is None:
+            why = book.refuses(job, 1) or "no GPU adds more goodput here than where it is"
+            reasons[job.tenant] = why
+        found.append(Waits(job.job_id, why))
+    return found
 
 
 def _why(places: Sequence[TaskPlace]) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Unfinished
 from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, elastic_rows
 from cumulo.cluster.decide.elastic_jobs.limits import looked_at, tenant_limits
-from cumulo.cluster.decide.elastic_jobs.placing import MOST_REASONS, SizeChange, placed, why_none
+from cumulo.cluster.decide.elastic_jobs.placing import MOST_REASONS, SizeChange, placed, told_why
 from cumulo.cluster.decide.elastic_jobs.prices import Floats, Prices
 from cumulo.cluster.decide.elastic_jobs.sizes import (
     SizedGroup,
@@ -78,8 +78,7 @@ def elastic(
         """Jobs that change their sizes, and the first of those that wait and get no GPUs."""
         if not len(jobs):
             return [], []
-        ready = free.ready
-        node_gpus, free_gpus = int(free.gpus[ready].max()), int(free.whole[ready].sum())
+        node_gpus, free_gpus = free.largest, free.free_gpus
         gpus = free_gpus + int(jobs.current.sum())
         share = max(1, -int(-float(gpus) // len(jobs)))
         limits = tenant_limits(jobs, book)
@@ -104,9 +103,8 @@ def elastic(
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         nonlocal unfinished
-        if not snapshot.free.ready.any():
+        if not snapshot.free.ready_set:
             return []
-        node_gpus = int(snapshot.free.gpus[snapshot.free.ready].max())
         free, book = snapshot.free.copy(), QuotaBook(snapshot)
         moment, decided, refused = unfinished, list[Decision](), list[JobRequest]()
         if moment is None or moment.now_s != snapshot.now_s:
@@ -126,8 +124,8 @@ def elastic(
         else:
             changes = _still(moment.changes[:most], snapshot)
         moment.changes = moment.changes[most:]
-        decided += placed(changes, node_gpus, free, book)
-        decided += [why_none(job, book) for job in refused]
+        decided += placed(changes, free.largest, free, book)
+        decided += told_why(refused, book)
         unfinished = moment if moment.changes or moment.chosen < moment.parts else None
         if unfinished is not None:
             decided.append(Unfinished(f"{moment.parts} parts of the jobs, {moment.chosen} begun"))
@@ -202,5 +200,5 @@ def _changes(jobs: ActiveJobs, wanted: Ints) -> list[SizeChange]:
 
 def _refused(jobs: ActiveJobs, wanted: Ints) -> list[JobRequest]:
     """The first of those that wait and get nothing: as many as are told why."""
-    rows = np.flatnonzero(wanted[: jobs.waits] == 0)[:MOST_REASONS]
-    return [jobs.job(row)[0] for row in rows.tolist()]
+    rows = jobs.waiting_rows[np.flatnonzero(wanted[: jobs.waits] == 0)[:MOST_REASONS]]
+    return [job for row in rows.tolist() if (job := jobs.waiting.jobs[row]) is not None]
