@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs
-from cumulo.cluster.decide.elastic_jobs.prices import Floats
 from cumulo.cluster.decide.elastic_jobs.sizes import NO_LIMIT, TenantLimits
+from cumulo.cluster.decide.nodes import Ints
 from cumulo.cluster.decide.quotas import QuotaBook
 
 # Waiting jobs that are looked at besides those for which there are GPUs: of all, and of a tenant with a limit.
@@ -32,7 +32,7 @@ def tenant_limits(jobs: ActiveJobs, book: QuotaBook, parts: int = 1) -> TenantLi
 
 def looked_at(
     jobs: ActiveJobs,
-    weights_of: Callable[[ActiveJobs], Floats | None],
+    ranks_of: Callable[[ActiveJobs], Ints | None],
     limits: TenantLimits | None,
     gpus: int,
 ) -> NDArray[np.bool_]:
@@ -49,9 +49,9 @@ def looked_at(
     order = np.flatnonzero(crowded[tenant[: jobs.waits]])
     if not len(order):
         return found
-    weights = weights_of(jobs)
-    if weights is not None:
-        order = order[np.argsort(-weights[order], kind="stable")]
+    ranks = ranks_of(jobs)
+    if ranks is not None:
+        order = order[np.argsort(ranks[order], kind="stable")]
     of = tenant[order]
     if len(room) < _SHORT:
         of = of.astype(np.int16)  # they are sorted without being compared, several times as fast

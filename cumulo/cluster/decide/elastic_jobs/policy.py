@@ -19,6 +19,7 @@ from cumulo.cluster.decide.elastic_jobs.columns import ActiveJobs, elastic_rows
 from cumulo.cluster.decide.elastic_jobs.limits import looked_at, tenant_limits
 from cumulo.cluster.decide.elastic_jobs.placing import MOST_REASONS, SizeChange, placed, told_why
 from cumulo.cluster.decide.elastic_jobs.prices import Floats, Prices
+from cumulo.cluster.decide.elastic_jobs.short_first import ShortFirst
 from cumulo.cluster.decide.elastic_jobs.sizes import (
     SizedGroup,
     choose_sizes,
@@ -33,10 +34,6 @@ from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
-_SHORT_S = 60.0  # jobs that are shorter count alike
-# GPU time after which a job counts less, over that of the step before. If it counted a little less at every
-# decision, jobs that wait would take turns with those that run (Tiresias has queues for this: Gu et al., 2019).
-_QUEUE = 4.0
 _MOST_JOBS = 8192  # whose sizes one decision chooses
 _MOST_CHANGES = 400  # of one decision
 _LIKE_A_CHANGE = 32  # jobs whose sizes are chosen in the time that one change takes
@@ -61,16 +58,7 @@ def elastic(
     whole nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size
     they ask for."""
     inside, prices, unfinished = tuple(sizes), Prices(), None
-
-    def weights_of(jobs: ActiveJobs) -> Floats | None:
-        """By how much jobs count; None: all alike."""
-        if not short_first:
-            return None
-        seconds = np.maximum(jobs.predicted_s if predicted else jobs.attained_gpu_s, _SHORT_S)
-        if not predicted:
-            seconds = _SHORT_S * _QUEUE ** np.floor(np.log(seconds / _SHORT_S) / np.log(_QUEUE))
-        found: Floats = (3600.0 / seconds) ** short_first
-        return found
+    counted = ShortFirst(short_first, predicted)
 
     def chosen(
         jobs: ActiveJobs, moment: _Moment, free: FreeCapacity, book: QuotaBook
@@ -82,7 +70,7 @@ def elastic(
         gpus = free_gpus + int(jobs.current.sum())
         share = max(1, -int(-float(gpus) // len(jobs)))
         limits = tenant_limits(jobs, book)
-        some = looked_at(jobs, weights_of, limits, gpus)
+        some = looked_at(jobs, counted.ranks, limits, gpus)
         if not moment.parts:
             moment.parts = -(-int(some.sum()) // _MOST_JOBS)
         left = moment.parts - moment.chosen
@@ -97,7 +85,7 @@ def elastic(
         if not len(jobs):
             return [], []
         options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
-        groups = _costs(jobs, restart_s, options, node_gpus, share, weights_of(jobs))
+        groups = _costs(jobs, restart_s, options, node_gpus, share, counted.weights(jobs))
         wanted = choose_sizes(groups, options, gpus, limits, prices)
         return _changes(jobs, wanted), _refused(jobs, wanted)
 
