@@ -112,6 +112,19 @@ def test_failures_cost_work_and_bad_nodes_are_cordoned():
     assert sum(one.restarts for one in run.outcomes) > 0
 
 
+def test_rounds_in_which_nothing_happened_are_left_out_for_ten_minutes_at_most():
+    asked, decide = [], policy_named("fifo").decide
+
+    def asking(snapshot):
+        asked.append(snapshot.now_s)
+        return decide(snapshot)
+
+    trace = [job("first", 0, 2000, 2), job("second", 1500, 100, 2)]
+    play(uniform_nodes(1, 4), trace, asking, options=PlayOptions(interval_s=60, always_decide=True))
+    # The first starts at 60 and ends at 2,060, the second starts at 1,500 and ends at 1,600.
+    assert asked == [60, 120, 720, 1320, 1500, 1560, 1620]
+
+
 def test_a_broken_policy_is_stopped_and_named():
     def twice(snapshot):
         return [JobPlacement(snapshot.waiting[0].job_id, (TaskPlace("node-0", (0, 1)),))]
