@@ -19,6 +19,11 @@ _MOST_PRICED = 10_000
 _USUAL_DEVICE, _USUAL_FABRIC = "h100-sxm", "fat-tree-roce"
 
 
+# How a gang lies: its GPUs, those on a node, nodes, by how much uplinks slow down neighbours and an all-to-all, and
+# whether it crosses them.
+_Lies = tuple[int, int, int, float, float, bool]
+
+
 @dataclass(frozen=True)
 class LeafFabric:
     """Nodes under leaf switches. `oversubscription`: what a leaf's nodes can send over what its uplinks carry."""
@@ -26,7 +31,10 @@ class LeafFabric:
     machine: Cluster
     leaf_of: Mapping[str, str]
     oversubscription: float = 2.0
-    _priced: dict[tuple[Kind, float, Reach], float] = field(default_factory=dict, repr=False, compare=False)
+    # Seconds of an all-reduce and of an all-to-all of so many bytes.
+    _priced: dict[tuple[float, float, _Lies], tuple[float, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @cached_property
     def leaf_cards(self) -> Mapping[str, int]:
@@ -54,46 +62,6 @@ class LeafFabric:
         """As `step_s` of a gang on so many nodes under each leaf, with so many tasks at most on one of them."""
         if job.step is None:
             return 0.0
-        return self._priced_step_s(job.step, self._reach(job, leaves, most, tasks, busy))
-
-    def step_under_a_leaf(self, job: JobRequest, nodes: int, most: int) -> float:
-        """As `step_s` of a gang on so many nodes under one leaf, with so many tasks at most on one of them."""
-        if job.step is None:
-            return 0.0
-        card, latency = self._card, self.machine.fabric.latency_s
-        reach = Reach(job.tasks * job.gpus_per_task, most * job.gpus_per_task, nodes, card, card, latency)
-        return self._priced_step_s(job.step, reach)
-
-    def _priced_step_s(self, step: StepProfile, reach: Reach) -> float:
-        seconds = step.compute_s
-        if step.all_reduce_bytes:
-            seconds += self._collective_s("all_reduce", step.all_reduce_bytes, reach)
-        if step.all_to_all_bytes:
-            seconds += self._collective_s("all_to_all", step.all_to_all_bytes, reach)
-        return seconds
-
-    def _collective_s(self, kind: Kind, size_bytes: float, reach: Reach) -> float:
-        key = kind, size_bytes, reach
-        known = self._priced.get(key)
-        if known is None:
-            if len(self._priced) >= _MOST_PRICED:
-                self._priced.clear()
-            profile = profile_of(self.machine.device)
-            known = self._priced[key] = min(
-                line.seconds(size_bytes) for line in lines(kind, reach, profile, network_constants())
-            )
-        return known
-
-    @cached_property
-    def _card(self) -> float:
-        """Bytes per second of a network card."""
-        share = network_constants().transport_share[self.machine.fabric.transport]
-        return self.machine.node.nic_bytes_per_s * share
-
-    def _reach(
-        self, job: JobRequest, leaves: Mapping[str, int], most: int, tasks: int, busy: Mapping[str, int]
-    ) -> Reach:
-        fabric, card = self.machine.fabric, self._card
         gpus, nodes = most * job.gpus_per_task, sum(leaves.values())
         near_loss = far_loss = 1.0
         crosses = len(leaves) > 1
@@ -103,8 +71,42 @@ class LeafFabric:
             # A ring leaves the leaf once, on every rail; an all-to-all with all that goes elsewhere.
             near_loss = max(near_loss, gpus / uplinks)
             far_loss = max(far_loss, inside * gpus * (1 - inside / nodes) / uplinks)
+        return self._step_s(job.step, (tasks * job.gpus_per_task, gpus, nodes, near_loss, far_loss, crosses))
+
+    def step_under_a_leaf(self, job: JobRequest, nodes: int, most: int) -> float:
+        """As `step_s` of a gang on so many nodes under one leaf, with so many tasks at most on one of them."""
+        if job.step is None:
+            return 0.0
+        each = job.gpus_per_task
+        return self._step_s(job.step, (job.tasks * each, most * each, nodes, 1.0, 1.0, False))
+
+    def _step_s(self, step: StepProfile, lies: _Lies) -> float:
+        key = step.all_reduce_bytes, step.all_to_all_bytes, lies
+        known = self._priced.get(key)
+        if known is None:
+            if len(self._priced) >= _MOST_PRICED:
+                self._priced.clear()
+            known = self._priced[key] = (
+                self._collective_s("all_reduce", step.all_reduce_bytes, lies),
+                self._collective_s("all_to_all", step.all_to_all_bytes, lies),
+            )
+        return step.compute_s + known[0] + known[1]
+
+    def _collective_s(self, kind: Kind, size_bytes: float, lies: _Lies) -> float:
+        if not size_bytes:
+            return 0.0
+        gpus, on_a_node, nodes, near_loss, far_loss, crosses = lies
+        fabric, card = self.machine.fabric, self._card
         latency = fabric.latency_s + (2 * fabric.hop_latency_s if crosses else 0.0)
-        return Reach(tasks * job.gpus_per_task, gpus, nodes, card / near_loss, card / far_loss, latency)
+        reach = Reach(gpus, on_a_node, nodes, card / near_loss, card / far_loss, latency)
+        profile = profile_of(self.machine.device)
+        return min(line.seconds(size_bytes) for line in lines(kind, reach, profile, network_constants()))
+
+    @cached_property
+    def _card(self) -> float:
+        """Bytes per second of a network card."""
+        share = network_constants().transport_share[self.machine.fabric.transport]
+        return self.machine.node.nic_bytes_per_s * share
 
 
 class Uplinks(RunningView):

@@ -165,12 +165,15 @@ class Reservations:
         """The reservation that a single task delays on all nodes on which it delays none of those before."""
         free, each = self.free, job.gpus_per_task
         assert self.releases is not None
-        among, most = free.usable_set(job.devices), len(free.room) - 1
+        most, able = len(free.room) - 1, 0
+        for room in free.room[each:]:
+            able |= room
+        able &= free.usable_set(job.devices)
         for start_s, gpus, start, one in itertools.chain(self._anywhere, self._somewhere):
             if start_s >= ends_s or gpus + each <= most or start.by_then > start.tasks:
                 continue  # it ends before, may run beside a task of it, or leaves enough
-            among &= self.releases.of_no_use(one.job, start.at_s)
-            if tightest(free, each, among) is None:
+            able &= self.releases.of_no_use(one.job, start.at_s)
+            if not able:
                 return one
         return None
 
