@@ -8,6 +8,7 @@ import pytest
 
 from cumulo.cluster.decide.decisions import JobPlacement
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile, TaskPlace
+from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import TenantQuota, snapshot_of
 from cumulo.cluster.decide.step_time import leaf_fabric
@@ -123,6 +124,12 @@ def test_rounds_in_which_nothing_happened_are_left_out_for_ten_minutes_at_most()
     play(uniform_nodes(1, 4), trace, asking, options=PlayOptions(interval_s=60, always_decide=True))
     # The first starts at 60 and ends at 2,060, the second starts at 1,500 and ends at 1,600.
     assert asked == [60, 120, 720, 1320, 1500, 1560, 1620]
+
+
+def test_a_job_waits_for_the_cores_of_one_that_names_a_share_of_a_gpu_and_has_none():
+    trace = [job("cores", 0, 100, 0, gpu_milli=500, cpu_milli=6000), job("gpus", 1, 10, 4, cpu_milli=4000)]
+    run = play([ClusterNode("only", 4, cpu_milli=8000)], trace, policy_named("backfill").decide)
+    assert {one.job_id: one.end_s for one in run.outcomes} == {"cores": 100, "gpus": 110}
 
 
 def test_a_broken_policy_is_stopped_and_named():

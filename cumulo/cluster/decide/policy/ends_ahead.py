@@ -77,7 +77,7 @@ class _LeftNodes:
             gain = gains.get(node)
             if gain is None:
                 gain = gains[node] = [0, 0, 0]
-            gain[0] += gpus if request.gpu_milli == WHOLE_GPU else self._left_share(node, request, place)
+            gain[0] += self._left_share(node, request, place) if request.fractional else gpus
             gain[1] += cpu_milli
             gain[2] += memory_mib
             self.changed[node] = gain
