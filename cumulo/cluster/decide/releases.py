@@ -15,6 +15,7 @@ from cumulo.cluster.decide.nodes import FreeCapacity, node_set
 
 _MOST_STEPS = 32  # beyond them all moments are sorted again
 _NOW, _NEVER = float("-inf"), float("inf")
+_End = tuple[float, str]  # when a job ends, and its name
 _Kind = tuple[int, tuple[str, ...]]  # GPUs per task, accepted devices
 
 
@@ -45,7 +46,10 @@ class Releases:
         self.free = free
         self._before: Mapping[str, RunningJob] | None = running  # what runs when it begins
         self.gpu_end_s: list[list[float]] = [[_NOW] * node.gpus for node in free.nodes]
-        self.by_end: list[tuple[float, str]] = []  # of the jobs whose end is predicted
+        # Of the jobs whose end is predicted: the ends and names in order, and what was added and removed since.
+        self._by_end: list[_End] = []
+        self._coming: set[_End] = set()
+        self._going: set[_End] = set()
         self._places: dict[str, Sequence[TaskPlace]] = {}  # theirs
         self._shares: dict[tuple[int, int], dict[str, float]] = {}  # ends of the shares of a GPU
         self._ends: np.ndarray | None = None  # [nodes, GPUs]: the same moments, in order on each node
@@ -69,7 +73,8 @@ class Releases:
         if self._before is not None:
             return
         if end_s is not None:
-            bisect.insort(self.by_end, (end_s, job.job_id))
+            end = end_s, job.job_id
+            (self._going.remove if end in self._going else self._coming.add)(end)
             self._places[job.job_id] = places
         self._move(job, places, _NEVER if end_s is None else end_s)
 
@@ -78,21 +83,42 @@ class Releases:
         if self._before is not None:
             return
         if end_s is not None:
-            del self.by_end[bisect.bisect_left(self.by_end, (end_s, job.job_id))]
+            end = end_s, job.job_id
+            (self._coming.remove if end in self._coming else self._going.add)(end)
             del self._places[job.job_id]
         self._move(job, places, None)
 
+    @property
+    def by_end(self) -> Sequence[_End]:
+        """When jobs end, and their names, in order. Put in order when somebody asks: what is tried is often taken
+        back before."""
+        by_end = self._by_end
+        if 32 * len(self._coming) > len(by_end):  # more of them are faster sorted than put in one by one
+            by_end += self._coming
+            by_end.sort()
+        else:
+            for end in self._coming:
+                bisect.insort(by_end, end)
+        for end in self._going:
+            del by_end[bisect.bisect_left(by_end, end)]
+        self._coming.clear()
+        self._going.clear()
+        return by_end
+
     def _move(self, job: JobRequest, places: Sequence[TaskPlace], end_s: float | None) -> None:
+        index, whole = self.free.index, job.gpu_milli == WHOLE_GPU
+        free_s = _NOW if end_s is None else end_s
         for place in places:
             if not place.gpus:
                 continue
-            node = self.free.index[place.node]
+            node = index[place.node]
             ends = self.gpu_end_s[node]
             self._changed.add(node)
+            if whole:
+                for gpu in place.gpus:
+                    ends[gpu] = free_s
+                continue
             for gpu in place.gpus:
-                if job.gpu_milli == WHOLE_GPU:
-                    ends[gpu] = _NOW if end_s is None else end_s
-                    continue
                 shares = self._shares.setdefault((node, gpu), {})
                 if end_s is None:
                     shares.pop(job.job_id, None)
@@ -174,15 +200,16 @@ class Releases:
 
     def _followed(self, start: Start, kind: _Kind) -> bool:
         """Moves a start from end to end until it is the earliest again; whether it did within a few steps."""
-        by_end = self.by_end
         for _ in range(_MOST_STEPS):
             if start.by_then < start.tasks:
+                by_end = self.by_end
                 at = bisect.bisect(by_end, start.at_s, key=operator.itemgetter(0))
                 if at == len(by_end):
                     return False
                 start.at_s, start.before = by_end[at][0], start.by_then
                 start.by_then += self._slots_at(start.at_s, kind)
             elif start.before >= start.tasks:
+                by_end = self.by_end
                 at = bisect.bisect_left(by_end, start.at_s, key=operator.itemgetter(0)) - 1
                 if at < 0:
                     return False
@@ -194,12 +221,11 @@ class Releases:
 
     def _slots_at(self, at_s: float, kind: _Kind) -> int:
         """Slots that become free at the moment at which a job ends: they are on nodes of such jobs."""
-        (gpus, devices), nodes = kind, set[int]()
-        at = bisect.bisect_left(self.by_end, at_s, key=operator.itemgetter(0))
-        for end_s, name in itertools.islice(self.by_end, at, None):
-            if end_s != at_s:
-                break
-            nodes.update([self.free.index[place.node] for place in self._places[name]])
+        (gpus, devices), nodes, by_end = kind, set[int](), self.by_end
+        at = bisect.bisect_left(by_end, at_s, key=operator.itemgetter(0))
+        while at < len(by_end) and by_end[at][0] == at_s:
+            nodes.update([self.free.index[place.node] for place in self._places[by_end[at][1]]])
+            at += 1
         found = 0
         for node in nodes:
             if not devices or self.free.nodes[node].device in devices:
