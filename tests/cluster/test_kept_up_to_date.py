@@ -13,19 +13,17 @@ from cumulo.cluster.decide.decisions import JobPlacement, Waits
 from cumulo.cluster.decide.elastic_jobs.columns import SpeedTables
 from cumulo.cluster.decide.elastic_jobs.sizes import choose_sizes, possible_sizes, size_groups
 from cumulo.cluster.decide.fit import _nodes_for, pack_gang, slots, tasks_that_fit
-from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, StepProfile
+from cumulo.cluster.decide.jobs import JobRequest, SpeedTable
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import fair, preemptible
 from cumulo.cluster.decide.policy.fragmentation import TaskMix, TaskShape, fragmentation, stranded
-from cumulo.cluster.decide.policy.leaf_room import Leaves, take
 from cumulo.cluster.decide.policy.preemptible import coded_nodes, preemptible_on_nodes, preemptible_up_to
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.quotas import tenant_uses
 from cumulo.cluster.decide.releases import Releases
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
-from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.play import play
 from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
 from tests.cluster.coming_and_going import come_or_go
@@ -112,8 +110,8 @@ def test_what_fits_on_each_node_is_kept_while_jobs_come_and_go(monkeypatch):
             then.release(*running[draw.choice(list(running))])
             check(then)
             check(free)
-            check(free.narrowed(np.array([draw.random() < 0.5 for _ in nodes])))
-            check(free.narrowed(np.array([draw.random() < 0.5 for _ in nodes])).copy())
+            check(free.narrowed(draw.getrandbits(len(nodes))))
+            check(free.narrowed(draw.getrandbits(len(nodes))).copy())
         if not step % 60:
             free.set_ready(np.array([draw.random() < 0.8 for _ in nodes]))
             check(free)
@@ -350,23 +348,6 @@ def test_a_policy_that_remembers_decides_as_one_that_has_seen_nothing(name, move
     ]
     run = play(uniform_nodes(8, 8), trace, both)
     assert len(run.outcomes) == 250 and run.resizes + run.evictions >= moves
-
-
-def test_nodes_that_a_gang_takes_under_many_leaves_are_those_that_it_takes_under_each():
-    draw = random.Random(9)
-    nodes = [ClusterNode(f"n{n}", leaf=f"leaf-{draw.randrange(5)}") for n in range(40)]
-    leaves, fabric = Leaves(nodes), leaf_fabric(nodes)
-    for _ in range(100):
-        fits, tasks = np.array([draw.choice((0, 0, 1, 2, 8)) for _ in nodes]), draw.randint(2, 20)
-        job = JobRequest("gang", tasks, step=StepProfile(0.1, 1e9, draw.choice((0.0, 1e8))))
-        able = [leaf for leaf, room in enumerate(leaves.sums(fits)) if room >= tasks]
-        draw.shuffle(able)
-        found = leaves.taken(tasks, fits, able)
-        for leaf, (used, most) in zip(able, found, strict=True):
-            counts = take(tasks, leaves.rooms(fits, leaf))
-            assert (used, most) == (len(counts), max(count for _, count in counts))
-            on = {nodes[node].name: count for node, count in counts}
-            assert fabric.step_under_a_leaf(job, used, most) == fabric.step_of(job, on, {})
 
 
 def test_looking_ahead_sees_gpus_without_cores():

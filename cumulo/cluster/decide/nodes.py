@@ -183,14 +183,14 @@ class FreeCapacity:
         self.gains += 1
         self._count_room()
 
-    def narrowed(self, able: NDArray[np.bool_]) -> "FreeCapacity":
-        """The same capacity, to look at only: with these nodes alone."""
+    def narrowed(self, able: int) -> "FreeCapacity":
+        """The same capacity, to look at only: with this set of nodes alone."""
         other: Any = object.__new__(FreeCapacity)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
         other.within, other._slots, other._usable_sets = self, {}, {}
-        other.ready = self.ready & able
-        other.ready_set = node_set(other.ready)
+        other.ready = self.ready & node_mask(able, len(self.nodes))
+        other.ready_set = self.ready_set & able
         other.tally = [
             (some & other.ready_set).bit_count() if nodes else 0
             for some, nodes in zip(self.room, self.tally, strict=True)

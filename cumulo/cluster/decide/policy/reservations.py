@@ -8,7 +8,7 @@ from functools import cache, cached_property
 
 from cumulo.cluster.decide.fit import Placer, able_nodes, first_gpus, only_gpus, pack_gang, tightest
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity, node_mask
+from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.policy.ends_ahead import EndsAhead, EndsUntil, Moment
 from cumulo.cluster.decide.releases import Releases, Start
 from cumulo.cluster.decide.running import table_of
@@ -189,7 +189,7 @@ class Reservations:
             if job.tasks == 1 and self.place is pack_gang:  # as it would find
                 return (first_gpus(job, free, node),)
         if self._narrow is None or self._narrow[0] is not reserved:
-            self._narrow = reserved, free.narrowed(node_mask(nodes, len(free.nodes)))
+            self._narrow = reserved, free.narrowed(nodes)
         return self.place(job, self._narrow[1]) or ()
 
     def _after_ends(self, job: JobRequest, ends: Sequence[tuple[float, str]]) -> Reservation | None:

@@ -4,6 +4,7 @@ job's step, and the fastest is taken; among equals the one that leaves the most 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cumulo.cluster.decide.fit import AbleNode, pack_gang, task_places
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
@@ -15,8 +16,7 @@ from cumulo.cluster.decide.step_time import LeafFabric, leaf_fabric, uplinks_of
 _MOST_LEAVES_TRIED = 32
 
 
-@dataclass(frozen=True, slots=True)
-class PricedWay:
+class PricedWay(NamedTuple):
     """One way to place a gang, with its price."""
 
     name: str

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from cumulo.cluster.decide.decisions import Cordon, Decision, JobPlacement, Resize
 from cumulo.cluster.decide.fit import first_gpus, only_gpus, pack_gang, slots, tightest
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
-from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import jobs_on_nodes
 from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot
@@ -128,7 +128,7 @@ def _elsewhere(one: RunningJob, free: FreeCapacity, gpus: int) -> tuple[TaskPlac
         return None if node is None else (first_gpus(one.request, free, node),)
     able = free.whole < gpus
     able[home] = False
-    return pack_gang(one.request.resized(one.tasks), free.narrowed(able))
+    return pack_gang(one.request.resized(one.tasks), free.narrowed(node_set(able)))
 
 
 def _first_end_s(snapshot: Snapshot) -> float:
