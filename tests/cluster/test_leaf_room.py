@@ -7,7 +7,7 @@ import numpy as np
 from cumulo.cluster.decide.jobs import JobRequest, StepProfile, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.policy import leaf_room
-from cumulo.cluster.decide.policy.leaf_room import Leaves, take
+from cumulo.cluster.decide.policy.leaf_room import Leaves, fill_nodes
 from cumulo.cluster.decide.policy.topology import TopologyPlacer
 from cumulo.cluster.decide.step_time import leaf_fabric
 
@@ -23,7 +23,7 @@ def test_nodes_that_a_gang_takes_under_many_leaves_are_those_that_it_takes_under
         draw.shuffle(able)
         found = leaves.taken(tasks, fits, able)
         for leaf, (used, most) in zip(able, found, strict=True):
-            counts = take(tasks, leaves.rooms(fits, leaf))
+            counts = fill_nodes(tasks, leaves.rooms(fits, leaf))
             assert (used, most) == (len(counts), max(count for _, count in counts))
             on = {nodes[node].name: count for node, count in counts}
             assert fabric.step_under_a_leaf(job, used, most) == fabric.step_of(job, on, {})

@@ -85,11 +85,11 @@ class FewNodes:
         return self.free_gpus[leaf] + self.gained.get(leaf, 0)
 
     def taken(self, tasks: int, leaves: list[int]) -> Counts:
-        counts = [take(tasks, self._nodes[leaf]) for leaf in leaves]
+        counts = [fill_nodes(tasks, self._nodes[leaf]) for leaf in leaves]
         return [(len(some), max([count for _, count in some])) for some in counts]
 
     def filled(self, tasks: int, leaves: Iterable[int]) -> Counts:
-        return take(tasks, itertools.chain.from_iterable([self._nodes[leaf] for leaf in leaves]))
+        return fill_nodes(tasks, itertools.chain.from_iterable([self._nodes[leaf] for leaf in leaves]))
 
     def packed(self) -> Counts:
         return packed_among(self.job, self.able)
@@ -110,7 +110,7 @@ class _AllNodes:
         return self.leaves.taken(tasks, self.fits, leaves)
 
     def filled(self, tasks: int, leaves: Iterable[int]) -> Counts:
-        return take(
+        return fill_nodes(
             tasks, itertools.chain.from_iterable(self.leaves.rooms(self.fits, leaf) for leaf in leaves)
         )
 
@@ -120,7 +120,7 @@ class _AllNodes:
         return found
 
 
-def take(tasks: int, rooms: Iterable[tuple[int, int]]) -> Counts:
+def fill_nodes(tasks: int, rooms: Iterable[tuple[int, int]]) -> Counts:
     """Fills nodes, each with the tasks that fit there, in the order given until all tasks have a place."""
     chosen: Counts = []
     for node, room in rooms:
@@ -177,7 +177,7 @@ class Leaves:
     def taken(self, tasks: int, fits: Ints, leaves: list[int]) -> Counts:
         """As `LeafRoom` has it."""
         if len(leaves) <= _FEW_LEAVES:
-            counts = [[count for _, count in take(tasks, self.rooms(fits, leaf))] for leaf in leaves]
+            counts = [[count for _, count in fill_nodes(tasks, self.rooms(fits, leaf))] for leaf in leaves]
             return [(len(some), max(some)) for some in counts]
         many = self._many[leaves]
         at, rows = np.arange(many.max()), np.arange(len(leaves))
