@@ -79,7 +79,7 @@ def packed_nodes(job: JobRequest, free: FreeCapacity) -> list[tuple[int, int]] |
             return _one_task_each(job, table.able, free)
         return _nodes_for(job.tasks, table.fits, free.whole)
     if job.fractional:
-        left = free.gpu_milli.sum(axis=1)
+        left = free.milli_left()
         return [(int(np.where(table.fits > 0, left, _MORE_THAN_ANY).argmin()), 1)]
     node = tightest(free, job.gpus_per_task, table.able)
     assert node is not None  # there is room

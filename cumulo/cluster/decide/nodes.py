@@ -62,6 +62,7 @@ class FreeCapacity:
 
     __slots__ = (
         "_device_masks",
+        "_left",
         "_single_places",
         "_slots",
         "_usable_sets",
@@ -102,6 +103,7 @@ class FreeCapacity:
         # A number that no other state of a node has: what was worked out for it stays right, also in copies.
         self.version: Ints = np.array([next(_versions) for _ in nodes], dtype=np.int64)
         self._device_masks: dict[tuple[str, ...], NDArray[np.bool_]] = {}
+        self._left: tuple[Ints, Ints] | None = None  # what `milli_left` found, and of which versions
         self._single_places: dict[int, tuple[TaskPlace, ...]] = {}
         self._whole_places: dict[int, TaskPlace] = {}
         # GPUs and thousandths of cores of all nodes, for shares
@@ -149,6 +151,18 @@ class FreeCapacity:
         if known is None:
             known = self._device_masks[devices] = np.array([node.device in devices for node in self.nodes])
         return known
+
+    def milli_left(self) -> Ints:
+        """Thousandths of GPUs that are free on each node. Only nodes that changed are added up again; copies have
+        theirs from the same books, because every version is another one."""
+        if self._left is None:
+            self._left = self.version.copy(), self.gpu_milli.sum(axis=1)
+        versions, left = self._left
+        changed = np.flatnonzero(versions != self.version)
+        if len(changed):
+            left[changed] = self.gpu_milli[changed].sum(axis=1)
+            versions[changed] = self.version[changed]
+        return left
 
     def single_places(self, node: int) -> tuple[TaskPlace, ...]:
         """A place on each GPU of a node, made once: elastic jobs have thousands of tasks of one GPU."""

@@ -36,6 +36,7 @@ from cumulo.cluster.decide.snapshot import Policy, Snapshot
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
 _MOST_JOBS = 8192  # whose sizes one decision chooses
 _MOST_CHANGES = 400  # of one decision
+_MOST_RIGID = 100  # jobs that cannot be resized, which one decision starts
 _LIKE_A_CHANGE = 32  # jobs whose sizes are chosen in the time that one change takes
 
 
@@ -103,7 +104,9 @@ def elastic(
             if jobs.unread > _MOST_JOBS // 2:
                 return [Unfinished(f"{jobs.unread} waiting jobs were to be read")]
             if not moment.chosen:
-                decided = _rigid(jobs.rigid, snapshot, free, book)
+                decided = _rigid(jobs.rigid[:_MOST_RIGID], snapshot, free, book)
+                if len(jobs.rigid) > _MOST_RIGID and isinstance(decided[-1], JobPlacement):
+                    return [*decided, Unfinished("more jobs that cannot be resized may fit")]
             moment.changes, refused = chosen(jobs, moment, free, book)
             most -= min(len(jobs), _MOST_JOBS) // _LIKE_A_CHANGE
             if len(moment.changes) > most:  # what frees GPUs comes first

@@ -161,7 +161,7 @@ class RoomSearch:
             need = missing_with.take(free.whole)  # small numbers are sorted much faster
             able = gpus >= WHOLE_GPU * missing_with.astype(np.int64).take(free.whole)
         else:
-            left = free.gpu_milli.sum(axis=1, dtype=np.int64)
+            left = free.milli_left()
             need = np.maximum(0, job.milli_per_task - left)
             able = (left + gpus >= job.milli_per_task) & (free.cpu_milli + cpu >= job.cpu_milli)
             able &= (free.memory_mib + memory >= job.memory_mib) & ((gpus > 0) | (cpu > 0) | (memory > 0))
