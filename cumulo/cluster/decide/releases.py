@@ -14,6 +14,7 @@ from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPl
 from cumulo.cluster.decide.nodes import FreeCapacity, node_set
 
 _MOST_STEPS = 32  # beyond them all moments are sorted again
+_MOST_COMING = 2048  # ends of jobs that are put in order at once
 _NOW, _NEVER = float("-inf"), float("inf")
 _End = tuple[float, str]  # when a job ends, and its name
 _Kind = tuple[int, tuple[str, ...]]  # GPUs per task, accepted devices
@@ -76,6 +77,8 @@ class Releases:
             end = end_s, job.job_id
             (self._going.remove if end in self._going else self._coming.add)(end)
             self._places[job.job_id] = places
+            if len(self._coming) > _MOST_COMING:
+                self._put_in_order()  # else one decision would have to do it for a whole cluster
         self._move(job, places, _NEVER if end_s is None else end_s)
 
     def remove(self, job: JobRequest, places: Sequence[TaskPlace], end_s: float | None) -> None:
@@ -92,6 +95,10 @@ class Releases:
     def by_end(self) -> Sequence[_End]:
         """When jobs end, and their names, in order. Put in order when somebody asks: what is tried is often taken
         back before."""
+        self._put_in_order()
+        return self._by_end
+
+    def _put_in_order(self) -> None:
         by_end = self._by_end
         if 32 * len(self._coming) > len(by_end):  # more of them are faster sorted than put in one by one
             by_end += self._coming
@@ -103,7 +110,6 @@ class Releases:
             del by_end[bisect.bisect_left(by_end, end)]
         self._coming.clear()
         self._going.clear()
-        return by_end
 
     def _move(self, job: JobRequest, places: Sequence[TaskPlace], end_s: float | None) -> None:
         index, whole = self.free.index, job.gpu_milli == WHOLE_GPU
