@@ -50,6 +50,7 @@ def queue_policy(
     always_costly = reservations > 1 or hasattr(place, "started")
     looked_s, costly, skipped = float("-inf"), always_costly, 0
     most_times = _MOST_TIMES if reservations == 1 else _MOST_TIMES // 2
+    every_s = _BEHIND_EVERY_S if reservations == 1 or not hasattr(place, "started") else 2 * _BEHIND_EVERY_S
     quotas: QuotaLines | None = None
     key = KEYS.get(order)
     lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))
@@ -62,7 +63,7 @@ def queue_policy(
         if last is not None and newcomers == [] and last.stays(snapshot):
             return []
         trial = _Trial(snapshot, place, backfill, reservations, reason)
-        soon = 0 <= snapshot.now_s - looked_s < _BEHIND_EVERY_S
+        soon = 0 <= snapshot.now_s - looked_s < every_s
         # Only while something runs: its end is the next occasion.
         if costly and soon and snapshot.running and _is_long(snapshot.waiting):
             last, trial.behind, skipped = None, False, skipped + 1
