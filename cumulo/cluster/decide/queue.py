@@ -170,15 +170,16 @@ class ShapesOfJobs:
 
 class JobQueue(Sequence[JobRequest]):
     """Waiting jobs in the order of arrival. `ordered(key)` is another order; `tenants` the queue of each tenant.
-    What nobody asks for is not kept: each order, and the shapes of the jobs, from the first time on."""
+    What nobody asks for is not kept: each order, and the shapes of the jobs, from the first time on; unless
+    `shapes` are to be kept from the start, because a decision would have to work out those of a long queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: bool = True) -> None:
         self._views: dict[SortKey, SortedJobs] = {}
         self._tenants: dict[SortKey, dict[str, SortedJobs]] = {}
         self._kept: dict[Any, QueueView] = {}
         self._known: dict[str, tuple[int, JobRequest]] = {}
         self.shape = GangShapes().shape
-        self._shapes: ShapesOfJobs | None = None
+        self._shapes = ShapesOfJobs(self.shape, ()) if shapes else None
         self.arrivals: list[str] = []  # every job that ever joined, in that order
         self.touched: list[str] = []  # tenants whose jobs joined or left, in that order
 

@@ -80,12 +80,14 @@ class _Player:
     speed: JobSpeed
     options: PlayOptions
     now_s: float = 0.0
-    waiting: JobQueue = field(default_factory=JobQueue)
     live: dict[str, _Live] = field(default_factory=dict)
     running: RunningTable = field(default_factory=RunningTable)
 
     def __post_init__(self) -> None:
         self.events = Events(self.trace)
+        self.waiting = JobQueue(
+            shapes=not self.options.always_decide
+        )  # elastic policies have no use for them
         self.free = FreeCapacity(self.nodes)
         self.snapshot_nodes = tuple(self.nodes)
         self.quotas = {quota.tenant: quota for quota in self.options.quotas}
