@@ -46,11 +46,12 @@ class Reservations:
         self._somewhere: list[tuple[float, int, Start, Reservation]] = []
         self.started: list[RunningJob] = []
         self._narrow: tuple[Reservation, FreeCapacity] | None = None
+        self._priced = hasattr(place, "started")  # others place a gang sooner than it is proved that it does harm
 
     def start(self, job: JobRequest, places: Places) -> None:
         """Counts a job as running."""
         now_s = self.snapshot.now_s
-        if hasattr(self.place, "started"):  # it places another way when it is told of this job
+        if self._priced:  # it places another way when it is told of this job
             for reserved in self.made:
                 if reserved.start is None:
                     self._then(reserved)
@@ -152,7 +153,7 @@ class Reservations:
     def harm_anywhere(self, job: JobRequest) -> Reservation | None:
         """The first reservation that would be harmed, if it is of a job that asks for more than whole GPUs, and a
         gang which fits would harm it wherever it is placed: this is found out sooner than a good place."""
-        if job.tasks == 1 or not job.gpus_per_task or job.gpu_milli != WHOLE_GPU:
+        if job.tasks == 1 or not job.gpus_per_task or job.gpu_milli != WHOLE_GPU or not self._priced:
             return None
         ends_s = float("inf") if job.predicted_s is None else self.snapshot.now_s + job.predicted_s
         first = next((one for one in self.made if ends_s > one.start_s), None)
