@@ -46,7 +46,9 @@ class Reservations:
         self._somewhere: list[tuple[float, int, Start, Reservation]] = []
         self.started: list[RunningJob] = []
         self._narrow: tuple[Reservation, FreeCapacity] | None = None
-        self._priced = hasattr(place, "started")  # others place a gang sooner than it is proved that it does harm
+        self._priced = hasattr(
+            place, "started"
+        )  # others place a gang sooner than it is proved that it does harm
 
     def start(self, job: JobRequest, places: Places) -> None:
         """Counts a job as running."""
