@@ -279,6 +279,10 @@ class JobQueue(Sequence[JobRequest]):
         """`key`: always the same function for one order, and of the job alone."""
         return self._view(key).jobs
 
+    def keeps(self, key: SortKey) -> bool:
+        """Whether somebody asked for this order before."""
+        return key in self._views
+
     def rows(self, key: SortKey) -> Iterator[WaitingRow]:
         """The same order, one by one."""
         return self._view(key).rows()

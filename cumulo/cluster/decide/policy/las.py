@@ -12,12 +12,13 @@ from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPl
 from cumulo.cluster.decide.nodes import FreeCapacity, members
 from cumulo.cluster.decide.policy.fifo import why_not
 from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, quota_lines
-from cumulo.cluster.decide.queue import SortKey, ordered, shape_samples
+from cumulo.cluster.decide.queue import JobQueue, SortKey, ordered, shape_samples
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _Ranking = Callable[[float], int]
+_MOST_SORTED = 8192  # waiting jobs that are put in order besides
 _MOST_STARTS, _MOST_PRICED = 700, 80  # of one decision; the second where every place is priced
 
 
@@ -36,8 +37,12 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
         held.advance(snapshot.now_s)
         budget = WHOLE_GPU * int(snapshot.free.gpus[snapshot.free.ready].sum()) - held.fixed_milli
         key = _waiting_key(rank)
+        waiting = snapshot.waiting
         if snapshot.quotas:
             lines = quota_lines(lines, snapshot, lambda _, queue: KeyLines(queue, key))
+        elif isinstance(waiting, JobQueue) and len(waiting) > _MOST_SORTED and not waiting.keeps(key):
+            ordered(waiting, key)  # kept from now on
+            return [Unfinished(f"{len(waiting):,} waiting jobs were to be put in order")]
         starts = _MOST_PRICED if hasattr(place, "started") else _MOST_STARTS
         most = tried[1] if tried[0] == snapshot.now_s else starts
         decided, more = _decided(snapshot, held, budget, key, lines, place, most)
