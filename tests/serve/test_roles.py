@@ -87,8 +87,8 @@ def texts(split: SplitServer) -> list[str]:
 
 def test_a_long_prompt_is_computed_by_the_prefill_engine_and_its_story_says_so(split: SplitServer) -> None:
     before = split.transfers("received")
-    # Where a prompt is computed follows from measured speeds, and a transfer that stalls is given up after a second:
-    # on a busy machine some of them are computed here.
+    # Where a prompt is computed follows from measured speeds, and a transfer that stalls is given up after a
+    # second: a busy machine computes some of them here.
     stories = ("\n".join(split.words(split.ask(number))) for number in range(1000, 1040))
     told = next(story for story in stories if "KV blocks from prefill-0 are here" in story)
     assert "prefill-0 computes" in told
