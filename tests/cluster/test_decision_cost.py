@@ -51,6 +51,7 @@ def test_a_bound_that_is_missed_is_told_at_once() -> None:
     (
         (["--policy", "fifo,backfil"], "did you mean backfill"),
         (["--workload", "usual,bursts"], "did you mean burst"),
+        (["--workload", "tenants+bursts"], "did you mean burst"),
     ),
 )
 def test_a_wrong_name_is_told_before_anything_is_measured(words: list[str], told: str) -> None:
@@ -59,7 +60,7 @@ def test_a_wrong_name_is_told_before_anything_is_measured(words: list[str], told
     assert told in str(found.exception)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", (*WORKLOADS, "tenants+burst", "shares+cores+devices+tenants+failures"))
 def test_every_job_of_every_workload_ends(name: str) -> None:
     for policy in map(policy_named, ("backfill", "fair", "priority+defrag+cordon", "las", "goodput")):
         played = decision_cost.workload_for(policy, name, FEW)
@@ -86,3 +87,11 @@ def test_workloads_have_what_their_names_say() -> None:
     assert workload_named("failures", SMALL).failures is not None
     large = WorkloadSize(nodes=10_240, jobs=1000, load=1.0)
     assert max(job.request.tasks for job in workload_named("wide", large).trace) == 512
+
+
+def test_shapes_put_together_have_what_each_of_them_has() -> None:
+    both = workload_named("tenants+failures+burst", SMALL)
+    tenants, burst = workload_named("tenants", SMALL), workload_named("burst", SMALL)
+    assert both.quotas == tenants.quotas and both.failures is not None
+    assert [job.request.tenant for job in both.trace] == [job.request.tenant for job in tenants.trace]
+    assert [job.request.arrival_s for job in both.trace] == [job.request.arrival_s for job in burst.trace]

@@ -9,6 +9,7 @@ from cumulo.cluster.decide.decisions import JobPlacement, Waits
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decide.policy import queueing
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
@@ -56,7 +57,10 @@ def test_starts_reserved_for_jobs_with_cores_are_kept(name):
 
 
 @pytest.mark.parametrize("name", ("backfill", "shortest", "priority", "fair"))
-def test_tenants_at_their_limits_are_passed_over_and_told_as_in_a_queue_that_is_read_from_its_start(name):
+def test_tenants_at_their_limits_are_passed_over_and_told_as_in_a_queue_that_is_read_from_its_start(
+    name, monkeypatch
+):
+    monkeypatch.setattr(queueing, "_BEHIND_EVERY_S", 0.0)  # each decision looks behind the first
     remembers, decisions, long, told = policy_named(name).decide, 0, 0, 0
 
     def both(snapshot: Snapshot):
@@ -82,8 +86,13 @@ def test_tenants_at_their_limits_are_passed_over_and_told_as_in_a_queue_that_is_
     assert len(run.outcomes) > 300 and long > 20 and told > 50
 
 
-@pytest.mark.parametrize("name", ("conservative", "backfill+topology", "backfill"))
-def test_jobs_behind_the_first_of_a_long_queue_are_looked_at_every_few_seconds_where_that_is_costly(name):
+@pytest.mark.parametrize(
+    ("name", "quotas"),
+    (("conservative", ()), ("backfill+topology", ()), ("backfill", ()), ("backfill", (TenantQuota("t", 8),))),
+)
+def test_jobs_behind_the_first_of_a_long_queue_are_looked_at_every_few_seconds_where_that_is_costly(
+    name, quotas
+):
     """A gang that waits for everything; behind it, jobs of two GPUs that end long before it starts."""
     nodes = uniform_nodes(2, 4)
     free, running, queue = FreeCapacity(nodes), RunningTable(), JobQueue()
@@ -96,11 +105,13 @@ def test_jobs_behind_the_first_of_a_long_queue_are_looked_at_every_few_seconds_w
     for number in range(300):
         queue.add(JobRequest(f"small-{number}", 1, 2, predicted_s=5.0, arrival_s=1.0 + number), number + 1)
     decide, started = policy_named(name).decide, list[float]()
+    limits = {quota.tenant: quota for quota in quotas}
     for number, now_s in enumerate((400.0, 401.0, 403.0, 404.9, 405.1)):
         if number:  # one job ends each time
             ended = running.drop(f"runs-{number - 1}")
             free.release(ended.request, ended.places)
-        decided = decide(Snapshot(now_s, nodes, queue, running, free))
+        decided = decide(Snapshot(now_s, nodes, queue, running, free, limits))
         if any(isinstance(one, JobPlacement) for one in decided):
             started.append(now_s)
-    assert started == ([401.0, 403.0, 404.9, 405.1] if name == "backfill" else [405.1])
+    cheap = name == "backfill" and not quotas
+    assert started == ([401.0, 403.0, 404.9, 405.1] if cheap else [405.1])

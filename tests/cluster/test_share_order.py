@@ -33,7 +33,8 @@ class Passed(PassedOver):
     harmful: dict[GangShape, float]
 
 
-def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
+@pytest.mark.parametrize("quotas", ({}, {"x": TenantQuota("x", 8.0, weight=2.0)}))
+def test_the_order_by_shares_is_kept_while_jobs_come_and_go(quotas, monkeypatch):
     monkeypatch.setattr(share_order, "_KEPT", 8)
     monkeypatch.setattr(share_order, "_MORE_KEPT", 4)
     monkeypatch.setattr(share_order, "_FEWEST_KEPT", 5)
@@ -44,7 +45,6 @@ def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
     draw, queue, running, order = random.Random(6), JobQueue(), RunningTable(), share_order.ShareOrder()
     nodes = uniform_nodes(4, 8)
     free = FreeCapacity(nodes)
-    quotas = {"x": TenantQuota("x", 8.0, weight=2.0)}
     seen = Counter()
     for number in range(900):
         if draw.random() < 0.5 and len(queue):
@@ -54,7 +54,8 @@ def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
         if draw.random() < 0.2 and running:
             running.drop(draw.choice(list(running)))
         if number < 600 or draw.random() < 0.3:
-            queue.add(some_job(draw, number), number)
+            for more in range(40 if number % 150 == 149 else 1):  # sometimes many arrive at once
+                queue.add(some_job(draw, number + 1000 * more), number + 1000 * more)
         snapshot = Snapshot(0.0, nodes, queue, running, free, quotas)
         anew = share_order.ShareOrder()(Snapshot(0.0, nodes, tuple(queue), dict(running), free, quotas))
         expected = [row[0] for row in anew]
@@ -84,7 +85,24 @@ def test_the_order_by_shares_is_kept_while_jobs_come_and_go(monkeypatch):
         place_of, among = lines.places(last.tenant), lines.places(last.tenant)(own.keys[at])
         assert among in places and [place_of(entry) for entry in own.keys][at] == among
         behind = expected[expected.index(last) + 1 :]
-        rows = itertools.islice(lines.rows_behind(among), many)
-        assert [row[0] for row in rows] == behind[:many]
+        rows, read = lines.rows_behind(among), draw.choice((0, many))
+        assert [row[0] for row in itertools.islice(rows, read)] == behind[:read]
+        if not read:
+            some = [row[0] for row in rows_besides(rows, many, Passed({}, {}))]
+            assert some == behind[:many]
         seen[len(expected) - len(behind) > 12] += 1
     assert len(order._entries) > 0 and min(seen.values()) > 20
+
+
+def test_many_that_arrive_at_once_are_not_all_listed():
+    queue, order = JobQueue(), share_order.ShareOrder()
+    nodes = uniform_nodes(4, 8)
+    snapshot = Snapshot(0.0, nodes, queue, RunningTable(), FreeCapacity(nodes))
+    arrived = itertools.count()
+    for many in (10, 3000, 10):
+        for number in itertools.islice(arrived, many):
+            queue.add(JobRequest(f"j{number}", 1, 1, tenant=f"t{number % 9}", arrival_s=number), number)
+        found = [row[0] for row in itertools.islice(order(snapshot), 300)]
+        anew = Snapshot(0.0, nodes, tuple(queue), {}, snapshot.free)
+        assert found == [row[0] for row in itertools.islice(share_order.ShareOrder()(anew), 300)]
+        assert len(order._entries) <= 310

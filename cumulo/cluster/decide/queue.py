@@ -19,7 +19,7 @@ WaitingRow = tuple[JobRequest, GangShape, float, float, int]
 AskedBefore = tuple[float, int, bool]
 # GPUs, thousandths of cores, arrivals, predicted seconds, and numbers of shapes.
 RowColumns = tuple["array[float]", "array[float]", "array[float]", "array[float]", "array[float]"]
-_STRETCH = 256  # rows that are made together
+_STRETCH = 256  # rows that are made together, at most
 _versions = itertools.count()
 
 
@@ -75,7 +75,8 @@ class SortedJobs:
         first, jobs = self._first, self.jobs
         while at < len(jobs):
             if at >= len(first):
-                first += map(self._row, jobs[len(first) : at + _STRETCH])
+                # The further somebody reads, the more are made.
+                first += map(self._row, jobs[len(first) : at + min(_STRETCH, 16 + at)])
             some = first[at : at + _STRETCH]
             yield some
             at += len(some)

@@ -23,6 +23,7 @@ class QuotaBook:
         self.quotas = snapshot.quotas
         self._milli = table_of(snapshot.running).milli if snapshot.quotas else {}
         self._used: dict[str, float] = {}  # of the tenants that were asked for
+        self.most_gpus = inf  # of a job that may start, as far as is known: nobody asks for larger ones
 
     def refuses(self, job: JobRequest, gpus: float | None = None) -> str | None:
         """Why a job may not start now although it may fit; None: it may."""
@@ -88,7 +89,7 @@ class TenantUses(RunningView):
         index: Mapping[str, int],
     ) -> None:
         self.quotas, self._milli, self._columns, self._index = quotas, running.milli, columns, index
-        self._order = {name: number for number, name in enumerate(quotas)}
+        self.order = {name: number for number, name in enumerate(quotas)}  # of the quotas
         self.below = {name for name in quotas if self.over(name) < 0}
         self.borrowing = {name for name in quotas if self.over(name) > _LITTLE}
         self.borrowed: Ints = np.zeros((3, len(index)), dtype=np.int64)  # by all of them, on each node
@@ -99,10 +100,6 @@ class TenantUses(RunningView):
     def over(self, tenant: str) -> float:
         """GPUs more than its quota; negative: it has less."""
         return self._milli.get(tenant, 0) / WHOLE_GPU - self.quotas[tenant].gpus
-
-    def below_among(self, tenants: Mapping[str, object]) -> list[str]:
-        """Those of these tenants that have less than their quotas, in the order of the quotas."""
-        return sorted(self.below & tenants.keys(), key=self._order.__getitem__)
 
     def add(self, job: RunningJob) -> None:
         self._move(job, 1)

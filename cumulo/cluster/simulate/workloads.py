@@ -1,5 +1,6 @@
 """Synthetic workloads of other shapes than the usual one: `cumulo bench cluster --workload` measures decisions on
-them, because a policy that is fast on one shape of queue may be slow on another.
+them, because a policy that is fast on one shape of queue may be slow on another. Shapes can be put together:
+`tenants+burst` has a thousand tenants whose jobs wait at once.
 """
 
 import random
@@ -43,8 +44,9 @@ class WorkloadSize:
 
 
 def check_name(name: str) -> None:
-    if name not in WORKLOADS:
-        raise ConfigError(f"there is no workload {name!r}{did_you_mean(name, WORKLOADS)}")
+    for part in name.split("+"):
+        if part not in WORKLOADS:
+            raise ConfigError(f"there is no workload {part!r}{did_you_mean(part, WORKLOADS)}")
 
 
 def workload_named(name: str, size: WorkloadSize) -> ClusterWorkload:
@@ -55,8 +57,9 @@ def workload_named(name: str, size: WorkloadSize) -> ClusterWorkload:
         job if size.elastic else _asking(job, priority=int(number % 10 == 0))
         for number, job in enumerate(trace)
     ]
-    usual = ClusterWorkload(nodes=uniform_nodes(size.nodes, size.gpus_per_node, NODES_PER_LEAF), trace=trace)
-    found = WORKLOADS[name](usual, random.Random(f"{name} {size.seed}"))
+    found = ClusterWorkload(nodes=uniform_nodes(size.nodes, size.gpus_per_node, NODES_PER_LEAF), trace=trace)
+    for part in name.split("+"):
+        found = WORKLOADS[part](found, random.Random(f"{part} {size.seed}"))
     if size.elastic:
         elastic = [_elastic(job, number, size.gpus_per_node) for number, job in enumerate(found.trace)]
         found = replace(found, trace=elastic)

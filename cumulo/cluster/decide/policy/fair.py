@@ -2,17 +2,17 @@
 NSDI 2011), within quotas, with borrowing of what others leave unused, and reclaiming when they come back.
 """
 
-import heapq
 import itertools
+from collections.abc import Iterator
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import Placer, tell_stopped
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
+from cumulo.cluster.decide.policy.guaranteed import GuaranteedJobs
 from cumulo.cluster.decide.policy.preemptible import preemptible_on_nodes
 from cumulo.cluster.decide.policy.preemption import RoomSearch, fits, watch_running
 from cumulo.cluster.decide.policy.queueing import queue_policy
 from cumulo.cluster.decide.policy.share_order import ShareOrder
-from cumulo.cluster.decide.queue import JobQueue, tenant_queues
 from cumulo.cluster.decide.quotas import TenantUses, tenant_uses
 from cumulo.cluster.decide.shapes import ShapeKey, shape_key
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
@@ -23,28 +23,26 @@ _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 def fair(place: Placer) -> Policy:
     """`ShareOrder` with backfill, and reclaiming: a tenant below its quota gets back what others borrowed, the
     youngest borrower first, because it loses least."""
-    order = ShareOrder()
+    order, guaranteed = ShareOrder(), GuaranteedJobs()
     fill = queue_policy(order, place, backfill=True, reason="its tenant has the least", by_tenant=order.lines)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         reclaimed: list[Decision] = []
         if snapshot.quotas:
             watch_running(snapshot, _tenant)
-            reclaimed = _reclaim(
-                snapshot, place, tenant_uses(snapshot, preemptible_on_nodes(snapshot, _tenant))
-            )
+            uses = tenant_uses(snapshot, preemptible_on_nodes(snapshot, _tenant))
+            reclaimed = _reclaim(guaranteed.in_order(snapshot, uses), snapshot, place, uses)
         return reclaimed or fill(snapshot)
 
     return policy
 
 
-def _reclaim(snapshot: Snapshot, place: Placer, uses: TenantUses) -> list[Decision]:
-    if isinstance(snapshot.waiting, JobQueue) and not uses.below & snapshot.waiting.by_tenant.keys():
-        return []  # as nearly always
-    queues = tenant_queues(snapshot.waiting)
-    first = heapq.merge(*(queues[name] for name in uses.below_among(queues)), key=lambda job: job.arrival_s)
+def _reclaim(
+    waiting: Iterator[JobRequest], snapshot: Snapshot, place: Placer, uses: TenantUses
+) -> list[Decision]:
+    """For the first of these that fits with what others borrowed."""
     tried: set[tuple[str, ShapeKey]] = set()
-    for job in itertools.islice(first, _MOST_TRIED):
+    for job in itertools.islice(waiting, _MOST_TRIED):
         if job.gpus > -uses.over(job.tenant) + 1e-9 or (job.tenant, shape_key(job)) in tried:
             continue
         tried.add((job.tenant, shape_key(job)))

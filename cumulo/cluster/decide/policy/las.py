@@ -3,7 +3,7 @@ predicted: jobs that have had little GPU time go before those that have had much
 
 import bisect
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Unfinished, Waits
@@ -19,7 +19,8 @@ from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _Ranking = Callable[[float], int]
 _MOST_SORTED = 8192  # waiting jobs that are put in order besides
-_MOST_STARTS, _MOST_PRICED = 700, 80  # of one decision; the second where every place is priced
+# Of one decision; the second where tenants have limits, the third where every place is priced.
+_MOST_STARTS, _MOST_LIMITED, _MOST_PRICED = 700, 400, 80
 
 
 def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, queues: int = 2) -> Policy:
@@ -40,10 +41,9 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
         waiting = snapshot.waiting
         if snapshot.quotas:
             lines = quota_lines(lines, snapshot, lambda _, queue: KeyLines(queue, key))
-        elif isinstance(waiting, JobQueue) and len(waiting) > _MOST_SORTED and not waiting.keeps(key):
-            ordered(waiting, key)  # kept from now on
+        if not (_sorted(waiting, key) if lines is None else lines.complete(_MOST_SORTED)):
             return [Unfinished(f"{len(waiting):,} waiting jobs were to be put in order")]
-        starts = _MOST_PRICED if hasattr(place, "started") else _MOST_STARTS
+        starts = _most_starts(snapshot, place)
         most = tried[1] if tried[0] == snapshot.now_s else starts
         decided, more = _decided(snapshot, held, budget, key, lines, place, most)
         if more:
@@ -57,6 +57,20 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
     return policy
 
 
+def _most_starts(snapshot: Snapshot, place: Placer) -> int:
+    if hasattr(place, "started"):
+        return _MOST_PRICED
+    return _MOST_LIMITED if snapshot.quotas else _MOST_STARTS
+
+
+def _sorted(waiting: Sequence[JobRequest], key: SortKey) -> bool:
+    """Whether they were in order before, or are few; they are now."""
+    if not isinstance(waiting, JobQueue) or len(waiting) <= _MOST_SORTED or waiting.keeps(key):
+        return True
+    ordered(waiting, key)
+    return False
+
+
 def _decided(
     snapshot: Snapshot,
     held: "_Held",
@@ -68,7 +82,7 @@ def _decided(
 ) -> tuple[list[Decision], bool]:
     """Which jobs stop and start, of the first so many for which there are GPUs; and whether more may start."""
     decided: list[Decision] = []
-    started, most_started = 0, _MOST_PRICED if hasattr(place, "started") else _MOST_STARTS
+    started, most_started = 0, _most_starts(snapshot, place)
     stopping, starting, more = _within(budget, held, snapshot, key, lines, decided, most)
     free, book = snapshot.free.copy(), QuotaBook(snapshot)
     for name in stopping:
@@ -177,9 +191,10 @@ def _within(
 ) -> tuple[list[str], list[JobRequest], bool]:
     """The running jobs that stop and the waiting ones that start: in order of their queues as many go on as there
     are GPUs for; one that is too large does not hold up smaller ones. Those that a limit refuses are told so in
-    `decided`. And whether more than `most` could start: then nobody behind them stops yet."""
+    `decided`. And whether more than `most` could start: then only those stop that are in the way of the first."""
     stopping: list[str] = []
     starting: list[JobRequest] = []
+    more = False
     keys, sizes, at = held.keys, held.milli, 0
     book = QuotaBook(snapshot)
     smallest = min((_asked(job) for job in shape_samples(snapshot.waiting)), default=0)
@@ -195,13 +210,15 @@ def _within(
         milli = _asked(job)
         if milli <= budget:
             if len(starting) == most:
-                return stopping, starting, True
+                more = True
+                break
             starting.append(job)
             budget -= milli
             book.count(job, job.gpus)
+        book.most_gpus = budget / WHOLE_GPU
     if sum(sizes[at:]) > budget:
         _keep(at, len(keys), held, budget, stopping)
-    return stopping, starting, False
+    return stopping, starting, more
 
 
 def _allowed(

@@ -227,15 +227,12 @@ class _Trial:
 
     def _in_turn(self, rows: Iterator[WaitingRow]) -> bool:
         """Starts jobs until one does not fit; whether those behind it may be tried."""
-        long = len(self.snapshot.waiting) >= _LONG_QUEUE
         for job, shape, _, gpus, _ in rows:
             if gpus >= self.refused.get(job.tenant, _ANY):
                 continue  # as one of its tenant that asks for no more: of a long queue only the first is told
             refused = self.book.refuses(job, gpus)
             if refused is not None:
-                self.decided.append(Waits(job.job_id, refused))
-                if long:
-                    self.refused[job.tenant] = gpus
+                self._tell_refused(job, gpus, refused)
                 continue
             places = self.place(job, self.free)
             if places is None:
@@ -248,27 +245,30 @@ class _Trial:
         failed, now_s = self.failed, self.snapshot.now_s
         self.hopeless = self.full() or self.nobody_fits()
         told = _MOST_REASONS if len(self.snapshot.waiting) < _LONG_QUEUE else 0
-        for job, shape, seconds, _, _ in itertools.islice(rows, told):
+        for job, shape, seconds, gpus, _ in itertools.islice(rows, told):
             if shape in failed or self.hopeless:
                 self.decided.append(Waits(job.job_id, self.why(job, shape)))
             elif now_s + seconds > self.harmful.get(shape, _ANY):
                 continue
-            elif not self._tried(job, shape):
+            elif not self._tried(job, shape, gpus):
                 return
         if self.hopeless:
             return
         # Most are of a shape that failed already; those of one that fails on the way are passed over below.
-        for job, shape, seconds, _, _ in rows_besides(rows, self.most - told, self):
+        refused = self.refused
+        for job, shape, seconds, gpus, _ in rows_besides(rows, self.most - told, self):
             if shape in failed or now_s + seconds > self.harmful.get(shape, _ANY):
                 continue
-            if not self._tried(job, shape) or self.hopeless:
+            if gpus >= refused.get(job.tenant, _ANY):
+                continue
+            if not self._tried(job, shape, gpus) or self.hopeless:
                 return
 
-    def _tried(self, job: JobRequest, shape: GangShape) -> bool:
+    def _tried(self, job: JobRequest, shape: GangShape, gpus: float) -> bool:
         """Starts a job if it fits and delays nobody; whether those behind it may be tried."""
-        refused = self.book.refuses(job) if self.book.quotas else None
+        refused = self.book.refuses(job, gpus) if self.book.quotas else None
         if refused is not None:
-            self.decided.append(Waits(job.job_id, refused))
+            self._tell_refused(job, gpus, refused)
             return True
         # Placers find places where there are enough, so that counting tells which jobs do not fit.
         able = self.able(job, shape)
@@ -295,6 +295,11 @@ class _Trial:
             self.hopeless = self.full()
         self.hopeless = self.hopeless or self.nobody_fits()
         return True
+
+    def _tell_refused(self, job: JobRequest, gpus: float, why: str) -> None:
+        self.decided.append(Waits(job.job_id, why))
+        if len(self.snapshot.waiting) >= _LONG_QUEUE:
+            self.refused[job.tenant] = gpus
 
     def able(self, job: JobRequest, shape: GangShape) -> int:
         """How many of its tasks fit now."""
@@ -334,8 +339,10 @@ class _Trial:
         return True
 
     def costly(self) -> bool:
-        """Many shapes are, and reservations of jobs with cores."""
+        """Many shapes are, reservations of jobs with cores, and quotas: each look is at every job again."""
         waiting = self.snapshot.waiting
+        if self.book.quotas:
+            return True
         if isinstance(waiting, JobQueue) and len(waiting.by_shape) > _MOST_SHAPES:
             return True
         return any(one.start is None for one in self.reserved.made)

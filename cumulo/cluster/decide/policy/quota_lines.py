@@ -4,8 +4,9 @@ of jobs before the first that may start; a decision looks only at tenants whose 
 
 import bisect
 import heapq
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ Place = tuple[Any, ...]  # of a job among all that wait: those with smaller ones
 Entry = tuple[Any, int]  # the key of a job among those of its tenant, and its number
 _Candidate = tuple[Place, str, WaitingRow, Entry]
 _Told = list[tuple[Place, Waits]]
+_First = tuple[Entry, float, JobRequest]  # the first job of a size, and its GPUs
+_entry = operator.itemgetter(0)
 
 
 class TenantLines(Protocol):
@@ -57,40 +60,61 @@ def _same(entry: Entry) -> Place:
 
 class JobsBySize(QueueView):
     """Each tenant's jobs by the GPUs that they ask for, in the order of a key: what a quota allows is found without
-    a look at the thousand larger jobs before it."""
+    a look at the thousand larger jobs before it. It is to be `complete` before anybody asks."""
 
     def __init__(self, key: SortKey, jobs: Iterable[tuple[int, JobRequest]]) -> None:
         self._key = key
         self._of: dict[str, dict[float, list[tuple[Entry, JobRequest]]]] = {}
-        for number, job in jobs:
+        self._unread = {job.job_id: (number, job) for number, job in jobs}
+
+    def complete(self, at_most: int | None = None) -> bool:
+        """Whether all jobs are in it, after another so many of a long queue."""
+        unread = self._unread
+        for name in list(itertools.islice(unread, at_most)):
+            number, job = unread.pop(name)
             self.add(job, number)
+        return not unread
+
+    @property
+    def tenants(self) -> Collection[str]:
+        return self._of.keys()
 
     def add(self, job: JobRequest, number: int) -> None:
         same = self._of.setdefault(job.tenant, {}).setdefault(job.gpus, [])
         bisect.insort(same, ((self._key(job), number), job))
 
     def remove(self, job: JobRequest, number: int) -> None:
+        if self._unread.pop(job.job_id, None) is not None:
+            return
         sizes = self._of[job.tenant]
         same = sizes[job.gpus]
         del same[bisect.bisect_left(same, ((self._key(job), number),))]
         if not same:
             del sizes[job.gpus]
 
-    def first_of_each(
-        self, tenant: str, behind: Entry | None, below: float
-    ) -> list[tuple[Entry, float, JobRequest]]:
-        """In order: the first job of each size that asks for fewer GPUs; `behind`: and that is behind this one."""
-        found: list[tuple[Entry, float, JobRequest]] = []
-        for gpus, same in self._of.get(tenant, {}).items():
-            if gpus < below:
-                at = 0
-                if behind is not None:
-                    at = bisect.bisect_left(same, (behind,))
-                    at += at < len(same) and same[at][0] == behind
-                if at < len(same):
-                    found.append((same[at][0], gpus, same[at][1]))
+    def first_of_each(self, tenant: str) -> list[_First]:
+        """In order: the first job of each size."""
+        found = [(same[0][0], gpus, same[0][1]) for gpus, same in self._of.get(tenant, {}).items()]
         found.sort()  # no two entries are equal
         return found
+
+    def behind(self, tenant: str, first: _First) -> list[_First]:
+        """The next of its size, if there is one."""
+        entry, gpus, _ = first
+        same = self._of[tenant][gpus]
+        at = bisect.bisect(same, entry, key=_entry)
+        return [(same[at][0], gpus, same[at][1])] if at < len(same) else []
+
+
+@dataclass(slots=True)
+class _Line:
+    """Of one tenant: who is told, and who is next."""
+
+    told: _Told
+    candidate: _Candidate | None
+    least: float  # GPUs that were refused
+    # In order, and the candidate is the first: the first jobs of each size, without those that are refused.
+    firsts: list[_First]
 
 
 class QuotaLines:
@@ -108,24 +132,32 @@ class QuotaLines:
         self._entries: list[Place] = []  # of all that are told, in order
         self._told: list[Waits] = []  # the same
         self._candidates: list[_Candidate] = []  # in order
-        self._of_tenant: dict[str, tuple[_Told, _Candidate | None, float]] = {}
-        self._fresh = {job.tenant for job in queue}
+        self._of_tenant: dict[str, _Line] = {}
+        self._begun = False  # every tenant's jobs were looked at
+
+    def complete(self, at_most: int) -> bool:
+        """Whether they can be asked for at once: a long queue is read in parts."""
+        return self._sizes.complete(at_most)
 
     def update(self, book: QuotaBook) -> None:
         queue, started = self.queue, self._started
         seen, self._seen = self._seen, (len(queue.touched), len(started))
-        changed = {*queue.touched[seen[0] :], *started[seen[1] :], *self._fresh}
-        self._fresh = set()
+        if self._begun:
+            changed = {*queue.touched[seen[0] :], *started[seen[1] :]}
+        else:
+            self._sizes.complete()
+            self._begun, changed = True, set(self._sizes.tenants)
         for tenant in changed:
-            told, candidate, least = self._first(tenant, None, _ANY, book)
-            old, last, _ = self._of_tenant.get(tenant, ((), None, _ANY))
-            self._of_tenant[tenant] = told, candidate, least
-            if told != old:
-                self._tell(old, told)
-            if last is not None:
-                del self._candidates[bisect.bisect_left(self._candidates, last[:1])]
-            if candidate is not None:
-                bisect.insort(self._candidates, candidate)
+            line, old = self._first(tenant, self._sizes.first_of_each(tenant), _ANY, book), None
+            if tenant in self._of_tenant:
+                old = self._of_tenant[tenant]
+            self._of_tenant[tenant] = line
+            if line.told or (old is not None and old.told):
+                self._tell([] if old is None else old.told, line.told)
+            if old is not None and old.candidate is not None:
+                del self._candidates[bisect.bisect_left(self._candidates, old.candidate[:1])]
+            if line.candidate is not None:
+                bisect.insort(self._candidates, line.candidate)
 
     def _tell(self, old: Sequence[tuple[Place, Waits]], told: _Told) -> None:
         entries, every = self._entries, self._told
@@ -141,22 +173,26 @@ class QuotaLines:
             entries.insert(at, place)
             every.insert(at, waits)
 
-    def _first(
-        self, tenant: str, behind: Entry | None, least: float, book: QuotaBook
-    ) -> tuple[_Told, _Candidate | None, float]:
-        """The first job of a tenant behind this one that may start, and those that are told before it. `least`: the
-        fewest GPUs that were refused."""
+    def _first(self, tenant: str, firsts: list[_First], least: float, book: QuotaBook) -> _Line:
+        """Of these jobs. `least`: the fewest GPUs that were refused."""
         told: _Told = []
-        some = self._sizes.first_of_each(tenant, behind, least)
-        place_of = self.lines.places(tenant) if some else _same
-        for entry, gpus, job in some:
-            if gpus < least:
+        place_of = self.lines.places(tenant) if firsts else _same
+        for at, (entry, gpus, job) in enumerate(firsts):
+            if gpus < least and gpus <= book.most_gpus:
                 refused = book.refuses(job, gpus)
                 if refused is None:
-                    return told, (place_of(entry), tenant, self.queue.row(job), entry), least
+                    candidate = place_of(entry), tenant, self.queue.row(job), entry
+                    return _Line(told, candidate, least, firsts[at:])
                 told.append((place_of(entry), Waits(job.job_id, refused)))
                 least = gpus
-        return told, None, least
+        return _Line(told, None, least, [])
+
+    def _following(self, tenant: str, line: _Line, book: QuotaBook) -> _Line:
+        """After its candidate has started."""
+        firsts = line.firsts[1:]
+        for one in self._sizes.behind(tenant, line.firsts[0]):
+            bisect.insort(firsts, one)
+        return self._first(tenant, firsts, line.least, book)
 
     def in_turn(self, book: QuotaBook) -> Iterator[tuple[list[Waits], _Candidate | None]]:
         """Those that are told, and the job that is next; None: nobody else may start. Whoever asks for another has
@@ -164,7 +200,7 @@ class QuotaLines:
         at, number = 0, 0
         told_more: _Told = []  # of tenants that got another job in this decision
         more: list[_Candidate] = []  # theirs
-        least_of: dict[str, float] = {}
+        line_of: dict[str, _Line] = {}
         while True:
             candidate = self._candidates[number] if number < len(self._candidates) else None
             if more and (candidate is None or more[0] < candidate):
@@ -177,17 +213,18 @@ class QuotaLines:
                 some = [one for one in told_more if candidate is None or one[0] < candidate[0]]
                 told_more = told_more[len(some) :]
                 some += zip(self._entries[at:until], told, strict=True)
-                told = [waits for _, waits in sorted(some, key=operator.itemgetter(0))]
+                told = [waits for _, waits in sorted(some, key=_entry)]
             at = until
             yield told, candidate
             if candidate is None:
                 return
-            _, tenant, _, entry = candidate
-            least = least_of.get(tenant, self._of_tenant[tenant][2])
-            found, following, least_of[tenant] = self._first(tenant, entry, least, book)
-            told_more = sorted(told_more + found, key=operator.itemgetter(0))
-            if following is not None:
-                heapq.heappush(more, following)
+            tenant = candidate[1]
+            line = self._following(tenant, line_of.get(tenant) or self._of_tenant[tenant], book)
+            line_of[tenant] = line
+            if line.told:
+                told_more = sorted(told_more + line.told, key=_entry)
+            if line.candidate is not None:
+                heapq.heappush(more, line.candidate)
 
 
 def quota_lines(

@@ -27,7 +27,7 @@ _Head = tuple[float, float, str]  # share, arrival and tenant of a tenant's firs
 _row_of = operator.itemgetter(4)
 _EVERYTHING = (float("inf"),)
 _MANY_TENANTS, _FEW_MORE = 64, 400  # tenants, and jobs that are faster merged in order than counted
-_KEPT, _MORE_KEPT, _FEWEST_KEPT, _STRETCH = 260, 50, 205, 64  # entries
+_KEPT, _MORE_KEPT, _FEWEST_KEPT, _STRETCH = 260, 50, 205, 64  # entries, where nobody reads further
 
 
 class _Source(NamedTuple):
@@ -71,6 +71,12 @@ class _Tenant:
     cpu_milli: float = 0.0
     whole: bool = False  # these were all its jobs
 
+    @classmethod
+    def unknown(cls, name: str, of: _Source, queue: SortedJobs) -> "_Tenant":
+        """None of its jobs is kept."""
+        has = of.has(name)
+        return cls(name, of.weight(name), queue, has, queue.version, 0, *has)
+
     def count_again(self, kept: int) -> None:
         """Only so many of its jobs are kept."""
         self.kept, self.whole = kept, False
@@ -104,19 +110,19 @@ class _SharePlaces:
 
 
 class _ShareRows(SkippingRows):
-    """All waiting jobs, from the first on."""
+    """All waiting jobs, from the one of this number on."""
 
-    def __init__(self, order: "ShareOrder", rows: Iterator[WaitingRow], now_s: float) -> None:
+    def __init__(self, order: "ShareOrder", rows: Iterator[WaitingRow], first: int, now_s: float) -> None:
         self._order, self._rows, self._now_s = order, rows, now_s
-        self._read = 0
+        self._next = first
 
     def __next__(self) -> WaitingRow:
         row = next(self._rows)
-        self._read += 1
+        self._next += 1
         return row
 
     def besides(self, at_most: int, passed: PassedOver) -> Iterator[WaitingRow]:
-        return self._order.rows_besides(self._read, at_most, passed, self._rows, self._now_s)
+        return self._order.rows_besides(self._next, at_most, passed, self._rows, self._now_s)
 
 
 class ShareOrder(TenantLines):
@@ -134,12 +140,14 @@ class ShareOrder(TenantLines):
         self._read_on = False  # the last decision looked at more than the first job
         self._entries: list[ShareEntry] = []
         self._until: Place = ()  # every entry before this one is in the list
+        self._most = _KEPT  # entries that are kept: somewhat more than were read of late
+        self._now_s = 0.0
 
     def __call__(self, snapshot: Snapshot) -> Iterator[WaitingRow]:
         if isinstance(snapshot.waiting, JobQueue):
             of = self._begin(snapshot, snapshot.waiting)
             rows = itertools.chain.from_iterable(self._from_first(of, snapshot.waiting))
-            return _ShareRows(self, rows, snapshot.now_s)
+            return _ShareRows(self, rows, 0, snapshot.now_s)
         of = _Source(None, table_of(snapshot.running), snapshot.free.capacity, snapshot.quotas)
         parts = [of.entries(name, rows) for name, rows in tenant_rows(snapshot.waiting).items()]
         return map(_row_of, heapq.merge(*parts))
@@ -168,12 +176,15 @@ class ShareOrder(TenantLines):
         """As `SkippingRows` has them, from the job of this number on; `rows`: all of these."""
         assert self._of is not None and self._of.queue is not None
         self._put_in_order(self._of, self._of.queue)
+        many = bool(self._of.quotas) or len(self._tenants) > _MANY_TENANTS
+        if many:
+            self._keep(first + at_most)
         kept, failed = len(self._entries) - first, passed.failed
-        if kept < 0 or at_most < kept + _FEW_MORE or len(self._tenants) > _MANY_TENANTS:
+        if kept < 0 or (at_most < kept + _FEW_MORE and not many):
             yield from [row for row in itertools.islice(rows, at_most) if row[1] not in failed]
             return
         yield from [row for _, _, _, _, row in self._entries[first : first + at_most] if row[1] not in failed]
-        if at_most > kept and self._until != _EVERYTHING:
+        if not many and at_most > kept and self._until != _EVERYTHING:
             rests = [self._rest(one) for one in self._tenants.values()]
             yield from _needed(FirstInColumns(rests, at_most - kept, now_s), passed, self._of.queue)
 
@@ -191,6 +202,7 @@ class ShareOrder(TenantLines):
 
     def lines(self, snapshot: Snapshot, queue: JobQueue) -> TenantLines:
         self._begin(snapshot, queue)
+        self._now_s = snapshot.now_s
         return self
 
     def places(self, tenant: str) -> Callable[[Entry], Place]:
@@ -199,10 +211,11 @@ class ShareOrder(TenantLines):
 
     def rows_behind(self, place: Place) -> Iterator[WaitingRow]:
         assert self._of is not None and self._of.queue is not None
-        self._update(self._of, self._of.queue)
+        self._put_in_order(self._of, self._of.queue)
         at = bisect.bisect_left(self._entries, place)
         if at < len(self._entries):
-            return self._rows(at + (self._entries[at][:4] == place))
+            at += self._entries[at][:4] == place
+            return _ShareRows(self, self._rows(at), at, self._now_s)
         return map(_row_of, itertools.chain.from_iterable(self._merged(place)))
 
     def _begin(self, snapshot: Snapshot, queue: JobQueue) -> _Source:
@@ -236,8 +249,12 @@ class ShareOrder(TenantLines):
                 if same and (not known.whole or known.kept == len(own.jobs)):
                     continue  # others joined behind those in the list
                 old.add(name)
-            tenants[name] = _Tenant(name, of.weight(name), own, has, own.version)
+            tenants[name] = _Tenant.unknown(name, of, own)
             self._list(tenants[name], of.total, fresh)
+            if len(fresh) > 2 * self._most:  # as when many arrived at once
+                self._entries, self._until = [], ()
+                self._tenants = {one: _Tenant.unknown(one, of, line) for one, line in queues.items()}
+                return
         entries = self._entries
         if len(old) == 1:
             (one,) = old
@@ -248,7 +265,7 @@ class ShareOrder(TenantLines):
             entries += fresh
             entries.sort()
         self._entries = entries
-        if len(entries) > _KEPT + _MORE_KEPT:
+        if len(entries) > self._most + _MORE_KEPT:
             self._shorten()
 
     def _list(self, tenant: _Tenant, total: tuple[float, float], fresh: list[ShareEntry]) -> None:
@@ -271,15 +288,21 @@ class ShareOrder(TenantLines):
         tenant.kept, tenant.gpus, tenant.cpu_milli = number, gpus, cpu
 
     def _shorten(self) -> None:
-        left_out = self._entries[_KEPT:]
-        del self._entries[_KEPT:]
+        left_out = self._entries[self._most :]
+        del self._entries[self._most :]
         self._until = self._entries[-1][:-1]
         for name, kept in {entry[2]: entry[3] for entry in reversed(left_out)}.items():
             self._tenants[name].count_again(kept)
 
+    def _keep(self, many: int) -> None:
+        """So many, if there are so many. The list becomes shorter again when fewer are read for some time."""
+        self._most = max(many + many // 4, _KEPT, self._most - _MORE_KEPT)
+        if len(self._entries) < many and self._until != _EVERYTHING:
+            self._fill()
+
     def _fill(self) -> None:
         """Lists more jobs."""
-        missing = _KEPT - len(self._entries)
+        missing = self._most - len(self._entries)
         more = list(itertools.islice(itertools.chain.from_iterable(self._merged()), missing))
         for _, _, name, _, row in more:
             tenant = self._tenants[name]
