@@ -15,7 +15,7 @@ from cumulo.cluster.decide.policy import share_merge
 from cumulo.cluster.decide.policy.share_merge import FirstInColumns, RestOfLine, by_share, merged
 from cumulo.cluster.decide.queue import JobQueue
 
-TOTAL = 99.0, 9000.0
+TOTAL = 99_000.0, 9000.0
 
 
 def some_queue(draw: random.Random) -> JobQueue:
@@ -42,7 +42,7 @@ def test_a_merge_by_stretches_or_in_columns_is_a_merge_one_by_one(monkeypatch, m
     draw, seen = random.Random(many), Counter()
     for _ in range(150):
         queue = some_queue(draw)
-        has = {name: (draw.choice((0.0, 5.0, 0.7)), draw.choice((1.0, 2.0))) for name in queue.by_tenant}
+        has = {name: (draw.choice((0, 5000, 700)), draw.choice((1.0, 2.0))) for name in queue.by_tenant}
         for _ in range(2):
             full = {
                 name: list(by_share(name, has[name][1], TOTAL, has[name][0], 0.0, line.rows()))
@@ -53,10 +53,10 @@ def test_a_merge_by_stretches_or_in_columns_is_a_merge_one_by_one(monkeypatch, m
             def rests(starts=starts, has=has, queue=queue):
                 found = []
                 for name, start in starts.items():
-                    gpus, cpu, line = has[name][0], 0.0, queue.by_tenant[name]
+                    milli, cpu, line = has[name][0], 0.0, queue.by_tenant[name]
                     for row in itertools.islice(line.rows(), start):
-                        gpus, cpu = gpus + row[3], cpu + row[4]
-                    found.append(RestOfLine(name, has[name][1], TOTAL, start, gpus, cpu, line))
+                        milli, cpu = milli + row[1].milli, cpu + row[4]
+                    found.append(RestOfLine(name, has[name][1], TOTAL, start, milli, cpu, line))
                 return found
 
             expected = list(heapq.merge(*[full[name][start:] for name, start in starts.items()]))

@@ -106,10 +106,11 @@ class FreeCapacity:
         self._left: tuple[Ints, Ints] | None = None  # what `milli_left` found, and of which versions
         self._single_places: dict[int, tuple[TaskPlace, ...]] = {}
         self._whole_places: dict[int, TaskPlace] = {}
-        # GPUs and thousandths of cores of all nodes, for shares
+        # Thousandths of GPUs and of cores of all nodes, for shares.
         self.capacity = (
-            max(1.0, float(self.gpus.sum())), max(1.0, float(sum(node.cpu_milli for node in nodes)))
-        )  # fmt: skip
+            float(max(WHOLE_GPU, WHOLE_GPU * int(self.gpus.sum()))),
+            float(max(1, sum(node.cpu_milli for node in nodes))),
+        )
         self.gains = 0  # how often something became free: while it stays, what did not fit does not fit
         # What `fit_table` found for shapes of tasks, and the changes since; what the original of a copy knew, and
         # up to which change; of which capacity this is a part.

@@ -14,10 +14,9 @@ from cumulo.cluster.decide.shapes import GangShape, GangShapes
 SortKey = Callable[[JobRequest], Any]
 # A job, its shape, its predicted seconds (infinite: unknown), its GPUs and thousandths of cores.
 WaitingRow = tuple[JobRequest, GangShape, float, float, int]
-# GPUs and thousandths of cores of several jobs together, and whether each asks for a whole number of GPUs: then
-# sums are exact, in whatever order they are made.
-AskedBefore = tuple[float, int, bool]
-# GPUs, thousandths of cores, arrivals, predicted seconds, and numbers of shapes.
+# Thousandths of GPUs and of cores of several jobs together: numbers whose sums are exact, whatever their order.
+AskedBefore = tuple[int, int]
+# Thousandths of GPUs, thousandths of cores, arrivals, predicted seconds, and numbers of shapes.
 RowColumns = tuple["array[float]", "array[float]", "array[float]", "array[float]", "array[float]"]
 _STRETCH = 256  # rows that are made together, at most
 _versions = itertools.count()
@@ -42,7 +41,7 @@ def _row(job: JobRequest, shape: GangShape) -> WaitingRow:
 
 def _values(row: WaitingRow) -> tuple[float, float, float, float, float]:
     """Of its columns."""
-    return row[3], row[4], row[0].arrival_s, row[2], row[1].number
+    return row[1].milli, row[4], row[0].arrival_s, row[2], row[1].number
 
 
 class SortedJobs:
@@ -62,7 +61,7 @@ class SortedJobs:
         self.keys = [row[0] for row in rows]
         self.jobs = [row[1] for row in rows]
         self._first: list[WaitingRow] = []
-        self._before: list[AskedBefore] = [(0.0, 0, True)]  # each of the first jobs, as far as somebody asked
+        self._before: list[AskedBefore] = [(0, 0)]  # each of the first jobs, as far as somebody asked
         self._columns: RowColumns = array("d"), array("d"), array("d"), array("d"), array("d")
         # A number that no other state of any queue has, except those with more jobs at its end.
         self.version = next(_versions)
@@ -85,10 +84,10 @@ class SortedJobs:
         """By all jobs before the one of this number."""
         before = self._before
         if number >= len(before):
-            gpus, cpu, whole = before[-1]
+            milli, cpu = before[-1]
             for row in itertools.islice(self.rows(len(before) - 1), number + 1 - len(before)):
-                gpus, cpu, whole = gpus + row[3], cpu + row[4], whole and row[3].is_integer()
-                before.append((gpus, cpu, whole))
+                milli, cpu = milli + row[1].milli, cpu + row[4]
+                before.append((milli, cpu))
         return before[number]
 
     def row_at(self, number: int) -> WaitingRow:

@@ -18,12 +18,13 @@ class GangShape:
     """One for all jobs of a shape in a queue: as a key of dictionaries it is known by itself, which is several
     times as fast as comparing what it asks for."""
 
-    __slots__ = ("devices", "fit_key", "gpus_per_task", "needs", "number", "only_gpus", "tasks")
+    __slots__ = ("devices", "fit_key", "gpus_per_task", "milli", "needs", "number", "only_gpus", "tasks")
 
     def __init__(self, job: JobRequest, number: int = 0) -> None:
         self.number = number  # among those of its queue
         self.tasks, self.gpus_per_task, self.devices = job.tasks, job.gpus_per_task, job.devices
         self.only_gpus, self.fit_key = only_gpus(job), fit_key(job)
+        self.milli = job.tasks * job.milli_per_task  # thousandths of GPUs of the whole gang
         self.needs = needs(job)
 
 

@@ -28,15 +28,15 @@ def by_share(
     tenant: str,
     weight: float,
     total: tuple[float, float],
-    gpus: float,
+    milli: float,
     cpu: float,
     rows: Iterator[WaitingRow],
 ) -> Iterator[ShareEntry]:
-    """A tenant's jobs, each with the share that the tenant has before it. `total`: GPUs and thousandths of cores of
-    the cluster."""
+    """A tenant's jobs, each with the share that the tenant has before it. `total`: thousandths of GPUs and of cores
+    of the cluster; `milli` and `cpu`: the same, of the tenant."""
     for number, row in enumerate(rows):
-        yield max(gpus / total[0], cpu / total[1]) / weight, row[0].arrival_s, tenant, number, row
-        gpus += row[3]
+        yield max(milli / total[0], cpu / total[1]) / weight, row[0].arrival_s, tenant, number, row
+        milli += row[1].milli
         cpu += row[4]
 
 
@@ -46,14 +46,14 @@ class RestOfLine:
 
     tenant: str
     weight: float
-    total: tuple[float, float]  # GPUs and thousandths of cores of the cluster
+    total: tuple[float, float]  # thousandths of GPUs and of cores of the cluster
     number: int
-    gpus: float  # that it has with the jobs before
+    milli: float  # of GPUs that it has with the jobs before
     cpu_milli: float
     line: SortedJobs
 
     def share(self) -> float:
-        return max(self.gpus / self.total[0], self.cpu_milli / self.total[1]) / self.weight
+        return max(self.milli / self.total[0], self.cpu_milli / self.total[1]) / self.weight
 
     def column(self, which: int, many: int) -> Numbers:
         """Of so many jobs, if there are so many. To look at only, and not to be kept."""
@@ -61,12 +61,11 @@ class RestOfLine:
 
     def shares(self, many: int) -> Numbers:
         """Before each of so many jobs, if there are so many."""
-        gpus = self.column(0, many)
-        before: Numbers = np.empty((2, len(gpus)))
-        before[:, 0] = self.gpus, self.cpu_milli
-        before[0, 1:] = gpus[:-1]  # what the last asks for does not count
+        milli = self.column(0, many)
+        before: Numbers = np.empty((2, len(milli)))
+        before[:, 0] = self.milli, self.cpu_milli
+        before[0, 1:] = milli[:-1]  # what the last asks for does not count
         before[1, 1:] = self.column(1, many)[:-1]
-        # One after another, so that each sum is the same as that of the order.
         np.add.accumulate(before, axis=1, out=before)
         shares: Numbers = np.maximum(before[0] / self.total[0], before[1] / self.total[1]) / self.weight
         return shares
@@ -74,19 +73,19 @@ class RestOfLine:
     def take_below(self, share: float, found: list[ShareEntry]) -> bool:
         """Those with a smaller share, at most so many as one tenant may have in a stretch; whether there may be
         more."""
-        (total_gpus, total_cpu), weight, tenant = self.total, self.weight, self.tenant
-        number, gpus, cpu = self.number, self.gpus, self.cpu_milli
+        (total_milli, total_cpu), weight, tenant = self.total, self.weight, self.tenant
+        number, milli, cpu = self.number, self.milli, self.cpu_milli
         last: WaitingRow | None = None
         for last in itertools.islice(self.line.rows(number), _MOST_OF_ONE):
-            by_gpus, by_cpu = gpus / total_gpus, cpu / total_cpu
+            by_gpus, by_cpu = milli / total_milli, cpu / total_cpu
             own = (by_gpus if by_gpus >= by_cpu else by_cpu) / weight
             if own >= share:
                 break
             found.append((own, last[0].arrival_s, tenant, number, last))
-            gpus += last[3]
+            milli += last[1].milli
             cpu += last[4]
             number += 1
-        self.number, self.gpus, self.cpu_milli = number, gpus, cpu
+        self.number, self.milli, self.cpu_milli = number, milli, cpu
         return last is not None
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumulo.cluster.decide.jobs import WHOLE_GPU
 from cumulo.cluster.decide.policy.orders import PassedOver, SkippingRows
 from cumulo.cluster.decide.policy.quota_lines import Entry, Place, TenantLines
 from cumulo.cluster.decide.policy.share_merge import FirstInColumns, RestOfLine, ShareEntry, by_share, merged
@@ -35,22 +34,21 @@ class _Source(NamedTuple):
 
     queue: JobQueue | None
     running: RunningTable
-    total: tuple[float, float]  # GPUs and thousandths of cores
+    total: tuple[float, float]  # thousandths of GPUs and of cores
     quotas: Mapping[str, TenantQuota]
 
     def weight(self, tenant: str) -> float:
         quota = self.quotas.get(tenant)
         return 1.0 if quota is None else max(quota.weight, 1e-9)
 
-    def has(self, tenant: str) -> tuple[float, float]:
-        """GPUs and thousandths of cores of its running jobs."""
-        running = self.running
-        return running.milli.get(tenant, 0) / WHOLE_GPU, float(running.cpu_milli.get(tenant, 0))
+    def has(self, tenant: str) -> tuple[int, int]:
+        """Thousandths of GPUs and of cores of its running jobs."""
+        return self.running.milli.get(tenant, 0), self.running.cpu_milli.get(tenant, 0)
 
     def share(self, tenant: str) -> float:
         """Its weighted dominant share."""
-        gpus, cpu_milli = self.has(tenant)
-        return max(gpus / self.total[0], cpu_milli / self.total[1]) / self.weight(tenant)
+        milli, cpu_milli = self.has(tenant)
+        return max(milli / self.total[0], cpu_milli / self.total[1]) / self.weight(tenant)
 
     def entries(self, tenant: str, rows: Iterator[WaitingRow]) -> Iterator[ShareEntry]:
         """The waiting jobs of a tenant."""
@@ -64,11 +62,11 @@ class _Tenant:
     name: str
     weight: float
     queue: SortedJobs
-    has: tuple[float, float]  # GPUs and thousandths of cores of its running jobs
+    has: tuple[int, int]  # thousandths of GPUs and of cores of its running jobs
     version: int  # of its queue
     kept: int = 0  # so many of its jobs are in the kept order: its first
-    gpus: float = 0.0  # that it has with these jobs
-    cpu_milli: float = 0.0
+    milli: int = 0  # of GPUs that it has with these jobs
+    cpu_milli: int = 0
     whole: bool = False  # these were all its jobs
 
     @classmethod
@@ -80,9 +78,9 @@ class _Tenant:
     def count_again(self, kept: int) -> None:
         """Only so many of its jobs are kept."""
         self.kept, self.whole = kept, False
-        self.gpus, self.cpu_milli = self.has
+        self.milli, self.cpu_milli = self.has
         for row in itertools.islice(self.queue.rows(), kept):
-            self.gpus += row[3]
+            self.milli += row[1].milli
             self.cpu_milli += row[4]
 
 
@@ -91,21 +89,13 @@ class _SharePlaces:
 
     def __init__(self, of: _Source, tenant: str, own: SortedJobs) -> None:
         self._total, self._tenant, self._weight, self._own = of.total, tenant, of.weight(tenant), own
-        self._has = of.has(tenant)
-        (self._gpus, self._cpu_milli), self._number = self._has, 0
+        self._has, self._number = of.has(tenant), 0
 
     def __call__(self, entry: Entry) -> Place:
-        number = bisect.bisect_left(self._own.keys, entry, self._number)
-        gpus, cpu, whole = self._own.asked_before(number)
-        if whole and self._has[0].is_integer():
-            gpus, cpu_milli = self._has[0] + gpus, self._has[1] + cpu
-        else:  # one by one, so that the sum is the same as that of the order
-            gpus, cpu_milli = self._gpus, self._cpu_milli
-            for row in itertools.islice(self._own.rows(self._number), number - self._number):
-                gpus += row[3]
-                cpu_milli += row[4]
-        self._gpus, self._cpu_milli, self._number = gpus, cpu_milli, number
-        share = max(gpus / self._total[0], cpu_milli / self._total[1]) / self._weight
+        number = self._number = bisect.bisect_left(self._own.keys, entry, self._number)
+        milli, cpu_milli = self._own.asked_before(number)
+        milli, cpu_milli = self._has[0] + milli, self._has[1] + cpu_milli
+        share = max(milli / self._total[0], cpu_milli / self._total[1]) / self._weight
         return share, entry[0], self._tenant, number
 
 
@@ -270,22 +260,22 @@ class ShareOrder(TenantLines):
 
     def _list(self, tenant: _Tenant, total: tuple[float, float], fresh: list[ShareEntry]) -> None:
         """Those of its jobs that are before the end of the kept order."""
-        name, weight, until, (total_gpus, total_cpu) = tenant.name, tenant.weight, self._until, total
-        number, (gpus, cpu) = 0, tenant.has
+        name, weight, until, (total_milli, total_cpu) = tenant.name, tenant.weight, self._until, total
+        number, (milli, cpu) = 0, tenant.has
         last = until[0] if until else -1.0
         tenant.whole = True
         for row in tenant.queue.rows():
-            by_gpus, by_cpu = gpus / total_gpus, cpu / total_cpu
+            by_gpus, by_cpu = milli / total_milli, cpu / total_cpu
             share = (by_gpus if by_gpus >= by_cpu else by_cpu) / weight
             arrival_s = row[0].arrival_s
             if share >= last and (share, arrival_s, name, number) >= until:
                 tenant.whole = False
                 break
             fresh.append((share, arrival_s, name, number, row))
-            gpus += row[3]
+            milli += row[1].milli
             cpu += row[4]
             number += 1
-        tenant.kept, tenant.gpus, tenant.cpu_milli = number, gpus, cpu
+        tenant.kept, tenant.milli, tenant.cpu_milli = number, milli, cpu
 
     def _shorten(self) -> None:
         left_out = self._entries[self._most :]
@@ -307,7 +297,7 @@ class ShareOrder(TenantLines):
         for _, _, name, _, row in more:
             tenant = self._tenants[name]
             tenant.kept += 1
-            tenant.gpus += row[3]
+            tenant.milli += row[1].milli
             tenant.cpu_milli += row[4]
             tenant.whole = tenant.kept == len(tenant.queue.jobs)
         self._entries += more
@@ -316,21 +306,21 @@ class ShareOrder(TenantLines):
     def _rest(self, tenant: _Tenant, behind: Place = ()) -> RestOfLine:
         """The jobs of a tenant that are not in the kept order; and behind this place."""
         assert self._of is not None
-        number, gpus, cpu, total = tenant.kept, tenant.gpus, tenant.cpu_milli, self._of.total
+        number, milli, cpu, total = tenant.kept, tenant.milli, tenant.cpu_milli, self._of.total
         if behind:
             # Jobs that are clearly before it cost no entry each.
             share = behind[0] * tenant.weight * (1 - 1e-9)
-            few_gpus, few_cpu = share * total[0], share * total[1]
+            few_milli, few_cpu = share * total[0], share * total[1]
             for row in tenant.queue.rows(number):
-                clearly = gpus < few_gpus and cpu < few_cpu
+                clearly = milli < few_milli and cpu < few_cpu
                 if not clearly:
-                    own = max(gpus / total[0], cpu / total[1]) / tenant.weight
+                    own = max(milli / total[0], cpu / total[1]) / tenant.weight
                     if (own, row[0].arrival_s, tenant.name, number) > behind:
                         break
-                gpus += row[3]
+                milli += row[1].milli
                 cpu += row[4]
                 number += 1
-        return RestOfLine(tenant.name, tenant.weight, total, number, gpus, cpu, tenant.queue)
+        return RestOfLine(tenant.name, tenant.weight, total, number, milli, cpu, tenant.queue)
 
     def _merged(self, behind: Place = ()) -> Iterator[list[ShareEntry]]:
         """All jobs that are not in the kept order; and behind this place."""
