@@ -71,6 +71,8 @@ class FreeCapacity:
         "changes",
         "copied",
         "cpu_milli",
+        "device_of",
+        "devices",
         "fit_tables",
         "free_gpus",
         "gains",
@@ -103,6 +105,8 @@ class FreeCapacity:
         # A number that no other state of a node has: what was worked out for it stays right, also in copies.
         self.version: Ints = np.array([next(_versions) for _ in nodes], dtype=np.int64)
         self._device_masks: dict[tuple[str, ...], NDArray[np.bool_]] = {}
+        self.devices = {name: at for at, name in enumerate(dict.fromkeys(node.device for node in nodes))}
+        self.device_of: Ints = np.array([self.devices[node.device] for node in nodes], dtype=np.int64)
         self._left: tuple[Ints, Ints] | None = None  # what `milli_left` found, and of which versions
         self._single_places: dict[int, tuple[TaskPlace, ...]] = {}
         self._whole_places: dict[int, TaskPlace] = {}

@@ -178,7 +178,8 @@ class JobQueue(Sequence[JobRequest]):
         self._tenants: dict[SortKey, dict[str, SortedJobs]] = {}
         self._kept: dict[Any, QueueView] = {}
         self._known: dict[str, tuple[int, JobRequest]] = {}
-        self.shape = GangShapes().shape
+        self._gangs = GangShapes()
+        self.shape = self._gangs.shape
         self._shapes = ShapesOfJobs(self.shape, ()) if shapes else None
         self.arrivals: list[str] = []  # every job that ever joined, in that order
         self.touched: list[str] = []  # tenants whose jobs joined or left, in that order
@@ -248,6 +249,11 @@ class JobQueue(Sequence[JobRequest]):
     def shapes(self) -> Mapping[str, GangShape]:
         """Of each job."""
         return self._of_shapes().known
+
+    @property
+    def shapes_seen(self) -> int:
+        """Of all jobs that ever joined: each has a number below this."""
+        return len(self._gangs)
 
     @property
     def by_shape(self) -> Mapping[GangShape, Sequence[tuple[float, str]]]:

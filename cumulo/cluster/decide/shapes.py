@@ -34,6 +34,9 @@ class GangShapes:
     def __init__(self) -> None:
         self._known: dict[ShapeKey, GangShape] = {}
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def shape(self, job: JobRequest) -> GangShape:
         key = shape_key(job)
         known = self._known.get(key)

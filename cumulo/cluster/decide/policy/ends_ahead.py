@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cumulo.cluster.decide.check import has_left, left_on, take_from
 from cumulo.cluster.decide.fit import AbleNode, NodesThen, Placer, packed_among, packs, task_gpus
-from cumulo.cluster.decide.fit_tables import FitTable, fit_table
+from cumulo.cluster.decide.fit_tables import FitsOnDevices, FitTable, fit_table
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.node_state import NodeState
 from cumulo.cluster.decide.nodes import FreeCapacity, members
@@ -179,7 +179,7 @@ class _LeftShares:
         return sum(shares) if self.job.tasks == 1 else shares.count(WHOLE_GPU)
 
 
-def _able_besides(counted: dict[int, int], table: FitTable) -> list[int]:
+def _able_besides(counted: dict[int, int], table: FitTable | FitsOnDevices) -> list[int]:
     """Nodes that could take a task now, without those that were counted."""
     if not table.total:
         return []

@@ -345,12 +345,14 @@ class ShareOrder(TenantLines):
 
 def _needed(jobs: FirstInColumns, passed: PassedOver, queue: JobQueue) -> Iterator[WaitingRow]:
     """Those that are not passed over when it is their turn."""
-    failed, harmful, at = passed.failed, None, 0
-    changed: Iterable[GangShape] = ()
-    latest_s = np.full(1 + max(shape.number for shape in queue.by_shape), math.inf)
+    failed, at = passed.failed, 0
+    harmful: Mapping[GangShape, float] = {}
+    changed: Iterable[GangShape] = failed
+    latest_s = np.full(queue.shapes_seen, math.inf)
     while True:
         if harmful is not passed.harmful:
-            harmful, changed = passed.harmful, queue.by_shape
+            changed = [*changed, *harmful, *passed.harmful]
+            harmful = passed.harmful
         for shape in changed:
             latest_s[shape.number] = -math.inf if shape in failed else harmful.get(shape, math.inf)
         found = jobs.next_one(at, latest_s)
