@@ -9,7 +9,7 @@ from cumulo.cluster.decide.decisions import JobPlacement, Waits
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.policies import policy_named
-from cumulo.cluster.decide.policy import queueing
+from cumulo.cluster.decide.policy import looks
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.running import RunningTable
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
@@ -60,7 +60,7 @@ def test_starts_reserved_for_jobs_with_cores_are_kept(name):
 def test_tenants_at_their_limits_are_passed_over_and_told_as_in_a_queue_that_is_read_from_its_start(
     name, monkeypatch
 ):
-    monkeypatch.setattr(queueing, "_BEHIND_EVERY_S", 0.0)  # each decision looks behind the first
+    monkeypatch.setattr(looks, "_EVERY_S", 0.0)  # each decision looks behind the first
     remembers, decisions, long, told = policy_named(name).decide, 0, 0, 0
 
     def both(snapshot: Snapshot):

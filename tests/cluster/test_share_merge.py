@@ -38,6 +38,7 @@ def some_queue(draw: random.Random) -> JobQueue:
 def test_a_merge_by_stretches_or_in_columns_is_a_merge_one_by_one(monkeypatch, many):
     monkeypatch.setattr(share_merge, "_MANY", many)
     monkeypatch.setattr(share_merge, "_FEW", max(2, many // 2))
+    monkeypatch.setattr(share_merge, "_WINDOW", max(2, many))
     monkeypatch.setattr(share_merge, "_MOST_OF_ONE", max(2, many // 2))
     draw, seen = random.Random(many), Counter()
     for _ in range(150):

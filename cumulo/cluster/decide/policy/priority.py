@@ -10,6 +10,7 @@ from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import Placer, only_gpus, tell_stopped
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.policy.looks import Looks, has_many_shapes, is_long
 from cumulo.cluster.decide.policy.orders import by_priority
 from cumulo.cluster.decide.policy.preemptible import (
     NodeCodes,
@@ -27,6 +28,7 @@ from cumulo.cluster.decide.shapes import GangShape, shape_key
 from cumulo.cluster.decide.snapshot import Policy, SameState, Snapshot
 
 _MOST_URGENT = 20  # for which others may be stopped, in one decision
+_FEW_URGENT = 2  # the same between looks, where looking costs much
 _MOST_IN_VAIN = 4096  # searches
 
 Found = tuple[list[RunningJob], FreeCapacity]  # those that stop, and the cluster without them
@@ -40,6 +42,7 @@ def preempting(place: Placer) -> Policy:
     # long as nothing starts or ends, the same jobs would be found, and time alone makes stopping them worth less.
     hopeless: dict[GangShape, int] = {}
     of_state: SameState | None = None
+    looks = Looks.with_costs(1, priced=False)
     in_vain: _SearchesInVain = {}
 
     def policy(snapshot: Snapshot) -> list[Decision]:
@@ -51,7 +54,12 @@ def preempting(place: Placer) -> Policy:
         watch_running(snapshot, _priority)
         up_to = preemptible_up_to(snapshot)
         up_to.catch_up(snapshot.free)
-        for job, shape, _, gpus, _ in itertools.islice(by_priority(snapshot), _MOST_URGENT):
+        few = looks.too_soon(snapshot.now_s) and is_long(snapshot.waiting)
+        if not few:
+            looks.begin(snapshot.now_s)
+            looks.costly = has_many_shapes(snapshot.waiting)
+        many = _FEW_URGENT if few else _MOST_URGENT
+        for job, shape, _, gpus, _ in itertools.islice(by_priority(snapshot), many):
             if lowest is None or job.priority <= lowest:
                 break  # nor may any behind it
             known = hopeless.get(shape)

@@ -5,13 +5,25 @@ order, a placer, and this loop.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, only_gpus, pack_gang, slots, tell_started
 from cumulo.cluster.decide.fit_tables import fit_table
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
+from cumulo.cluster.decide.policy.looks import (
+    GLANCE,
+    LONG_QUEUE,
+    MOST_TRIED,
+    PLACING,
+    RESERVING,
+    STARTING,
+    Looks,
+    has_many_shapes,
+    is_long,
+    is_over,
+)
 from cumulo.cluster.decide.policy.orders import KEYS, Order, by_arrival, rows_besides
 from cumulo.cluster.decide.policy.quota_lines import KeyLines, QuotaLines, TenantLines, quota_lines
 from cumulo.cluster.decide.policy.reservations import Places, Reservation, Reservations
@@ -20,16 +32,8 @@ from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.shapes import GangShape, too_few
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
-_MOST_TRIED = (
-    200  # jobs behind the first that does not fit: as Slurm's bf_max_job_test, so that a decision ends
-)
-_MOST_SHAPES = 32  # that are looked at before single jobs are
 _MOST_REASONS = 20  # jobs behind it that are told why they wait, in one decision
-_LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told
 _ANY = float("inf")
-# Of a long queue, those behind the first are looked at so often where that costs much; Slurm's bf_interval is 30 s.
-# For each time that they were not looked at since, as many more of them are tried.
-_BEHIND_EVERY_S, _MOST_TIMES = 5.0, 12
 
 
 def queue_policy(
@@ -46,33 +50,29 @@ def queue_policy(
     the order is by what tenants have, and in the order of arrival within each; these are their lines."""
 
     last: _Last | None = None
-    # Many reservations and placers that price every way cost more than every event of a large cluster is worth.
-    always_costly = reservations > 1 or hasattr(place, "started")
-    looked_s, costly, skipped = float("-inf"), always_costly, 0
-    most_times = _MOST_TIMES if reservations == 1 else _MOST_TIMES // 2
-    every_s = _BEHIND_EVERY_S if reservations == 1 or not hasattr(place, "started") else 2 * _BEHIND_EVERY_S
+    looks = Looks.with_costs(reservations, hasattr(place, "started"))
     quotas: QuotaLines | None = None
     key = KEYS.get(order)
     lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))
 
     def policy(snapshot: Snapshot) -> list[Decision]:
-        nonlocal last, quotas, looked_s, costly, skipped
+        nonlocal last, quotas
         if backfill and snapshot.releases is not None:
             snapshot.releases.begin()
         newcomers = None if last is None else last.newcomers(snapshot)
         if last is not None and newcomers == [] and last.stays(snapshot):
             return []
         trial = _Trial(snapshot, place, backfill, reservations, reason)
-        soon = 0 <= snapshot.now_s - looked_s < every_s
         # Only while something runs: its end is the next occasion.
-        if costly and soon and snapshot.running and _is_long(snapshot.waiting):
-            last, trial.behind, skipped = None, False, skipped + 1
-        else:  # more jobs are tried where it was not looked at all the time
-            looked_s, trial.most, skipped = snapshot.now_s, _MOST_TRIED * min(1 + skipped, most_times), 0
+        if looks.too_soon(snapshot.now_s) and snapshot.running and is_long(snapshot.waiting):
+            last, trial.behind = None, False
+            looks.passed_over += 1
+        else:
+            trial.most = looks.begin(snapshot.now_s)
         if last is not None and newcomers is not None:
             trial.decide_on(newcomers, last.reserved, last.queue)
         elif (
-            snapshot.quotas and _is_long(snapshot.waiting) and (found := quota_lines(quotas, snapshot, lines))
+            snapshot.quotas and is_long(snapshot.waiting) and (found := quota_lines(quotas, snapshot, lines))
         ):
             quotas = found
             trial.decide_in(quotas)
@@ -81,14 +81,10 @@ def queue_policy(
         last = None
         if trial.behind:
             last = _Last.after(trial, key, by_tenant is not None)
-            costly = always_costly or trial.costly()
+            looks.end(trial.most, trial.work, trial.costly())
         return trial.decided
 
     return policy
-
-
-def _is_long(waiting: Sequence[JobRequest]) -> bool:
-    return isinstance(waiting, JobQueue) and len(waiting) >= _LONG_QUEUE
 
 
 @dataclass(slots=True)
@@ -139,10 +135,10 @@ class _Last:
         if any(key(job) <= key(self.reserved[-1]) for job in jobs):
             return None
         view = queue.ordered(key)
-        if len(view) <= _MOST_TRIED:
+        if len(view) <= MOST_TRIED:
             return jobs
-        jobs = [job for job in jobs if key(job) < key(view[_MOST_TRIED])]
-        into_view = view[_MOST_TRIED - len(self.started) : _MOST_TRIED]
+        jobs = [job for job in jobs if key(job) < key(view[MOST_TRIED])]
+        into_view = view[MOST_TRIED - len(self.started) : MOST_TRIED]
         return jobs + [job for job in into_view if job not in jobs]
 
     def stays(self, snapshot: Snapshot) -> bool:
@@ -160,7 +156,7 @@ class _Last:
 def _is_far(job: JobRequest, queue: JobQueue) -> bool:
     """Whether so many jobs of its tenant are before it that it is not tried."""
     own = queue.by_tenant[job.tenant].jobs
-    return len(own) > _MOST_TRIED and own[_MOST_TRIED].arrival_s < job.arrival_s
+    return len(own) > MOST_TRIED and own[MOST_TRIED].arrival_s < job.arrival_s
 
 
 @dataclass
@@ -183,7 +179,8 @@ class _Trial:
         self.harmful: dict[GangShape, float] = {}  # they delay a reserved job if they end after this moment
         self.certain: dict[GangShape, float] = {}  # the same, whoever else starts
         self.passed: dict[GangShape, JobRequest] = {}  # one of each of these shapes
-        self.behind, self.most = True, _MOST_TRIED  # jobs behind one that waits are looked at, and so many
+        self.behind, self.most = True, MOST_TRIED  # jobs behind one that waits are looked at, and so many
+        self.work = 0  # that was done behind one that waits
         self.hopeless = False  # nobody else can start
         self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
         self._fitting: GangShape | None = None  # a shape that fits, and delays nobody as far as is known
@@ -244,7 +241,7 @@ class _Trial:
         """Jobs behind one that waits. Most of them do not fit either: a glance at their shape tells."""
         failed, now_s = self.failed, self.snapshot.now_s
         self.hopeless = self.full() or self.nobody_fits()
-        told = _MOST_REASONS if len(self.snapshot.waiting) < _LONG_QUEUE else 0
+        told = _MOST_REASONS if len(self.snapshot.waiting) < LONG_QUEUE else 0
         for job, shape, seconds, gpus, _ in itertools.islice(rows, told):
             if shape in failed or self.hopeless:
                 self.decided.append(Waits(job.job_id, self.why(job, shape)))
@@ -261,11 +258,12 @@ class _Trial:
                 continue
             if gpus >= refused.get(job.tenant, _ANY):
                 continue
-            if not self._tried(job, shape, gpus) or self.hopeless:
+            if not self._tried(job, shape, gpus) or self.hopeless or is_over(self.most, self.work):
                 return
 
     def _tried(self, job: JobRequest, shape: GangShape, gpus: float) -> bool:
         """Starts a job if it fits and delays nobody; whether those behind it may be tried."""
+        self.work += GLANCE
         refused = self.book.refuses(job, gpus) if self.book.quotas else None
         if refused is not None:
             self._tell_refused(job, gpus, refused)
@@ -279,6 +277,7 @@ class _Trial:
                 self.certain[shape] = harmless.start_s
             else:
                 harmless = self.reserved.harm_anywhere(job)
+                self.work += PLACING + len(self.reserved.made) // 8
             if harmless is None and (places := self.place(job, self.free)) is not None:
                 harmless = self.reserved.without_harm(job, places)
         if harmless is None:
@@ -292,13 +291,14 @@ class _Trial:
             self.decided.append(Waits(job.job_id, reason))
         else:
             self.start(job, harmless)
+            self.work += STARTING
             self.hopeless = self.full()
         self.hopeless = self.hopeless or self.nobody_fits()
         return True
 
     def _tell_refused(self, job: JobRequest, gpus: float, why: str) -> None:
         self.decided.append(Waits(job.job_id, why))
-        if len(self.snapshot.waiting) >= _LONG_QUEUE:
+        if len(self.snapshot.waiting) >= LONG_QUEUE:
             self.refused[job.tenant] = gpus
 
     def able(self, job: JobRequest, shape: GangShape) -> int:
@@ -318,7 +318,7 @@ class _Trial:
     def nobody_fits(self) -> bool:
         """Whether it is clear from the shapes alone that no waiting job can start now."""
         waiting, failed, harmful = self.snapshot.waiting, self.failed, self.harmful
-        if not isinstance(waiting, JobQueue) or len(waiting.by_shape) > _MOST_SHAPES:
+        if not isinstance(waiting, JobQueue) or has_many_shapes(waiting):
             return False
         if len(self.reserved.made) < self.reservations:
             return False  # the next that does not fit gets a reservation
@@ -340,10 +340,7 @@ class _Trial:
 
     def costly(self) -> bool:
         """Many shapes are, reservations of jobs with cores, and quotas: each look is at every job again."""
-        waiting = self.snapshot.waiting
-        if self.book.quotas:
-            return True
-        if isinstance(waiting, JobQueue) and len(waiting.by_shape) > _MOST_SHAPES:
+        if self.book.quotas or has_many_shapes(self.snapshot.waiting):
             return True
         return any(one.start is None for one in self.reserved.made)
 
@@ -380,6 +377,7 @@ class _Trial:
             self.decided.append(Waits(job.job_id, reason))
             return True
         found = self.reserved.reserve(job)
+        self.work += RESERVING
         if found is None:
             self.decided.append(Waits(job.job_id, reason))
             return False  # nobody knows when it could start, so nobody overtakes it

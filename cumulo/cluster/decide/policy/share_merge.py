@@ -21,6 +21,7 @@ ShareEntry = tuple[float, float, str, int, WaitingRow]
 Numbers = NDArray[Any]
 _MANY = 256  # entries of a stretch
 _MOST_OF_ONE = 1024  # tenant, in one stretch
+_WINDOW = 512  # jobs that are looked at together
 _FEW = 64  # jobs of one tenant that are counted at once, at least
 
 
@@ -153,9 +154,13 @@ class FirstInColumns:
 
     def next_one(self, at: int, latest_s: Numbers) -> int | None:
         """From this one on, the first that would not end after what is the latest for its shape."""
-        able = self.ends_s[at:] <= latest_s[self.shapes[at:]]
-        found = int(able.argmax()) if len(able) else 0
-        return at + found if len(able) and able[found] else None
+        while at < len(self.ends_s):  # it is often among the next few
+            able = self.ends_s[at : at + _WINDOW] <= latest_s[self.shapes[at : at + _WINDOW]]
+            found = int(able.argmax())
+            if able[found]:
+                return at + found
+            at += _WINDOW
+        return None
 
 
 def _first_shares(live: list[RestOfLine], at_most: int) -> tuple[list[Numbers], float]:

@@ -1,0 +1,70 @@
+"""How often a policy looks behind the first job that does not fit, and how far. On a large cluster something starts
+or ends many times a second: where a look costs much, it is taken every few seconds, and reaches further.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cumulo.cluster.decide.jobs import JobRequest
+from cumulo.cluster.decide.queue import JobQueue
+
+LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told why they wait
+_MANY_SHAPES = 32  # if there are more, single jobs are looked at, and not all shapes before
+MOST_TRIED = 200  # jobs behind the first: as Slurm's bf_max_job_test, so that a decision ends
+_EVERY_S = 5.0  # where looks cost much; Slurm's bf_interval is 30 s
+_MOST_TIMES = 12  # as many jobs are tried, where as many events were passed over
+_MOST_SELDOM = 3  # times as seldom, and as far, where looks are much work
+# What a look does, about 20 us each. The first is much work, and with the second a look ends.
+_MUCH_WORK, _MOST_WORK = 400, 1200
+GLANCE, PLACING, STARTING, RESERVING = 1, 2, 4, 16
+
+
+@dataclass(slots=True)
+class Looks:
+    """Those of one policy."""
+
+    always_costly: bool
+    every_s: float
+    most_times: int
+    costly: bool  # as far as the last look tells
+    looked_s: float = float("-inf")
+    passed_over: int = 0  # events since
+    seldom: int = 1
+
+    @classmethod
+    def with_costs(cls, reservations: int, priced: bool) -> "Looks":
+        """`priced`: the placer prices every way. That, and many reservations, cost more than every event of a large
+        cluster is worth."""
+        several = reservations > 1
+        return cls(
+            several or priced, 2 * _EVERY_S if several and priced else _EVERY_S,
+            _MOST_TIMES // 2 if several else _MOST_TIMES, several or priced,
+        )  # fmt: skip
+
+    def too_soon(self, now_s: float) -> bool:
+        """Whether this event is passed over, if the queue is long."""
+        return self.costly and 0 <= now_s - self.looked_s < self.seldom * self.every_s
+
+    def begin(self, now_s: float) -> int:
+        """How many jobs are tried: more of them where it was not looked at all the time."""
+        times = min(1 + self.passed_over, self.seldom * self.most_times)
+        self.looked_s, self.passed_over = now_s, 0
+        return MOST_TRIED * times
+
+    def end(self, tried: int, work: int, costly: bool) -> None:
+        self.costly = self.always_costly or costly
+        many_events = tried >= MOST_TRIED * self.most_times
+        self.seldom = min(1 + work // _MUCH_WORK, _MOST_SELDOM) if many_events else 1
+
+
+def is_over(tried: int, work: int) -> bool:
+    """Whether a look of so much work ends, in which so many jobs may be tried."""
+    return work >= _MOST_WORK and tried > MOST_TRIED
+
+
+def is_long(waiting: Sequence[JobRequest]) -> bool:
+    return isinstance(waiting, JobQueue) and len(waiting) >= LONG_QUEUE
+
+
+def has_many_shapes(waiting: Sequence[JobRequest]) -> bool:
+    return isinstance(waiting, JobQueue) and len(waiting.by_shape) > _MANY_SHAPES
