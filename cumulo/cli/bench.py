@@ -77,8 +77,8 @@ def cluster(
         typer.Option(
             help="Shapes of the trace, separated by commas: usual, shares (of GPUs), cores (and memory), devices "
             "(of eight kinds), tenants (a thousand, with quotas), priorities (a hundred), burst (all jobs wait at "
-            "once), wide (gangs on a twentieth of all nodes), unpredicted (durations), failures (of nodes); several "
-            "together, such as tenants+burst; or all, one by one."
+            "once), wide (gangs on a twentieth of all nodes), unpredicted (durations), failures (of nodes); "
+            "several together, such as tenants+burst; or all, one by one."
         ),
     ] = "usual",
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 10_000,
