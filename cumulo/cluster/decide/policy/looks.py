@@ -9,6 +9,7 @@ from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.decide.queue import JobQueue
 
 LONG_QUEUE = 200  # of a queue that is longer, only those that were tried are told why they wait
+_VERY_LONG = 2048  # jobs that wait: looks are costly, whatever their shapes
 _MANY_SHAPES = 32  # if there are more, single jobs are looked at, and not all shapes before
 MOST_TRIED = 200  # jobs behind the first: as Slurm's bf_max_job_test, so that a decision ends
 _EVERY_S = 5.0  # where looks cost much; Slurm's bf_interval is 30 s
@@ -64,6 +65,11 @@ def is_over(tried: int, work: int) -> bool:
 
 def is_long(waiting: Sequence[JobRequest]) -> bool:
     return isinstance(waiting, JobQueue) and len(waiting) >= LONG_QUEUE
+
+
+def is_costly(waiting: Sequence[JobRequest]) -> bool:
+    """Whether a look is more than every event is worth."""
+    return len(waiting) > _VERY_LONG or has_many_shapes(waiting)
 
 
 def has_many_shapes(waiting: Sequence[JobRequest]) -> bool:

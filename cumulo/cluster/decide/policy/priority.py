@@ -10,7 +10,7 @@ from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import Placer, only_gpus, tell_stopped
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
-from cumulo.cluster.decide.policy.looks import Looks, has_many_shapes, is_long
+from cumulo.cluster.decide.policy.looks import Looks, is_costly, is_long
 from cumulo.cluster.decide.policy.orders import by_priority
 from cumulo.cluster.decide.policy.preemptible import (
     NodeCodes,
@@ -57,7 +57,7 @@ def preempting(place: Placer) -> Policy:
         few = looks.too_soon(snapshot.now_s) and is_long(snapshot.waiting)
         if not few:
             looks.begin(snapshot.now_s)
-            looks.costly = has_many_shapes(snapshot.waiting)
+            looks.costly = is_costly(snapshot.waiting)
         many = _FEW_URGENT if few else _MOST_URGENT
         for job, shape, _, gpus, _ in itertools.islice(by_priority(snapshot), many):
             if lowest is None or job.priority <= lowest:

@@ -21,6 +21,7 @@ from cumulo.cluster.decide.policy.looks import (
     STARTING,
     Looks,
     has_many_shapes,
+    is_costly,
     is_long,
     is_over,
 )
@@ -339,8 +340,9 @@ class _Trial:
         return True
 
     def costly(self) -> bool:
-        """Many shapes are, reservations of jobs with cores, and quotas: each look is at every job again."""
-        if self.book.quotas or has_many_shapes(self.snapshot.waiting):
+        """Long queues are, many shapes, reservations of jobs with cores; and quotas, where every job is looked at
+        again."""
+        if self.book.quotas or is_costly(self.snapshot.waiting):
             return True
         return any(one.start is None for one in self.reserved.made)
 
