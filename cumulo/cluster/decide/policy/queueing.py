@@ -17,6 +17,7 @@ from cumulo.cluster.decide.policy.looks import (
     LONG_QUEUE,
     MOST_TRIED,
     PLACING,
+    PRICING,
     RESERVING,
     STARTING,
     Looks,
@@ -182,6 +183,7 @@ class _Trial:
         self.passed: dict[GangShape, JobRequest] = {}  # one of each of these shapes
         self.behind, self.most = True, MOST_TRIED  # jobs behind one that waits are looked at, and so many
         self.work = 0  # that was done behind one that waits
+        self._placing = PRICING if hasattr(self.place, "started") else PLACING
         self.hopeless = False  # nobody else can start
         self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
         self._fitting: GangShape | None = None  # a shape that fits, and delays nobody as far as is known
@@ -278,7 +280,7 @@ class _Trial:
                 self.certain[shape] = harmless.start_s
             else:
                 harmless = self.reserved.harm_anywhere(job)
-                self.work += PLACING + len(self.reserved.made) // 8
+                self.work += self._placing + len(self.reserved.made) // 8
             if harmless is None and (places := self.place(job, self.free)) is not None:
                 harmless = self.reserved.without_harm(job, places)
         if harmless is None:
