@@ -117,6 +117,9 @@ class _Line:
     firsts: list[_First]
 
 
+_NO_LINE = _Line([], None, _ANY, [])
+
+
 class QuotaLines:
     """Of each tenant: its first job that its quota allows, and those before it that are told why they wait: the
     first, and each that asks for less than all that were told before."""
@@ -148,13 +151,12 @@ class QuotaLines:
             self._sizes.complete()
             self._begun, changed = True, set(self._sizes.tenants)
         for tenant in changed:
-            line, old = self._first(tenant, self._sizes.first_of_each(tenant), _ANY, book), None
-            if tenant in self._of_tenant:
-                old = self._of_tenant[tenant]
+            old = self._of_tenant.get(tenant, _NO_LINE)
+            line = self._first(tenant, self._sizes.first_of_each(tenant), _ANY, book)
             self._of_tenant[tenant] = line
-            if line.told or (old is not None and old.told):
-                self._tell([] if old is None else old.told, line.told)
-            if old is not None and old.candidate is not None:
+            if line.told != old.told:
+                self._tell(old.told, line.told)
+            if old.candidate is not None:
                 del self._candidates[bisect.bisect_left(self._candidates, old.candidate[:1])]
             if line.candidate is not None:
                 bisect.insort(self._candidates, line.candidate)
