@@ -17,7 +17,7 @@ _MOST_TIMES = 12  # as many jobs are tried, where as many events were passed ove
 _MOST_SELDOM = 3  # times as seldom, and as far, where looks are much work
 # What a look does, about 20 us each. The first is much work, and with the second a look ends.
 _MUCH_WORK, _MOST_WORK = 400, 1200
-GLANCE, PLACING, PRICING, STARTING, RESERVING = 1, 2, 8, 4, 16
+GLANCE, PLACING, PRICING, STARTING, RESERVING = 1, 2, 4, 4, 16
 
 
 @dataclass(slots=True)
