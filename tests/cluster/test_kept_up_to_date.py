@@ -17,7 +17,6 @@ from cumulo.cluster.decide.jobs import JobRequest, SpeedTable
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, members, node_set
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.policy import fair, preemptible
-from cumulo.cluster.decide.policy.fragmentation import TaskMix, TaskShape, fragmentation, stranded
 from cumulo.cluster.decide.policy.preemptible import coded_nodes, preemptible_on_nodes, preemptible_up_to
 from cumulo.cluster.decide.queue import JobQueue
 from cumulo.cluster.decide.quotas import tenant_uses
@@ -348,11 +347,3 @@ def test_a_policy_that_remembers_decides_as_one_that_has_seen_nothing(name, move
     ]
     run = play(uniform_nodes(8, 8), trace, both)
     assert len(run.outcomes) == 250 and run.resizes + run.evictions >= moves
-
-
-def test_looking_ahead_sees_gpus_without_cores():
-    mix = TaskMix((TaskShape(1, 1000, 8000),), (1.0,))
-    node = FreeCapacity([ClusterNode("n", 4, cpu_milli=16_000)])
-    now = (node.gpu_milli, node.cpu_milli, mix)
-    assert fragmentation(*now) == [0.0]  # the next task fits
-    assert stranded(*now) == [1000.0]  # two of four GPUs have no cores: half of 2,000

@@ -7,7 +7,7 @@ with too little left for it (section 3.2).
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -45,6 +45,15 @@ class TaskMix:
         )
         cpu = np.array([shape.cpu_milli for shape in self.shapes], dtype=np.int32)
         return np.maximum(gpus, 1), milli, cpu, np.array(self.frequency)
+
+    def on(self, device: str) -> "TaskMix":
+        """What it asks of nodes with this device: shapes that differ only in the devices they accept are one, and
+        the frequencies of those that do not accept it are missing."""
+        found: Counter[TaskShape] = Counter()
+        for shape, frequency in zip(self.shapes, self.frequency, strict=True):
+            if not shape.devices or device in shape.devices:
+                found[replace(shape, devices=())] += frequency
+        return TaskMix(tuple(found), tuple(found.values()))
 
 
 def shape_of(job: JobRequest) -> TaskShape:
@@ -111,9 +120,13 @@ def reachable_shapes(free: FreeCapacity, nodes: Ints, mix: TaskMix) -> Ints | No
 def fragmented_share(free: FreeCapacity, mix: TaskMix, most_nodes: int = 2000) -> float:
     """Of the GPUs that are free, the share that a task drawn from the mix cannot use; of the first nodes of a
     large cluster."""
-    nodes = np.arange(min(len(free.nodes), most_nodes))
-    left = float(free.gpu_milli[nodes].sum())
+    first = slice(min(len(free.nodes), most_nodes))
+    gpu_milli, cpu_milli, device_of = free.gpu_milli[first], free.cpu_milli[first], free.device_of[first]
+    left = float(gpu_milli.sum())
     if not left:
         return 0.0
-    reachable = reachable_shapes(free, nodes, mix)
-    return float(fragmentation(free.gpu_milli[nodes], free.cpu_milli[nodes], mix, reachable).sum()) / left
+    unused = 0.0
+    for device, number in free.devices.items():
+        nodes = device_of == number
+        unused += float(fragmentation(gpu_milli[nodes], cpu_milli[nodes], mix.on(device)).sum())
+    return unused / left

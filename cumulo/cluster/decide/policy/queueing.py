@@ -146,9 +146,9 @@ class _Last:
     def stays(self, snapshot: Snapshot) -> bool:
         """Nobody needs a look: whether the reservations are known to hold."""
         releases = snapshot.releases
-        if releases is None or not all(map(only_gpus, self.reserved)):
+        if releases is None:
             return False
-        if any(releases.earliest(job) is None for job in self.reserved):
+        if any(releases.earliest(job) is None for job in self.reserved if only_gpus(job)):
             return False
         releases.forget()
         self.arrivals, self.started = len(self.queue.arrivals), []
@@ -186,6 +186,7 @@ class _Trial:
         self._placing = PRICING if hasattr(self.place, "started") else PLACING
         self.hopeless = False  # nobody else can start
         self.refused: dict[str, float] = {}  # of tenants at their limits: the fewest GPUs that were refused
+        self._many_shapes = has_many_shapes(self.snapshot.waiting)
         self._fitting: GangShape | None = None  # a shape that fits, and delays nobody as far as is known
 
     def decide(self, ordered: Iterator[WaitingRow]) -> None:
@@ -321,7 +322,7 @@ class _Trial:
     def nobody_fits(self) -> bool:
         """Whether it is clear from the shapes alone that no waiting job can start now."""
         waiting, failed, harmful = self.snapshot.waiting, self.failed, self.harmful
-        if not isinstance(waiting, JobQueue) or has_many_shapes(waiting):
+        if self._many_shapes or not isinstance(waiting, JobQueue):
             return False
         if len(self.reserved.made) < self.reservations:
             return False  # the next that does not fit gets a reservation
