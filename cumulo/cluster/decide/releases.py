@@ -14,7 +14,7 @@ from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPl
 from cumulo.cluster.decide.nodes import FreeCapacity, node_set
 
 _MOST_STEPS = 32  # beyond them all moments are sorted again
-_MOST_COMING = 2048  # ends of jobs that are put in order at once
+_MOST_NEW = 2048  # ends of jobs that came or went since all were put in order
 _NOW, _NEVER = float("-inf"), float("inf")
 _End = tuple[float, str]  # when a job ends, and its name
 _Kind = tuple[int, tuple[str, ...]]  # GPUs per task, accepted devices
@@ -77,8 +77,7 @@ class Releases:
             end = end_s, job.job_id
             (self._going.remove if end in self._going else self._coming.add)(end)
             self._places[job.job_id] = places
-            if len(self._coming) > _MOST_COMING:
-                self._put_in_order()  # else one decision would have to do it for a whole cluster
+            self._limit_new()
         self._move(job, places, _NEVER if end_s is None else end_s)
 
     def remove(self, job: JobRequest, places: Sequence[TaskPlace], end_s: float | None) -> None:
@@ -89,7 +88,12 @@ class Releases:
             end = end_s, job.job_id
             (self._coming.remove if end in self._coming else self._going.add)(end)
             del self._places[job.job_id]
+            self._limit_new()
         self._move(job, places, None)
+
+    def _limit_new(self) -> None:
+        if len(self._coming) + len(self._going) > _MOST_NEW:
+            self._put_in_order()  # else one decision would have to do it for a whole cluster
 
     @property
     def by_end(self) -> Sequence[_End]:
@@ -99,17 +103,20 @@ class Releases:
         return self._by_end
 
     def _put_in_order(self) -> None:
-        by_end = self._by_end
-        if 32 * len(self._coming) > len(by_end):  # more of them are faster sorted than put in one by one
-            by_end += self._coming
-            by_end.sort()
+        by_end, coming, going = self._by_end, self._coming, self._going
+        if 32 * (len(coming) + len(going)) > len(by_end):  # more of them are faster sorted than one by one
+            if going:
+                by_end[:] = [end for end in by_end if end not in going]
+            if coming:
+                by_end += coming
+                by_end.sort()
         else:
-            for end in self._coming:
+            for end in coming:
                 bisect.insort(by_end, end)
-        for end in self._going:
-            del by_end[bisect.bisect_left(by_end, end)]
-        self._coming.clear()
-        self._going.clear()
+            for end in going:
+                del by_end[bisect.bisect_left(by_end, end)]
+        coming.clear()
+        going.clear()
 
     def _move(self, job: JobRequest, places: Sequence[TaskPlace], end_s: float | None) -> None:
         index, whole = self.free.index, job.gpu_milli == WHOLE_GPU

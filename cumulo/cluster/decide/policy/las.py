@@ -19,6 +19,7 @@ from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _Ranking = Callable[[float], int]
 _MOST_SORTED = 8192  # waiting jobs that are put in order besides
+_MOST_IN_LINES = 4096  # the same, where tenants have quotas
 # Of one decision; the second where tenants have limits, the third where every place is priced.
 _MOST_STARTS, _MOST_LIMITED, _MOST_PRICED = 700, 400, 80
 
@@ -41,7 +42,7 @@ def least_attained_service(place: Placer, threshold_gpu_s: float = 16 * 3600.0, 
         waiting = snapshot.waiting
         if snapshot.quotas:
             lines = quota_lines(lines, snapshot, lambda _, queue: KeyLines(queue, key))
-        if not (_sorted(waiting, key) if lines is None else lines.complete(_MOST_SORTED)):
+        if not (_sorted(waiting, key) if lines is None else lines.complete(_MOST_IN_LINES)):
             return [Unfinished(f"{len(waiting):,} waiting jobs were to be put in order")]
         starts = _most_starts(snapshot, place)
         most = tried[1] if tried[0] == snapshot.now_s else starts

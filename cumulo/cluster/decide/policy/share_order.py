@@ -27,6 +27,7 @@ _row_of = operator.itemgetter(4)
 _EVERYTHING = (float("inf"),)
 _MANY_TENANTS, _FEW_MORE = 64, 400  # tenants, and jobs that are faster merged in order than counted
 _KEPT, _MORE_KEPT, _FEWEST_KEPT, _STRETCH = 260, 50, 205, 64  # entries, where nobody reads further
+_MOST_LISTED = 512  # more entries in one decision: who reads further does so in the next ones
 
 
 class _Source(NamedTuple):
@@ -285,14 +286,15 @@ class ShareOrder(TenantLines):
             self._tenants[name].count_again(kept)
 
     def _keep(self, many: int) -> None:
-        """So many, if there are so many. The list becomes shorter again when fewer are read for some time."""
+        """So many, if there are so many, or it comes nearer to that. It becomes shorter again when fewer are read for
+        some time."""
         self._most = max(many + many // 4, _KEPT, self._most - _MORE_KEPT)
         if len(self._entries) < many and self._until != _EVERYTHING:
             self._fill()
 
     def _fill(self) -> None:
         """Lists more jobs."""
-        missing = self._most - len(self._entries)
+        missing = min(self._most - len(self._entries), _MOST_LISTED)
         more = list(itertools.islice(itertools.chain.from_iterable(self._merged()), missing))
         for _, _, name, _, row in more:
             tenant = self._tenants[name]
