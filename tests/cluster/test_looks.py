@@ -4,7 +4,7 @@ from cumulo.cluster.decide.policy.looks import Looks, is_over
 
 
 def test_looks_that_are_much_work_are_taken_more_seldom_and_reach_further():
-    looks = Looks.with_costs(reservations=1, priced=False)
+    looks = Looks()
     assert not looks.too_soon(0.0) and looks.begin(0.0) == 200
     looks.end(tried=200, work=900, costly=True)  # few events: every 5 s
     assert looks.too_soon(4.9) and not looks.too_soon(5.0)
@@ -21,13 +21,11 @@ def test_looks_that_are_much_work_are_taken_more_seldom_and_reach_further():
     assert not looks.too_soon(20.1)  # at every event
 
 
-def test_many_reservations_are_always_costly_and_more_so_where_places_are_priced():
-    conservative, both = Looks.with_costs(20, priced=False), Looks.with_costs(20, priced=True)
-    for looks in (conservative, both):
-        looks.begin(0.0)
-        looks.end(200, work=1, costly=False)
-        assert looks.too_soon(4.0)
-    assert not conservative.too_soon(6.0) and both.too_soon(6.0)
+def test_looks_that_are_always_costly_are_taken_every_few_seconds():
+    looks = Looks(always_costly=True)
+    looks.begin(0.0)
+    looks.end(200, work=1, costly=False)
+    assert looks.too_soon(4.9) and not looks.too_soon(5.0)
 
 
 def test_a_look_ends_with_much_work_but_not_before_it_reached_as_far_as_it_always_does():

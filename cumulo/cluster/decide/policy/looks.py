@@ -24,37 +24,26 @@ GLANCE, PLACING, PRICING, STARTING, RESERVING = 1, 2, 4, 4, 16
 class Looks:
     """Those of one policy."""
 
-    always_costly: bool
-    every_s: float
-    most_times: int
-    costly: bool  # as far as the last look tells
+    always_costly: bool = False  # as where every way is priced, or many starts are reserved
+    costly: bool = False  # as far as the last look tells
     looked_s: float = float("-inf")
     passed_over: int = 0  # events since
     seldom: int = 1
 
-    @classmethod
-    def with_costs(cls, reservations: int, priced: bool) -> "Looks":
-        """`priced`: the placer prices every way. That, and many reservations, cost more than every event of a large
-        cluster is worth."""
-        several = reservations > 1
-        return cls(
-            several or priced, 2 * _EVERY_S if several and priced else _EVERY_S,
-            _MOST_TIMES // 2 if several else _MOST_TIMES, several or priced,
-        )  # fmt: skip
-
     def too_soon(self, now_s: float) -> bool:
         """Whether this event is passed over, if the queue is long."""
-        return self.costly and 0 <= now_s - self.looked_s < self.seldom * self.every_s
+        costly = self.always_costly or self.costly
+        return costly and 0 <= now_s - self.looked_s < self.seldom * _EVERY_S
 
     def begin(self, now_s: float) -> int:
         """How many jobs are tried: more of them where it was not looked at all the time."""
-        times = min(1 + self.passed_over, self.seldom * self.most_times)
+        times = min(1 + self.passed_over, self.seldom * _MOST_TIMES)
         self.looked_s, self.passed_over = now_s, 0
         return MOST_TRIED * times
 
     def end(self, tried: int, work: int, costly: bool) -> None:
-        self.costly = self.always_costly or costly
-        many_events = tried >= MOST_TRIED * self.most_times
+        self.costly = costly
+        many_events = tried >= MOST_TRIED * _MOST_TIMES
         self.seldom = min(1 + work // _MUCH_WORK, _MOST_SELDOM) if many_events else 1
 
 

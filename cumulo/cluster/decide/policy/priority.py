@@ -42,7 +42,7 @@ def preempting(place: Placer) -> Policy:
     # long as nothing starts or ends, the same jobs would be found, and time alone makes stopping them worth less.
     hopeless: dict[GangShape, int] = {}
     of_state: SameState | None = None
-    looks = Looks.with_costs(1, priced=False)
+    looks = Looks()
     in_vain: _SearchesInVain = {}
 
     def policy(snapshot: Snapshot) -> list[Decision]:

@@ -52,7 +52,7 @@ def queue_policy(
     the order is by what tenants have, and in the order of arrival within each; these are their lines."""
 
     last: _Last | None = None
-    looks = Looks.with_costs(reservations, hasattr(place, "started"))
+    looks = Looks(always_costly=reservations > 1 or hasattr(place, "started"))
     quotas: QuotaLines | None = None
     key = KEYS.get(order)
     lines = by_tenant or (lambda _, queue: KeyLines(queue, key or by_arrival_key))

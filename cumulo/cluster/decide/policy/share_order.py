@@ -286,8 +286,8 @@ class ShareOrder(TenantLines):
             self._tenants[name].count_again(kept)
 
     def _keep(self, many: int) -> None:
-        """So many, if there are so many, or it comes nearer to that. It becomes shorter again when fewer are read for
-        some time."""
+        """So many, if there are so many, or it comes nearer to that. The list becomes shorter again when fewer are
+        read for some time."""
         self._most = max(many + many // 4, _KEPT, self._most - _MORE_KEPT)
         if len(self._entries) < many and self._until != _EVERYTHING:
             self._fill()
