@@ -281,7 +281,7 @@ class _Trial:
                 self.certain[shape] = harmless.start_s
             else:
                 harmless = self.reserved.harm_anywhere(job)
-                self.work += self._placing + len(self.reserved.made) // 8
+                self.work += self._placing + self.reserved.checking
             if harmless is None and (places := self.place(job, self.free)) is not None:
                 harmless = self.reserved.without_harm(job, places)
         if harmless is None:

@@ -41,6 +41,7 @@ class Reservations:
         self.snapshot, self.place = snapshot, place
         self.free, self.releases = snapshot.free, snapshot.releases
         self.made: list[Reservation] = []
+        self._by_ends = 0  # of these, for jobs that ask for more than whole GPUs
         # Of whole GPUs: their moments, GPUs of a task, and slots; of jobs that accept all devices, and of others.
         self._anywhere: list[tuple[float, int, Start, Reservation]] = []
         self._somewhere: list[tuple[float, int, Start, Reservation]] = []
@@ -49,6 +50,11 @@ class Reservations:
         self._priced = hasattr(
             place, "started"
         )  # others place a gang sooner than it is proved that it does harm
+
+    @property
+    def checking(self) -> int:
+        """How much work it is to find out whether a job does harm, as `looks` counts it."""
+        return (len(self.made) + 3 * self._by_ends) // 8
 
     def start(self, job: JobRequest, places: Places) -> None:
         """Counts a job as running."""
@@ -95,6 +101,8 @@ class Reservations:
             if found.start is not None:
                 counted = self._somewhere if job.devices else self._anywhere
                 counted.append((found.start_s, job.gpus_per_task, found.start, found))
+            else:
+                self._by_ends += 1
         return found
 
     def without_harm(self, job: JobRequest, places: Places) -> Places | Reservation:
