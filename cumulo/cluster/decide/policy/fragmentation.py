@@ -49,10 +49,11 @@ class TaskMix:
     def on(self, device: str) -> "TaskMix":
         """What it asks of nodes with this device: shapes that differ only in the devices they accept are one, and
         the frequencies of those that do not accept it are missing."""
-        found: Counter[TaskShape] = Counter()
+        found = dict[TaskShape, float]()
         for shape, frequency in zip(self.shapes, self.frequency, strict=True):
             if not shape.devices or device in shape.devices:
-                found[replace(shape, devices=())] += frequency
+                same = replace(shape, devices=())
+                found[same] = found.get(same, 0.0) + frequency
         return TaskMix(tuple(found), tuple(found.values()))
 
 
