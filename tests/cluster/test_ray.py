@@ -318,3 +318,40 @@ def test_a_head_that_dies_under_a_job_is_named_and_the_job_goes_on_with_the_next
     assert done < 40 and [one.step for one in read_log(log)] == list(range(1, 41))
     assert "resuming after step" in output(record)
     assert list(store.jobs()) == ["alone-1"]
+
+
+_STAYS = """
+import sys
+from types import SimpleNamespace
+
+from cumulo.cluster.drivers.ray import connected
+
+record = SimpleNamespace(job=SimpleNamespace(ray=SimpleNamespace(address=sys.argv[1])))
+ray = connected(record)
+print("connected", flush=True)
+sys.stdin.readline()
+for _ in range(2):
+    try:
+        ray.get_actor("nobody")
+    except ray.exceptions.GetTimeoutError:
+        print("no answer", flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_a_process_outlives_the_head_that_it_asked() -> None:
+    """As a server, in whose console somebody opened the jobs once. Ray waits 60 s for a head."""
+    environment = os.environ | {"RAY_gcs_server_request_timeout_seconds": "40"}
+    environment.pop("RAY_gcs_rpc_server_reconnect_timeout_s", None)
+    with RayCluster(port=free_port(), workers=0) as cluster:
+        asks = subprocess.Popen(
+            [sys.executable, "-c", _STAYS, cluster.address], env=environment, text=True, cwd=ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        with asks:
+            assert asks.stdout is not None
+            assert asks.stdout.readline() == "connected\n"
+            cluster.kill_all()
+            told, trouble = asks.communicate("go on\n")
+    assert asks.returncode == 0, trouble
+    assert told.splitlines() == ["no answer"] * 2

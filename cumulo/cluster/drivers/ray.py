@@ -20,6 +20,7 @@ from cumulo.errors import ConfigError, CumuloError
 NAMESPACE = "cumulo"
 _ANSWER_S = 5.0
 _ASK_S = 60.0
+_STAYS_S = 24 * 3600
 
 
 class RayDriver:
@@ -131,6 +132,8 @@ def _keeper_class(record: JobRecord) -> Any:
 
 
 def _ray() -> Any:
+    # Else Ray ends this process 60 s after the head went away: it may be a server whose console somebody opened.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_STAYS_S))
     try:
         import ray
     except ImportError as error:
@@ -146,7 +149,7 @@ def connected(record: JobRecord) -> Any:
         try:
             _knock(str(ray.get_runtime_context().gcs_address), record)
         except TargetLost:
-            disconnect()  # Ray ends a process whose head stays away, and this one has more to do
+            disconnect()
             raise
         return ray
     if address not in ("auto", "local"):
