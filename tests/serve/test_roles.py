@@ -4,7 +4,7 @@ engines change no answer. Real processes, real signals."""
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -63,6 +63,30 @@ class SplitServer:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
+    def stopped_with_orders(
+        self, clients: ThreadPoolExecutor, many: int
+    ) -> tuple[int, list[Future[dict[str, Any]]]]:
+        """Stops the prefill engine with orders that it has not done: the first question that was asked, and all
+        answers. Where a prompt is computed follows from measured speeds, so that it may take several tries."""
+        pid, failed = self.prefill()["pid"], self.transfers("failed")
+
+        def has_orders() -> bool:
+            return bool(self.transfers("receiving")) or self.transfers("failed") > failed
+
+        for first in range(2000, 2000 + 50 * many, many):
+            os.kill(pid, signal.SIGSTOP)
+            asked = [clients.submit(self.ask, number) for number in range(first, first + many)]
+            wait_for(
+                lambda asked=asked: has_orders() or all(one.done() for one in asked),
+                "orders on their way",
+                self.server,
+            )
+            if has_orders():
+                return first, asked
+            os.kill(pid, signal.SIGCONT)
+            wait_for(self.connected, "the prefill engine again", self.server)
+        raise AssertionError("the prefill engine is never asked")
+
     def words(self, answer: dict[str, Any]) -> list[str]:
         story = self.server.get(f"/v1/requests/{answer['id']}/explain").json()["data"]
         return [event["words"] for event in story[0]["events"]]
@@ -104,13 +128,7 @@ def test_a_prefill_engine_killed_in_mid_transfer_changes_no_answer(
     prefill, failed = split.prefill(), split.transfers("failed")
     streams = split.streams()
     with ThreadPoolExecutor(16) as clients:
-        os.kill(prefill["pid"], signal.SIGSTOP)  # so that it surely has orders that are not done
-        asked = [clients.submit(split.ask, number) for number in range(2000, 2000 + len(texts))]
-        wait_for(
-            lambda: split.transfers("receiving") or split.transfers("failed") > failed,
-            "orders on their way",
-            split.server,
-        )
+        first, asked = split.stopped_with_orders(clients, len(texts))
         os.kill(prefill["pid"], signal.SIGKILL)
         answers = [one.result() for one in asked]
     for name, stream in streams.items():
@@ -123,7 +141,7 @@ def test_a_prefill_engine_killed_in_mid_transfer_changes_no_answer(
     # Nothing is left of the old one: the same questions are answered as before.
     again = [split.ask(number)["choices"][0]["text"] for number in range(2)]
     assert again == texts[:2]
-    assert [split.ask(2000 + number)["choices"][0]["text"] for number in range(2)] == [
+    assert [split.ask(first + number)["choices"][0]["text"] for number in range(2)] == [
         answer["choices"][0]["text"] for answer in answers[:2]
     ]
 
@@ -144,10 +162,10 @@ def test_kills_in_the_middle_of_much_traffic_change_no_answer(split: SplitServer
 @pytest.mark.long
 def test_a_prefill_engine_that_hangs_is_given_up_and_replaced(split: SplitServer, texts: list[str]) -> None:
     prefill, failed = split.prefill(), split.transfers("failed")
-    os.kill(prefill["pid"], signal.SIGSTOP)
-    streams = split.streams()
     with ThreadPoolExecutor(16) as clients:
-        answers = list(clients.map(split.ask, range(3000, 3000 + len(texts))))
+        _, asked = split.stopped_with_orders(clients, len(texts))
+        streams = split.streams()
+        answers = [one.result() for one in asked]
     assert split.transfers("failed") > failed
     told = ["\n".join(split.words(answer)) for answer in answers]
     assert any("does not deliver: it said nothing for 1 s" in one for one in told), told
