@@ -41,7 +41,6 @@ class Reservations:
         self.snapshot, self.place = snapshot, place
         self.free, self.releases = snapshot.free, snapshot.releases
         self.made: list[Reservation] = []
-        self._by_ends = 0  # of these, for jobs that ask for more than whole GPUs
         # Of whole GPUs: their moments, GPUs of a task, and slots; of jobs that accept all devices, and of others.
         self._anywhere: list[tuple[float, int, Start, Reservation]] = []
         self._somewhere: list[tuple[float, int, Start, Reservation]] = []
@@ -54,7 +53,8 @@ class Reservations:
     @property
     def checking(self) -> int:
         """How much work it is to find out whether a job does harm, as `looks` counts it."""
-        return (len(self.made) + 3 * self._by_ends) // 8
+        of_gpus = len(self._anywhere) + len(self._somewhere)
+        return (of_gpus + 4 * (len(self.made) - of_gpus)) // 8  # others are asked node by node
 
     def start(self, job: JobRequest, places: Places) -> None:
         """Counts a job as running."""
@@ -101,8 +101,6 @@ class Reservations:
             if found.start is not None:
                 counted = self._somewhere if job.devices else self._anywhere
                 counted.append((found.start_s, job.gpus_per_task, found.start, found))
-            else:
-                self._by_ends += 1
         return found
 
     def without_harm(self, job: JobRequest, places: Places) -> Places | Reservation:
