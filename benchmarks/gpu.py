@@ -28,13 +28,14 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_roofline import GpuCeilings, Roofline, measure_ceilings  # noqa: E402
+from benchmarks.gpu_roofline import Roofline  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
 from cumulo.engine.decide.params import SamplingParams  # noqa: E402
 from cumulo.engine.decide.plan import StepPlan  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.memory.memory_plan import plan_memory  # noqa: E402
+from cumulo.kernels.cuda.bench import Ceilings  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
 from cumulo.spec.model import ModelSpec  # noqa: E402
@@ -145,7 +146,7 @@ def run(engine: Engine, roofline: Roofline, requests: list[tuple[list[int], int]
 
 
 def measure(
-    name: str, workloads: list[str], repeats: int, ceilings: GpuCeilings, options: dict[str, Any]
+    name: str, workloads: list[str], repeats: int, ceilings: Ceilings, options: dict[str, Any]
 ) -> list[dict]:
     base, _, weights = name.partition(" ")
     spec = spec_from_config(FILE["models"][base])
@@ -291,9 +292,13 @@ def main() -> None:
     parser.add_argument("--json", default="")
     parser.add_argument("--no-graphs", action="store_true")
     chosen = parser.parse_args()
-    ceilings = measure_ceilings()
-    print(f"ceilings: {ceilings.bytes_per_s / 1e12:.2f} TB/s, bf16 {ceilings.flops_per_s / 1e12:.0f}, "
-          f"fp8 {ceilings.fp8_flops_per_s / 1e12:.0f} TFLOP/s", flush=True)  # fmt: skip
+    ceilings = Ceilings.measured()
+    rates = {
+        "copy_tb_s": round(ceilings.bytes_per_s / 1e12, 2),
+        "bf16_tflop_s": round(ceilings.bf16_flops_per_s / 1e12),
+        "fp8_tflop_s": round((ceilings.fp8_flops_per_s or 0) / 1e12),
+    }
+    print(f"ceilings: {rates}", flush=True)
     rows: list[dict[str, Any]] = []
     for name in [part.strip() for part in chosen.models.split(",") if part.strip()]:
         wanted = [w for w in FILE["workloads"] if (name, w) in TARGETS]
@@ -315,9 +320,8 @@ def main() -> None:
         rows.append(measure_start("llama-3.1-8b", chosen.repeats))
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-        "copy_tb_s": round(ceilings.bytes_per_s / 1e12, 2), "bf16_tflop_s": round(ceilings.flops_per_s / 1e12),
-        "fp8_tflop_s": round(ceilings.fp8_flops_per_s / 1e12), "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%d"),
+    } | rates  # fmt: skip
     try:
         import triton
 

@@ -32,7 +32,7 @@ def main() -> None:
     engine, player = gpu.start_engine(
         decoder, config, gpu.plan_memory(spec, 0, config, gpu.free_memory(config))
     )
-    ceilings = gpu.GpuCeilings(4.3e12, 8e14, 1.5e15)
+    ceilings = gpu.Ceilings(4.3e12, 8e14, 1.5e15)
     for workload in chosen.workloads.split(","):
         roofline = gpu.Roofline(spec, ceilings, 2, spec.kv_bytes_per_token(2))
         gpu.run(engine, roofline, gpu.requests_of(gpu.FILE["workloads"][workload], spec.vocab_size, 0))

@@ -51,7 +51,7 @@ def caches(count: int, blocks: int, seed: int) -> list[KVCache]:
     return made
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU opens real handles: benchmarks/gpu_roles.py")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU opens real handles")
 def test_every_rank_gets_its_own_blocks_and_nothing_else_changes(opened: dict[str, KVCache]) -> None:
     ours, theirs = caches(2, OURS, 1), caches(2, THEIRS, 2)
     opened |= {"our 1": ours[1], "their 0": theirs[0], "their 1": theirs[1]}

@@ -126,7 +126,7 @@ def tokens_of_a_round(choices: tuple[float, ...], levels: int) -> float:
 
 @pytest.mark.parametrize(("levels", "replayed"), [(2, 2.20), (3, 2.34), (4, 2.37)])
 def test_a_tree_keeps_as_many_tokens_as_a_head_kept_in_replayed_answers(levels: int, replayed: float) -> None:
-    """docs/speculation.md: benchmarks/draft_trees.py, how often each choice was right, and tokens of a round."""
+    """docs/speculation.md: how often each choice was right, and tokens of a round."""
     assert tokens_of_a_round((0.548, 0.124, 0.060, 0.036), levels) == pytest.approx(replayed, rel=0.02)
 
 
