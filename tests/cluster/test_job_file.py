@@ -11,7 +11,7 @@ from cumulo.cli.app import app
 from cumulo.cli.launch import launch as launch_command
 from cumulo.cluster.drivers.command import check_work, work_command
 from cumulo.cluster.drivers.driver import TargetLost
-from cumulo.cluster.drivers.slurm import refusal
+from cumulo.cluster.drivers.slurm import SlurmDriver, refusal
 from cumulo.cluster.drivers.slurm_script import batch_script
 from cumulo.cluster.job_check import TRAIN_OPTIONS
 from cumulo.cluster.job_file import check_names, job_from, plain_job, read_job, resolved
@@ -252,3 +252,17 @@ def test_what_slurm_says_becomes_what_to_do(said: str, kind: type[Exception], to
     record = JobRecord("tiny-1", "abc", "slurm", job, "/jobs/tiny-1", "/home/me", 0.0)
     error = refusal("sbatch", f"sbatch: error: Batch job submission failed: {said}", record)
     assert type(error) is kind and told in str(error) and said in str(error)
+
+
+@pytest.mark.parametrize(
+    "said", ["invalid partition specified: gpu", "Requested node configuration is not available"]
+)
+def test_a_refusal_is_told_where_sinfo_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    record = JobRecord("tiny-1", "abc", "slurm", job_from(TRAIN), "/jobs/tiny-1", "/home/me", 0.0)
+    error = refusal("sbatch", f"sbatch: error: Batch job submission failed: {said}", record)
+    assert said in str(error) and "Slurm's command sinfo was not found here" in str(error)
+    with pytest.raises(ConfigError, match="squeue was not found here: launch from a login node"):
+        SlurmDriver().submit(record)

@@ -6,7 +6,6 @@ is asked for a job with that comment.
 """
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -138,21 +137,22 @@ class SlurmDriver:
         return self._call("scontrol", "show", "hostnames", names).split()
 
     def _call(self, program: str, *arguments: str, job: JobRecord | None = None) -> str:
-        if shutil.which(program) is None:
-            raise ConfigError(
-                f"Slurm's command {program} was not found here: launch from a login node, or install slurm-client"
-            )
-        try:
-            done = subprocess.run(
-                [program, *arguments], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise TargetLost(
-                f"{program} did not answer within {_PATIENCE_S:.0f} s", "the job is kept"
-            ) from None
+        done = _run(program, *arguments)
         if done.returncode == 0:
             return done.stdout
         raise refusal(program, done.stderr.strip() or done.stdout.strip(), job)
+
+
+def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [program, *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"Slurm's command {program} was not found here: launch from a login node, or install slurm-client"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise TargetLost(f"{program} did not answer within {_PATIENCE_S:.0f} s", "the job is kept") from None
 
 
 class _UnknownJob(CumuloError):
@@ -205,11 +205,12 @@ def _kept(record: JobRecord | None, again: str) -> str:
 
 def _nodes() -> str:
     """What the nodes have, as sinfo groups them."""
-    done = subprocess.run(
-        ["sinfo", "-h", "-o", "%D|%c|%G|%f"], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
-    )
+    try:
+        lines = _run("sinfo", "-h", "-o", "%D|%c|%G|%f").stdout.splitlines()
+    except CumuloError as error:
+        return f"the nodes are not known ({error})"
     found = []
-    for line in done.stdout.splitlines():
+    for line in lines:
         count, cores, gres, features = [*line.strip().split("|"), "", "", ""][:4]
         some = [f"{cores} cores"] + [text for text in (gres, features) if text and text != "(null)"]
         found.append(f"{count} nodes have {', '.join(some)}")
@@ -217,8 +218,8 @@ def _nodes() -> str:
 
 
 def _partitions() -> str:
-    done = subprocess.run(
-        ["sinfo", "-h", "-o", "%R"], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
-    )
-    names = ", ".join(sorted(set(done.stdout.split())))
+    try:
+        names = ", ".join(sorted(set(_run("sinfo", "-h", "-o", "%R").stdout.split())))
+    except CumuloError as error:
+        return f"the partitions are not known ({error})"
     return f"there are: {names}" if names else "sinfo lists none"
