@@ -28,10 +28,9 @@ from cumulo.serve.engine_link.messages import AdapterReport, Finished, Ready, St
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.fleet.block_log import BlockLog
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.observe.fleet_metrics import FleetMetrics
+from cumulo.serve.observe.fleet_metrics import FleetMetrics, RankMetrics
 from cumulo.serve.observe.fleet_report import replica_reports
 from cumulo.serve.observe.metrics import Metrics
-from cumulo.serve.observe.rank_metrics import RankMetrics
 from cumulo.serve.observe.rejections import Rejections
 from cumulo.serve.observe.step_history import StepHistory
 from cumulo.serve.observe.stories import Record, Stories

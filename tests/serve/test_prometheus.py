@@ -18,9 +18,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cumulo.serve.monitoring.__main__ import write
-from cumulo.serve.monitoring.panels import expressions
 from tests.ports import reserved_port
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, wait_for
+from tests.serve.test_dashboards import shown_expressions
 
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
@@ -148,7 +148,7 @@ def test_every_panel_and_every_rule_works_in_prometheus(
 ) -> None:
     _stream(server, 1)
     chosen = {"$model": ".*", "$instance": ".*", "$__rate_interval": "1m"}
-    for written in expressions():
+    for written in shown_expressions():
         query = written
         for variable, value in chosen.items():
             query = query.replace(variable, value)

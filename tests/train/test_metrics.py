@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cumulo.serve.monitoring import training_panels
 from cumulo.train.run.collective_log import CollectiveRecord
 from cumulo.train.run.log import TrainRecord
 from cumulo.train.run.metrics import COLLECTIVE_METRICS, STEP_METRICS, TrainMetrics
@@ -47,12 +46,10 @@ def test_prometheus_reads_the_last_step_and_the_sums_of_all_collectives() -> Non
 
 
 def test_the_training_dashboard_shows_what_a_run_reports() -> None:
-    queries = [query for panel in training_panels.TRAINING.panels for query in panel.queries]
-    names = {name for query in queries for name in re.findall(r"cumulo:\w+", query.expression)}
-    assert names <= NAMES and "cumulo:train_collective_bus_bytes_total" in names
     shipped = json.loads((ROOT / "cumulo/serve/monitoring/training.json").read_text())
-    shown = {target["expr"] for panel in shipped["panels"] for target in panel.get("targets", [])}
-    assert shown == {query.expression for query in queries}
+    shown = [target["expr"] for panel in shipped["panels"] for target in panel.get("targets", [])]
+    names = {name for expression in shown for name in re.findall(r"cumulo:\w+", expression)}
+    assert names <= NAMES and "cumulo:train_collective_bus_bytes_total" in names
 
 
 def test_every_metric_of_training_is_in_the_documentation() -> None:

@@ -1,10 +1,10 @@
-"""FleetMetrics: what /metrics shows of each replica, by the label `replica`. Made by Service for a fleet.
+"""FleetMetrics and RankMetrics: what /metrics shows of each replica and of each rank. Made by Service.
 
-Read from the fleet when somebody asks, so that counting costs no request anything. The other metrics are sums over
-all replicas, under the names that one engine has.
+Both are read from the engines' last reports when somebody asks: counting costs no request anything. The other
+metrics are sums over all replicas, under the names that one engine has.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -12,37 +12,53 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from cumulo.ranks.rank_meter import RankState
 from cumulo.serve.observe.stories import Record
 
-_LABELS = ("model_name", "replica")
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 # name, kind, help, how it is read from a replica's report
 _PER_REPLICA: tuple[tuple[str, type[Any], str, Callable[[dict[str, Any]], float]], ...] = (
-    ("replica_up", GaugeMetricFamily, "1 while the replica takes requests.", lambda one: one["state"] == "ready"),
-    ("replica_draining", GaugeMetricFamily, "1 while it drains.", lambda one: one["state"] == "draining"),
-    ("replica_running", GaugeMetricFamily, "Sequences that compute.", lambda one: one["running"]),
-    ("replica_waiting", GaugeMetricFamily, "Sequences that wait for room.", lambda one: one["waiting"]),
-    ("replica_waiting_tokens", GaugeMetricFamily, "Prompt tokens that are not computed yet.",
+    ("replica_up", GaugeMetricFamily, "Whether the replica takes requests (1) or not (0).",
+     lambda one: one["state"] == "ready"),
+    ("replica_draining", GaugeMetricFamily, "Whether the replica is draining (1) or not (0).",
+     lambda one: one["state"] == "draining"),
+    ("replica_running", GaugeMetricFamily, "Number of sequences that the replica is computing.",
+     lambda one: one["running"]),
+    ("replica_waiting", GaugeMetricFamily, "Number of sequences that wait to be admitted.",
+     lambda one: one["waiting"]),
+    ("replica_waiting_tokens", GaugeMetricFamily, "Number of prompt tokens that are not computed yet.",
      lambda one: one["waiting_tokens"]),
-    ("replica_kv_usage", GaugeMetricFamily, "Share of its KV blocks in use; 1 is all.",
+    ("replica_kv_usage", GaugeMetricFamily, "Share of the replica's KV blocks that are in use, from 0 to 1.",
      lambda one: one["blocks"]["used"] / max(1, one["blocks"]["total"])),
-    ("replica_cached_blocks", GaugeMetricFamily, "KV blocks that hold a prefix worth sharing.",
+    ("replica_cached_blocks", GaugeMetricFamily, "Number of KV blocks in the replica's prefix cache.",
      lambda one: one["blocks"]["cached"]),
-    ("replica_restarts", GaugeMetricFamily, "Times its engine process was replaced after a failure.",
+    ("replica_restarts", GaugeMetricFamily, "Number of times its engine process was replaced after a failure.",
      lambda one: one["restarts"]),
-    ("replica_requests", CounterMetricFamily, "Requests that it was given.", lambda one: one["requests"]),
-    ("replica_prompt_tokens", CounterMetricFamily, "Prompt tokens of those requests.",
+    ("replica_requests", CounterMetricFamily, "Number of requests that the router gave the replica.",
+     lambda one: one["requests"]),
+    ("replica_prompt_tokens", CounterMetricFamily, "Number of prompt tokens of those requests.",
      lambda one: one["prompt_tokens"]),
-    ("replica_cached_tokens", CounterMetricFamily, "Of those, tokens that the router expected in its cache.",
+    ("replica_cached_tokens", CounterMetricFamily, "Number of those tokens that the router found in its cache.",
      lambda one: one["cached_tokens"]),
-    ("kv_transfers", CounterMetricFamily, "Prompts whose KV arrived from a prefill engine.",
+    ("kv_transfers", CounterMetricFamily, "Number of prompts whose KV arrived from a prefill engine.",
      lambda one: _transfer(one, "received")),
-    ("kv_transfers_failed", CounterMetricFamily, "... that did not arrive and were computed elsewhere.",
+    ("kv_transfers_failed", CounterMetricFamily, "Number of prompts whose KV did not arrive from a prefill engine.",
      lambda one: _transfer(one, "failed")),
     ("kv_transfer_bytes", CounterMetricFamily, "Bytes of KV that arrived from prefill engines.",
      lambda one: _transfer(one, "received_bytes")),
-    ("kv_transfers_now", GaugeMetricFamily, "Prompts that prefill engines compute for it now.",
+    ("kv_transfers_now", GaugeMetricFamily, "Number of prompts that prefill engines are computing for the replica.",
      lambda one: _transfer(one, "receiving")),
+)  # fmt: skip
+_PER_RANK: tuple[tuple[str, type[Any], str, Callable[[RankState], float]], ...] = (
+    ("rank_memory_bytes", GaugeMetricFamily, "Memory of the rank's process, or what it holds on its GPU.",
+     lambda one: one.memory_bytes),
+    ("rank_steps", CounterMetricFamily, "Number of steps that the rank computed.", lambda one: one.steps),
+    ("rank_step_seconds", CounterMetricFamily, "Seconds that the rank spent in steps, waiting included.",
+     lambda one: one.step_s),
+    ("rank_wait_seconds", CounterMetricFamily, "Seconds that the rank waited for other ranks in steps (CPU only).",
+     lambda one: one.wait_s),
+    ("rank_expert_tokens", CounterMetricFamily, "Number of times a token was routed to an expert of this rank.",
+     lambda one: one.routed_tokens),
 )  # fmt: skip
 
 
@@ -54,12 +70,12 @@ class FleetMetrics(Collector):
     def __init__(
         self, registry: CollectorRegistry, model_name: str, report: Callable[[], list[dict[str, Any]]]
     ) -> None:
-        """`report`: of each replica, what /v1/fleet says."""
+        """`report` gives what /v1/fleet says of each replica."""
         self._model_name, self._report = model_name, report
         self.moved = 0  # requests that another replica has taken over
         self._ratio = Histogram(
             "cumulo:route_ttft_predicted_over_measured",
-            "The TTFT that the router expected, over the one that came.",
+            "The TTFT that the router expected, over the measured one.",
             ("model_name",),
             registry=registry,
             buckets=_RATIOS,
@@ -67,7 +83,7 @@ class FleetMetrics(Collector):
         registry.register(self)
 
     def on_end(self, record: Record) -> None:
-        """Of a request that stayed where it was sent, what was expected of the router's choice and what came."""
+        """Compare what the router expected with what came, if the request stayed where it was sent."""
         self.moved += max(0, len(record.dispatches) - 1)
         measured_s = record.story.ttft_s if record.story is not None else None
         if len(record.dispatches) == 1 and measured_s:
@@ -79,12 +95,38 @@ class FleetMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         replicas = self._report()
         for name, kind, text, read in _PER_REPLICA:
-            family = kind(f"cumulo:{name}", text, labels=_LABELS)
+            family = kind(f"cumulo:{name}", text, labels=("model_name", "replica"))
             for one in replicas:
                 family.add_metric((self._model_name, one["name"]), float(read(one)))
             yield family
         moved = CounterMetricFamily(
-            "cumulo:requests_moved", "Requests that another replica has taken over.", labels=("model_name",)
+            "cumulo:requests_moved",
+            "Number of requests that another replica has taken over.",
+            labels=("model_name",),
         )
         moved.add_metric((self._model_name,), float(self.moved))
         yield moved
+
+
+class RankMetrics(Collector):
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model_name: str,
+        report: Callable[[], Mapping[str, Sequence[RankState]]],
+    ) -> None:
+        """`report` gives the ranks of each engine, by the engine's name."""
+        self._model_name, self._report = model_name, report
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # nobody need look at ranks to register them
+
+    def collect(self) -> Iterable[Metric]:
+        engines = self._report()
+        for name, kind, text, read in _PER_RANK:
+            family = kind(f"cumulo:{name}", text, labels=("model_name", "replica", "rank"))
+            for engine, ranks in engines.items():
+                for one in ranks:
+                    family.add_metric((self._model_name, engine, str(one.rank)), float(read(one)))
+            yield family

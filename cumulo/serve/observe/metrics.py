@@ -8,57 +8,25 @@ evenly tenants are served, and how far the memory plan's predictions were off.
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from cumulo.serve.engine_link.messages import FairnessReport, Ready, Stats, TierStats
-from cumulo.serve.observe.quick_series import QuickCounter, QuickHistogram
 from cumulo.serve.observe.stories import Record
 
 Kind = TypeVar("Kind", Counter, Gauge)
 MOST_TENANTS = 100  # that have a series of their own
 OTHER_TENANTS = "(others)"
 _LABELS = ("model_name", "engine")
+# Buckets, as vLLM has them.
 _FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 _BETWEEN_TOKENS_S = (
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-)
+    0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
+)  # fmt: skip
 _WHOLE_REQUEST_S = (
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-)
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -66,98 +34,145 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
-        gauge, counter, histogram = self._gauge, self._counter, self._histogram
+        gauge, counter, histogram, by_label = self._gauge, self._counter, self._histogram, self._by_label
         self._now: Stats | None = None  # what the engine said last; read when somebody asks
-        self._of_now("num_requests_running", "Sequences that compute.", lambda now: now.running)
-        self._of_now("num_requests_waiting", "Sequences that wait for room.", lambda now: now.waiting)
         self._of_now(
-            "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.",
+            "num_requests_running",
+            "Number of sequences that the engine is computing.",
+            lambda now: now.running,
+        )
+        self._of_now(
+            "num_requests_waiting", "Number of sequences that wait to be admitted.", lambda now: now.waiting
+        )
+        self._of_now(
+            "kv_cache_usage_perc", "Share of the KV blocks that are in use, from 0 to 1.",
             lambda now: now.blocks_used / now.blocks_total,
         )  # fmt: skip
-        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self.preempted = counter("num_preemptions", "Times a sequence had to give way.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of ended requests.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self.iteration_tokens = histogram("iteration_tokens_total", "Tokens computed per step.", _TOKENS)
+        self.prefix_queries = counter(
+            "prefix_cache_queries", "Number of prompt tokens that were looked up in the prefix cache."
+        )
+        self.prefix_hits = counter(
+            "prefix_cache_hits", "Number of prompt tokens that were found in the prefix cache."
+        )
+        self.preempted = counter("num_preemptions", "Number of times a sequence was preempted.")
+        self.prompt_tokens = counter("prompt_tokens", "Number of prompt tokens of requests that have ended.")
+        self.generation_tokens = counter("generation_tokens", "Number of tokens that were generated.")
+        self.iteration_tokens = histogram(
+            "iteration_tokens_total", "Number of tokens that a step computes.", _TOKENS
+        )
         self.ttft = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", _FIRST_TOKEN_S
         )
-        self.itl = histogram("inter_token_latency_seconds", "Between streamed tokens.", _BETWEEN_TOKENS_S)
+        self.itl = histogram(
+            "inter_token_latency_seconds", "Time between two tokens of a streamed answer.", _BETWEEN_TOKENS_S
+        )
         self.per_token = histogram(
-            "request_time_per_output_token_seconds", "A request's mean time per token.", _BETWEEN_TOKENS_S
+            "request_time_per_output_token_seconds",
+            "Mean time per output token of a request.",
+            _BETWEEN_TOKENS_S,
         )
-        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _WHOLE_REQUEST_S)
-        self.queue = histogram("request_queue_time_seconds", "Waiting for admission.", _WHOLE_REQUEST_S)
-        self.inference = histogram("request_inference_time_seconds", "From admission on.", _WHOLE_REQUEST_S)
+        self.whole = histogram(
+            "e2e_request_latency_seconds", "Time from a request's arrival to its end.", _WHOLE_REQUEST_S
+        )
+        self.queue = histogram(
+            "request_queue_time_seconds", "Time that a request waits to be admitted.", _WHOLE_REQUEST_S
+        )
+        self.inference = histogram(
+            "request_inference_time_seconds", "Time from a request's admission to its end.", _WHOLE_REQUEST_S
+        )
         self.prefill = histogram(
-            "request_prefill_time_seconds", "Admission to first token.", _WHOLE_REQUEST_S
+            "request_prefill_time_seconds",
+            "Time from a request's admission to its first token.",
+            _WHOLE_REQUEST_S,
         )
-        self.decode = histogram("request_decode_time_seconds", "First token to the end.", _WHOLE_REQUEST_S)
-        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
-        self.request_output = histogram("request_generation_tokens", "Generated tokens per request.", _TOKENS)
-        self.request_n = histogram("request_params_n", "Answers asked for per request.", (1, 2, 5, 10, 20))
-        self._success = self._labelled(
-            Counter, "request_success", "Requests that ended, by how.", "finished_reason"
+        self.decode = histogram(
+            "request_decode_time_seconds", "Time from a request's first token to its end.", _WHOLE_REQUEST_S
+        )
+        self.request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.request_output = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
+        self.request_n = histogram(
+            "request_params_n", "Number of answers that a request asks for.", (1, 2, 5, 10, 20)
+        )
+        self._success = by_label(
+            Counter, "request_success", "Number of requests that have ended, by reason.", "finished_reason"
         )
         # -- what vLLM does not have
-        self._preempted_by = self._labelled(
-            Counter, "preemptions_by_reason", "Preemptions, by what the room was needed for.", "reason"
+        self._preempted_by = by_label(
+            Counter, "preemptions_by_reason", "Number of preemptions, by what needed the KV blocks.", "reason"
         )
-        self.fairness = gauge("fairness_index", "Jain's index of the last minute's service; 1 is even.")
+        self.fairness = gauge(
+            "fairness_index", "Jain's fairness index of the last minute's service to API keys; 1 is even."
+        )
         self.fairness.set(1)
         self._tenant_tokens = Counter(
-            "cumulo:tenant_tokens", "Tokens computed (prompt) and drawn (output), by API key.",
+            "cumulo:tenant_tokens", "Number of prompt tokens computed and output tokens drawn, by API key.",
             (*_LABELS, "tenant", "kind"), registry=self.registry,
         )  # fmt: skip
-        self._tenants: dict[str, str] = {}  # names with a series of their own: what strangers see instead
+        self._tenants: dict[str, str] = {}  # names with a series of their own: what others see instead
         self._ledger = Gauge(
-            "cumulo:ledger_predicted_over_measured", "Memory planned over memory held, by part.",
+            "cumulo:ledger_predicted_over_measured", "Planned memory over measured memory, by component.",
             (*_LABELS, "component"), registry=self.registry,
         )  # fmt: skip
         self._ledger_of: Ready | None = None
-        self.promises = self._labelled(
-            Counter, "slo_requests", "Requests with a promised latency: kept, missed or refused.", "outcome"
+        self.promises = by_label(
+            Counter,
+            "slo_requests",
+            "Number of requests with an SLO that was kept, missed or refused.",
+            "outcome",
         )
-        self.loras = gauge("lora_adapters", "Adapters that requests can name.")
-        self.lora_requests = self._labelled(
-            Counter, "lora_requests", "Calls answered with an adapter, by its name.", "adapter"
+        self.loras = gauge("lora_adapters", "Number of adapters that requests can name.")
+        self.lora_requests = by_label(
+            Counter,
+            "lora_requests",
+            "Number of calls that were answered with an adapter, by its name.",
+            "adapter",
         )
         # Named as vLLM's.
-        self.drafted = counter("spec_decode_num_draft_tokens", "Tokens drafted by speculation.")
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Number of tokens drafted by speculation.")
+        self.accepted = counter(
+            "spec_decode_num_accepted_tokens", "Number of drafted tokens that were accepted."
+        )
         self.drafted_tokens = self.accepted_tokens = 0  # the same, for the console
-        self._tier_tokens = self._labelled(
-            Counter, "kv_tier_hits", "Prompt tokens found beyond the device, by tier.", "tier"
+        self._tier_tokens = by_label(
+            Counter, "kv_tier_hits", "Number of prompt tokens found in a KV tier beyond the device.", "tier"
         )
-        self._tier_blocks = self._labelled(Gauge, "kv_tier_blocks", "KV blocks held, by tier.", "tier")
-        self._tier_moves = self._labelled(
-            Counter, "kv_tier_moved_blocks", "KV blocks moved between tiers, by way.", "way"
+        self._tier_blocks = by_label(
+            Gauge, "kv_tier_blocks", "Number of KV blocks that a tier holds.", "tier"
         )
-        self._tier_bytes = gauge("kv_disk_bytes", "Bytes of files in the folder of --kv-disk.")
+        self._tier_moves = by_label(
+            Counter, "kv_tier_moved_blocks", "Number of KV blocks moved between tiers, by direction.", "way"
+        )
+        self._tier_bytes = gauge("kv_disk_bytes", "Bytes of the files in the folder of --kv-disk.")
         self._tiers_told: dict[str, int] = {}
-        self.recomputed = counter("recomputed_tokens", "Tokens computed again after preemptions.")
-        self._wait_by = self._labelled(
-            Counter, "wait_seconds", "Seconds requests waited, by what for.", "reason"
+        self.recomputed = counter(
+            "recomputed_tokens", "Number of tokens that were computed again after preemptions."
         )
-        self.batches = self._labelled(Gauge, "batches", "Batches that are kept, by status.", "status")
-        self.batch_requests = self._labelled(
-            Counter, "batch_requests", "Requests of batches that have ended, by how.", "outcome"
+        self._wait_by = by_label(
+            Counter, "wait_seconds", "Seconds that requests waited, by what they waited for.", "reason"
         )
-        self._http = self._labelled(Counter, "http_responses", "Answers sent, by status.", "status")
-        self._refused = self._labelled(
-            Counter, "connections_refused", "Requests refused and connections closed, by reason.", "reason"
+        self.batches = by_label(Gauge, "batches", "Number of batches, by status.", "status")
+        self.batch_requests = by_label(
+            Counter, "batch_requests", "Number of requests of batches that have ended, by outcome.", "outcome"
         )
-        self.connections = gauge("connections", "Open connections, sockets of the console included.")
-        self.log_lines_lost = gauge("log_lines_lost", "Lines of the log that standard error did not take.")
+        self._http = by_label(Counter, "http_responses", "Number of HTTP responses, by status.", "status")
+        self._refused = by_label(
+            Counter,
+            "connections_refused",
+            "Number of requests refused and connections closed, by reason.",
+            "reason",
+        )
+        self.connections = gauge(
+            "connections", "Number of open connections, WebSockets of the console included."
+        )
+        self.log_lines_lost = gauge("log_lines_lost", "Number of log lines that standard error did not take.")
         self._of_now(
-            "prefix_cache_blocks",
-            "KV blocks that hold a prefix worth sharing.",
-            lambda now: now.blocks_cached,
+            "prefix_cache_blocks", "Number of KV blocks in the prefix cache.", lambda now: now.blocks_cached
         )
-        self.step = histogram("step_duration_seconds", "Time the runner took for a step.", _BETWEEN_TOKENS_S)
-        self.restarts = gauge("engine_restarts", "Times the engine process was replaced.")
-        self.up = gauge("engine_up", "1 while the engine process is ready.")
+        self.step = histogram(
+            "step_duration_seconds", "Time that the runner takes for a step.", _BETWEEN_TOKENS_S
+        )
+        self.restarts = gauge("engine_restarts", "Number of times the engine process was replaced.")
+        self.up = gauge("engine_up", "Whether the engine process is ready (1) or not (0).")
 
     # -- making them --------------------------------------------------------------------------------------
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -166,27 +181,16 @@ class Metrics:
     def _of_now(self, name: str, text: str, read: Callable[[Stats], float]) -> None:
         self._gauge(name, text).set_function(lambda: float(read(self._now)) if self._now is not None else 0.0)
 
-    @property
-    def _labels(self) -> list[tuple[str, str]]:
-        return list(zip(_LABELS, self._values, strict=True))
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"cumulo:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
 
-    def _counter(self, name: str, text: str) -> QuickCounter:
-        return QuickCounter(self.registry, f"cumulo:{name}", text, self._labels)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"cumulo:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+        return metric.labels(*self._values)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
-        return QuickHistogram(self.registry, f"cumulo:{name}", text, self._labels, buckets)
-
-    def _labelled(self, kind: type[Kind], name: str, text: str, label: str) -> Callable[[str], Kind]:
+    def _by_label(self, kind: type[Kind], name: str, text: str, label: str) -> Callable[[str], Kind]:
         metric = kind(f"cumulo:{name}", text, (*_LABELS, label), registry=self.registry)
-        known: dict[str, Kind] = {}  # looking one up is quicker here than there
-
-        def of(value: str) -> Kind:
-            found = known.get(value)
-            if found is None:
-                found = known[value] = metric.labels(*self._values, value)
-            return found
-
-        return of
+        return lambda value: metric.labels(*self._values, value)
 
     # -- feeding them -------------------------------------------------------------------------------------
     def on_progress(self, stats: Stats) -> None:
