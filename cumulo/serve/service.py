@@ -327,7 +327,8 @@ class Service:
         self.metrics.on_end(record)
         if self.autoscaler is not None and story is not None and story.first_token_s is not None:
             rest_s = (story.finished_s or story.first_token_s) - story.first_token_s
-            self.autoscaler.note_end(story.first_token_s - record.received_s, rest_s, story.output_tokens)
+            ttft_s = story.first_token_s - record.received_s
+            self.autoscaler.note_end(ttft_s, rest_s, story.output_tokens, record.itls_s)
         if self.fleet_metrics is not None:
             self.fleet_metrics.on_end(record)
 

@@ -1,19 +1,41 @@
-"""Slo: the service-level objective that requests must keep. The load generator judges measured requests by it, the
-serving planner and the simulator predicted percentiles.
+"""Slo: the service-level objective that requests must keep, and the one rule by which a request keeps it. The load
+generator, the engine, the live autoscaler, its rehearsal and the serving planner all judge requests by it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cumulo.errors import ConfigError
 
 ITL_SHARE = 0.99  # of a request's tokens must come within the bound on ITL
+# Where prefill and decode have engines of their own, each is judged by the bounds that it can keep.
+ROLE_BOUNDS = {"both": ("ttft", "itl", "tpot", "e2e"), "prefill": ("ttft",), "decode": ("itl", "tpot")}
 
 
-class ServedTimes(Protocol):
-    """A request as it was served, or failed."""
+@dataclass(frozen=True, slots=True)
+class ServedTimes:
+    """How long an answered request took. A time that a request does not have is None, and keeps every bound: an
+    answer of one token has no time per token."""
+
+    ttft_s: float | None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+    gaps: int = 0  # times between two tokens of its answer, as far as its client can see them
+    late_gaps: int = 0  # of these, the times that are longer than the bound on ITL
+
+    @staticmethod
+    def from_answer(
+        ttft_s: float, rest_s: float, output_tokens: int, gaps: int = 0, late_gaps: int = 0
+    ) -> "ServedTimes":
+        """`rest_s`: from its first token to its last."""
+        tpot_s = rest_s / (output_tokens - 1) if output_tokens > 1 else None
+        return ServedTimes(ttft_s, tpot_s, ttft_s + rest_s, gaps, late_gaps)
+
+
+class ServedRequest(Protocol):
+    """A request as it was measured by its client."""
 
     @property
     def error(self) -> str | None: ...
@@ -67,16 +89,32 @@ class Slo:
         missing = {} if usual is None else {f"{name}_s": bound for name, bound in usual.bounds.items()}
         return replace(self, **(missing | {f"{name}_s": bound for name, bound in self.bounds.items()}))
 
-    def met_by(self, request: ServedTimes) -> bool:
+    def of_role(self, role: str) -> "Slo | None":
+        """The bounds that an engine of this role is judged by; None where the SLO has none of them."""
+        bounds = {f"{name}_s": bound for name, bound in self.bounds.items() if name in ROLE_BOUNDS[role]}
+        return Slo(**bounds, share=self.share) if bounds else None
+
+    def missed(self, times: ServedTimes) -> str | None:
+        """The name of the first bound that an answered request missed; None where it kept the SLO."""
+        return missed_bound(self.bounds, times)
+
+    def met_by(self, request: ServedRequest) -> bool:
         """A failed request never meets an objective."""
         if request.error is not None:
             return False
-        return (
-            _within(request.ttft_s, self.ttft_s)
-            and _within(request.tpot_s, self.tpot_s)
-            and _within(request.e2e_s, self.e2e_s)
-            and (self.itl_s is None or _share_within(request.itls_s, self.itl_s) >= ITL_SHARE)
+        itls_s = request.itls_s
+        times = ServedTimes(
+            request.ttft_s, request.tpot_s, request.e2e_s, len(itls_s), self.late_gaps(itls_s)
         )
+        return self.missed(times) is None
+
+    def late_gaps(self, itls_s: Sequence[float]) -> int:
+        """How many of these times between two tokens are longer than the bound on ITL."""
+        return 0 if self.itl_s is None else sum(itl_s > self.itl_s for itl_s in itls_s)
+
+    def most_kept(self, share_within: Callable[[str, float], float]) -> float:
+        """The share of requests that kept the SLO at most, where only the share that kept each bound is known."""
+        return min(share_within(name, bound_s) for name, bound_s in self.bounds.items())
 
     def cannot_be_met(self, waited_s: float, has_first_token: bool) -> bool:
         """Whether a request still running has already missed it."""
@@ -92,9 +130,22 @@ def _shown(bound_s: float) -> str:
     return f"{1e3 * bound_s:.3g} ms" if bound_s < 0.9995 else f"{bound_s:.4g} s"
 
 
-def _within(value: float | None, bound: float | None) -> bool:
-    return bound is None or value is None or value <= bound
+def missed_bound(bounds: Mapping[str, float], times: ServedTimes) -> str | None:
+    """The rule: every time is within its bound, and 99% of the times between two tokens are within that on ITL."""
+    measured = {"ttft": times.ttft_s, "tpot": times.tpot_s, "e2e": times.e2e_s}
+    for name, bound_s in bounds.items():
+        if name == "itl":
+            if times.late_gaps > _may_be_late(times.gaps):
+                return name
+        elif (time_s := measured[name]) is not None and time_s > bound_s:
+            return name
+    return None
 
 
-def _share_within(values: Sequence[float], bound: float) -> float:
-    return sum(value <= bound for value in values) / len(values) if values else 1.0
+def kept_itl_s(itls_s: Sequence[float]) -> float | None:
+    """The smallest bound on ITL that a request with these times between its tokens keeps; None: it has none."""
+    return sorted(itls_s)[len(itls_s) - 1 - _may_be_late(len(itls_s))] if itls_s else None
+
+
+def _may_be_late(gaps: int) -> int:
+    return math.floor((1 - ITL_SHARE) * gaps + 1e-9)

@@ -112,6 +112,17 @@ def test_a_rehearsal_that_cannot_be_is_refused_before_it_runs(
         run("simulate", "autoscale", *(str(trace) if word == "TRACE" else word for word in words))
 
 
+@pytest.mark.parametrize("split", [[], ["--split"]])
+def test_autoscaling_is_rehearsed_with_the_slo_of_a_server(tmp_path: Path, split: list[str]) -> None:
+    """As it stands after `cumulo serve --slo`."""
+    words = ["--requests", "60", "--rate", "6", "--begin", "1", "--device", "l40s", "--rule", "forecast"]
+    promise = ["--slo", "ttft=1s,itl=50ms"]
+    found = report_of(tmp_path / "a.json", "simulate", "autoscale", *words, *promise, *split)
+    rows = {row["name"]: row["value"] for row in found["rows"]}
+    assert rows["forecast: requests lost"] == 0
+    assert 0 < rows["forecast: SLO attainment"] <= 100
+
+
 def test_a_public_trace_with_block_hashes_is_replayed_too(tmp_path: Path) -> None:
     trace = tmp_path / "mooncake.jsonl"
     line = {"input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}

@@ -283,6 +283,22 @@ def test_the_speed_of_a_replica_is_what_it_serves_within_the_objective(replica: 
     assert loose.output_tok_s > tight.output_tok_s
 
 
+@pytest.mark.parametrize("roughly", [False, True])
+def test_a_rehearsal_judges_by_the_itl_that_a_server_promises(replica: Replica, roughly: bool) -> None:
+    """A prompt of 8,000 tokens holds up the answers beside it for one step: no mean shows it, the ITL does."""
+    large = replace(replica, max_context=16384)
+    answers = [Arrival(0.0, 100, 60) for _ in range(10)]
+    traffic = Traffic((*answers, *(Arrival(0.4 + 0.2 * at, 8000, 2) for at in range(3))))
+    missed = {}
+    for name in ("itl", "tpot"):
+        slo = Slo(**{"ttft_s": 60.0, f"{name}_s": 0.2})
+        plan = Rehearsal(large, slo, 20.0, ScalingLimits(1, 1))
+        run = plan.play(parse_rule("forecast"), traffic, SPEED, roughly=roughly)
+        missed[name] = run.answered - run.in_slo
+    assert missed["itl"] >= 10
+    assert missed["tpot"] < missed["itl"]
+
+
 def test_a_trace_is_parted_in_time_and_copied_without_a_loss() -> None:
     traffic = waves()
     first, rest = parted(traffic, 0.5)

@@ -14,7 +14,12 @@ from cumulo.spec.slo import Slo
 
 _ENDED, _PROMPTS, _OUTPUTS = "request_success_total", "prompt_tokens_total", "generation_tokens_total"
 _RUNNING, _WAITING, _AT_GATEWAY = "num_requests_running", "num_requests_waiting", "gateway_in_flight"
-_TTFT, _TPOT = "time_to_first_token_seconds", "request_time_per_output_token_seconds"
+_HISTOGRAMS = {  # of requests, by the bound of an SLO that they are compared with
+    "ttft": "time_to_first_token_seconds",
+    "itl": "request_inter_token_latency_seconds",
+    "tpot": "request_time_per_output_token_seconds",
+    "e2e": "e2e_request_latency_seconds",
+}
 _LINE = re.compile(r"^cumulo:(\w+?)(?:\{([^}]*)\})? ([0-9.eE+-]+|\+?Inf|NaN)$", re.M)
 _BOUND = re.compile(r'le="([^"]+)"')
 
@@ -29,12 +34,10 @@ class ReplicaCounters:
     def total(self, name: str) -> float:
         return self.values.get(name, 0.0)
 
-    def within(self, name: str, bound_s: float | None) -> tuple[float, float]:
+    def within(self, name: str, bound_s: float) -> tuple[float, float]:
         """Observations within a bound, straight between two buckets; and all of them."""
         buckets = self.buckets.get(name, {})
         total = max(buckets.values(), default=0.0)
-        if bound_s is None:
-            return total, total
         low_s = low = 0.0
         for upper_s, count in sorted(buckets.items()):
             if upper_s >= bound_s:
@@ -81,7 +84,8 @@ class MetricsWatch:
         in_flight = running + waiting
         arrived = max(0.0, ended + in_flight - self._in_flight)
         mean_prompt = self._prompt_tokens / self._ended if self._ended else 0.0
-        kept = self._kept_share(now)
+        # Histograms do not say which requests kept all bounds: it is the smallest share of the bounds.
+        kept = self.slo.most_kept(lambda bound, bound_s: self._share_within(now, _HISTOGRAMS[bound], bound_s))
         self._before, self._in_flight = self._before | now, in_flight
         return RoleSeen(
             ready=len(now),
@@ -105,19 +109,15 @@ class MetricsWatch:
             total += one.total(name) - (before if before <= one.total(name) else 0.0)
         return total
 
-    def _kept_share(self, now: Mapping[str, ReplicaCounters]) -> float:
-        """Of the requests since the look before. Histograms do not say which requests kept both bounds: it is the
-        smaller share of the two."""
-        shares = []
-        for name, bound_s in ((_TTFT, self.slo.ttft_s), (_TPOT, self.slo.tpot_s or self.slo.itl_s)):
-            kept = total = 0.0
-            for replica, one in now.items():
-                before = self._before.get(replica, ReplicaCounters())
-                within, every = one.within(name, bound_s)
-                within_before, every_before = before.within(name, bound_s)
-                if every < every_before:  # it was started again
-                    within_before = every_before = 0.0
-                kept += within - within_before
-                total += every - every_before
-            shares.append(kept / total if total else 1.0)
-        return min(1.0, max(0.0, min(shares)))
+    def _share_within(self, now: Mapping[str, ReplicaCounters], name: str, bound_s: float) -> float:
+        """The share of the requests since the look before whose time is within a bound."""
+        kept = total = 0.0
+        for replica, one in now.items():
+            before = self._before.get(replica, ReplicaCounters())
+            within, every = one.within(name, bound_s)
+            within_before, every_before = before.within(name, bound_s)
+            if every < every_before:  # it was started again
+                within_before = every_before = 0.0
+            kept += within - within_before
+            total += every - every_before
+        return min(1.0, max(0.0, kept / total)) if total else 1.0

@@ -49,8 +49,9 @@ class PlayedReplica(Protocol):
 class EngineMember:
     """Scheduler and block pool are the real ones."""
 
-    def __init__(self, engine: SimulatedEngine) -> None:
+    def __init__(self, engine: SimulatedEngine, itl_bound_s: float | None = None) -> None:
         self._engine, self._placed = engine, Placed(engine)
+        engine.run.itl_bound_s = itl_bound_s
         self._judged = (
             0  # of its requests, in the order in which it took them: those before this one are noted
         )

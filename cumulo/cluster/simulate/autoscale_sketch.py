@@ -28,8 +28,11 @@ class _Prompt:
 
 
 class SketchReplica:
-    def __init__(self, config: SchedulerConfig, cost: StepCostModel) -> None:
-        self._cost = cost
+    def __init__(
+        self, config: SchedulerConfig, cost: StepCostModel, itl_bound_s: float | None = None
+    ) -> None:
+        self._cost, self._itl_bound_s = cost, itl_bound_s
+        self._late_steps = 0  # that took longer than the bound on ITL, so far
         self._capacity = config.blocks * config.block_size
         self._most_running, self._budget = config.max_running, config.max_tokens_per_step
         self._clock_s = self._busy_s = 0.0
@@ -153,6 +156,7 @@ class SketchReplica:
             served.last_token_s, served.finished = self._clock_s, True
             self._over.append(served)
             return
+        served.tokens, served.late_tokens = rest, -self._late_steps  # those before it began do not count
         heapq.heappush(self._running, (self._step + rest, next(self._order), served))
         self._context += served.arrival.prompt_tokens + 1
 
@@ -178,9 +182,12 @@ class SketchReplica:
         self._clock_s += seconds
         self._busy_s += seconds
         self._step += steps
+        if self._itl_bound_s is not None and seconds > steps * self._itl_bound_s:
+            self._late_steps += steps
         self._context += steps * len(self._running)
         while self._running and self._running[0][0] <= self._step:
             served = heapq.heappop(self._running)[2]
             served.last_token_s, served.finished = self._clock_s, True
+            served.late_tokens += self._late_steps
             self._context -= served.arrival.prompt_tokens + served.arrival.output_tokens
             self._over.append(served)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
-from cumulo.cluster.simulate.autoscale_judge import keeps
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
@@ -49,12 +48,12 @@ def split_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -> 
         tuple(replace(one, output_tokens=max(2, one.output_tokens), shared=()) for one in sample.arrivals)
     )
     first = Slo(ttft_s=slo.ttft_s or slo.e2e_s or _USUAL_TTFT_S, share=slo.share)
-    later = Slo(tpot_s=slo.tpot_s or _USUAL_TPOT_S, share=slo.share)
+    later = slo.of_role("decode") or Slo(tpot_s=_USUAL_TPOT_S, share=slo.share)
 
     def decode(arrivals: tuple[Arrival, ...]) -> Run:
         landed = [replace(one, first_token_s=one.arrived_s) for one in arrivals]
         scheduler = replica.scheduler(landing_blocks(replica, answers))
-        return simulate(landed, scheduler, replica.cost(float("inf")))
+        return simulate(landed, scheduler, replica.cost(float("inf")), itl_bound_s=later.itl_s)
 
     prompt, output, _ = sample.means()
     rates = highest_rate(replica, prompts, first), highest_rate(replica, answers, later, decode)
@@ -100,18 +99,9 @@ def highest_rate(
 
     def holds(rate: float) -> bool:
         arrivals = sample.at_rate(rate).arrivals
-        run = replica.serve(arrivals)[0] if play is None else play(arrivals)
-        kept = sum(
-            one.first_token_s is not None
-            and one.last_token_s is not None
-            and keeps(
-                slo,
-                one.first_token_s - one.arrival.arrived_s,
-                one.last_token_s - one.first_token_s,
-                one.arrival.output_tokens,
-            )
-            for one in run.served
-        )
+        run = replica.serve(arrivals, itl_bound_s=slo.itl_s)[0] if play is None else play(arrivals)
+        answered = [times for one in run.served if (times := one.times()) is not None]
+        kept = sum(slo.missed(times) is None for times in answered)
         return kept >= slo.share * len(run.served)
 
     low = high = 1.0

@@ -112,9 +112,9 @@ class Rehearsal:
 
     def _maker(self, traffic: Traffic, roughly: bool) -> Callable[[str], PlayedReplica]:
         replica = self.replica
-        config, cost = replica.scheduler().config, replica.cost()
+        config, cost, itl_s = replica.scheduler().config, replica.cost(), self.slo.itl_s
         if roughly:
-            return lambda role: SketchReplica(config, cost)
+            return lambda role: SketchReplica(config, cost, itl_s)
         landing = landing_blocks(replica, traffic) if isinstance(self.begin_with, Mapping) else 0
 
         def exact(role: str) -> PlayedReplica:
@@ -122,7 +122,7 @@ class Rehearsal:
                 engine = SimulatedEngine(replica.scheduler(landing), replica.cost(float("inf")))
             else:
                 engine = SimulatedEngine(replica.scheduler(), replica.cost())
-            return EngineMember(engine)
+            return EngineMember(engine, itl_s)
 
         return exact
 

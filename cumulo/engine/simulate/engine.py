@@ -37,13 +37,15 @@ def simulate(
     step_by_step: bool = False,
     acceptance: float = 0.0,
     head: SimulatedHead | None = None,
+    itl_bound_s: float | None = None,
 ) -> Run:
     """Serve all arrivals, given in order of time. Ends when the last is answered or, unfinished, at `stop_s`.
-    `acceptance`: with a scheduler that speculates, how often a drafted token is right."""
+    `acceptance`: with a scheduler that speculates, how often a drafted token is right. `itl_bound_s`: by which
+    requests will be judged."""
     engine = SimulatedEngine(
         scheduler, cost, overlap=overlap, step_by_step=step_by_step, acceptance=acceptance, head=head
     )
-    engine.arrivals = list(arrivals)
+    engine.arrivals, engine.run.itl_bound_s = list(arrivals), itl_bound_s
     engine.advance(stop_s)
     return engine.end()
 
@@ -101,6 +103,7 @@ class SimulatedEngine:
                 continue
             if (
                 self._may_stretch
+                and run.itl_bound_s is None
                 and self._in_flight
                 and scheduler.queue.count == 0
                 and not scheduler.shared_steps.begin(self.clock_s)

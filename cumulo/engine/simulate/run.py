@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.errors import InvalidRequest
+from cumulo.spec.slo import ServedTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,19 @@ class Served:
     refused: str | None = None  # why it could never run, or that its latency could not be promised
     tokens: int = 0  # where a run judges by ITL: of its tokens after the first one,
     late_tokens: int = 0  # those that came later than the bound
+
+    def times(self, whole: Arrival | None = None) -> ServedTimes | None:
+        """What an SLO judges; None: it was not answered. `whole`: the request that this one is a part of."""
+        if not self.finished or self.first_token_s is None or self.last_token_s is None:
+            return None
+        asked = whole or self.arrival
+        return ServedTimes.from_answer(
+            self.first_token_s - asked.arrived_s,
+            self.last_token_s - self.first_token_s,
+            asked.output_tokens,
+            self.tokens,
+            self.late_tokens,
+        )
 
 
 class StepInFlight(NamedTuple):

@@ -1,9 +1,10 @@
 """Goodput: requests per second that kept an SLO, of a simulated replica. For `cumulo simulate serve --promise` and
 `cumulo plan serve`, whose plan promises the SLO.
 
-Every request is judged on its own: its TTFT, and that 99% of its tokens came within the ITL.
+Every request is judged on its own, by the rule of cumulo/spec/slo.py.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +13,7 @@ from cumulo.engine.decide.slo.promises import learning_prompts
 from cumulo.engine.simulate.run import Arrival, Served
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.traffic import Traffic
-from cumulo.spec.slo import ITL_SHARE, Slo
+from cumulo.spec.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +56,25 @@ def play_goodput(
     if promise:
         scheduler = Scheduler(replace(scheduler.config, slo=slo, late=late))
         _learn(scheduler, replica, slower)
-    engine = replica.engine_of(scheduler, replica.cost(slower=slower), step_by_step=True)
+    engine = replica.engine_of(scheduler, replica.cost(slower=slower))
     engine.arrivals = list(traffic.arrivals)
     engine.run.itl_bound_s = slo.itl_s
     engine.advance(float("inf"))
     run = engine.end()
     admitted = [one for one in run.served if one.refused is None and (one.promised or not promise)]
-    late_start = {id(one) for one in admitted if _late_start(one, slo)}
-    uneven = [one for one in admitted if id(one) not in late_start and _uneven(one)]
-    kept = [one for one in admitted if one.finished and id(one) not in late_start and not _uneven(one)]
+    outcomes = [_outcome(one, slo) for one in admitted]
+    kept = [one for one, outcome in zip(admitted, outcomes, strict=True) if outcome == "kept"]
+    counts = Counter(outcomes)
     span_s = traffic.arrivals[-1].arrived_s - traffic.arrivals[0].arrived_s
     tokens = sum(one.arrival.output_tokens for one in kept)
     return Goodput(
-        len(run.served), len(admitted), len(kept), len(late_start), len(uneven), span_s, tokens / span_s
+        len(run.served), len(admitted), len(kept), counts["ttft"], counts["itl"], span_s, tokens / span_s
     )
 
 
 def _learn(scheduler: Scheduler, replica: Replica, slower: float) -> None:
     """What a server does before it is ready."""
-    engine = replica.engine_of(scheduler, replica.cost(slower=slower), step_by_step=True)
+    engine = replica.engine_of(scheduler, replica.cost(slower=slower))
     for tokens in learning_prompts(lambda: scheduler.books.promises, scheduler.config.max_context):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
@@ -82,11 +83,7 @@ def _learn(scheduler: Scheduler, replica: Replica, slower: float) -> None:
     scheduler.pool.clear_cache()
 
 
-def _late_start(one: Served, slo: Slo) -> bool:
-    if slo.ttft_s is None:
-        return False
-    return one.first_token_s is None or one.first_token_s - one.arrival.arrived_s > slo.ttft_s
-
-
-def _uneven(one: Served) -> bool:
-    return one.late_tokens > (1 - ITL_SHARE) * one.tokens
+def _outcome(one: Served, slo: Slo) -> str:
+    """The bound that a request missed, or that it kept them all, or was not answered."""
+    times = one.times()
+    return "not answered" if times is None else slo.missed(times) or "kept"

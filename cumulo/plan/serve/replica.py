@@ -193,18 +193,14 @@ class Replica:
         """Of a KV block, on one rank."""
         return self.engine_config().block_size * self.work().kv_bytes_per_token
 
-    def engine_of(
-        self, scheduler: Scheduler, cost: StepCostModel, *, step_by_step: bool = False
-    ) -> SimulatedEngine:
+    def engine_of(self, scheduler: Scheduler, cost: StepCostModel) -> SimulatedEngine:
         """One that plays the steps of this scheduler."""
         disk = None
         if self.kv_disk:
             read_s = self.block_bytes / self.disk_bytes_per_s
             most = int(self.kv_disk_gib * GIB / self.block_bytes)
             disk = SimulatedDisk(read_s, _WRITING_TAKES * read_s, most)
-        return SimulatedEngine(
-            scheduler, cost, step_by_step=step_by_step, acceptance=self.acceptance, head=self.head, disk=disk
-        )
+        return SimulatedEngine(scheduler, cost, acceptance=self.acceptance, head=self.head, disk=disk)
 
     @property
     def head(self) -> SimulatedHead | None:
@@ -252,11 +248,14 @@ class Replica:
         elements = served_elements(local_spec(self.spec, self.tp, self.ep), self.max_lora_rank)
         return elements * BITS_OF_KV[self.form.activations] / 8
 
-    def serve(self, arrivals: tuple[Arrival, ...], slower: float = 1.0) -> tuple[Run, StepCostModel]:
-        """Play traffic; the cost model comes back knowing where the time went."""
+    def serve(
+        self, arrivals: tuple[Arrival, ...], slower: float = 1.0, itl_bound_s: float | None = None
+    ) -> tuple[Run, StepCostModel]:
+        """Play traffic; the cost model comes back knowing where the time went. `itl_bound_s`: by which requests are
+        judged later."""
         cost = self.cost(slower=slower)
         engine = self.engine_of(self.scheduler(), cost)
-        engine.arrivals = list(arrivals)
+        engine.arrivals, engine.run.itl_bound_s = list(arrivals), itl_bound_s
         engine.advance(float("inf"))
         return engine.end(), cost
 

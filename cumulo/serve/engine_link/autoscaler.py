@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from cumulo.cluster.decide.autoscale.settings import AutoscaleSettings
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.prefill_scaling import PrefillScaling
 from cumulo.serve.engine_link.replica import FleetReplica
-from cumulo.spec.slo import Slo
+from cumulo.spec.slo import ServedTimes, Slo
 
 log = logging.getLogger(__name__)
 
@@ -74,19 +75,15 @@ class FleetAutoscaler:
         if homeless:
             self._woken.set()  # nobody takes requests: do not wait for the next look
 
-    def note_end(self, ttft_s: float, rest_s: float, output_tokens: int) -> None:
-        """A request that was answered; `rest_s`: from its first token to its last. Prefill is judged by the first,
-        decode by the rest."""
-        tpot_s = rest_s / max(1, output_tokens - 1)
-        begun = self.slo.ttft_s is None or ttft_s <= self.slo.ttft_s
-        bounds = ((self.slo.itl_s, tpot_s), (self.slo.tpot_s, tpot_s))
-        fluent = all(bound is None or value <= bound for bound, value in bounds)
-        kept = begun and fluent
+    def note_end(self, ttft_s: float, rest_s: float, output_tokens: int, itls_s: Sequence[float]) -> None:
+        """A request was answered. `rest_s`: from its first token to its last; `itls_s`: between streamed tokens."""
+        late_gaps = self.slo.late_gaps(itls_s)
+        times = ServedTimes.from_answer(ttft_s, rest_s, output_tokens, len(itls_s), late_gaps)
         self._ended += 1
-        self._in_slo += fluent if self._prefill is not None else kept
-        self._begun += begun
+        self._in_slo += _keeps(self.slo.of_role("both" if self._prefill is None else "decode"), times)
+        self._begun += _keeps(self.slo.of_role("prefill"), times)
         self.judged += 1
-        self.kept += kept
+        self.kept += _keeps(self.slo, times)
         self._outputs += 1
         self._output_tokens += output_tokens
 
@@ -264,3 +261,8 @@ class FleetAutoscaler:
             ],
             **self._prefill_report(),
         }
+
+
+def _keeps(slo: Slo | None, times: ServedTimes) -> bool:
+    """`slo`: the bounds of one role; None: it has none, and every request keeps them."""
+    return slo is None or slo.missed(times) is None

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 
 from cumulo.serve.engine_link.messages import FairnessReport, Ready, Stats, TierStats
 from cumulo.serve.observe.stories import Record
+from cumulo.spec.slo import kept_itl_s
 
 Kind = TypeVar("Kind", Counter, Gauge)
 MOST_TENANTS = 100  # that have a series of their own
@@ -79,6 +80,11 @@ class Metrics:
         )
         self.inference = histogram(
             "request_inference_time_seconds", "Time from a request's admission to its end.", _WHOLE_REQUEST_S
+        )
+        self.kept_itl = histogram(
+            "request_inter_token_latency_seconds",
+            "Latency within which 99% of the streamed tokens of a request came after the one before.",
+            _BETWEEN_TOKENS_S,
         )
         self.prefill = histogram(
             "request_prefill_time_seconds",
@@ -280,6 +286,8 @@ class Metrics:
                 self.decode.observe(story.finished_s - story.first_token_s)
         if story.decode_tok_s:
             self.per_token.observe(record.samples / story.decode_tok_s)
+        if (itl_s := kept_itl_s(record.itls_s)) is not None:
+            self.kept_itl.observe(itl_s)
         if story.promise is not None and story.first_token_s is not None:
             self.promises(story.promise.outcome(story.ttft_s)).inc()
         for cause, seconds in story.waits_s.items():

@@ -17,7 +17,7 @@ from cumulo.spec.slo import Slo
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _RATE = re.compile(r"\d+(?:\.\d+)?")
-_TIMES = ("interval", "idle", "cooldown", "start-up", "ttft", "tpot")
+_TIMES = ("interval", "idle", "cooldown", "start-up", "ttft", "itl", "tpot", "e2e")
 _RATES = ("prompt-tok-s", "output-tok-s")
 _NAMES = (*_TIMES, *_RATES, "prefill", "devices")
 
@@ -82,7 +82,7 @@ def parse_autoscale(text: str) -> AutoscaleSettings:
             devices = int(value)
         else:
             times[name] = _number(name, value)
-    bounds = {f"{name}_s": times[name] for name in ("ttft", "tpot") if name in times}
+    bounds = {f"{name}_s": times[name] for name in ("ttft", "itl", "tpot", "e2e") if name in times}
     return AutoscaleSettings(
         ScalingLimits(int(match[1]), int(match[2])),
         interval_s=times.get("interval", 5.0),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from cumulo.spec.slo import ITL_SHARE, Slo
+from cumulo.spec.slo import ServedTimes, Slo, missed_bound
 
 Outcome = Literal["kept", "missed_ttft", "missed_itl"]
 
@@ -32,6 +32,10 @@ class Promise:
 
     def outcome(self, ttft_s: float | None) -> Outcome:
         """`ttft_s`: as it was; None if it ended before its first token."""
-        if self.ttft_s is not None and ttft_s is not None and ttft_s > self.ttft_s:
-            return "missed_ttft"
-        return "kept" if self.late_tokens <= (1 - ITL_SHARE) * self.tokens else "missed_itl"
+        bounds = {"ttft": self.ttft_s, "itl": self.itl_s}
+        promised = {name: bound_s for name, bound_s in bounds.items() if bound_s is not None}
+        times = ServedTimes(ttft_s, gaps=self.tokens, late_gaps=self.late_tokens)
+        missed = missed_bound(promised, times)
+        if missed is None:
+            return "kept"
+        return "missed_ttft" if missed == "ttft" else "missed_itl"
