@@ -9,7 +9,7 @@ import typer
 from cumulo.cli.shared import options
 
 if TYPE_CHECKING:
-    from cumulo.plan.diagnose.verdict import Diagnosis
+    from cumulo.diagnose.diagnosis import Diagnosis
 
 EXAMPLE = "Example: [bold]cumulo diagnose examples/network/slow_all_reduce.txt[/bold]"
 
@@ -37,8 +37,8 @@ def diagnose(
     text is not enough, it says so.
     """
     from cumulo.cli.shared.terminal import out, read_stdin, read_text
+    from cumulo.diagnose.diagnose import diagnose as judge
     from cumulo.errors import InvalidRequest
-    from cumulo.plan.diagnose.verdict import diagnose as judge
 
     if live:
         _live(json_file)
@@ -92,7 +92,7 @@ def _live(json_file: Path | None) -> None:
                 text=True,
                 check=False,
             )
-        from cumulo.plan.diagnose.verdict import diagnose as judge
+        from cumulo.diagnose.diagnose import diagnose as judge
 
         found = judge(done.stdout + done.stderr)
         _write(json_file, found)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cumulo.collectives.simulate.fabrics.links import Ints
-    from cumulo.plan.lint.finding import Finding
+    from cumulo.diagnose.lint import Finding
     from cumulo.spec.cluster import Cluster
 
 app = typer.Typer(
@@ -58,7 +58,7 @@ def lint(chosen: LintOptions) -> None:
 
     from cumulo.base.report import Row, write_json
     from cumulo.cli.shared.terminal import out, working
-    from cumulo.plan.lint.fabric_rules import worst
+    from cumulo.diagnose.lint.fabric_rules import worst
 
     with working("checking"):
         found = list(_findings(chosen))
@@ -78,8 +78,8 @@ def lint(chosen: LintOptions) -> None:
 
 
 def _findings(chosen: LintOptions) -> "Iterator[Finding]":
-    from cumulo.plan.lint.nccl_env import lint_settings, settings_of
-    from cumulo.plan.lint.pfc import flows_of, lint_pfc, lint_victims
+    from cumulo.diagnose.lint.pfc import flows_of, lint_pfc, lint_victims
+    from cumulo.diagnose.lint.settings import lint_settings, settings_of
     from cumulo.spec.catalog import shipped
 
     content = _content(chosen.target)
@@ -100,8 +100,8 @@ def _findings(chosen: LintOptions) -> "Iterator[Finding]":
 
 def _of_fabric(chosen: LintOptions, cluster: "Cluster", groups: "Ints") -> "Iterator[Finding]":
     from cumulo.base.byte_text import parse_bytes
-    from cumulo.plan.lint import fabric_rules as rules
-    from cumulo.plan.lint.pfc import lint_pfc
+    from cumulo.diagnose.lint import fabric_rules as rules
+    from cumulo.diagnose.lint.pfc import lint_pfc
 
     if flows := rules.lint_loops(cluster, groups):
         yield from lint_pfc(flows, kind="per-port")
@@ -115,8 +115,8 @@ def _of_fabric(chosen: LintOptions, cluster: "Cluster", groups: "Ints") -> "Iter
 
 def _job(chosen: LintOptions, content: "dict[str, Any] | None", fabric: str) -> "tuple[Cluster, Ints]":
     """The cluster and its data-parallel rings."""
+    from cumulo.diagnose.lint.fabric_rules import data_groups
     from cumulo.errors import ConfigError
-    from cumulo.plan.lint.fabric_rules import data_groups
     from cumulo.spec.catalog import shipped
 
     catalog = shipped(chosen.catalog_file)

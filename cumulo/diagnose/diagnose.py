@@ -1,0 +1,161 @@
+"""diagnose(): the likely cause of a slow or stuck collective from a pasted text, on what evidence, and what to run
+next. `cumulo diagnose` calls it.
+
+A parser for each tool turns the text into facts, and the signs of causes are looked for in these facts. Where
+none is found the answer is "I cannot tell", with what was read and what would tell."""
+
+import re
+from dataclasses import replace
+
+from cumulo.diagnose.case import RunCase
+from cumulo.diagnose.diagnosis import Diagnosis
+from cumulo.diagnose.flight_recorder import RankProgress, parse_progress
+from cumulo.diagnose.host_tools import HostFacts, host_facts
+from cumulo.diagnose.machine import port_gbps_of
+from cumulo.diagnose.messages import message_verdict
+from cumulo.diagnose.nccl_log import parse_nccl_log
+from cumulo.diagnose.nccl_tests import TestRun, nccl_test_runs
+from cumulo.diagnose.perftest import Perftest, parse_perftests
+from cumulo.diagnose.plain_text import plain_text
+from cumulo.diagnose.signs import judge
+
+# Of several runs the worst counts.
+_MILD = ("unknown", "small-messages", "healthy")
+_SLOWER = 0.8  # of another run, or of another card's test
+_OF_PORT = 0.85  # of a port's rate, that a healthy link reaches
+_DUMPS_STEP = "take the dumps again after a few seconds: if the number is the same, it hangs"
+_MATRIX = re.compile(r"^\s*GPU0\s+GPU1\s", re.M)
+
+
+def diagnose(text: str) -> Diagnosis:
+    text = plain_text(text)
+    if (progress := parse_progress(text)) is not None:
+        return _progress_verdict(progress)
+    runs, host = list(nccl_test_runs(text)), host_facts(text)
+    if (message := message_verdict(text, measured=bool(runs))) is not None:
+        return message
+    if runs:
+        return _runs_verdict(runs, text, host)
+    if tests := parse_perftests(text):
+        return _perftest_verdict(tests, text, host)
+    if (log := parse_nccl_log(text)) is not None:
+        return judge(RunCase(text, text, None, log, host))
+    return _nothing_measured(text, host)
+
+
+def _runs_verdict(runs: list[TestRun], text: str, host: HostFacts) -> Diagnosis:
+    cases = [
+        RunCase(run.text, text, run, parse_nccl_log(run.text if len(runs) > 1 else text), host)
+        for run in runs
+    ]
+    found = [judge(case) for case in cases]
+    at = min(
+        range(len(found)),
+        key=lambda number: (*_MILD, "").index(found[number].cause) if found[number].cause in _MILD else -1,
+    )
+    worst = found[at]
+    if len(runs) == 1:
+        return worst
+    others = ", ".join(f"{number + 1}: {one.cause}" for number, one in enumerate(found) if number != at)
+    worst = replace(
+        worst, evidence=(f"this is run {at + 1} of {len(found)} in the text ({others})", *worst.evidence)
+    )
+    return _slower_run(cases, worst) if worst.cause == "healthy" else worst
+
+
+def _slower_run(cases: list[RunCase], found: Diagnosis) -> Diagnosis:
+    """Runs of the same kind are healthy only if they are about as fast as each other."""
+    best: dict[tuple[str, int | None, int, int], float] = {}
+    for case in cases:
+        assert case.run is not None
+        row = case.run.rows[-1]
+        kind = (case.operation, case.ranks, case.nodes, row.size_bytes)
+        before = best.setdefault(kind, row.busbw)
+        if not _SLOWER < row.busbw / before < 1 / _SLOWER:
+            said = f"runs of the same kind reach {before:.4g} and {row.busbw:.4g} GB/s"
+            sentence = (
+                "One run is much slower than another of the same kind, and nothing in the text says why."
+            )
+            return replace(
+                found, cause="unknown", sentence=sentence, evidence=(said, *found.evidence), confidence="low"
+            )
+    return found
+
+
+def _perftest_verdict(tests: list[Perftest], text: str, host: HostFacts) -> Diagnosis:
+    """Cards against each other, GPU memory against host memory, and all against the port's stated rate."""
+    if host.port_down:
+        return Diagnosis("rail-down", "A port is down.", (f"the text says: {host.port_down}",), "high")
+    reached = [(test, test.gbps or 0.0) for test in tests if test.size_bytes >= 4096]
+    if not reached:
+        return Diagnosis("small-messages", "At these sizes latency counts, not bandwidth.")
+    evidence = tuple(f"{test.device or 'a card'}{' (GPU memory)' * test.gpu_memory}: {gbps:.0f} Gbit/s"
+                     for test, gbps in reached[:8])  # fmt: skip
+    from_gpu = [gbps for test, gbps in reached if test.gpu_memory]
+    from_host = [gbps for test, gbps in reached if not test.gpu_memory]
+    if from_gpu and from_host and max(from_gpu) < _SLOWER * max(from_host):
+        return Diagnosis("no-gdr", "GPU memory is much slower than host memory.", evidence, "high")
+    if host.narrow_link:
+        said = f"the text says: {host.narrow_link}"
+        return Diagnosis("slow-link", "A link runs below its rate.", (said, *evidence), "high")
+    slowest, fastest = min(reached, key=lambda one: one[1]), max(gbps for _, gbps in reached)
+    cards = {test.device for test, _ in reached}
+    if len(cards) > 1 and slowest[1] < _SLOWER * fastest:
+        sentence = f"{slowest[0].device} has {slowest[1] / fastest:.0%} of what the fastest card has."
+        return Diagnosis("slow-link", sentence, evidence, "high")
+    rate = port_gbps_of(text)
+    if rate is None or fastest > 1.05 * rate:
+        sentence = f"A card reaches {fastest:.0f} Gbit/s, and the text does not state its port's rate."
+        return Diagnosis("unknown", sentence, evidence, more_steps=("add the output of `ibstat`",))
+    share = slowest[1] / rate
+    cause = "healthy" if share >= _OF_PORT else "slow-link"
+    return Diagnosis(cause, f"{share:.0%} of the port's {rate:.0f} Gbit/s.", evidence, "medium")
+
+
+def _progress_verdict(found: RankProgress) -> Diagnosis:
+    """What a flight recorder or a watchdog says."""
+    if not found.collective:
+        return _in_step(found)
+    name = f"{found.collective} number {found.sequence}"
+    waiting = f"{len(found.waiting)} of the ranks" if found.waiting else "the other ranks"
+    evidence = (f"{waiting} wait in {name}", *((f"called at {found.where}",) if found.where else ()))
+    if found.differ:
+        return Diagnosis(
+            "mismatched-calls", f"{found.differ[0].upper()}{found.differ[1:]}.", evidence, "high"
+        )
+    if found.missing:
+        who = ", ".join(map(str, found.missing))
+        return Diagnosis("late-rank", f"Rank {who} did not come to {name}.", evidence, "high")
+    if found.ranks:
+        sentence = f"All {found.ranks} ranks came to {name}, and it has not ended: it runs, or is held up."
+        return Diagnosis("unknown", sentence, evidence, more_steps=(_DUMPS_STEP,))
+    sentence = "Ranks wait in a collective, and the text does not say which rank is missing."
+    return Diagnosis("late-rank", sentence, evidence, "medium")
+
+
+def _in_step(found: RankProgress) -> Diagnosis:
+    if found.slow:
+        evidence = (f"{found.ranks} ranks ended the same collectives",)
+        return Diagnosis("late-rank", f"Nothing hangs, but {found.slow}.", evidence, "medium")
+    if found.ranks < max(2, found.world):
+        sentence = "The dumps of some ranks are not here; these ended all their collectives."
+        return Diagnosis("unknown", sentence, more_steps=("collect the dumps of all ranks",))
+    sentence = f"All {found.ranks} ranks ended the same collectives: nothing hangs, and none is late."
+    return Diagnosis("healthy", sentence, (), "medium")
+
+
+def _nothing_measured(text: str, host: HostFacts) -> Diagnosis:
+    if host.port_down:
+        return Diagnosis("rail-down", "A port is down.", (f"the text says: {host.port_down}",), "medium")
+    # The matrix of `nvidia-smi topo -m` is a map of the machine, not a measurement; another command reads it.
+    steps = (
+        ("run `cumulo topology FILE` on this file: it reads such a matrix",) if _MATRIX.search(text) else ()
+    )
+    said = [one for one in (host.narrow_link, host.link_errors, host.throttled, host.no_peermem) if one]
+    if said:
+        sentence = "The text names a fault, but no run that suffers from it: measure one."
+    else:
+        sentence = (
+            "The text has no table of nccl-tests, no NCCL log, no perftest output and no flight recorder."
+        )
+    return Diagnosis("unknown", sentence, tuple(f"the text says: {one}" for one in said), more_steps=steps)

@@ -1,1 +1,0 @@
-"""What a pasted output of nccl-tests, NCCL, perftest or a flight recorder says about a network."""

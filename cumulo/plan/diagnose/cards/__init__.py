@@ -1,1 +1,0 @@
-"""Tests of single cards and links: perftest, OSU, iperf3."""
