@@ -6,9 +6,8 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from cumulo.gateway.options import GatewayOptions
-from cumulo.serve.access.keys import ApiKeys, Caller
+from cumulo.serve.access.keys import ApiKeys, Caller, no_entry, shown_key
 from cumulo.serve.access.limits import RateLimits
-from cumulo.serve.access.shown_key import no_entry, shown_key
 from cumulo.serve.errors import ApiError
 from cumulo.serve.fleet.wire import FleetCaller
 

@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterable
 
 from cumulo.load.http_response import Response
-from cumulo.serve.anthropic.error_shape import error_body, speaks_anthropic
-from cumulo.serve.errors import ApiError
+from cumulo.serve.errors import ApiError, anthropic_error, speaks_anthropic
 from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, PROMPT_HEADER
 
 _OWN_OF_A_CONNECTION = frozenset(
@@ -50,7 +49,7 @@ def is_worth_retrying(status: int, body: bytes) -> bool:
 def failure_event(path: str, message: str) -> bytes:
     """An error in the middle of a stream."""
     if speaks_anthropic(path):
-        return b"event: error\ndata: " + error_body(503, message, "") + b"\n\n"
+        return b"event: error\ndata: " + anthropic_error(503, message, "") + b"\n\n"
     error = ApiError(503, message, kind="server_error", code="replica_failed")
     if path == "/v1/responses":
         told = {"type": "error", "code": error.code, "message": message, "param": None}

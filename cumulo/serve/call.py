@@ -16,9 +16,8 @@ from starlette.requests import Request
 from cumulo.engine.decide.adapters.book import salted
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
-from cumulo.serve.access.caller import caller_of
+from cumulo.serve.access.keys import caller_of
 from cumulo.serve.adapters.shelf import ServedAdapter
-from cumulo.serve.batches.in_process import LEAST_PRIORITY_KEY
 from cumulo.serve.engine_link.in_flight import Failure, Inbox
 from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
@@ -28,6 +27,7 @@ from cumulo.serve.http.direct_writer import connection_of
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
 
+LEAST_PRIORITY_KEY = "least_priority"  # in the scope's state: the request is no more important than this
 _UNKNOWN_PARAMS = SamplingParams()
 _BATCH_AT_A_TIME = 4  # prompts of one line of a batch, so that it leaves the queue to others
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them: {"error": {message, type, param, code}} with the right status.
+"""Errors as OpenAI's API words them, {"error": {message, type, param, code}}, and as Anthropic's does.
 
 ApiError is raised by endpoints; `install` makes FastAPI's own errors (validation, unknown routes, bugs of
 ours) look the same.
@@ -7,6 +7,7 @@ ours) look the same.
 import json
 import logging
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from cumulo.errors import CumuloError
-from cumulo.serve.anthropic import error_shape
 
 log = logging.getLogger(__name__)
 
@@ -69,24 +69,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def validation_error(error: RequestValidationError) -> ApiError:
-    return problem_error(error.errors())
-
-
 def problem_error(problems: Sequence[Any]) -> ApiError:
-    """The first thing wrong with a request, named the way the client wrote it. `problems` are pydantic's, with
-    "body" before their places, as FastAPI has them."""
+    """The first of pydantic's `problems` with a request, named the way the client wrote it."""
     first = _telling(problems)
-    place = list(first.get("loc", ()))
-    # Where in the request it is; a field may have such a name, too.
-    if place and place[0] in ("body", "query", "path"):
-        place = place[1:]
-    param = _field_name(place)
+    param = _field_name(list(first["loc"]))
     kind = first["type"]
-    if kind == "json_invalid":
-        return invalid(f"the body is not valid JSON: {first['ctx']['error']} at position {place[0]}")
-    if kind == "missing" and not param:
-        return invalid("the request has no body; send a JSON object with Content-Type: application/json")
     if kind == "missing":
         return invalid(f"'{param}' is missing", param, "missing_required_parameter")
     if kind in ("unsupported", "misspelt"):
@@ -107,7 +94,7 @@ def problem_error(problems: Sequence[Any]) -> ApiError:
 def _telling(problems: Sequence[Any]) -> dict[str, Any]:
     """Of a field that may be of several types, all are tried; the one of the right type tells what is wrong."""
     first: dict[str, Any] = problems[0]
-    same_field = [problem for problem in problems if problem["loc"][:2] == first["loc"][:2]]
+    same_field = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     return next((problem for problem in same_field if not problem["type"].endswith("_type")), first)
 
 
@@ -126,10 +113,40 @@ def _field_name(place: list[Any]) -> str:
 
 def shaped(error: ApiError, scope: Scope) -> Response:
     """The error as the API that the path belongs to words it."""
-    if not error_shape.speaks_anthropic(scope["path"]):
+    if not speaks_anthropic(scope["path"]):
         return error.response()
-    body = error_shape.error_body(error.status, error.message, error_shape.request_id(scope))
+    # The call's id; a request that was refused before it had one gets one here, for the client and the log.
+    request_id = scope.setdefault("state", {}).setdefault("call_id", f"req_{secrets.token_hex(12)}")
+    body = anthropic_error(error.status, error.message, request_id)
     return Response(body, error.status, error.headers, "application/json")
+
+
+# -- Anthropic's shape ------------------------------------------------------------------------------------
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def speaks_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+
+
+def anthropic_error(status: int, message: str, request_id: str) -> bytes:
+    """The body of an error under /v1/messages."""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    # ASCII: a message may quote a lone surrogate, which has no UTF-8.
+    return json.dumps(error, separators=(",", ":")).encode("ascii")
+
+
+# -- FastAPI's own errors ---------------------------------------------------------------------------------
 
 
 def _methods(request: Request) -> str:
@@ -147,7 +164,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
-        return shaped(validation_error(error), request.scope)
+        """Query and path parameters: bodies are read by BodyReader."""
+        problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
+        return shaped(problem_error(problems), request.scope)
 
     @app.exception_handler(CumuloError)
     async def user_error(request: Request, error: CumuloError) -> Response:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from cumulo.serve.access.caller import require_operator
+from cumulo.serve.access.keys import require_operator
 from cumulo.serve.engine_link import fleet_operations as operations
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.errors import ApiError

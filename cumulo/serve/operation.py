@@ -6,9 +6,9 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo import __version__
-from cumulo.serve.access.caller import caller_of
-from cumulo.serve.access.keys import Caller
+from cumulo.serve.access.keys import Caller, caller_of
 from cumulo.serve.adapters.shelf import ServedAdapter
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
@@ -31,7 +31,7 @@ from cumulo.serve.openai.schemas_out import (
 from cumulo.serve.openai.template_variables import template_variables
 from cumulo.serve.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 Format = Annotated[Literal["json", "trace"], Query(description="trace: a Chrome/Perfetto trace")]
 
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from cumulo.errors import CumuloError
 from cumulo.models.files.hub import resolve
-from cumulo.serve.api import create_app
+from cumulo.serve.app import create_app
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.http.connection import Connection
 from cumulo.serve.http.descriptors import BACKLOG, find_room
@@ -54,7 +54,7 @@ class _Run:
         self._keeper = Keeper(http_limits(service.options, room), tally)
         service.metrics.connections.set_function(lambda: float(self._keeper.count))
         service.metrics.log_lines_lost.set_function(lambda: float(steady_stderr.install().lost_lines))
-        app = create_app(service)
+        app = self._app = create_app(service)
         if tracing is not None:
             from cumulo.serve.observe.otel import TracingMiddleware
 
@@ -94,7 +94,10 @@ class _Run:
 
     async def _start(self) -> None:
         try:
+            # Beside the event loop, and before somebody asks: making the description takes long.
+            describing = asyncio.create_task(asyncio.to_thread(self._app.openapi))
             self._on_ready(await self.service.start())
+            await describing
             # What is loaded stays: a full collection in the middle of a stream need not walk it.
             gc.collect()
             gc.freeze()

@@ -34,7 +34,6 @@ from cumulo.serve.observe.metrics import Metrics
 from cumulo.serve.observe.rejections import Rejections
 from cumulo.serve.observe.step_history import StepHistory
 from cumulo.serve.observe.stories import Record, Stories
-from cumulo.serve.openai.sampling import ChatParams
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.responses.stored import StoredResponses
 
@@ -98,7 +97,6 @@ class Service:
         self.anyone = anyone
         self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
         self.limits = RateLimits()
-        self.chat_params = ChatParams()
         self.metrics = Metrics(model_name)
         self.fleet_metrics = self._fleet_metrics(model_name) if self.fleet is not None else None
         if options.engine.layout.world > 1:

@@ -1,4 +1,5 @@
-"""API keys: a file that holds no key, only salted hashes. Made by `cumulo serve --new-api-key`, read by the gate.
+"""API keys: a file that holds no key, only salted hashes. Made by `cumulo serve --new-api-key`, read by the
+gates of server and gateway.
 
 The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?,
 "may_go_first"?, "cache_group"?, "may_see_names"?, "may_operate"?, "slo"?}, ...]}. A key that may go first may send
@@ -18,14 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from cumulo.base.whole_file import write_whole
 from cumulo.errors import CumuloError
 from cumulo.load.slo import parse_promise
+from cumulo.serve.errors import ApiError
 from cumulo.spec.slo import Slo
 
 log = logging.getLogger(__name__)
 
+CALLER_KEY = "cumulo.caller"  # in the scope: who asks, known already; no client can write there
 _LONGEST_KEY = 256
 _LOOK_AGAIN_S = 1.0
 
@@ -189,3 +194,39 @@ def new_key(
     except OSError as error:
         raise CumuloError(f"the key cannot be written to {path}: {error.strerror}") from error
     return key
+
+
+# -- requests ---------------------------------------------------------------------------------------------
+def shown_key(headers: Headers) -> str:
+    """As OpenAI's clients send it, or as Anthropic's do; raises ApiError where there is none, or two."""
+    keys = {value.strip() for value in headers.getlist("x-api-key")}
+    for value in headers.getlist("authorization"):
+        scheme, _, key = value.partition(" ")
+        if scheme.lower() == "bearer":
+            keys.add(key.strip())
+    keys.discard("")
+    if not keys:
+        raise no_entry("no API key was sent; send one as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`")
+    if len(keys) > 1:
+        raise no_entry("different API keys were sent in `Authorization` and `X-Api-Key`; send one")
+    return keys.pop()
+
+
+def no_entry(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def caller_of(request: Request) -> Caller:
+    """Who sends this request, as the gate has found out."""
+    caller: Caller = request.scope["state"]["caller"]
+    return caller
+
+
+def require_operator(request: Request) -> None:
+    """Refuse a caller whose key may not operate the server."""
+    if not caller_of(request).may_operate:
+        raise ApiError(
+            403,
+            "this API key may not operate the server; make one that may with --new-api-key NAME --operator",
+            code="not_an_operator",
+        )

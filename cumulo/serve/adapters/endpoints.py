@@ -7,8 +7,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from cumulo.serve.access.caller import require_operator
+from cumulo.serve.access.keys import require_operator
 from cumulo.serve.adapters.shelf import AdapterRefused, ServedAdapter
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.errors import ApiError
 from cumulo.serve.openai.descriptions import answers, plain
 from cumulo.serve.openai.events import json_response
@@ -16,7 +17,7 @@ from cumulo.serve.openai.fields import Strict
 from cumulo.serve.openai.schemas_out import AdapterAnswer
 from cumulo.serve.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 Name = Annotated[
     str, Field(min_length=1, max_length=128, description="What requests call it, as their `model`")
 ]

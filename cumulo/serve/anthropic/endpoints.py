@@ -9,19 +9,19 @@ from starlette.responses import Response
 from cumulo.engine.outputs import Delta
 from cumulo.serve.anthropic.answer import MessageAnswer, Thoughts, counts
 from cumulo.serve.anthropic.as_chat import make_chat, translated
-from cumulo.serve.anthropic.error_shape import error_body
 from cumulo.serve.anthropic.request import CountTokensRequest, MessagesRequest
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
-from cumulo.serve.errors import ApiError
+from cumulo.serve.errors import ApiError, anthropic_error
 from cumulo.serve.openai.chat import begin_chat, chat_prompt
 from cumulo.serve.openai.descriptions import anthropic_answers, plain, streamed
 from cumulo.serve.openai.events import json_response, open_stream, to_line
 from cumulo.serve.openai.schemas_out import AnthropicMessage, TokenCount
 from cumulo.serve.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 log = logging.getLogger(__name__)
 
 
@@ -120,7 +120,7 @@ class MessageEvents:
         return _packed([last, {"type": "message_stop"}])
 
     def fail(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + error_body(error.status, error.message, self._call.id) + b"\n\n"
+        return b"event: error\ndata: " + anthropic_error(error.status, error.message, self._call.id) + b"\n\n"
 
 
 def _packed(events: list[dict[str, Any]]) -> bytes:

@@ -5,15 +5,16 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from cumulo.serve.access.caller import caller_of
+from cumulo.serve.access.keys import caller_of
 from cumulo.serve.batches.desk import Batches
 from cumulo.serve.batches.paging import page
 from cumulo.serve.batches.record import BatchRecord
 from cumulo.serve.batches.schemas import BatchList, BatchObject, BatchRequest
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.openai.descriptions import answers, plain
 from cumulo.serve.openai.events import json_response
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 Limit = Annotated[int, Query(ge=1, le=100, description="How many at most.")]
 After = Annotated[str | None, Query(max_length=64, description="Go on after the batch with this id.")]

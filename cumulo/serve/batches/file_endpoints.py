@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import FileResponse, Response
 
-from cumulo.serve.access.caller import caller_of
+from cumulo.serve.access.keys import caller_of
 from cumulo.serve.batches import upload
 from cumulo.serve.batches.endpoints import batches_of
 from cumulo.serve.batches.paging import page

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message
 
-from cumulo.serve.access.keys import Caller
+from cumulo.serve.access.keys import CALLER_KEY, Caller
+from cumulo.serve.call import LEAST_PRIORITY_KEY
 from cumulo.serve.errors import ApiError
 
 log = logging.getLogger(__name__)
 
-CALLER_KEY = "cumulo.caller"  # in the scope: who asks, known already
-LEAST_PRIORITY_KEY = "least_priority"  # in the scope's state: the request is no more important than this
 BATCH_PRIORITY = 100  # the least important there is
 
 

@@ -1,7 +1,7 @@
 """Warnings about a request that is answered all the same, sent in the header X-Cumulo-Warning.
 
 `warn` may be called by anything that works on a request before its answer begins: a validator, an endpoint, also in
-a thread that was started with the request's context (`asyncio.to_thread`). DirectRoute opens a `Notes` for every
+a thread that was started with the request's context (`asyncio.to_thread`). The gate opens a `Notes` for every
 request and writes the header, for whole answers, streams and errors alike.
 """
 
@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from typing import Any
 
 HEADER = b"x-cumulo-warning"
-LENIENT_HEADER = b"x-cumulo-lenient"
 _MOST_TOLD = 8
 _LONGEST_NAME = 64
 _LONGEST_WARNING = 200
@@ -30,12 +29,6 @@ class Notes:
     def add(self, text: str) -> None:
         if text not in self._texts:
             self._texts.append(text)
-
-    def restart(self) -> None:
-        """The body is read again: forget the objects of the first time."""
-        self._root = None
-        self._unknown.clear()
-        self._noted.clear()
 
     def begin(self, data: Any) -> None:
         """The outermost object of a body, which is validated first: places are told from here."""

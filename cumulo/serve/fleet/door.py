@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cumulo.serve.access.keys import Caller
-from cumulo.serve.batches.in_process import CALLER_KEY
+from cumulo.serve.access.keys import CALLER_KEY, Caller
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.fleet.passage import PASSAGE, Passage
 from cumulo.serve.fleet.wire import (

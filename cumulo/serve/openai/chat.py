@@ -9,6 +9,7 @@ from starlette.responses import Response
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.bodies.logprob_bound import worded
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import invalid
@@ -22,15 +23,14 @@ from cumulo.serve.openai.descriptions import answers, streamed
 from cumulo.serve.openai.events import DONE, PreparedEvent, event, json_response, open_stream
 from cumulo.serve.openai.legacy_functions import as_tools, legacy_delta, legacy_message
 from cumulo.serve.openai.logprobs import chat_logprobs, prompt_logprobs, spoken
-from cumulo.serve.openai.plain_chat import PlainChat, plain_conversation
-from cumulo.serve.openai.sampling import check_tokens, default_limit
+from cumulo.serve.openai.sampling import chat_params, check_tokens, default_limit
 from cumulo.serve.openai.schemas import ChatRequest
 from cumulo.serve.openai.schemas_out import ChatCompletion
 from cumulo.serve.openai.template_variables import template_variables
 from cumulo.serve.openai.usage import usage
 from cumulo.serve.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 log = logging.getLogger(__name__)
 _NOT_BEGUN = object()
 
@@ -61,9 +61,7 @@ async def begin_chat(
     form = answer_form(body, use, service.text, prompt)
     room = service.info.max_context - len(tokens)
     limit = default_limit(body, service.options.chat_limit, room)
-    params = service.chat_params.params_for(
-        body, service.info.generation_defaults, form.guide, form.show_special, limit
-    )
+    params = chat_params(body, service.info.generation_defaults, form.guide, form.show_special, limit)
     check_tokens((), params, service.info.vocab_size)
     call = Call(service, request, prefix, body.model)
     call.default_limit = limit
@@ -84,8 +82,6 @@ async def begin_chat(
 
 async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | None, str, list[int]]:
     """Which tools the answer may call, and the prompt as text and as tokens."""
-    if isinstance(body, PlainChat):  # its class has no field but its messages that could change the prompt
-        return None, *await service.text.encode_chat(plain_conversation(body.messages))
     body = as_tools(body)
     use = tool_use(body)
     check_form(body.response_format)

@@ -12,6 +12,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta, Sample
 from cumulo.serve.bodies.logprob_bound import worded
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import invalid
@@ -33,7 +34,7 @@ from cumulo.serve.openai.schemas_out import Completion
 from cumulo.serve.openai.usage import usage
 from cumulo.serve.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 log = logging.getLogger(__name__)
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.play.embedding import shortened
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
@@ -22,7 +23,7 @@ from cumulo.serve.openai.schemas_embeddings import EmbeddingList, EmbeddingReque
 from cumulo.serve.openai.usage import usage
 from cumulo.serve.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 log = logging.getLogger(__name__)
 
 # A call of many texts does not fill the queue: so many are with the engine, the next goes when one is done.

@@ -1,7 +1,6 @@
 """From a request's fields to SamplingParams: what is left out takes the model's own recommendation."""
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from cumulo.engine.decide.params import Guide, SamplingParams
@@ -14,40 +13,6 @@ _SAME_NAME = (
     "min_tokens", "ignore_eos", "skip_special_tokens", "n",
 )  # fmt: skip
 _COMPLETION_LENGTH = 16  # OpenAI's default where max_tokens is left out
-_of_chat = attrgetter(
-    *_SAME_NAME, "stop", "stop_token_ids", "include_stop_str_in_output", "logit_bias", "stream", "stream_options",
-    "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "use_beam_search", "beam_width",
-    "length_penalty", "prompt_logprobs",
-)  # fmt: skip
-_MOST_KEPT = 256
-
-
-class ChatParams:
-    """What `chat_params` made of the last requests: most clients ask in the same way every time."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], SamplingParams] = {}
-
-    def params_for(
-        self,
-        body: ChatRequest,
-        defaults: Mapping[str, Any],
-        guide: Guide | None,
-        show_special: bool,
-        default_max_tokens: int | None = None,
-    ) -> SamplingParams:
-        key = (*_of_chat(body), show_special, default_max_tokens, *defaults.items())
-        try:
-            made = self._made.get(key)
-        except TypeError:  # lists of stop strings, biases: cannot be a key
-            made, key = None, ()
-        if made is None or guide is not None:
-            made = chat_params(body, defaults, guide, show_special, default_max_tokens)
-            if key and guide is None:
-                if len(self._made) >= _MOST_KEPT:
-                    self._made.clear()
-                self._made[key] = made
-        return made
 
 
 def default_limit(body: ChatRequest, default_max_tokens: int, room: int) -> int | None:

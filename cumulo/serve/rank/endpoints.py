@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Call
 from cumulo.serve.errors import invalid
 from cumulo.serve.observe.stories import explanation
@@ -16,7 +17,7 @@ from cumulo.serve.rank.schemas import Ranking, RerankAnswer, RerankRequest, Scor
 from cumulo.serve.rank.scoring import Pair, Scored, score
 from cumulo.serve.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 log = logging.getLogger(__name__)
 
 _RERANKED = answers(plain(RerankAnswer, "The documents, best first."))

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta
-from cumulo.serve.access.caller import caller_of
-from cumulo.serve.bodies.reader import LARGE_BYTES
+from cumulo.serve.access.keys import caller_of
+from cumulo.serve.bodies.reader import LARGE_BYTES, JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
@@ -30,7 +30,7 @@ from cumulo.serve.responses.text_logprobs import TextLogprobs
 from cumulo.serve.responses.truncation import fitted
 from cumulo.serve.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 log = logging.getLogger(__name__)
 
 

@@ -75,7 +75,7 @@ ATTACKS: dict[str, Attack] = {
     "numbers of 4,000 digits": Attack(
         _CHAT, lambda: _body(b'"stop":[' + _many(b"9" * 4000) + b"]", True), "128 digits"
     ),
-    "nothing that anybody knows": Attack("/v1/nowhere", lambda: b"[" + _many(b"{}") + b"]", CONTAINERS),
+    "no object at all": Attack("/tokenize", lambda: b"[" + _many(b"{}") + b"]", CONTAINERS),
 }
 
 # Below every limit, and as expensive as that can be.

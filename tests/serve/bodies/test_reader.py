@@ -1,16 +1,20 @@
 """Where a body is read: small ones at once, large ones in their place, slow ones not at all."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.testclient import TestClient
 from pydantic import Field
+from starlette.responses import JSONResponse, Response
 
 from cumulo.serve.bodies import reader
-from cumulo.serve.bodies.reader import BodyReader
-from cumulo.serve.errors import ApiError
+from cumulo.serve.bodies.reader import BodyReader, JsonRoute
+from cumulo.serve.errors import ApiError, ClientGone, install
 from cumulo.serve.openai.fields import Strict
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -40,28 +44,67 @@ def pieces(*parts: bytes) -> Receive:
     return receive
 
 
-def read(parts: tuple[bytes, ...], model: type[Strict] | None = Question) -> tuple[list[Any], Any]:
-    return asyncio.run(BodyReader().read({"client": ("10.0.0.1", 5)}, pieces(*parts), model, None))
+SCOPE: dict[str, Any] = {"client": ("10.0.0.1", 5), "headers": [(b"content-type", b"application/json")]}
+
+
+def read(parts: tuple[bytes, ...], model: type[Strict] = Question, kind: bytes = b"application/json") -> Any:
+    scope = {**SCOPE, "headers": [(b"content-type", kind)]}
+    return asyncio.run(BodyReader().read(scope, pieces(*parts), model))
 
 
 def test_small_bodies_are_read_at_once_and_large_ones_in_a_thread() -> None:
     small, large = b'{"text": "a"}', b'{"text": "' + b"a" * 70_000 + b'"}'
     here = threading.current_thread().name
-    assert read((small,), Where)[1].threads == [here]
-    assert read((large[:100], large[100:]), Where)[1].threads[0].startswith("read-body")
+    assert read((small,), Where).threads == [here]
+    assert read((large[:100], large[100:]), Where).threads[0].startswith("read-body")
     many = b'{"text": "' + b"[" * 3000 + b'"}'  # short, but perhaps with much structure
-    assert read((many,), Where)[1].threads[0].startswith("read-body")
+    assert read((many,), Where).threads[0].startswith("read-body")
 
 
-def test_a_small_mistake_and_a_path_without_a_model_are_left_to_fastapi() -> None:
-    assert read((b'{"text": 5}',)) == (
-        [{"type": "http.request", "body": b'{"text": 5}', "more_body": False}],
-        None,
-    )
-    messages, value = read((b"[1]", b" " * 70_000), None)
-    assert len(messages) == 2 and value is None
-    with pytest.raises(ApiError, match="objects and lists"):
-        read((b"[" * 70_000,), None)
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "has no body"),
+        (b"{", "not valid JSON: Expecting property name enclosed in double quotes at position 1"),
+        (b"[]", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b"\xff", "not valid JSON"),
+        (b'{"text": 5}', "'text': Input should be a valid string"),
+        (b"{}", "'text' is missing"),
+        (b'{"text": "a", "extra": 1}', "'extra' is not a field this server knows"),
+        (b"[" * 70_000, "objects and lists"),
+    ],
+)
+def test_whatever_is_wrong_is_told(content: bytes, told: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(told)) as caught:
+        read((content,))
+    assert caught.value.status == 400
+
+
+def test_a_body_of_another_kind_is_refused() -> None:
+    with pytest.raises(ApiError, match="sent with Content-Type: application/json"):
+        read((b'{"text": "a"}',), kind=b"text/plain")
+    assert read((b'{"text": "a"}',), kind=b"application/problem+json; charset=utf-8").text == "a"
+
+
+def test_a_route_gives_its_endpoint_the_body_and_errors_to_the_application() -> None:
+    app, router = FastAPI(), APIRouter(route_class=JsonRoute)
+    app.state.bodies = BodyReader()
+    install(app)
+
+    @router.post("/ask")
+    async def ask(body: Question, request: Request) -> Response:
+        if body.text == "teapot":
+            raise ApiError(418, "no coffee")
+        return JSONResponse({"text": body.text, "path": request.url.path})
+
+    app.include_router(router)
+    client = TestClient(app)
+    assert client.post("/ask", json={"text": "a"}).json() == {"text": "a", "path": "/ask"}
+    assert client.post("/ask", json={"text": "teapot"}).status_code == 418
+    assert client.post("/ask", json={"text": 5}).json()["error"]["param"] == "text"
+    schema = client.get("/openapi.json").json()["paths"]["/ask"]["post"]["requestBody"]
+    assert schema["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Question"}
 
 
 def test_a_large_body_that_arrives_slowly_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +113,7 @@ def test_a_large_body_that_arrives_slowly_loses_its_place(monkeypatch: pytest.Mo
     with pytest.raises(ApiError, match="others wait for its place") as caught:
         read((b'{"text": "', b"a" * 70_000, b"a", b"a", b'"}'))
     assert (caught.value.status, caught.value.headers["Connection"]) == (408, "close")
-    assert read((b'{"text":', b'"a"}'))[1] == Question(text="a")  # small ones may take their time
+    assert read((b'{"text":', b'"a"}')) == Question(text="a")  # small ones may take their time
 
 
 def test_a_sender_that_leaves_half_way_frees_its_place() -> None:
@@ -84,11 +127,10 @@ def test_a_sender_that_leaves_half_way_frees_its_place() -> None:
         async def receive() -> dict[str, Any]:
             return waiting.pop(0)
 
-        messages, value = await bodies.read({}, receive, Question, None)
-        assert messages[-1] == {"type": "http.disconnect"} and value is None
+        with pytest.raises(ClientGone):
+            await bodies.read(SCOPE, receive, Question)
         for _ in range(2 * reader.IN_MEMORY):
-            assert (await bodies.read({}, pieces(b" " * 70_000, b'{"text": "a"}'), Question, None))[
-                1
-            ].text == "a"
+            large = pieces(b" " * 70_000, b'{"text": "a"}')
+            assert (await bodies.read(SCOPE, large, Question)).text == "a"
 
     asyncio.run(play())

@@ -1,7 +1,8 @@
 """Gate: what every HTTP request passes before an endpoint sees it, as plain ASGI middleware.
 
 In this order, cheapest first: is the server draining (503), who is it (401), do they ask too often (429), is the
-body too large (413). Counts and logs what goes out. Health, metrics and the description need no key.
+body too large (413). Counts and logs what goes out, with the request's id and the warnings about it in its headers.
+Health, metrics and the description need no key. HEAD is answered wherever GET is.
 """
 
 import asyncio
@@ -10,15 +11,12 @@ import logging
 import time
 from typing import Any
 
-from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cumulo.serve.access.keys import Caller
-from cumulo.serve.access.shown_key import no_entry, shown_key
-from cumulo.serve.anthropic.error_shape import speaks_anthropic
-from cumulo.serve.batches.in_process import CALLER_KEY
-from cumulo.serve.errors import ApiError, shaped
+from cumulo.serve.access.keys import CALLER_KEY, Caller, no_entry, shown_key
+from cumulo.serve.bodies import warnings
+from cumulo.serve.errors import ApiError, shaped, speaks_anthropic
 from cumulo.serve.observe.rejections import MOST_REASON_BYTES, Rejection
 from cumulo.serve.service import Service
 
@@ -41,6 +39,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the transport sends no body
+            scope = {**scope, "method": "GET"}
         received_s = time.perf_counter()
         state: dict[str, Any] = scope.setdefault("state", {})
         state["received_s"], state["caller"] = received_s, self._service.anyone
@@ -130,20 +130,22 @@ class _Exchange:
         self._bytes = 0
         self.status = 0
         self.refusal = b""  # the beginning of an answer that is an error
+        lenient = Headers(scope=scope).get("x-cumulo-lenient", "").strip().lower() in ("1", "true")
+        self._notes = warnings.open_notes(service.options.lenient or lenient)
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
             if self._bytes > self.limit_bytes:
-                error = too_large(self.limit_bytes)
-                # FastAPI lets only its own errors out of reading a body.
-                raise HTTPException(413, error.message, error.headers)
+                raise too_large(self.limit_bytes)
         return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if (header := self._notes.header()) is not None:
+                message["headers"] = [(warnings.HEADER, header), *message.get("headers", ())]
             call_id = self._scope["state"].get("call_id")
             if call_id is not None:
                 headers = message.get("headers", [])
