@@ -1,24 +1,39 @@
-"""Manifests are checked without a cluster, and each broken one is named precisely: the field, what is wrong, what
-would work."""
+"""Manifests are checked without a cluster: against their schemas, against each other, and against nodes, quotas and
+a plan. Each problem is named at its field, with what would work."""
 
+import copy
+import io
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
-from cumulo.cluster.drivers.kubernetes.cel import keeps_rule
+from cumulo.cli.cloud.kubernetes import check
+from cumulo.cluster.drivers.kubernetes import schema_check
 from cumulo.cluster.drivers.kubernetes.check import check_bodies, check_files, check_manifests
-from cumulo.cluster.drivers.kubernetes.manifest_source import parse_manifests
+from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, parse_manifests, shown_path
 from cumulo.cluster.drivers.kubernetes.schemas import shipped_book
+from cumulo.cluster.drivers.kubernetes.writing import write_manifests
+from cumulo.cluster.job_file import job_from, read_job
+from cumulo.errors import ConfigError
 from tests.cli.conftest import ROOT
-from tests.cluster.broken_manifests import GONE, Break, broken, is_named_at_its_field
 
-FILE = Path(__file__).parent / "whole_manifests.yaml"
-WHOLE = list(yaml.safe_load_all(FILE.read_text("utf-8")))
+HERE = Path(__file__).parent
+SOUND = sorted(HERE.glob("*_manifests.yaml"))
+WHOLE = list(yaml.safe_load_all((HERE / "whole_manifests.yaml").read_text("utf-8")))
+VLLM = list(yaml.safe_load_all((HERE / "vllm_manifests.yaml").read_text("utf-8")))
+GATEWAY = list(yaml.safe_load_all((HERE / "gateway_manifests.yaml").read_text("utf-8")))
 CRDS = ROOT.parent / "shared" / "data" / "crds"
 POD = "spec.template.spec.containers.0"
+SPEC = "spec.template.spec"
 RAY = "spec.rayClusterSpec.workerGroupSpecs.0"
+GONE = object()  # the value of a field that is taken away
+# What is broken: kind and name, field, its new value; and the field that is blamed, with words of the message.
+Break = tuple[str, str, Any, str, str]
 BROKEN: list[Break] = [
     # unknown fields
     ("Deployment/llm", "spec.replica", 3, "spec.replica", "did you mean replicas?"),
@@ -42,28 +57,15 @@ BROKEN: list[Break] = [
     ("LeaderWorkerSet/big", "spec.leaderWorkerTemplate.workerTemplate", GONE,
      "spec.leaderWorkerTemplate.workerTemplate", "is required and missing"),
     ("HorizontalPodAutoscaler/llm", "spec.maxReplicas", GONE, "spec.maxReplicas", "is required and missing"),
-    ("Deployment/llm", f"{POD}.image", GONE, f"{POD}.image", "is required and missing"),
     ("Topology/fabric", "spec.levels", GONE, "spec.levels", "is required and missing"),
     # values
     ("Deployment/llm", "spec.strategy", {"type": "Rolling"}, "spec.strategy.type", "did you mean RollingUpdate?"),
     ("HyperNode/leaf-0", "spec.members.0.type", "Nod", "spec.members.0.type", "did you mean Node?"),
-    ("InferencePool/llm", "spec.targetPorts.0.number", 70000, "spec.targetPorts.0.number", "65535 or less"),
-    ("ScaledObject/llm-keda", "spec.minReplicaCount", 9, "spec", "less than or equal to maxReplicaCount"),
-    ("HyperNode/leaf-0", "spec.members.0.selector", {}, "spec.members.0.selector", "must be specified"),
-    ("HorizontalPodAutoscaler/llm", "spec.minReplicas", 9, "spec.minReplicas", "9 is more than maxReplicas, 8"),
-    ("Deployment/llm", "metadata.name", "LLM_1", "metadata.name", "is not a name"),
+    ("InferencePool/llm", "spec.targetPorts.0.number", 70000, "spec.targetPorts.0.number", "maximum of 65535"),
+    ("Deployment/llm", "metadata.name", "LLM_1", "metadata.name", "does not match"),
     ("LocalQueue/team-a", "apiVersion", "kueue.x-k8s.io/v1", "apiVersion", "did you mean kueue.x-k8s.io/v1beta2?"),
     ("LeaderWorkerSet/big", "kind", "LeaderWorkerSets", "kind", "did you mean LeaderWorkerSet?"),
     ("Topology/fabric", "metadata.namespace", "default", "metadata.namespace", "belongs to the whole cluster"),
-    ("RayJob/ray-train", "spec.entrypoint", GONE, "spec.entrypoint", "is required and missing"),
-    ("RayJob/ray-train", "spec.submissionMode", "K8sJobMod", "spec.submissionMode", "did you mean K8sJobMode?"),
-    ("Job/train", "spec.tasks.0.template.spec.restartPolicy", "OnFail",
-     "spec.tasks.0.template.spec.restartPolicy", "did you mean OnFailure?"),
-    ("ResourceFlavor/h200", "spec.nodeLabels", GONE, "spec", "at least one nodeLabel is required"),
-    ("Secret/keys", "data", {"a": "not base64!"}, "data.a", "is not base64"),
-    ("Service/llm", "spec.ports.0.nodePort", 80, "spec.ports.0.nodePort", "must be 30000 to 32767"),
-    ("HorizontalPodAutoscaler/llm", "spec.scaleTargetRef.kind", "Deploymnt",
-     "spec.scaleTargetRef.kind", "did you mean Deployment?"),
     # resources
     ("Deployment/llm", f"{POD}.resources.limits", {"nvidia.com/gpu": 16}, f"{POD}.resources.limits.nvidia.com/gpu",
      "one pod asks for 16 GPUs, and a node has 8"),
@@ -71,11 +73,7 @@ BROKEN: list[Break] = [
      f"{POD}.resources.limits.nvidia.com/gpu", "this asks for 7 GPUs on 8-GPU nodes with tp=4: 3 of them"),
     ("Deployment/llm", f"{POD}.resources", {"limits": {"nvidia.com/gpu": 2}},
      f"{POD}.resources.limits.nvidia.com/gpu", "tp=4 and pp=1 need 4 GPUs, and the pod asks for 2"),
-    ("Deployment/llm", f"{POD}.resources", {"limits": {"nvidia.com/gpu": "500m"}},
-     f"{POD}.resources.limits.nvidia.com/gpu", "GPUs are whole"),
-    ("Deployment/llm", f"{POD}.resources.requests.cpu", "32", f"{POD}.resources.requests.cpu", "than the limit"),
     ("Deployment/llm", f"{POD}.resources.limits.memory", "64GB", f"{POD}.resources.limits.memory", "a quantity"),
-    ("Job/train", "spec.minAvailable", 3, "spec.minAvailable", "3 is more than the 2 pods of all tasks"),
     ("Job/train", "spec.tasks.0.replicas", 5, "spec.queue", "asks for 40 of nvidia.com/gpu, and the Queue"),
     ("LeaderWorkerSet/big", "spec.replicas", 3, "metadata.labels.kueue.x-k8s.io/queue-name", "asks for 48"),
     # references
@@ -95,23 +93,82 @@ BROKEN: list[Break] = [
     ("Service/llm", "spec.selector", {"app": "lm"}, "spec.selector", "no pod has the labels app=lm"),
     ("ServiceMonitor/llm", "spec.endpoints.0.port", "metrics", "spec.endpoints.0.port", "has no port metrics"),
     ("Deployment/llm", f"{POD}.volumeMounts.0.name", "shn", f"{POD}.volumeMounts.0.name", "no volume shn; did you"),
-    ("Deployment/llm", f"{POD}.readinessProbe.httpGet.port", "web",
-     f"{POD}.readinessProbe.httpGet.port", "the container has no port web"),
+]  # fmt: skip
+MORE: list[Break] = [
+    ("Deployment/vllm", f"{POD}.env.0.valueFrom.secretKeyRef", {"nmae": "hf-token", "key": "token"},
+     f"{POD}.env.0.valueFrom.secretKeyRef.nmae", "did you mean name?"),
+    ("Service/vllm", "spec.type", "LoadBalancr", "spec.type", "did you mean LoadBalancer?"),
+    ("PodDisruptionBudget/vllm", "spec.selector.matchLabels", {"app": "vllm"}, "spec.selector.matchLabels",
+     "no pod has the labels app=vllm"),
+    ("Service/vllm", "spec.ports.0.targetPort", 8080, "spec.ports.0.targetPort", "not on 8080"),
+    ("Service/vllm", "metadata.namespace", "inferrence", "spec.selector", "in the namespace inferrence"),
+    ("Deployment/vllm", f"{SPEC}.volumes.0.persistentVolumeClaim.claimName", "model-cahce",
+     f"{SPEC}.volumes.0.persistentVolumeClaim.claimName", "did you mean model-cache?"),
+    ("StatefulSet/embed", "spec.serviceName", "embeddings", "spec.serviceName", "there is no Service embeddings"),
+    ("Deployment/vllm", f"{SPEC}.serviceAccountName", "runer", f"{SPEC}.serviceAccountName", "mean runner?"),
+    ("Job/finetune", "spec.parallelism", 4, "metadata.labels.kueue.x-k8s.io/queue-name", "asks for 32"),
+    ("Deployment/vllm", f"{POD}.env.2.name", "HF_TOKEN", f"{POD}.env.2", "the same name HF_TOKEN as item 0"),
+]  # fmt: skip
+ROUTES: list[Break] = [
+    ("HTTPRoute/chat", "spec.parentRefs.0.name", "edg", "spec.parentRefs.0.name", "there is no Gateway edg"),
+    ("HTTPRoute/chat", "spec.parentRefs.0.sectionName", "htps", "spec.parentRefs.0.sectionName", "no listener"),
+    ("HTTPRoute/chat", "spec.rules.0.backendRefs.0.port", 81, "spec.rules.0.backendRefs.0.port", "no port 81"),
+    ("RoleBinding/operator", "subjects.0.name", "op", "subjects.0.name", "there is no ServiceAccount op"),
 ]  # fmt: skip
 
 
-def test_whole_manifests_have_no_problem() -> None:
-    assert check_bodies(WHOLE) == []
+def broken(whole: list[dict[str, Any]], subject: str, path: str, value: Any) -> list[dict[str, Any]]:
+    """The manifests with another value in one field; the others are not copied."""
+    kind, name = subject.split("/")
+    bodies = list(whole)
+    at = next(n for n, one in enumerate(bodies) if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    place: Any = copy.deepcopy(bodies[at])
+    bodies[at] = place
+    *steps, last = steps_to(place, path)
+    for step in steps:
+        place = place[step]
+    if value is GONE:
+        del place[last]
+    else:
+        place[last] = value
+    return bodies
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case[0]} {case[1]} {case[4][:20]}")
-def test_a_broken_field_is_named_with_what_is_wrong(case: Break) -> None:
-    is_named_at_its_field(WHOLE, case)
+def steps_to(body: Any, path: str) -> list[str | int]:
+    """A field's place; a key may contain dots."""
+    steps: list[str | int] = []
+    words, here = path.split("."), body
+    while words:
+        if isinstance(here, list):
+            step: str | int = int(words.pop(0))
+        else:
+            length = next(n for n in range(len(words), 0, -1) if n == 1 or ".".join(words[:n]) in here)
+            step, words = ".".join(words[:length]), words[length:]
+        steps.append(step)
+        here = here[step] if words else None
+    return steps
 
 
-def test_there_are_many_ways_to_be_wrong() -> None:
-    assert len(BROKEN) >= 30
-    assert len({(case[0], case[1]) for case in BROKEN}) >= 30
+def plain(path: str) -> str:
+    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
+
+
+@pytest.mark.parametrize("file", SOUND, ids=lambda path: path.stem)
+def test_sound_manifests_have_no_problem(file: Path) -> None:
+    assert check_bodies(yaml.safe_load_all(file.read_text("utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("whole", "case"),
+    [(whole, case) for whole, cases in ((WHOLE, BROKEN), (VLLM, MORE), (GATEWAY, ROUTES)) for case in cases],
+    ids=lambda value: f"{value[0]} {value[1]} {value[4][:20]}" if isinstance(value, tuple) else "",
+)
+def test_a_broken_field_is_named_with_what_is_wrong(whole: list[dict[str, Any]], case: Break) -> None:
+    subject, path, value, blamed, words = case
+    problems = check_bodies(broken(whole, subject, path, value))
+    told = [str(one) for one in problems]
+    assert any(plain(one.path) == blamed and words in one.message for one in problems), told
+    assert len(problems) <= 3, told
 
 
 def test_a_problem_has_the_line_of_its_field() -> None:
@@ -148,25 +205,199 @@ def test_an_object_that_the_cluster_has_need_not_be_there() -> None:
     assert check_bodies(bodies, exists=["Queue/other"]) == []
 
 
-@pytest.mark.parametrize(
-    ("rule", "value", "kept"),
-    [
-        ("self.a <= self.b", {"a": 1, "b": 2}, True),
-        ("self.a <= self.b", {"a": 3, "b": 2}, False),
-        ("!has(self.a) || self.a in ['x', 'y']", {"a": "z"}, False),
-        ("self.all(p, self.exists_one(q, p.n == q.n))", [{"n": 1}, {"n": 1}], False),
-        ("size(self) > 1 ? self[0] == 'a' : true", ["b", "c"], False),
-        ("self.filter(i, i > 2).size() == 1", [1, 2, 3], True),
-        ("self == oldSelf", 1, True),
-        ("self.unknownFunction()", 1, True),
-    ],
-)
-def test_rules_of_schemas_are_evaluated(rule: str, value: Any, kept: bool) -> None:
-    assert keeps_rule(rule, value) is kept
-
-
 @pytest.mark.skipif(not CRDS.is_dir(), reason="the folder with the projects' own definitions is not here")
 def test_whole_manifests_are_valid_against_the_projects_own_definitions() -> None:
-    manifests, problems = check_files([FILE], crds=CRDS)
+    manifests, problems = check_files([HERE / "whole_manifests.yaml"], crds=CRDS)
     assert len(manifests) == len(WHOLE)
     assert problems == []
+
+
+def test_without_the_jsonschema_library_the_check_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    monkeypatch.setattr(schema_check, "_validator_class", schema_check._validator_class.__wrapped__)
+    shipped_book().validators.clear()
+    with pytest.raises(ConfigError, match=r"pip install 'cumulo\[kubernetes\]'"):
+        check_bodies(WHOLE)
+
+
+# -- fields of wrong types ----------------------------------------------------------------------------------
+WRONG: dict[type, list[Any]] = {
+    str: [{"a": 1}, [1]],
+    int: [{"a": 1}, 1.5],
+    dict: ["x", [1]],
+    list: ["x", {"a": 1}, 5],
+    bool: ["maybe", 3],
+}
+EVERY = 23  # which of the fields; a prime, so that each kind of field has its turn
+
+
+def fields_of(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield (*path, key), one
+        yield from fields_of(one, (*path, key))
+
+
+def with_value(body: Any, path: FieldPath, value: Any) -> Any:
+    made: Any = copy.deepcopy(body)
+    place = made
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return made
+
+
+def is_free(path: FieldPath, value: Any) -> bool:
+    """Fields whose numbers may be quantities or shares, or that have no type of their own."""
+    names = {str(step) for step in path}
+    return isinstance(value, int) and bool(names & {"requests", "limits", "capability", "nominalQuota"})
+
+
+@pytest.mark.parametrize("file", SOUND, ids=lambda path: path.stem)
+def test_a_wrong_type_is_named_at_its_field(file: Path, request: pytest.FixtureRequest) -> None:
+    whole = list(yaml.safe_load_all(file.read_text("utf-8")))
+    cases = [
+        (number, path, value, wrong)
+        for number, body in enumerate(whole)
+        for path, value in fields_of(body)
+        if path[0] not in ("apiVersion", "kind") and not is_free(path, value)
+        for wrong in WRONG.get(type(value), ())
+    ]
+    step = 1 if request.config.getoption("--thorough") else EVERY
+    for number, path, value, wrong in cases[::step]:
+        bodies = [*whole[:number], with_value(whole[number], path, wrong), *whole[number + 1 :]]
+        told = check_bodies(bodies)
+        assert shown_path(path) in {one.path for one in told}, (
+            path,
+            value,
+            wrong,
+            [str(one) for one in told],
+        )
+
+
+def test_an_object_of_an_unknown_kind_with_fields_of_wrong_types_does_not_stop_the_check() -> None:
+    pod = {"containers": [{"name": "a", "image": "b", "ports": 5, "resources": "x", "env": {"a": 1}}]}
+    strange = {
+        "apiVersion": "example.com/v1",
+        "kind": "Notebook",
+        "metadata": {"name": "n", "labels": "x"},
+        "spec": {"template": {"spec": pod}},
+    }
+    assert [one.path for one in check_bodies([strange])] == ["kind"]
+
+
+# -- against a plan -----------------------------------------------------------------------------------------
+PLAN = {"tp": 4, "replicas": 2, "planned_for": {"device": "a100", "devices": 8, "rate": 1.0, "slo_percentile": 95.0,
+                                                "output_tok_s": 500.0}}  # fmt: skip
+
+
+def against(tmp_path: Path, bodies: list[dict[str, Any]], **changed: Any) -> list[str]:
+    manifests, plan = tmp_path / "all.yaml", tmp_path / "plan.yaml"
+    kept = [one for one in bodies if one["metadata"]["name"] not in ("ray-llm", "embed", "batch")]
+    manifests.write_text(yaml.safe_dump_all(kept), "utf-8")
+    plan.write_text(yaml.safe_dump(PLAN | changed), "utf-8")
+    return [f"{plain(one.path)}: {one.message}" for one in check_files([manifests], plan=plan)[1]]
+
+
+def test_manifests_that_carry_out_their_plan_have_no_problem(tmp_path: Path) -> None:
+    assert against(tmp_path, VLLM) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "changed", "words"),
+    [
+        (f"{POD}.resources", {"limits": {"nvidia.com/gpu": 7}}, {},
+         "nvidia.com/gpu: this asks for 7 GPUs on 8-GPU nodes with tp=4: 3 of them are never used"),
+        (f"{POD}.resources", {"limits": {"nvidia.com/gpu": 2}}, {}, "needs 4 GPUs (tp=4), and this has 2"),
+        (f"{POD}.args", ["--tensor-parallel-size=2"], {}, "args: --tp is 2, and the plan has tp=4"),
+        ("spec.replicas", 3, {}, "spec.replicas: the plan has 2 replicas (8 GPUs), and this has 3"),
+        ("spec.replicas", 2, {"replicas": 1, "prefill": 1, "decode": 2}, "has 1 prefill engines, and no object"),
+        ("spec.replicas", 2, {"pp": 2}, "a replica of the plan needs 8 GPUs (tp=4, pp=2), and this has 4"),
+    ],
+)  # fmt: skip
+def test_what_differs_from_the_plan_is_named(
+    tmp_path: Path, path: str, value: Any, changed: dict[str, Any], words: str
+) -> None:
+    problems = against(tmp_path, broken(VLLM, "Deployment/vllm", path, value), **changed)
+    assert any(words in one for one in problems), problems
+
+
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a plan that `cumulo plan serve --out` wrote"):
+        check_files([HERE / "vllm_manifests.yaml"], plan=_written(tmp_path, "tp: 4\n"))
+    with pytest.raises(ConfigError, match="cannot read the plan"):
+        check_files([HERE / "vllm_manifests.yaml"], plan=tmp_path / "none.yaml")
+
+
+def _written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+# -- files that Cumulo writes -------------------------------------------------------------------------------
+SERVICE = job_from(
+    {
+        "name": "llm",
+        "serve": {"model": "org/model", "replicas": 2, "min_replicas": 1, "max_replicas": 6},
+        "devices": {"count": 2, "kind": "gpu"},
+        "kubernetes": {"scheduler": "none"},
+    }
+)
+
+
+@pytest.mark.parametrize("form", ["yaml", "kustomize"])
+@pytest.mark.parametrize("name", ["job-serve-gpu", "job-train-gpu", "job-gang"])
+def test_what_launch_writes_passes_the_check_as_it_stands(tmp_path: Path, form: str, name: str) -> None:
+    """Also what needs objects of the cluster, such as a claim: the manifests name them."""
+    write_manifests(read_job(ROOT / "examples" / f"{name}.yaml"), tmp_path, form)
+    manifests, problems = check_files([tmp_path])
+    assert problems == [] and len(manifests) > 1
+
+
+def test_a_chart_is_left_to_helm_whose_output_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_manifests(SERVICE, tmp_path, "helm")
+    with pytest.raises(
+        ConfigError, match=r"is a Helm chart, .*: helm template .* \| cumulo kubernetes check -"
+    ):
+        check_files([tmp_path])
+    monkeypatch.setattr("sys.stdin", io.StringIO(yaml.safe_dump_all(broken(WHOLE, *BROKEN[0][:3]))))
+    assert [one.path for one in check_files([Path("-")])[1]] == ["spec.replica"]
+
+
+def told(folder: Path) -> list[str]:
+    return [str(one).replace(f"{folder}/", "") for one in check_files([folder])[1]]
+
+
+def test_a_kustomization_names_files_and_objects_that_are_there(tmp_path: Path) -> None:
+    write_manifests(SERVICE, tmp_path, "kustomize")
+    overlay = tmp_path / "overlays" / "production" / "kustomization.yaml"
+    overlay.write_text(overlay.read_text("utf-8").replace("name: llm", "name: lm"), "utf-8")
+    (tmp_path / "base" / "servicemonitor-llm.yaml").rename(tmp_path / "monitor.yaml")
+    found = told(tmp_path)
+    assert len(found) == 2, found
+    assert "resources[4]: there is no base/servicemonitor-llm.yaml" in found[0]
+    assert "replicas[0].name: there is no Deployment or StatefulSet lm; did you mean llm?" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("--no-console", "--no-consol", "cumulo serve: No such option: --no-consol"),
+        ("--drain-timeout", "--drain", "cumulo serve: No such option: --drain"),
+    ],
+)
+def test_options_of_the_server_are_checked_by_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+) -> None:
+    write_manifests(SERVICE, tmp_path, "yaml")
+    check([tmp_path])
+    path = tmp_path / "deployment-llm.yaml"
+    path.write_text(path.read_text("utf-8").replace(old, new), "utf-8")
+    with pytest.raises(typer.Exit):
+        check([tmp_path])
+    assert f"containers[0].command: {said}" in capsys.readouterr().out

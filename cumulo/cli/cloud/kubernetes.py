@@ -17,7 +17,10 @@ CHECK_EXAMPLE = "Example: [bold]cumulo kubernetes check examples/kubernetes/queu
 @app.command(epilog=CHECK_EXAMPLE)
 def check(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILES", help="YAML or JSON files, or folders with them.")
+        list[Path],
+        typer.Argument(
+            metavar="FILES", help="YAML or JSON files, folders with them, or - for the standard input."
+        ),
     ],
     crds: Annotated[
         Path | None,
@@ -45,11 +48,12 @@ def check(
 
     The schemas of Volcano, Kueue, KubeRay, LeaderWorkerSet, InferencePool, KEDA, ServiceMonitor and of core objects
     ship with Cumulo. Every problem is printed with its file, line and field; the exit status is 1 if there is one.
+    Needs jsonschema: pip install 'cumulo[kubernetes]'.
     """
     from cumulo.cli.shared.serve_words import refused_by_serve
     from cumulo.cli.shared.terminal import out
     from cumulo.cluster.drivers.kubernetes.check import check_files
-    from cumulo.cluster.drivers.kubernetes.rules.programs import served_commands
+    from cumulo.cluster.drivers.kubernetes.fit import served_commands
     from cumulo.errors import ConfigError
 
     for one in exists or ():

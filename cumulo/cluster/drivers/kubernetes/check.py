@@ -1,5 +1,5 @@
-"""Manifests checked without a cluster: schemas, sense, and references. `cumulo kubernetes check` and every manifest
-that Cumulo writes pass through it.
+"""Manifests checked without a cluster: schemas, references between objects, and fit with nodes, quotas and a plan.
+`cumulo kubernetes check` runs it.
 
     problems = check_files([Path("manifests")])
 """
@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.base.nearest import nearest
-from cumulo.cluster.drivers.kubernetes.folders.helm_chart import chart_folders, read_chart
-from cumulo.cluster.drivers.kubernetes.folders.kustomization import check_kustomizations
+from cumulo.cluster.drivers.kubernetes.fit import check_against_plan, check_fit, read_plan
 from cumulo.cluster.drivers.kubernetes.manifest_source import (
     Manifest,
     ManifestProblem,
     manifest_files,
     read_manifests,
 )
-from cumulo.cluster.drivers.kubernetes.objects import ObjectSet
-from cumulo.cluster.drivers.kubernetes.plan_check import check_against_plan, read_plan
-from cumulo.cluster.drivers.kubernetes.references import check_references
-from cumulo.cluster.drivers.kubernetes.schema_check import check_schema, leave_out_misshapen
+from cumulo.cluster.drivers.kubernetes.references import ObjectSet, check_references
+from cumulo.cluster.drivers.kubernetes.schema_check import check_schema
 from cumulo.cluster.drivers.kubernetes.schemas import SchemaBook, book_with, shipped_book
-from cumulo.cluster.drivers.kubernetes.sense import check_sense
 
 USUAL_NODE_GPUS = 8
 
@@ -37,12 +33,8 @@ def check_files(
 ) -> tuple[list[Manifest], list[ManifestProblem]]:
     """`plan`: what `cumulo plan serve --out` wrote, which the manifests are to carry out."""
     planned = None if plan is None else read_plan(plan)
-    charts = chart_folders(paths)
-    files = [path for path in manifest_files(list(paths)) if not set(charts) & set(path.parents)]
-    manifests = [one for path in files for one in read_manifests(path)]
-    manifests += [one for folder in charts for one in read_chart(folder)]
+    manifests = [one for path in manifest_files(list(paths)) for one in read_manifests(path)]
     check_manifests(manifests, book_with(crds), node_gpus, exists)
-    check_kustomizations(manifests)
     if planned is not None:
         check_against_plan([one for one in manifests if one.body], planned, node_gpus)
     return manifests, [problem for one in manifests for problem in one.problems]
@@ -62,45 +54,49 @@ def check_manifests(
 ) -> list[ManifestProblem]:
     whole = [one for one in manifests if one.body]
     for one in whole:
-        _check_one(one, book, node_gpus)
-    check_references(ObjectSet(whole, exists))
+        _check_one(one, book)
+        one.sound = not one.problems
+    check_together(whole, node_gpus, exists)
     return [problem for one in manifests for problem in one.problems]
 
 
-def _check_one(one: Manifest, book: SchemaBook, node_gpus: int) -> None:
+def check_together(
+    manifests: Sequence[Manifest], node_gpus: int, exists: Iterable[str] = ()
+) -> list[ManifestProblem]:
+    """References and fit, without schemas: what is also checked before manifests are written."""
+    objects = ObjectSet(manifests, exists)
+    check_references(objects)
+    check_fit(objects, node_gpus)
+    return [problem for one in manifests for problem in one.problems]
+
+
+def _check_one(one: Manifest, book: SchemaBook) -> None:
     for name in ("apiVersion", "kind"):
         if not isinstance(one.body.get(name), str) or not one.body[name]:
             one.blame((name,), "is required and missing")
-            leave_out_misshapen(one, book)
             return
     kind = book.find(one.api_version, one.kind)
     if kind is None:
         _blame_unknown(one, book)
-        leave_out_misshapen(one, book)
         return
     check_schema(one, kind, book)
+    if not one.name and one.kind != "Kustomization":
+        one.blame(("metadata", "name"), "is required and missing")
     if not kind.namespaced and one.metadata.get("namespace"):
         one.blame(
             ("metadata", "namespace"), f"a {one.kind} belongs to the whole cluster: remove its namespace"
         )
-    check_sense(one, node_gpus)
 
 
 def _blame_unknown(one: Manifest, book: SchemaBook) -> None:
     versions = book.versions_of(one.kind)
     if versions:
         close = nearest(one.api_version, versions)
-        one.blame(
-            ("apiVersion",),
-            f"{one.kind} has no version {one.api_version}"
-            + (f"; did you mean {close[0]}?" if close else f"; use {' or '.join(versions)}"),
-        )
+        hint = f"; did you mean {close[0]}?" if close else f"; use {' or '.join(versions)}"
+        one.blame(("apiVersion",), f"{one.kind} has no version {one.api_version}{hint}")
         return
     kinds = sorted({name for _, name in book.kinds})
     close = nearest(one.kind, kinds)
-    hint = (
-        f"; did you mean {close[0]}?"
-        if close
-        else f"; give its definition with --crds. Known: {', '.join(kinds)}"
-    )
+    known = f"; give its definition with --crds. Known: {', '.join(kinds)}"
+    hint = f"; did you mean {close[0]}?" if close else known
     one.blame(("kind",), f"there is no schema for {one.kind} of {one.api_version}{hint}")

@@ -2,6 +2,7 @@
 by the check.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,10 +39,7 @@ class Manifest:
     body: dict[str, Any]
     lines: Mapping[FieldPath, int] = field(default_factory=dict)
     problems: list[ManifestProblem] = field(default_factory=list)
-    notes: Mapping[int, str] = field(default_factory=dict)  # of lines: where a value comes from
-    misshapen: dict[FieldPath, Any] = field(
-        default_factory=dict
-    )  # fields of a wrong type: an empty one instead
+    sound: bool = True  # its fields have the types of its schema: other checks may read them
 
     @property
     def api_version(self) -> str:
@@ -85,34 +83,27 @@ class Manifest:
         return found
 
     def blame(self, path: FieldPath, message: str) -> None:
-        if any(path[:length] in self.misshapen for length in range(1, len(path) + 1)):
-            return  # its type is the problem, and that was said
         line, shown = 0, path
         while not (line := self.lines.get(shown, 0)) and shown:
             shown = shown[:-1]
-        found = ManifestProblem(
-            self.file, line, self.subject, shown_path(path), message + self.notes.get(line, "")
-        )
+        found = ManifestProblem(self.file, line, self.subject, shown_path(path), message)
         if found not in self.problems:
             self.problems.append(found)
 
-    def leave_out_misshapen(self) -> None:
-        """Later checks read fields as the types that the schema wants."""
-        for path, empty in self.misshapen.items():
-            self.body = _with(self.body, path, empty)
-
-
-def _with(value: Any, path: FieldPath, empty: Any) -> Any:
-    """A copy without the field there; an item of a list stays, empty, so that the others keep their places."""
-    step, *rest = path
-    if isinstance(value, list):
-        inner = _with(value[int(step)], tuple(rest), empty) if rest else empty
-        return [inner if number == step else one for number, one in enumerate(value)]
-    made = {
-        key: _with(one, tuple(rest), empty) if rest and str(key) == str(step) else one
-        for key, one in value.items()
-    }
-    return made if rest else {key: one for key, one in made.items() if str(key) != str(step)}
+    def matches(self, pattern: FieldPath, start: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
+        """The fields below `start` that a pattern names, such as ("spec", "rules", "*", "host")."""
+        found = [start]
+        for step in pattern:
+            if step == "*":
+                found = [
+                    (*path, number)
+                    for path in found
+                    if isinstance(items := self.value(*path), list)
+                    for number in range(len(items))
+                ]
+            else:
+                found = [(*path, step) for path in found]
+        return ((path, self.value(*path)) for path in found if self.value(*path) is not None)
 
 
 def shown_path(path: FieldPath) -> str:
@@ -132,6 +123,9 @@ def manifest_files(paths: list[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
+            for chart in path.rglob("Chart.yaml"):
+                render = f"helm template {chart.parent} | cumulo kubernetes check -"
+                raise ConfigError(f"{chart.parent} is a Helm chart, which Helm renders: {render}")
             inside = sorted(one for one in path.rglob("*") if one.suffix in (".yaml", ".yml", ".json"))
             if not inside:
                 raise ConfigError(f"{path} contains no .yaml, .yml or .json file")
@@ -142,8 +136,9 @@ def manifest_files(paths: list[Path]) -> list[Path]:
 
 
 def read_manifests(path: Path) -> list[Manifest]:
+    """All objects of a file; `-` is the standard input."""
     try:
-        text = path.read_text("utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     return parse_manifests(text, str(path))
@@ -194,10 +189,10 @@ def _manifests_of(node: yaml.Node, file: str) -> Iterator[Manifest]:
 def _value(node: yaml.Node, path: FieldPath, lines: dict[FieldPath, int], repeated: list[FieldPath]) -> Any:
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
-        made: dict[Any, Any] = {}
+        made: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = _scalar(key_node)
-            inner = (*path, key if isinstance(key, int) else str(key))
+            key = str(_scalar(key_node))  # kubectl reads 8080: as "8080":
+            inner = (*path, key)
             if key in made:
                 repeated.append(inner)
             lines[inner] = key_node.start_mark.line + 1

@@ -8,11 +8,13 @@ from typing import Any
 
 import yaml
 
-from cumulo.cluster.drivers.kubernetes.check import check_bodies
+from cumulo.cluster.drivers.kubernetes.check import check_together
+from cumulo.cluster.drivers.kubernetes.manifest_source import Manifest
 from cumulo.cluster.drivers.kubernetes.manifests_serve import serve_manifests
 from cumulo.cluster.drivers.kubernetes.manifests_train import train_manifests
 from cumulo.cluster.drivers.kubernetes.pod_template import CONFIG, Body, config_source, metadata, secret_name
 from cumulo.cluster.drivers.kubernetes.queues import queue_name
+from cumulo.cluster.drivers.kubernetes.references import EXISTS
 from cumulo.cluster.job_file import JobFile, plain_job
 from cumulo.errors import ConfigError
 
@@ -22,16 +24,17 @@ FILL_IN = "replace-before-applying"
 def job_manifests(job: JobFile, checked: bool = True) -> list[Body]:
     made = train_manifests(job) if job.train is not None else serve_manifests(job)
     bodies = [*_secret(job), *_config(job), *made]
-    problems = (
-        check_bodies(bodies, f"job {job.name}", job.kubernetes.node_gpus, assumed(job)) if checked else []
-    )
-    if problems:
+    if there := assumed(job):
+        for body in made:
+            body["metadata"].setdefault("annotations", {})[EXISTS] = ",".join(there)
+    manifests = [Manifest(f"job {job.name}", body) for body in bodies]
+    if checked and (problems := check_together(manifests, job.kubernetes.node_gpus)):
         raise ConfigError("\n".join(map(str, problems)))
     return bodies
 
 
 def assumed(job: JobFile) -> list[str]:
-    """Objects that the job file says the cluster has."""
+    """Objects that the job file says the cluster has; the manifests name them to whoever checks them."""
     found = []
     settings = job.kubernetes
     if settings.quota is None:

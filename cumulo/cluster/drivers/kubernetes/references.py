@@ -1,317 +1,302 @@
-"""What objects say of each other: queues, secrets, targets of autoscalers, selectors. Called by the check, with all
-objects that are applied together.
+"""What objects say of each other: queues, secrets, claims, targets of autoscalers, services, ports, labels. Called
+by the check, with all objects that are applied together.
 
-An object that is in the cluster already is named to the check as KIND/NAME.
+An object that is in the cluster already is named to the check as KIND/NAME, or in the annotation
+`cumulo.dev/exists` of an object that needs it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from cumulo.base.nearest import did_you_mean, nearest
+from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
-from cumulo.cluster.drivers.kubernetes.objects import ObjectSet
-from cumulo.cluster.drivers.kubernetes.pods import GPU, PodSpec, quantity
-from cumulo.cluster.drivers.kubernetes.rules.gangs import check_flavors, check_gangs, check_pod_gang
-from cumulo.cluster.drivers.kubernetes.rules.network import check_network, ports_of
-from cumulo.cluster.drivers.kubernetes.rules.programs import check_programs
-from cumulo.cluster.drivers.kubernetes.rules.ray import check_ray
-from cumulo.cluster.drivers.kubernetes.rules.scaling import check_scaling
-from cumulo.cluster.drivers.kubernetes.schemas import shipped_book
+from cumulo.cluster.drivers.kubernetes.pods import PodSpec, pods_of
 
-_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-# Of a kind: a field, and the kind that it names.
+EXISTS = "cumulo.dev/exists"  # an annotation with KIND/NAME, separated by commas
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_ALWAYS = {
+    ("Queue", "default"), ("Queue", "root"), ("ServiceAccount", "default"), ("ConfigMap", "kube-root-ca.crt"),
+    ("PriorityClass", "system-cluster-critical"), ("PriorityClass", "system-node-critical"),
+}  # fmt: skip
+_CLUSTER_WIDE = {"Queue", "ClusterQueue", "ResourceFlavor", "Topology", "PriorityClass", "HyperNode"}
+# Kinds that a cluster comes with, or that are no objects.
+_NEVER_MISSED = {"ClusterRole", "User", "Group", "ClusterTriggerAuthentication"}
+# Fields by the object's kind, and the kind that they name. Next to a name, `kind` names another kind, `namespace`
+# and `optional` mean that the object need not be here.
 _FIELDS: Mapping[str, Sequence[tuple[FieldPath, str]]] = {
     "LocalQueue": [(("spec", "clusterQueue"), "ClusterQueue")],
+    "ClusterQueue": [(("spec", "resourceGroups", "*", "flavors", "*", "name"), "ResourceFlavor")],
     "ResourceFlavor": [(("spec", "topologyName"), "Topology")],
     "PodGroup": [(("spec", "queue"), "Queue"), (("spec", "priorityClassName"), "PriorityClass")],
     "Queue": [(("spec", "parent"), "Queue")],
     "Job": [(("spec", "queue"), "Queue"), (("spec", "priorityClassName"), "PriorityClass")],
     "StatefulSet": [(("spec", "serviceName"), "Service")],
     "InferencePool": [(("spec", "endpointPickerRef", "name"), "Service")],
+    "HorizontalPodAutoscaler": [(("spec", "scaleTargetRef", "name"), "Deployment")],
+    "ScaledObject": [
+        (("spec", "scaleTargetRef", "name"), "Deployment"),
+        (("spec", "triggers", "*", "authenticationRef", "name"), "TriggerAuthentication"),
+    ],
+    "TriggerAuthentication": [(("spec", "secretTargetRef", "*", "name"), "Secret")],
+    "RoleBinding": [(("roleRef", "name"), "Role"), (("subjects", "*", "name"), "ServiceAccount")],
+    "ClusterRoleBinding": [(("subjects", "*", "name"), "ServiceAccount")],
+    "Gateway": [(("spec", "listeners", "*", "tls", "certificateRefs", "*", "name"), "Secret")],
+    "HTTPRoute": [
+        (("spec", "parentRefs", "*", "name"), "Gateway"),
+        (("spec", "rules", "*", "backendRefs", "*", "name"), "Service"),
+    ],
+    "Ingress": [
+        (("spec", "tls", "*", "secretName"), "Secret"),
+        (("spec", "defaultBackend", "service", "name"), "Service"),
+        (("spec", "rules", "*", "http", "paths", "*", "backend", "service", "name"), "Service"),
+    ],
 }
-_CLAIMS = {"resourceClaimName": "ResourceClaim", "resourceClaimTemplateName": "ResourceClaimTemplate"}
-# The same, for kinds that a cluster comes with.
-_CLASSES: Mapping[str, Sequence[tuple[FieldPath, str]]] = {
-    "PersistentVolumeClaim": [(("spec", "storageClassName"), "StorageClass")],
-    "Gateway": [(("spec", "gatewayClassName"), "GatewayClass")],
-    "Ingress": [(("spec", "ingressClassName"), "IngressClass")],
+_OF_ALL: Sequence[tuple[FieldPath, str]] = [(("metadata", "labels", QUEUE_LABEL), "LocalQueue")]
+_OF_CONTAINERS: Sequence[tuple[FieldPath, str]] = [
+    (("env", "*", "valueFrom", "secretKeyRef", "name"), "Secret"),
+    (("env", "*", "valueFrom", "configMapKeyRef", "name"), "ConfigMap"),
+    (("envFrom", "*", "secretRef", "name"), "Secret"),
+    (("envFrom", "*", "configMapRef", "name"), "ConfigMap"),
+]
+_OF_PODS: Sequence[tuple[FieldPath, str]] = [  # from the pod's template
+    (("metadata", "annotations", "scheduling.k8s.io/group-name"), "PodGroup"),
+    (("metadata", "annotations", "scheduling.volcano.sh/queue-name"), "Queue"),
+    (("spec", "serviceAccountName"), "ServiceAccount"),
+    (("spec", "priorityClassName"), "PriorityClass"),
+    (("spec", "imagePullSecrets", "*", "name"), "Secret"),
+    (("spec", "resourceClaims", "*", "resourceClaimName"), "ResourceClaim"),
+    (("spec", "resourceClaims", "*", "resourceClaimTemplateName"), "ResourceClaimTemplate"),
+    (("spec", "volumes", "*", "secret", "secretName"), "Secret"),
+    (("spec", "volumes", "*", "configMap", "name"), "ConfigMap"),
+    (("spec", "volumes", "*", "persistentVolumeClaim", "claimName"), "PersistentVolumeClaim"),
+    *(
+        (("spec", part, "*", *path), kind)
+        for part in ("initContainers", "containers")
+        for path, kind in _OF_CONTAINERS
+    ),
+]
+_SELECTORS: Mapping[str, FieldPath] = {
+    "Service": ("spec", "selector"),
+    "PodDisruptionBudget": ("spec", "selector", "matchLabels"),
+    "InferencePool": ("spec", "selector", "matchLabels"),
+    "NetworkPolicy": ("spec", "podSelector", "matchLabels"),
 }
+_BY_OPERATORS = ("ray.io", "leaderworkerset")  # labels that operators give to their pods
+
+
+class ObjectSet:
+    """All objects that stand together, and those that are said to be there."""
+
+    def __init__(self, manifests: Sequence[Manifest], exists: Iterable[str] = ()) -> None:
+        self.manifests = manifests
+        said = [
+            str(value) for one in manifests for _, value in one.matches(("metadata", "annotations", EXISTS))
+        ]
+        names = [*exists, *(name.strip() for text in said for name in text.split(","))]
+        self._there = {tuple(name.split("/", 1)) for name in names} | _ALWAYS
+        self.pods = [pod for one in manifests for pod in pods_of(one)]
+
+    def find(self, kind: str, name: str, namespace: str) -> Manifest | None:
+        for one in self.manifests:
+            near = kind in _CLUSTER_WIDE or one.namespace == namespace
+            if one.kind == kind and one.name == name and near:
+                return one
+        return None
+
+    def need(self, owner: Manifest, path: FieldPath, kind: str, name: Any) -> Manifest | None:
+        """The object that a field names. The owner is blamed if it is neither here nor said to be there."""
+        if not isinstance(name, str) or not name:
+            return None
+        found = self.find(kind, name, owner.namespace)
+        if found is not None or (kind, name) in self._there:
+            return found
+        alike = [one for one in self.manifests if one.kind == kind]
+        elsewhere = next((one.namespace for one in alike if one.name == name), None)
+        if elsewhere is not None:
+            owner.blame(path, f"{kind} {name} is in the namespace {elsewhere}, not in {owner.namespace}")
+            return None
+        known = sorted({one.name for one in alike})
+        there = did_you_mean(name, known) if known else f"; no {kind} is among these files"
+        text = f"there is no {kind} {name}{there}; if the cluster has it, add --exists {kind}/{name}"
+        owner.blame(path, text)
+        return None
+
+    def chosen_pods(self, labels: Mapping[str, Any], namespace: str) -> list[PodSpec]:
+        return [
+            pod
+            for pod in self.pods
+            if pod.owner.namespace == namespace and labels.items() <= pod.labels.items()
+        ]
 
 
 def check_references(objects: ObjectSet) -> None:
-    seen: dict[tuple[str, str, str, str], Manifest] = {}
-    for one in objects.manifests:
-        _check_twice(one, seen)
-        for path, kind in _FIELDS.get(one.kind, ()):
-            if one.kind != "Job" or one.group == "batch.volcano.sh":
-                objects.need(one, path, kind, one.value(*path))
-        for path, kind in _CLASSES.get(one.kind, ()):
-            objects.need_alike(one, path, kind, one.value(*path))
-        _check_queue_label(one, objects)
-        _check_kind(one, objects)
-        check_network(one, objects)
-        check_gangs(one, objects)
-        check_scaling(one, objects)
-        check_ray(one, objects)
-    for pod in objects.pods:
-        _check_pod(pod, objects)
-        check_pod_gang(pod, objects)
-    check_programs(objects)
+    _check_names(objects.manifests)
+    for one in (one for one in objects.manifests if one.sound):
+        for pattern, kind in (*_OF_ALL, *_FIELDS.get(one.kind, ())):
+            for path, name in one.matches(pattern):
+                _check_reference(one, path, kind, name, objects)
+        _check_selector(one, objects)
+        if one.kind == "Kustomization":
+            _check_kustomization(one, objects)
+    for pod in (one for one in objects.pods if one.owner.sound):
+        for pattern, kind in _OF_PODS:
+            for path, name in pod.owner.matches(pattern, pod.path[:-1]):
+                _check_reference(pod.owner, path, kind, name, objects)
+        _check_template(pod)
 
 
-def _check_twice(one: Manifest, seen: dict[tuple[str, str, str, str], Manifest]) -> None:
-    if not one.name or one.kind == "Kustomization":
+def _check_names(manifests: Sequence[Manifest]) -> None:
+    seen: dict[tuple[str, ...], Manifest] = {}
+    for one in manifests:
+        key = (one.group, one.kind, one.namespace, one.name)
+        if one.name and one.kind != "Kustomization" and (first := seen.setdefault(key, one)) is not one:
+            text = f"another {one.kind} {one.name} is in {first.file}; one would replace the other"
+            one.blame(("metadata", "name"), text)
+
+
+def _check_reference(one: Manifest, path: FieldPath, usual: str, name: Any, objects: ObjectSet) -> None:
+    around: Any = one.value(*path[:-1])
+    kind = str(around.get("kind") or usual) if path[-1] == "name" else usual
+    far = path[-1] == "name" and around.get("namespace", one.namespace) != one.namespace
+    if kind in _NEVER_MISSED or around.get("optional") or far:
         return
-    key = (one.group, one.kind, one.namespace, one.name)
-    if seen.setdefault(key, one) is not one:
-        one.blame(
-            ("metadata", "name"),
-            f"another {one.kind} {one.name} is in {seen[key].file}; one would replace the other",
-        )
-
-
-# -- queues and quotas --------------------------------------------------------------------------------------
-def _check_queue_label(one: Manifest, objects: ObjectSet) -> None:
-    labels = one.metadata.get("labels")
-    name = labels.get(_QUEUE_LABEL) if isinstance(labels, dict) else None
-    if name is None:
-        queues = [queue.name for queue in objects.manifests if queue.kind == "LocalQueue"]
-        if queues and one.kind == "Job" and one.group == "batch" and one.value("spec", "suspend") is True:
-            one.blame(
-                ("metadata", "labels", _QUEUE_LABEL),
-                "is missing, and the Job is suspended (suspend: true): nothing would start it. Use "
-                f"{' or '.join(queues)}, or remove suspend",
-            )
+    found = objects.need(one, path, kind, name)
+    if found is None or not found.sound:
         return
-    objects.need(one, ("metadata", "labels", _QUEUE_LABEL), "LocalQueue", name)
-    local = objects.find("LocalQueue", str(name), one.namespace)
-    queue = (
-        objects.find("ClusterQueue", str(local.value("spec", "clusterQueue")), "")
-        if local is not None
-        else None
-    )
-    if queue is None:
-        return
-    _check_fits(
-        one, objects, _nominal(queue), f"the ClusterQueue {queue.name}", ("metadata", "labels", _QUEUE_LABEL)
-    )
-    check_flavors(one, [pod for pod in objects.pods if pod.owner is one], queue, objects)
+    start = path[:-1]
+    if kind in ("Secret", "ConfigMap") and "key" in around:
+        keys = {str(key) for part in ("data", "stringData", "binaryData") for key in found.value(part) or ()}
+        if around["key"] not in keys:
+            text = f"the {kind} {name} has no key {around['key']}{did_you_mean(str(around['key']), sorted(keys))}"
+            one.blame((*start, "key"), text)
+    elif kind == "Service":
+        for place, port in _ports(around.get("port"), (*start, "port")):
+            _check_service_port(one, place, found, port)
+    elif kind == "Gateway" and (section := around.get("sectionName")) is not None:
+        names = [str(value) for _, value in found.matches(("spec", "listeners", "*", "name"))]
+        if section not in names:
+            text = f"the Gateway {name} has no listener {section}{did_you_mean(str(section), names)}"
+            one.blame((*start, "sectionName"), text)
+    elif (given := around.get("apiVersion")) and path[-2] == "scaleTargetRef" and given != found.api_version:
+        one.blame((*start, "apiVersion"), f"{kind} {name} is {found.api_version}, not {given}")
 
 
-def _nominal(queue: Manifest) -> dict[str, float]:
-    """What a workload can get at most; without the cohort's part, where that is not limited."""
-    found: dict[str, float] = {}
-    cohort = queue.value("spec", "cohortName") or queue.value("spec", "cohort")
-    for group in queue.value("spec", "resourceGroups") or ():
-        for flavor in group.get("flavors") or () if isinstance(group, dict) else ():
-            for one in flavor.get("resources") or () if isinstance(flavor, dict) else ():
-                name, amount = str(one.get("name")), quantity(one.get("nominalQuota", "inf")) or 0.0
-                if cohort:
-                    borrowed = one.get("borrowingLimit")
-                    amount += float("inf") if borrowed is None else quantity(borrowed) or 0.0
-                found[name] = max(found.get(name, 0.0), amount)
-    return found
+def _ports(given: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
+    """A port stands there as itself, or as {number: 80} or {name: http}."""
+    if isinstance(given, dict):
+        return [((*path, field), given[field]) for field in ("name", "number") if field in given]
+    return [] if given is None else [(path, given)]
 
 
-def _check_fits(
-    one: Manifest, objects: ObjectSet, quota: Mapping[str, float], what: str, path: FieldPath
-) -> None:
-    pods = [pod for pod in objects.pods if pod.owner is one]
-    for name in sorted({name for pod in pods for name in pod.gpu_names}):
-        asked = sum(pod.resource(name) * pod.count for pod in pods)
-        if name not in quota:
-            one.blame(
-                path, f"{what} has no quota for {name}, which this asks for: it would never be admitted"
-            )
-        elif asked > quota[name]:
-            one.blame(
-                path,
-                f"asks for {asked:g} of {name}, and {what} has {quota[name]:g}: it would never be admitted",
-            )
-    for name in quota:
-        if any(name in pod.gpu_names for pod in pods):
-            continue
-        asked = sum(max(pod.resource(name), pod.resource(name, "requests")) * pod.count for pod in pods)
-        if asked > quota[name]:
-            said = f"{asked / 2**30:g}Gi" if name == "memory" else f"{asked:g}"
-            has = f"{quota[name] / 2**30:g}Gi" if name == "memory" else f"{quota[name]:g}"
-            one.blame(path, f"asks for {said} of {name}, and {what} has {has}: it would never be admitted")
+def _check_service_port(one: Manifest, path: FieldPath, service: Manifest, port: Any) -> None:
+    field = "name" if isinstance(port, str) else "port"
+    known = [value for _, value in service.matches(("spec", "ports", "*", field))]
+    if service.value("spec", "ports") and port not in known:
+        listed = ", ".join(map(str, known)) or "without names"
+        one.blame(path, f"the Service {service.name} has no port {port}; its ports are {listed}")
 
 
-# -- kinds --------------------------------------------------------------------------------------------------
-def _check_kind(one: Manifest, objects: ObjectSet) -> None:
-    if one.kind == "ClusterQueue":
-        for number, group in enumerate(one.value("spec", "resourceGroups") or ()):
-            for place, flavor in enumerate(group.get("flavors") or () if isinstance(group, dict) else ()):
-                path: FieldPath = ("spec", "resourceGroups", number, "flavors", place, "name")
-                objects.need(one, path, "ResourceFlavor", one.value(*path))
-                del flavor
-    elif one.kind == "Job" and one.group == "batch.volcano.sh":
-        queue = objects.find("Queue", str(one.value("spec", "queue") or "default"), "")
-        capability = queue.value("spec", "capability") if queue is not None else None
-        if queue is not None and isinstance(capability, dict):
-            quota = {str(name): quantity(amount) or 0.0 for name, amount in capability.items()}
-            if any(GPU.match(name) for name in quota):
-                _check_fits(one, objects, quota, f"the Queue {queue.name}", ("spec", "queue"))
-    elif one.kind in ("HorizontalPodAutoscaler", "ScaledObject"):
-        _check_target(one, objects)
-    elif one.kind in ("Service", "PodDisruptionBudget", "InferencePool"):
-        _check_pod_selector(one, objects)
-    elif one.kind == "ServiceMonitor":
+# -- labels -------------------------------------------------------------------------------------------------
+def _check_selector(one: Manifest, objects: ObjectSet) -> None:
+    if one.kind == "ServiceMonitor":
         _check_monitor(one, objects)
-    elif one.kind in ("RoleBinding", "ClusterRoleBinding"):
-        kind = one.value("roleRef", "kind")
-        if kind == "Role":
-            objects.need(one, ("roleRef", "name"), "Role", one.value("roleRef", "name"))
-        for number, subject in enumerate(one.value("subjects") or ()):
-            if isinstance(subject, dict) and subject.get("kind") == "ServiceAccount":
-                objects.need(one, ("subjects", number, "name"), "ServiceAccount", subject.get("name"))
-    elif one.kind == "TriggerAuthentication":
-        for number, ref in enumerate(one.value("spec", "secretTargetRef") or ()):
-            _need_key(one, ("spec", "secretTargetRef", number), "Secret", ref, objects)
-
-
-def _check_target(one: Manifest, objects: ObjectSet) -> None:
-    target = one.value("spec", "scaleTargetRef")
-    if not isinstance(target, dict):
+    path = _SELECTORS.get(one.kind)
+    wanted = one.value(*path) if path is not None else None
+    if (
+        path is None
+        or not wanted
+        or any(str(key).find(name) >= 0 for key in wanted for name in _BY_OPERATORS)
+    ):
         return
-    kind = str(target.get("kind") or "Deployment")
-    kinds = sorted({name for _, name in shipped_book().kinds})
-    if kind not in kinds and (close := nearest(kind, kinds)):
-        one.blame(("spec", "scaleTargetRef", "kind"), f"there is no kind {kind}; did you mean {close[0]}?")
-        return
-    objects.need(one, ("spec", "scaleTargetRef", "name"), kind, target.get("name"))
-    found = objects.find(kind, str(target.get("name")), one.namespace)
-    given = target.get("apiVersion")
-    if found is not None and given and given != found.api_version:
-        one.blame(
-            ("spec", "scaleTargetRef", "apiVersion"),
-            f"{kind} {found.name} is {found.api_version}, not {given}",
-        )
-    for number, trigger in enumerate(one.value("spec", "triggers") or ()):
-        ref = trigger.get("authenticationRef") if isinstance(trigger, dict) else None
-        if isinstance(ref, dict) and ref.get("kind", "TriggerAuthentication") == "TriggerAuthentication":
-            path: FieldPath = ("spec", "triggers", number, "authenticationRef", "name")
-            objects.need(one, path, "TriggerAuthentication", ref.get("name"))
-
-
-def _check_pod_selector(one: Manifest, objects: ObjectSet) -> None:
-    path: FieldPath = ("spec", "selector") if one.kind == "Service" else ("spec", "selector", "matchLabels")
-    wanted = one.value(*path)
-    pods = [pod for pod in objects.pods if pod.owner.namespace == one.namespace]
-    if not isinstance(wanted, dict) or not wanted:
-        return
-    if not pods:
-        there = {
-            pod.owner.namespace
-            for pod in objects.pods
-            if all(pod.labels.get(key) == value for key, value in wanted.items())
-        }
-        if there:
-            one.blame(
-                path,
-                f"no pod is in the namespace {one.namespace}; those with these labels are in "
-                f"{' and '.join(sorted(there))}",
-            )
-        return
-    chosen = [pod for pod in pods if all(pod.labels.get(key) == value for key, value in wanted.items())]
+    chosen = objects.chosen_pods(wanted, one.namespace)
     if not chosen:
-        if any("ray.io" in str(key) or str(key).startswith("leaderworkerset") for key in wanted):
-            return  # labels that an operator gives to its pods
-        labels = [", ".join(f"{key}={value}" for key, value in pod.labels.items()) for pod in pods]
-        shown = ", ".join(f"{key}={value}" for key, value in wanted.items())
-        one.blame(path, f"no pod has the labels {shown}; pods here have {' or '.join(sorted(set(labels)))}")
+        there = {pod.owner.namespace for pod in objects.pods if wanted.items() <= pod.labels.items()}
+        near = [_shown(pod.labels) for pod in objects.pods if pod.owner.namespace == one.namespace]
+        if there:
+            spaces = " and ".join(sorted(there))
+            text = f"no pod is in the namespace {one.namespace}; those with these labels are in {spaces}"
+            one.blame(path, text)
+        elif near:
+            have = " or ".join(sorted(set(near)))
+            one.blame(path, f"no pod has the labels {_shown(wanted)}; pods here have {have}")
         return
-    names, numbers = ports_of(chosen)
-    if one.kind == "Service":
-        for number, port in enumerate(one.value("spec", "ports") or ()):
-            target = port.get("targetPort", port.get("port")) if isinstance(port, dict) else None
-            if isinstance(target, str) and not target.isdigit() and target not in names:
-                one.blame(
-                    ("spec", "ports", number, "targetPort"),
-                    f"its pods have no port {target}{did_you_mean(target, sorted(names))}",
-                )
-            elif isinstance(target, int) and numbers and target not in numbers:
-                one.blame(
-                    ("spec", "ports", number, "targetPort"),
-                    f"its pods listen on {', '.join(map(str, sorted(numbers)))}, not on {target}",
-                )
+    if one.kind == "Service" and all(pod.owner.sound for pod in chosen):
+        _check_target_ports(one, chosen)
+
+
+def _check_target_ports(one: Manifest, pods: Sequence[PodSpec]) -> None:
+    ports = [port for pod in pods for _, container in pod.containers for port in container.get("ports") or ()]
+    names = {str(port["name"]) for port in ports if port.get("name")}
+    numbers = {port["containerPort"] for port in ports if "containerPort" in port}
+    for number, port in enumerate(one.value("spec", "ports") or ()):
+        target = port.get("targetPort", port.get("port"))
+        path: FieldPath = ("spec", "ports", number, "targetPort")
+        if isinstance(target, str) and not target.isdigit() and target not in names:
+            one.blame(path, f"its pods have no port {target}{did_you_mean(target, sorted(names))}")
+        elif isinstance(target, int) and numbers and target not in numbers:
+            listed = ", ".join(map(str, sorted(numbers)))
+            one.blame(path, f"its pods listen on {listed}, not on {target}")
 
 
 def _check_monitor(one: Manifest, objects: ObjectSet) -> None:
     wanted = one.value("spec", "selector", "matchLabels")
-    services = [other for other in objects.manifests if other.kind == "Service"]
-    if not isinstance(wanted, dict) or not services:
+    services = [other for other in objects.manifests if other.kind == "Service" and other.sound]
+    if not wanted or not services:
         return
-    chosen = [
-        other
-        for other in services
-        if all((other.metadata.get("labels") or {}).get(key) == value for key, value in wanted.items())
-    ]
+    chosen = [other for other in services if wanted.items() <= (other.metadata.get("labels") or {}).items()]
     if not chosen:
-        shown = ", ".join(f"{key}={value}" for key, value in wanted.items())
-        one.blame(("spec", "selector", "matchLabels"), f"no Service has the labels {shown}")
+        one.blame(("spec", "selector", "matchLabels"), f"no Service has the labels {_shown(wanted)}")
         return
-    ports = {str(port.get("name")) for other in chosen for port in other.value("spec", "ports") or ()}
-    for number, endpoint in enumerate(one.value("spec", "endpoints") or ()):
-        port = endpoint.get("port") if isinstance(endpoint, dict) else None
-        if port is not None and port not in ports:
-            one.blame(
-                ("spec", "endpoints", number, "port"),
-                f"the Service {chosen[0].name} has no port {port}{did_you_mean(str(port), sorted(ports))}",
-            )
+    ports = {str(value) for other in chosen for _, value in other.matches(("spec", "ports", "*", "name"))}
+    for path, port in one.matches(("spec", "endpoints", "*", "port")):
+        if port not in ports:
+            text = f"the Service {chosen[0].name} has no port {port}{did_you_mean(str(port), sorted(ports))}"
+            one.blame(path, text)
 
 
-# -- pods ---------------------------------------------------------------------------------------------------
-def _check_pod(pod: PodSpec, objects: ObjectSet) -> None:
-    owner, spec = pod.owner, pod.spec
-    objects.need(owner, (*pod.path, "serviceAccountName"), "ServiceAccount", spec.get("serviceAccountName"))
-    objects.need(owner, (*pod.path, "priorityClassName"), "PriorityClass", spec.get("priorityClassName"))
-    for number, secret in enumerate(spec.get("imagePullSecrets") or ()):
-        if isinstance(secret, dict):
-            objects.need(owner, (*pod.path, "imagePullSecrets", number, "name"), "Secret", secret.get("name"))
-    objects.need_alike(owner, (*pod.path, "runtimeClassName"), "RuntimeClass", spec.get("runtimeClassName"))
-    for number, claim in enumerate(spec.get("resourceClaims") or ()):
-        for field, kind in _CLAIMS.items():
-            if isinstance(claim, dict):
-                objects.need(owner, (*pod.path, "resourceClaims", number, field), kind, claim.get(field))
-    for path, kind, name in _volume_references(pod):
-        objects.need(owner, path, kind, name)
-    for path, container in pod.containers:
-        for number, one in enumerate(container.get("env") or ()):
-            source = one.get("valueFrom") if isinstance(one, dict) else None
-            for field, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
-                if isinstance(source, dict) and isinstance(source.get(field), dict):
-                    here = (*path, "env", number, "valueFrom", field)
-                    _need_key(owner, here, kind, source[field], objects)
-        for number, one in enumerate(container.get("envFrom") or ()):
-            for field, kind in (("secretRef", "Secret"), ("configMapRef", "ConfigMap")):
-                ref = one.get(field) if isinstance(one, dict) else None
-                if isinstance(ref, dict) and not ref.get("optional"):
-                    objects.need(owner, (*path, "envFrom", number, field, "name"), kind, ref.get("name"))
+def _check_template(pod: PodSpec) -> None:
+    """What a pod's own template must have: the labels of its selector, and the volumes of its mounts."""
+    owner = pod.owner
+    wanted = owner.value("spec", "selector", "matchLabels")
+    if owner.kind in ("Deployment", "StatefulSet", "DaemonSet") and isinstance(wanted, dict):
+        for key, value in wanted.items():
+            if pod.labels.get(key) != value:
+                has = pod.labels.get(key, "missing")
+                text = f"selects pods with {key}={value}, and the template's label is {has}"
+                owner.blame(("spec", "selector", "matchLabels", key), text)
+    names = [str(name) for _, name in owner.matches(("volumes", "*", "name"), pod.path)]
+    names += [
+        str(name) for _, name in owner.matches(("spec", "volumeClaimTemplates", "*", "metadata", "name"))
+    ]
+    for start, _ in pod.containers:
+        for path, name in owner.matches(("volumeMounts", "*", "name"), start):
+            if name not in names:
+                owner.blame(path, f"there is no volume {name}{did_you_mean(str(name), names)}")
 
 
-def _volume_references(pod: PodSpec) -> Iterator[tuple[FieldPath, str, Any]]:
-    for number, volume in enumerate(pod.spec.get("volumes") or ()):
-        for source, name, kind in (
-            ("secret", "secretName", "Secret"),
-            ("configMap", "name", "ConfigMap"),
-            ("persistentVolumeClaim", "claimName", "PersistentVolumeClaim"),
-        ):
-            given = volume.get(source) if isinstance(volume, dict) else None
-            if isinstance(given, dict) and not given.get("optional"):
-                yield (*pod.path, "volumes", number, source, name), kind, given.get(name)
+def _shown(labels: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in labels.items())
 
 
-def _need_key(owner: Manifest, path: FieldPath, kind: str, ref: Any, objects: ObjectSet) -> None:
-    if not isinstance(ref, dict) or ref.get("optional"):
-        return
-    objects.need(owner, (*path, "name"), kind, ref.get("name"))
-    found, key = objects.find(kind, str(ref.get("name")), owner.namespace), ref.get("key")
-    if found is None or key is None:
-        return
-    keys = {str(one) for part in ("data", "stringData", "binaryData") for one in found.value(part) or ()}
-    if key not in keys:
-        owner.blame(
-            (*path, "key"), f"the {kind} {found.name} has no key {key}{did_you_mean(str(key), sorted(keys))}"
-        )
+# -- files --------------------------------------------------------------------------------------------------
+def _check_kustomization(one: Manifest, objects: ObjectSet) -> None:
+    """The files that it names are there, and so are the objects whose replicas it changes."""
+    folder = Path(one.file).parent
+    for pattern in (("resources", "*"), ("components", "*"), ("patches", "*", "path")):
+        for path, name in one.matches(pattern):
+            far = "://" in str(name) or "?" in str(name) or str(name).startswith(("github.com/", "git@"))
+            if not far and not (folder / str(name)).exists():
+                there = sorted(
+                    file.name for file in folder.glob("*.y*ml") if file.name != Path(one.file).name
+                )
+                one.blame(
+                    path, f"there is no {folder / str(name)}{did_you_mean(str(name), there) if there else ''}"
+                )
+    counted = sorted(
+        {other.name for other in objects.manifests if other.kind in ("Deployment", "StatefulSet")}
+    )
+    for path, name in one.matches(("replicas", "*", "name")):
+        if counted and name not in counted:
+            text = f"there is no Deployment or StatefulSet {name}{did_you_mean(str(name), counted)}"
+            one.blame(path, text)

@@ -1,9 +1,14 @@
-"""Schemas of Kubernetes objects by apiVersion and kind: those that ship with Cumulo, and those of a folder of
+"""JSON Schemas of Kubernetes objects by apiVersion and kind: those that ship with Cumulo, and those of a folder of
 CustomResourceDefinitions. Read by the check of manifests.
+
+`data/core.yaml` describes core objects with a line per field: `string`, `integer`, `boolean`, `quantity`, `port` (a
+number or a name), `tcp-port` (1 to 65535), `share` (a number or a percentage), `map` (of strings), `object`, `any`,
+`A|B` (one of these words), `$Part`, or an object; `[x]` is a list. A name with `!` at its end is required.
 """
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +16,50 @@ from typing import Any
 
 import yaml
 
-from cumulo.cluster.drivers.kubernetes.core_schemas import core_kinds
 from cumulo.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"
 SHIPPED = DATA / "crds.json"
 Schema = Mapping[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_QUANTITY = r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
+_PLAIN: Mapping[str, Schema] = {
+    "string": {"type": "string"},
+    "integer": {"type": "integer"},
+    "natural": {"type": "integer", "minimum": 0},
+    "boolean": {"type": "boolean"},
+    "number": {"type": "number"},
+    "map": {"type": "object", "additionalProperties": {"type": "string"}},
+    "object": {"type": "object"},
+    "any": {"x-kubernetes-preserve-unknown-fields": True},
+    "port": {"x-kubernetes-int-or-string": True},
+    "tcp-port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "share": {"x-kubernetes-int-or-string": True, "pattern": r"^[0-9]+%?$"},
+    "quantity": {"type": ["number", "string"], "pattern": _QUANTITY},
+}
+_LABELS = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63,
+           "pattern": r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"}}  # fmt: skip
+_TEXTS = ("generateName", "namespace", "uid", "resourceVersion", "selfLink", "deletionTimestamp")
+# CustomResourceDefinitions leave the metadata open.
+_METADATA: Schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 253, "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"},
+        "labels": _LABELS,
+        "annotations": _PLAIN["map"],
+        "finalizers": {"type": "array", "items": {"type": "string"}},
+        "ownerReferences": {"type": "array", "items": {"type": "object"}},
+        "managedFields": {"type": "array", "items": {"type": "object"}},
+        "creationTimestamp": {"type": ["string", "null"]},
+        "generation": {"type": "integer"},
+        "deletionGracePeriodSeconds": {"type": "integer"},
+        **{name: {"type": "string"} for name in _TEXTS},
+    },
+}
+_KEPT = (
+    "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties",
+    "maxProperties", "required", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +79,8 @@ class SchemaBook:
     """All kinds that are known, and the parts that shipped schemas share."""
 
     def __init__(self, kinds: Mapping[tuple[str, str], ObjectKind], parts: Mapping[str, Schema]) -> None:
-        self.kinds, self._parts = kinds, parts
+        self.kinds, self.parts = kinds, parts
+        self.validators: dict[tuple[str, str], Any] = {}  # made by the check when they are needed
 
     def find(self, api_version: str, kind: str) -> ObjectKind | None:
         return self.kinds.get((api_version, kind))
@@ -45,19 +88,103 @@ class SchemaBook:
     def versions_of(self, kind: str) -> list[str]:
         return sorted(version for version, name in self.kinds if name == kind)
 
-    def resolve(self, schema: Schema) -> Schema:
-        """A schema itself where it is kept as a part."""
-        while (name := schema.get("$part")) is not None:
-            schema = self._parts[name]
-        return schema
+    @functools.cached_property
+    def definitions(self) -> Schema:
+        return {name: strict_schema(one) for name, one in self.parts.items()}
+
+    def json_schema(self, kind: ObjectKind) -> Schema:
+        return {**strict_schema(kind.schema), "$defs": self.definitions}
+
+
+def strict_schema(schema: Schema) -> dict[str, Any]:
+    """The OpenAPI schema of a definition as a JSON Schema that refuses unknown fields, as an API server with strict
+    field validation does. Rules in CEL are left out: the API server judges them."""
+    if "$part" in schema:
+        return {"$ref": f"#/$defs/{schema['$part']}"}
+    made = {name: schema[name] for name in _KEPT if name in schema}
+    if not _compiles(made.get("pattern", "")):
+        del made["pattern"]  # Go's expressions have a few forms that Python's do not
+    open_ = bool(schema.get("x-kubernetes-preserve-unknown-fields"))
+    kinds = schema.get("type", [])
+    if schema.get("x-kubernetes-int-or-string"):  # Kubernetes' own kinds also read 1.5 as a quantity
+        kinds = ["number" if is_quantity(schema.get("pattern")) else "integer", "string"]
+    if kinds:
+        made["type"] = [
+            *([kinds] if isinstance(kinds, str) else kinds),
+            *(["null"] * bool(schema.get("nullable"))),
+        ]
+    if "items" in schema:
+        made["items"] = strict_schema(schema["items"])
+    rest = schema.get("additionalProperties")
+    if "properties" in schema:
+        made["properties"] = {name: _field(name, one) for name, one in schema["properties"].items()}
+        if not open_ and rest is None:
+            made["additionalProperties"] = False
+    if isinstance(rest, dict):
+        made["additionalProperties"] = strict_schema(rest)
+    return made
+
+
+def is_quantity(pattern: Any) -> bool:
+    return "KMGTPE" in str(pattern)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        return re.compile(pattern) is not None
+    except re.error:
+        return False
+
+
+def _field(name: str, schema: Schema) -> dict[str, Any]:
+    is_open = schema.get("type") == "object" and not {"properties", "additionalProperties"} & schema.keys()
+    return strict_schema(_METADATA if name == "metadata" and is_open else schema)
 
 
 @functools.cache
 def shipped_book() -> SchemaBook:
     content = json.loads(SHIPPED.read_text("utf-8"))
-    parts: dict[str, Schema] = dict(content["parts"])
     kinds = [ObjectKind(**one) for one in content["kinds"]]
-    return _book(kinds, parts)
+    parts: dict[str, Schema] = dict(content["parts"])
+    short = yaml.safe_load((DATA / "core.yaml").read_text("utf-8"))
+    parts |= {name: _long(one) for name, one in short["parts"].items()}
+    parts["PodTemplate"] = _pod_template(kinds, parts)
+    parts["PodSpec"] = parts["PodTemplate"]["properties"]["spec"]
+    known = [*kinds, *_core_kinds(short["kinds"])]
+    return SchemaBook({(one.api_version, one.kind): one for one in known}, parts)
+
+
+def _pod_template(kinds: list[ObjectKind], parts: Mapping[str, Schema]) -> Schema:
+    """A whole PodTemplateSpec is in the schema of LeaderWorkerSet."""
+    found = next(one.schema for one in kinds if one.kind == "LeaderWorkerSet")
+    for name in ("spec", "leaderWorkerTemplate", "workerTemplate"):
+        found = found["properties"][name]
+        while "$part" in found:
+            found = parts[found["$part"]]
+    return found
+
+
+def _core_kinds(content: Mapping[str, Mapping[str, Any]]) -> Iterator[ObjectKind]:
+    for title, fields in content.items():
+        api_version, kind, *words = title.split()
+        group, _, version = api_version.rpartition("/")
+        schema = _long({"apiVersion": "string", "kind": "string", "metadata": "object", **fields})
+        yield ObjectKind(group, version, kind, "cluster" not in words, schema)
+
+
+def _long(short: Any) -> dict[str, Any]:
+    """The schema that a line of core.yaml stands for."""
+    if isinstance(short, list):
+        return {"type": "array", "items": _long(short[0])}
+    if isinstance(short, dict):
+        if "*" in short:
+            return {"type": "object", "additionalProperties": _long(short["*"])}
+        required = [name[:-1] for name in short if name.endswith("!")]
+        fields = {name.removesuffix("!"): _long(one) for name, one in short.items()}
+        return {"type": "object", "properties": fields, "required": required}
+    if short.startswith("$"):
+        return {"$part": short[1:]}
+    return dict(_PLAIN[short]) if short in _PLAIN else {"type": "string", "enum": short.split("|")}
 
 
 def book_with(folder: Path | None) -> SchemaBook:
@@ -66,22 +193,7 @@ def book_with(folder: Path | None) -> SchemaBook:
     if folder is None:
         return shipped
     own = {(one.api_version, one.kind): one for one in read_definitions(folder)}
-    return SchemaBook({**shipped.kinds, **own}, shipped._parts)
-
-
-def _book(kinds: list[ObjectKind], parts: dict[str, Schema]) -> SchemaBook:
-    pod = SchemaBook({}, parts).resolve
-    leader_worker = next(one for one in kinds if one.kind == "LeaderWorkerSet")
-    template: Schema = leader_worker.schema
-    # A whole PodTemplateSpec is in the schema of LeaderWorkerSet.
-    for name in ("spec", "leaderWorkerTemplate", "workerTemplate"):
-        template = pod(pod(template)["properties"][name])
-    core, core_parts = core_kinds(template)
-    known = {(one.api_version, one.kind): one for one in kinds}
-    for group, version, kind, namespaced, schema in core:
-        made = ObjectKind(group, version, kind, namespaced, schema)
-        known[made.api_version, kind] = made
-    return SchemaBook(known, {**parts, **core_parts})
+    return SchemaBook({**shipped.kinds, **own}, shipped.parts)
 
 
 def read_definitions(folder: Path) -> Iterator[ObjectKind]:
