@@ -3,6 +3,8 @@
 quantile     between two values where the share lies between them: for figures that are compared with other
              tools' (numpy's default; Hyndman and Fan 1996, definition 7)
 percentile   a value that occurred: for the latencies of requests that somebody made
+
+`jain_index` says in one number how evenly something is shared.
 """
 
 import math
@@ -22,3 +24,10 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def jain_index(shares: Sequence[float]) -> float:
+    """(sum of x)² / (n * sum of x²), of Jain, Chiu and Hawe 1984: 1 is even, 1/n is all for one of n. Also 1 for
+    nobody and for nothing."""
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares > 0 else 1.0

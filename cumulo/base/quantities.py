@@ -1,8 +1,16 @@
-"""Numbers as people read them: 28 s, 5.7 TB, 1.62 M tokens/s. Tables of reports and the verbs' sentences use it."""
+"""Numbers as people read and type them: 28 s, 5.7 TB, 1.62 M tokens/s, 64KiB, 500ms.
+
+Reports and the verbs' sentences are written with it; options, SLOs and job files are read with it.
+"""
 
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from cumulo.errors import ConfigError, CumuloError
+
+MIB, GIB = 1 << 20, 1 << 30  # bytes
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 # Each ladder: a unit's size and its name, smallest first. A value is written in the largest unit it fills.
 _LADDERS: tuple[tuple[tuple[float, str], ...], ...] = (
@@ -68,3 +76,78 @@ def between(low: float, high: float, unit: str) -> str:
     """A range in one unit, that of its high end: "3.1 to 4.2 s"."""
     size, scaled_unit = scale(high, unit)
     return f"{number(low / size, scaled_unit)} to {number(high / size, scaled_unit)} {scaled_unit}".strip()
+
+
+_UNITS = {"": 1.0, "b": 1.0}
+_UNITS |= {f"{letter}ib": 1024.0**power for power, letter in enumerate("kmgtp", 1)}
+_UNITS |= {f"{letter}b": 1000.0**power for power, letter in enumerate("kmgtp", 1)}
+_UNITS |= {letter: 1024.0**power for power, letter in enumerate("kmgtp", 1)}  # as nccl-tests means 8G
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str, what: str = "a size") -> float:
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{what} must look like 512, 64KiB, 1GiB or 2.5GB, got {text!r}")
+    return float(match[1]) * _UNITS[match[2].lower()]
+
+
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SECONDS["d"] = 24 * 3600.0
+_DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)\s*", re.IGNORECASE)
+
+
+def parse_duration_s(
+    text: str, what: str = "a duration", wanted: str = "look like 500ms, 2s or 1.5m"
+) -> float:
+    """In seconds; a number without a unit is one of seconds. `wanted`: what it must do, for the error."""
+    match = _DURATION.fullmatch(text)
+    if match is None or match[2].lower() not in _SECONDS:
+        raise ConfigError(f"{what} must {wanted}, got {text!r}")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def parse_number(text: str, what: str, least: float = 0.0, more_than: bool = False) -> float:
+    """A number of at least (or more than) `least`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (value > least if more_than else value >= least) or value == float("inf"):
+        raise CumuloError(
+            f"{what} must be a number {'above' if more_than else 'of at least'} {least:g}, got {text!r}"
+        )
+    return value
+
+
+def parse_count(text: str, what: str, least: int = 1) -> int:
+    """A whole number of at least `least`."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise CumuloError(f"{what} must be a whole number of at least {least}, got {text!r}")
+    return value
+
+
+def show_duration(seconds: float | None) -> str:
+    """Seconds for a person: three digits and the unit that suits them."""
+    if seconds is None:
+        return "-"
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds and abs(seconds) * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if abs(seconds) < 1000 else f"{seconds:,.0f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLine:
+    """A figure as predicted, beside how it turned out. The ledgers of the planner, the engine and the trainer are
+    made of such lines."""
+
+    name: str
+    predicted: float
+    measured: float | None = None
+    how: str = ""  # what the prediction rests on, in words
+    unit: str = "bytes"

@@ -20,9 +20,8 @@ from cumulo.base.quantiles import quantile
 from cumulo.base.report import Row
 from cumulo.bench.gateway_upstream import MODEL
 from cumulo.errors import CumuloError
-from cumulo.load.connection import Pool
-from cumulo.load.http_response import Response
-from cumulo.load.sse import EventReader
+from cumulo.load.answer import EventReader
+from cumulo.load.connection import Pool, Response
 from cumulo.serve.http.listening import loop_factory
 
 _KEY = "the-key-of-a-benchmark"

@@ -18,7 +18,7 @@ from cumulo.bench.overhead_client import FirstToken, Streamed, first_tokens_of, 
 from cumulo.bench.server import ServerProcess
 from cumulo.bench.worker import SideProcess
 from cumulo.errors import CumuloError
-from cumulo.load.lengths import Lengths
+from cumulo.load.prompts import Lengths
 
 PLACES = 16  # requests at once
 PROMPT_CHARACTERS = 240  # about 64 tokens of English

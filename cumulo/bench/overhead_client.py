@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from cumulo.errors import CumuloError
 from cumulo.load.answer import MeasuredAnswer
-from cumulo.load.client import PATHS, RequestFailed, Target, error_text, http_request, send
-from cumulo.load.connection import OnBody, Pool
-from cumulo.load.http_response import Response
-from cumulo.load.probe import discover_model
+from cumulo.load.client import PATHS, RequestFailed, Target, discover_model, error_text, http_request, send
+from cumulo.load.connection import OnBody, Pool, Response
 
 _TIMEOUT_S = 600.0
 _PAUSE_S = 0.05

@@ -223,7 +223,7 @@ def rows(found: Sequence[Figures]) -> list[Row]:
 
 def chart(found: Sequence[Figures]) -> Any:
     """KL over the size of the weights, one dot per variant."""
-    from cumulo.load.svg import Chart, Series
+    from cumulo.base.chart import Chart, Series
 
     return Chart(
         "Quality and size of quantised models",

@@ -88,10 +88,10 @@ def cluster(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what scheduling decisions cost on a large cluster: the whole trace and the slowest decision."""
+    from cumulo.base.quantities import parse_number
     from cumulo.cli.shared.terminal import err, loading, out
     from cumulo.cluster.simulate import decision_cost
     from cumulo.cluster.simulate.workloads import WORKLOADS, WorkloadSize
-    from cumulo.load.units import parse_number
 
     wanted = [parse_number(part, "--loads", more_than=True) for part in loads.split(",")]
     names = [name.strip() for name in policy.split(",")]
@@ -205,7 +205,7 @@ def overhead(
     from cumulo.base.report import available_cores
     from cumulo.bench import overhead as bench_overhead
     from cumulo.cli.shared.terminal import loading
-    from cumulo.load.lengths import parse_lengths
+    from cumulo.load.prompts import parse_lengths
 
     lengths = parse_lengths(output_tokens, "--output")
     threads = options.engine_config(threads=threads).threads or available_cores()

@@ -127,13 +127,12 @@ def _run(campaign: "Campaign", view: Any) -> bool:
 
 def settings(chosen: BenchServeOptions) -> "Settings":
     """The command line's options as a campaign's settings."""
-    from cumulo.base.time_text import parse_duration_s
+    from cumulo.base.quantities import parse_duration_s
     from cumulo.errors import CumuloError
-    from cumulo.load.arrivals import Arrivals
     from cumulo.load.campaign import Replay, Settings
     from cumulo.load.client import Target
-    from cumulo.load.lengths import parse_lengths
-    from cumulo.load.schedule import Workload
+    from cumulo.load.prompts import parse_lengths
+    from cumulo.load.schedule import Arrivals, Workload
     from cumulo.load.slo import parse_slo
 
     if chosen.endpoint not in ("chat", "completions"):
@@ -175,11 +174,11 @@ def settings(chosen: BenchServeOptions) -> "Settings":
 
 
 def _loads(chosen: BenchServeOptions, duration_s: float | None) -> "list[Load]":
+    from cumulo.base.quantities import parse_count
     from cumulo.errors import CumuloError
-    from cumulo.load.arrivals import parse_process, parse_rates
     from cumulo.load.campaign import Replay
+    from cumulo.load.schedule import parse_process, parse_rates
     from cumulo.load.trace import read_trace
-    from cumulo.load.units import parse_count
 
     given = [name for name in ("concurrency", "rate", "trace") if getattr(chosen, name)]
     if len(given) > 1:

@@ -40,7 +40,7 @@ def explain(
 
     `cumulo explain step 5 --folder RUN` shows the collectives of a training step: time, bus bandwidth, prediction.
     """
-    from cumulo.base.text_file import write_text_file
+    from cumulo.base.files import write_text_file
     from cumulo.cli.shared.terminal import note, out
 
     if request_id == "step":

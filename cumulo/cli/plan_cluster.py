@@ -128,7 +128,7 @@ class PlanClusterOptions:
 def cluster(chosen: PlanClusterOptions) -> None:
     """Plan a cluster for pre-training MODEL: fabric, layout, storage, failures, power, price and goodput."""
     from cumulo.base import report as reports
-    from cumulo.base.text_file import write_text_file
+    from cumulo.base.files import write_text_file
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.plan.cluster.plan import plan_cluster
     from cumulo.plan.cluster.report import budget_verdict, report, why_so_many

@@ -122,11 +122,11 @@ def serve(chosen: PlanServeOptions) -> None:
     The SLO is met at the pessimistic end of their ranges. The plan file also promises it (`cumulo serve --slo`).
     """
     from cumulo.base import report as reports
-    from cumulo.base.text_file import write_text_file
-    from cumulo.base.time_text import parse_duration_s
+    from cumulo.base.chart import chart_file
+    from cumulo.base.files import write_text_file
+    from cumulo.base.quantities import parse_duration_s
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.cli.view import plan_serve as view
-    from cumulo.cli.view.chart_file import write_chart
     from cumulo.plan.serve.kinds import kinds
     from cumulo.plan.serve.options import weigh
     from cumulo.plan.serve.plan_file import plan_file, plan_text
@@ -152,7 +152,7 @@ def serve(chosen: PlanServeOptions) -> None:
         view.rejected(plan),
     )
     if chosen.svg is not None:
-        write_chart(chosen.svg, chart)
+        write_text_file(chosen.svg, chart_file(chart))
         note(f"chart written to {chosen.svg}")
     if chosen.report_file is not None:
         view.write_report(

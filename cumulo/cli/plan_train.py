@@ -294,7 +294,7 @@ def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
 
 
 def _write_files(texts: "list[tuple[Path, str]]") -> None:
-    from cumulo.base.text_file import write_text_file
+    from cumulo.base.files import write_text_file
     from cumulo.cli.shared.terminal import note
 
     for path, text in texts:

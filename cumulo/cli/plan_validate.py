@@ -86,7 +86,7 @@ def validate(
     from rich.progress import track
 
     from cumulo.base import report
-    from cumulo.base.text_file import write_text_file
+    from cumulo.base.files import write_text_file
     from cumulo.plan.evidence.published import citations
     from cumulo.plan.evidence.validate import by_source, predict, predict_left_out, scatter_svg
 

@@ -55,7 +55,7 @@ def schedule(
     from dataclasses import replace
 
     from cumulo.base import report
-    from cumulo.base.text_file import write_text_file
+    from cumulo.base.files import write_text_file
     from cumulo.cli.shared.terminal import note, out
     from cumulo.pipeline.decide.catalog import build, family
     from cumulo.pipeline.decide.check import check

@@ -125,7 +125,7 @@ def serve(chosen: SimulateOptions) -> None:
     TTFT and end-to-end latency include --front-door, the time outside the engine.
     """
     from cumulo.base import report as reports
-    from cumulo.base.time_text import parse_duration_s
+    from cumulo.base.quantities import parse_duration_s
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.errors import ConfigError
     from cumulo.load.simulated import parse_objective
@@ -306,7 +306,7 @@ def _serve_fleet(
 
 
 def _rates(text: str, trace: Path | None) -> list[float | None]:
-    from cumulo.load.units import parse_number
+    from cumulo.base.quantities import parse_number
 
     if not text:
         return [None if trace is not None else 1.0]

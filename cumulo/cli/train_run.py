@@ -21,7 +21,7 @@ from cumulo.train.decide.config import (
 from cumulo.train.run.log import TrainRecord
 
 if TYPE_CHECKING:
-    from cumulo.base.ledger import LedgerLine
+    from cumulo.base.quantities import LedgerLine
     from cumulo.train.run.trainer import Trainer, TrainResult
 
 

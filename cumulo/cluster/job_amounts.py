@@ -2,7 +2,7 @@
 
 import re
 
-from cumulo.base.time_text import parse_duration_s
+from cumulo.base.quantities import parse_duration_s
 from cumulo.errors import ConfigError
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from cumulo.base.strict import build
-from cumulo.base.yaml_text import load_yaml, yaml_problem
+from cumulo.base.strict import build, load_yaml, yaml_problem
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.job_amounts import seconds
 from cumulo.cluster.job_check import JobFileError, in_file, launch_problems, problems

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from cumulo.base.file_sample import weights_digest
-from cumulo.base.machine_devices import LEAST_CPU_RANKS
-from cumulo.base.machine_memory import available_memory
+from cumulo.base.files import weights_digest
+from cumulo.base.machine import LEAST_CPU_RANKS, available_memory
+from cumulo.base.quantities import GIB
 from cumulo.base.report import available_cores
 from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.config import EngineConfig
@@ -27,7 +27,7 @@ from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import connect
-from cumulo.engine.memory.ledger import GIB, Ledger
+from cumulo.engine.memory.ledger import Ledger
 from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory

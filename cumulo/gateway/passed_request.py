@@ -20,7 +20,7 @@ from cumulo.gateway.replicas import ChosenReplica, PromptHint, Replicas
 from cumulo.gateway.stories import PassedRecord
 from cumulo.gateway.upstream import UpstreamError
 from cumulo.gateway.wording import failure_event, is_worth_retrying, passed_headers, passed_on
-from cumulo.load.http_response import Response
+from cumulo.load.connection import Response
 from cumulo.serve.errors import ApiError, ClientGone
 from cumulo.serve.fleet.wire import (
     ASK_HEADER,

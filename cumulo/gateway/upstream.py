@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import cast
 
-from cumulo.load.connection import ServerAddress
-from cumulo.load.http_response import BadResponse, Response
+from cumulo.load.connection import BadResponse, Response, ServerAddress
 
 _MOST_IDLE = 256
 _MOST_BYTES = 16 << 20  # of what a replica says of itself

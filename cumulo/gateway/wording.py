@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 
-from cumulo.load.http_response import Response
+from cumulo.load.connection import Response
 from cumulo.serve.errors import ApiError, anthropic_error, speaks_anthropic
 from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, PROMPT_HEADER
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cumulo.load.arrivals import Arrivals
+from cumulo.base.chart import Chart, Series, draw
+from cumulo.base.quantities import show_duration
 from cumulo.load.campaign import LevelResult
+from cumulo.load.schedule import Arrivals
 from cumulo.load.summary import Spread, timeline
-from cumulo.load.svg import Chart, Series, draw
-from cumulo.load.units import show_duration
 from cumulo.spec.slo import Slo
 
 MOST_POINTS = 400

@@ -12,8 +12,8 @@ from cumulo.load.answer import MeasuredAnswer
 from cumulo.load.client import PATHS, RequestFailed, Target, http_request, send
 from cumulo.load.connection import Pool
 from cumulo.load.prompts import Ruler
-from cumulo.load.records import RequestRecord
 from cumulo.load.schedule import PlannedConversation, PlannedTurn, Schedule
+from cumulo.load.summary import RequestRecord
 
 TRACE_BLOCK_TOKENS = 512  # the block of the Mooncake traces
 _LONGEST_BACK_OFF_S = 30.0

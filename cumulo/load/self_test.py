@@ -15,8 +15,8 @@ from cumulo.load import canned_server
 from cumulo.load.answer import MeasuredAnswer
 from cumulo.load.client import PATHS, Target, http_request, send
 from cumulo.load.connection import Pool
-from cumulo.load.lengths import Constant
 from cumulo.load.player import Level, LoadPlayer
+from cumulo.load.prompts import Constant
 from cumulo.load.schedule import Workload, plan
 from cumulo.load.summary import Spread
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError
-from cumulo.load.arrivals import Arrivals, parse_process
-from cumulo.load.lengths import parse_lengths
+from cumulo.load.prompts import parse_lengths
+from cumulo.load.schedule import Arrivals, parse_process
 from cumulo.load.slo import parse_slo
 from cumulo.load.trace import open_trace, read_trace
 from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic

@@ -7,7 +7,7 @@ confidence the search relies on.
 import math
 from typing import Literal
 
-from cumulo.base.time_text import parse_duration_s
+from cumulo.base.quantities import parse_duration_s
 from cumulo.errors import CumuloError
 from cumulo.spec.slo import Slo
 

@@ -17,8 +17,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.nearest import nearest
-from cumulo.base.strict import build
-from cumulo.base.yaml_text import yaml_problem
+from cumulo.base.strict import build, yaml_problem
 from cumulo.errors import ConfigError, ModelError
 from cumulo.spec.check import checked
 from cumulo.spec.cluster import Cluster

@@ -10,7 +10,7 @@ from cumulo.bench.overhead import Round, _Texts, rows
 from cumulo.bench.overhead_client import FirstToken
 from cumulo.bench.server import ServerProcess
 from cumulo.errors import CumuloError
-from cumulo.load.lengths import Uniform
+from cumulo.load.prompts import Uniform
 from tests.cli.conftest import Run
 from tests.serve.running_server import needs_built_in_model
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cumulo.base.quantities import column, quantity, scale
-from cumulo.base.report import Row, machine, table, write_json
-from cumulo.base.report_table import ReportTable
+from cumulo.base.report import ReportTable, Row, machine, table, write_json
 
 
 def test_a_row_without_a_bound_is_ok() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.base.fair_index import jain_index
+from cumulo.base.quantiles import jain_index
 from cumulo.engine.decide.fairness import (
     OUTPUT_WEIGHT,
     PROMPT_WEIGHT,

@@ -15,9 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cumulo.base.machine_memory import PeakMemory, available_memory, resident_bytes
+from cumulo.base.machine import PeakMemory, available_memory, resident_bytes
+from cumulo.base.quantities import GIB
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger import GIB
 from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
 from cumulo.engine.memory.memory_plan import plan_memory
 from cumulo.engine.memory.needs import activation_bytes, logit_bytes

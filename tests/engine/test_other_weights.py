@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cumulo.base.file_sample import weights_digest
+from cumulo.base.files import weights_digest
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.transfer.orders import PeerLost

@@ -7,9 +7,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cumulo.load.connection import ConnectionLost, Pool
-from cumulo.load.http_response import Response
-from cumulo.load.sse import EventReader
+from cumulo.load.answer import EventReader
+from cumulo.load.connection import ConnectionLost, Pool, Response
 from tests.serve.tiny_model import NAME
 
 ADAPTER = "poet"

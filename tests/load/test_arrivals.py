@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import CumuloError
-from cumulo.load.arrivals import Arrivals, parse_process, parse_rates
+from cumulo.load.schedule import Arrivals, parse_process, parse_rates
 from tests import thorough
 
 rates = st.floats(0.01, 1e4)

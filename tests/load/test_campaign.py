@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.load.arrivals import Arrivals
+from cumulo.base.chart import Chart, Series, axis, draw, ticks
 from cumulo.load.campaign import Campaign, LevelResult, Settings
 from cumulo.load.client import Target
 from cumulo.load.html_report import page
-from cumulo.load.lengths import Constant
 from cumulo.load.player import Level
-from cumulo.load.schedule import Workload
+from cumulo.load.prompts import Constant
+from cumulo.load.schedule import Arrivals, Workload
 from cumulo.load.self_test import measure
-from cumulo.load.svg import Chart, Series, axis, draw, ticks
 from cumulo.spec.slo import Slo
 from tests.load.toy_server import Behaviour, ToyServer
 

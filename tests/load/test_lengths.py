@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.base.time_text import parse_duration_s
+from cumulo.base.quantities import parse_duration_s, show_duration
 from cumulo.errors import CumuloError
-from cumulo.load.lengths import Constant, Empirical, Lengths, LogNormal, Normal, Uniform, parse_lengths
-from cumulo.load.units import show_duration
+from cumulo.load.prompts import Constant, Empirical, Lengths, LogNormal, Normal, Uniform, parse_lengths
 from tests import thorough
 
 distributions = st.one_of(

@@ -11,15 +11,12 @@ import pytest
 from openai import OpenAI
 
 from cumulo.errors import CumuloError
-from cumulo.load.arrivals import Arrivals
-from cumulo.load.client import Dialect, Target
+from cumulo.load.client import Dialect, Target, discover_model, probe
 from cumulo.load.connection import Pool
-from cumulo.load.lengths import Constant
 from cumulo.load.player import Level, LoadPlayer
-from cumulo.load.probe import discover_model, probe
-from cumulo.load.records import RequestRecord
-from cumulo.load.schedule import Schedule, Workload, plan
-from cumulo.load.summary import summarise
+from cumulo.load.prompts import Constant
+from cumulo.load.schedule import Arrivals, Schedule, Workload, plan
+from cumulo.load.summary import RequestRecord, summarise
 from cumulo.load.trace import TraceRow, plan_trace
 from tests.load.toy_server import Behaviour, Seen, ToyServer
 

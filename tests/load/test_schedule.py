@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from cumulo.errors import CumuloError
 from cumulo.load import prompts
-from cumulo.load.arrivals import Arrivals
-from cumulo.load.lengths import Constant, Uniform
-from cumulo.load.prompts import Ruler
-from cumulo.load.schedule import Workload, plan
+from cumulo.load.prompts import Constant, Ruler, Uniform
+from cumulo.load.schedule import Arrivals, Workload, plan
 from cumulo.load.trace import plan_trace, read_trace
 from tests import thorough
 

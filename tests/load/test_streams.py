@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.load.answer import ErrorInStream, MalformedStream, MeasuredAnswer
-from cumulo.load.http_response import BadResponse, Response
-from cumulo.load.sse import EventReader
+from cumulo.load.answer import ErrorInStream, EventReader, MalformedStream, MeasuredAnswer
+from cumulo.load.connection import BadResponse, Response
 
 line_text = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\r\n"), max_size=30)
 

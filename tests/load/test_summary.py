@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import CumuloError
-from cumulo.load.records import RequestRecord
-from cumulo.load.search import RateSearch
+from cumulo.load.campaign import RateSearch
 from cumulo.load.slo import is_lost, parse_slo, requests_needed, verdict, wilson_interval
-from cumulo.load.summary import Spread, summarise, timeline, tokens_between
+from cumulo.load.summary import RequestRecord, Spread, summarise, timeline, tokens_between
 from cumulo.spec.slo import Slo
 from tests import thorough
 

@@ -14,7 +14,7 @@ from cumulo.cluster.simulate.autoscale_result import ScaledRun
 from cumulo.engine.decide.slo.promise import Promise
 from cumulo.engine.decide.story import Story
 from cumulo.engine.simulate.run import Arrival, Served
-from cumulo.load.records import RequestRecord
+from cumulo.load.summary import RequestRecord
 from cumulo.plan.serve.goodput import _outcome
 from cumulo.serve.engine_link.autoscaler import FleetAutoscaler
 from cumulo.serve.observe.metrics import Metrics

@@ -94,7 +94,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     import dataclasses
 
     from cumulo.base import report as reports
-    from cumulo.base.time_text import parse_duration_s
+    from cumulo.base.quantities import parse_duration_s
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.cli.view import autoscale as view
     from cumulo.cluster.decide.autoscale.limits import ScalingLimits

@@ -55,7 +55,7 @@ def show(
     json_file: options.JsonOption = None,
 ) -> None:
     """Show a schedule step by step: who sends which chunk to whom, and what is added."""
-    from cumulo.base.text_file import write_text_file
+    from cumulo.base.files import write_text_file
     from cumulo.cli.shared.terminal import note, out
     from cumulo.collectives.decide.catalog import make_schedule
     from cumulo.collectives.decide.check import placed_messages
@@ -180,9 +180,8 @@ def tune(
 ) -> None:
     """Choose algorithm, protocol, chunk and channels by size; say why, and where the crossovers are."""
     from cumulo.base import report
-    from cumulo.base.byte_text import parse_bytes
     from cumulo.base.nearest import did_you_mean
-    from cumulo.base.quantities import quantity
+    from cumulo.base.quantities import parse_bytes, quantity
     from cumulo.cli.shared.terminal import out
     from cumulo.collectives.decide.measured import read_collective_profile
     from cumulo.collectives.decide.schedule import COLLECTIVES

@@ -114,6 +114,6 @@ def _live(json_file: Path | None) -> None:
 
 
 def _gpus() -> str:
-    from cumulo.base.machine_devices import gpus_here
+    from cumulo.base.machine import gpus_here
 
     return str(max(1, len(gpus_here())))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cumulo.base.yaml_text import yaml_problem
+from cumulo.base.strict import yaml_problem
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import option, takes_options
@@ -99,7 +99,7 @@ def _findings(chosen: LintOptions) -> "Iterator[Finding]":
 
 
 def _of_fabric(chosen: LintOptions, cluster: "Cluster", groups: "Ints") -> "Iterator[Finding]":
-    from cumulo.base.byte_text import parse_bytes
+    from cumulo.base.quantities import parse_bytes
     from cumulo.diagnose.lint import fabric_rules as rules
     from cumulo.diagnose.lint.pfc import lint_pfc
 

@@ -45,7 +45,7 @@ def network(chosen: NetworkOptions) -> None:
 
 
 def graph_of(chosen: NetworkOptions) -> "FabricGraph":
-    from cumulo.base.time_text import parse_duration_s
+    from cumulo.base.quantities import parse_duration_s
     from cumulo.collectives.simulate.fabrics.build import fabric_graph
     from cumulo.collectives.simulate.fabrics.sites import JoinedSites
     from cumulo.collectives.simulate.fabrics.torus import TorusGraph
@@ -111,8 +111,7 @@ def _per_node(chosen: NetworkOptions) -> int:
 
 
 def _play(chosen: NetworkOptions, graph: "FabricGraph", jobs: list["NetworkTraffic"]) -> "NetworkRun":
-    from cumulo.base.byte_text import parse_bytes
-    from cumulo.base.time_text import parse_duration_s
+    from cumulo.base.quantities import parse_bytes, parse_duration_s
     from cumulo.collectives.simulate.player import play_network
 
     window = parse_bytes(chosen.window)
@@ -128,10 +127,9 @@ def _play(chosen: NetworkOptions, graph: "FabricGraph", jobs: list["NetworkTraff
 
 
 def _change(text: str, graph: "FabricGraph") -> "LinkChange":
-    from cumulo.base.time_text import parse_duration_s
+    from cumulo.base.quantities import parse_duration_s, parse_number
     from cumulo.collectives.simulate.player import LinkChange
     from cumulo.errors import ConfigError
-    from cumulo.load.units import parse_number
 
     name, at, rest = text.rpartition("@")
     when, equals, rate = rest.partition("=")
@@ -144,7 +142,7 @@ def _change(text: str, graph: "FabricGraph") -> "LinkChange":
 
 def _incast_rows(chosen: NetworkOptions, ranks: int) -> "list[Row]":
     """The port's queue and pauses, with DCQCN and without."""
-    from cumulo.base.byte_text import parse_bytes
+    from cumulo.base.quantities import parse_bytes
     from cumulo.base.report import Row
     from cumulo.collectives.simulate.congestion import CongestionControl, play_incast
     from cumulo.spec.catalog import shipped

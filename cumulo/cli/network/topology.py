@@ -42,8 +42,8 @@ def topology(
     """Show how GPUs and network cards are joined, and the rings and trees that NCCL would find on them."""
     import yaml
 
+    from cumulo.base.files import write_text_file
     from cumulo.base.report import Row, table, write_json
-    from cumulo.base.text_file import write_text_file
     from cumulo.cli.shared.terminal import out
     from cumulo.collectives.topology.draw import draw_machine
     from cumulo.collectives.topology.rings import find_rings, ring_text, tree_text

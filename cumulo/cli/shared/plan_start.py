@@ -31,7 +31,7 @@ def with_plan(chosen: T, path: Path) -> T:
 
 
 def _check(filled: Any, plan: "ServePlanFile") -> None:
-    from cumulo.base.machine_devices import LEAST_CPU_RANKS, gpus_here
+    from cumulo.base.machine import LEAST_CPU_RANKS, gpus_here
     from cumulo.base.report import available_cores
     from cumulo.plan.serve.plan_file import check_places
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.table import Table
 
 from cumulo.base import svg
+from cumulo.base.files import write_text_file
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
-from cumulo.base.text_file import write_text_file
 from cumulo.cluster.simulate.autoscale_result import ScaledRun, ScaleLook
 from cumulo.plan.serve.report import Percentiles
 from cumulo.spec.slo import Slo

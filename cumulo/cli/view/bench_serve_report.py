@@ -11,16 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cumulo import __version__
-from cumulo.base.quantities import number
+from cumulo.base.files import write_text_file
+from cumulo.base.quantities import number, show_duration
 from cumulo.base.report import Row, machine, table, write_json
-from cumulo.base.text_file import write_text_file
 from cumulo.cli.shared.terminal import err, note, out
 from cumulo.load.campaign import Campaign, LevelResult, Replay
 from cumulo.load.html_report import page
 from cumulo.load.player import Level
 from cumulo.load.self_test import RATE_TOK_S, SelfTest
 from cumulo.load.summary import Spread
-from cumulo.load.units import show_duration
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
 BUSY_CORE_SHARE = 0.7  # above this the generator may be what is measured

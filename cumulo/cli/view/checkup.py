@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cumulo.base import report
-from cumulo.base.machine_memory import available_memory
+from cumulo.base.machine import available_memory
 from cumulo.base.report import Row, package_version
 from cumulo.cli.shared.terminal import err, load_llm, out, working
 from cumulo.engine.config import EngineConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cumulo.load.svg import Chart
+    from cumulo.base.chart import Chart
     from cumulo.plan.serve.report import ServeReport
     from cumulo.spec.slo import Slo
 
@@ -20,7 +20,7 @@ def latency_chart(
     title: str, load: str, reports: "Iterable[tuple[float, ServeReport]]", slo: "Slo | None"
 ) -> "Chart":
     """`reports`: each with its load, ascending. Latencies are logarithmic, which shows the knee."""
-    from cumulo.load.svg import Chart, Series
+    from cumulo.base.chart import Chart, Series
 
     played = list(reports)
     series = []

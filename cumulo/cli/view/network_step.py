@@ -4,10 +4,8 @@ oversubscription."""
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cumulo.base.quantities import quantity
-from cumulo.base.report import Row, write_json
-from cumulo.base.report_table import ReportTable
-from cumulo.base.time_text import parse_duration_s
+from cumulo.base.quantities import parse_duration_s, quantity
+from cumulo.base.report import ReportTable, Row, write_json
 from cumulo.cli.shared.terminal import out, working
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.links import Routing

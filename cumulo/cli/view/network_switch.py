@@ -13,9 +13,8 @@ _LEAST_ROUNDS = 8  # of the pool, so that its start counts little
 
 def print_switch(chosen: "NetworkOptions") -> None:
     from cumulo.base import report
-    from cumulo.base.byte_text import parse_bytes
+    from cumulo.base.quantities import parse_bytes, parse_duration_s
     from cumulo.base.report import Row
-    from cumulo.base.time_text import parse_duration_s
     from cumulo.cli.shared.terminal import out, working
     from cumulo.collectives.simulate.switch_packets import PACKET_BYTES, SwitchLinks, play_switch
     from cumulo.errors import ConfigError

@@ -5,10 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
-from cumulo.base.quantities import column
+from cumulo.base.quantities import MIB, column
 from cumulo.plan.time.phases import CommunicationPhase
-
-MIB = 2**20
 
 
 def phase_tables(phases: Sequence[CommunicationPhase]) -> list[Table]:

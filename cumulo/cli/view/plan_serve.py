@@ -4,14 +4,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cumulo.base.files import write_text_file
 from cumulo.base.quantities import between, number, quantity
-from cumulo.base.text_file import write_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cumulo.base.chart import Chart
     from cumulo.base.report import Row
-    from cumulo.load.svg import Chart
     from cumulo.plan.serve.capacity import RateTrial
     from cumulo.plan.serve.deployment import Deployment
     from cumulo.plan.serve.promised import Promised
@@ -244,8 +244,8 @@ def users_chart(curve: "Sequence[RateTrial]", best: "Deployment", slo: "Slo", th
 def write_report(path: Path, heading: str, table: "Sequence[Row]", notes: "Sequence[str]", chart: "Chart",
                  lines: "Sequence[tuple[str, ...]]") -> None:  # fmt: skip
     """The same as one HTML page without scripts."""
+    from cumulo.base.chart import chart_file
     from cumulo.base.report import shown
-    from cumulo.cli.view.chart_file import chart_text
 
     figures = "".join(
         f'<tr><td>{escape(row.name)}</td><td class="r">{escape(shown(row))}</td><td>{escape(row.note)}</td></tr>'
@@ -262,6 +262,6 @@ def write_report(path: Path, heading: str, table: "Sequence[Row]", notes: "Seque
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(heading)}</h1>{told}<table>{figures}</table>"
-        f"<h2>How many users fit</h2>{chart_text(chart)}<table><tr>{heads}</tr>{users}</table></body></html>\n"
+        f"<h2>How many users fit</h2>{chart_file(chart)}<table><tr>{heads}</tr>{users}</table></body></html>\n"
     )
     write_text_file(path, page, "the report to")

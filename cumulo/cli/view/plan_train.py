@@ -7,9 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cumulo.base.quantities import column, percent, quantity
-from cumulo.base.report import Row, table
-from cumulo.base.report_table import ReportTable
+from cumulo.base.quantities import GIB, column, percent, quantity
+from cumulo.base.report import ReportTable, Row, table
 from cumulo.plan.search.run_cost import RunCost
 from cumulo.plan.search.run_stalls import Stalls
 from cumulo.plan.search.search import Plan, SearchResult
@@ -17,7 +16,6 @@ from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.search.why import Change, bounds_of, loses_by
 from cumulo.spec.model_file import plain
 
-GIB = 2**30
 _MOST_CHANGES = 8
 _FLOPS = "model FLOPs: matrix products and causal attention, × 3 for forward and backward"
 _LINKS = {

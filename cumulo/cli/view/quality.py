@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cumulo.base import report
+from cumulo.base.chart import chart_file
+from cumulo.base.files import write_text_file
 from cumulo.base.quantities import number, quantity
 from cumulo.cli.shared.terminal import err, note, out
-from cumulo.cli.view.chart_file import write_chart
 
 if TYPE_CHECKING:
     from cumulo.bench.quantised import Figures
@@ -41,7 +42,7 @@ def print_figures(found: "Sequence[Figures]", plot: Path | None, json_file: Path
     for row in failed:
         note(f"{row.name}: {row.value:.2f}, must be at most {row.must:g}")
     if plot is not None:
-        write_chart(plot, chart(found))
+        write_text_file(plot, chart_file(chart(found)))
     report.write_json(json_file, result)
     if failed:
         raise typer.Exit(1)

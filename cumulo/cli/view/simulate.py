@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cumulo.base.files import write_text_file
 from cumulo.base.quantities import quantity
 
 if TYPE_CHECKING:
@@ -225,8 +226,8 @@ def fleet_rows(one: "FleetReport") -> "list[Row]":
 
 def write_picture(path: Path, trials: "list[RateTrial]", slo: "Slo | None", title: str) -> None:
     """Draw percentiles of TTFT and ITL over the request rate."""
-    from cumulo.cli.view.chart_file import write_chart
+    from cumulo.base.chart import chart_file
     from cumulo.cli.view.latency_chart import latency_chart
 
     reports = ((one.rate, one.report) for one in sorted(trials, key=lambda one: one.rate))
-    write_chart(path, latency_chart(title, "requests per second", reports, slo))
+    write_text_file(path, chart_file(latency_chart(title, "requests per second", reports, slo)))

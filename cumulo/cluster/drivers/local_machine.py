@@ -2,9 +2,9 @@
 
 import json
 
-from cumulo.base.machine_devices import gpus_here
+from cumulo.base.files import write_whole
+from cumulo.base.machine import gpus_here
 from cumulo.base.report import available_cores
-from cumulo.base.whole_file import write_whole
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.job_store import JobStore
 from cumulo.errors import ConfigError

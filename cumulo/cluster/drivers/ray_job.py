@@ -19,7 +19,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cumulo.base.whole_file import write_whole
+from cumulo.base.files import write_whole
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.decide.recovery import LostNode, recovery
 from cumulo.cluster.decide.restart import AttemptEnd, after_attempt

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from cumulo.base.whole_file import write_whole
+from cumulo.base.files import write_whole
 from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import run_progress

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from cumulo.base.fair_index import jain_index
-from cumulo.base.quantiles import percentile
+from cumulo.base.quantiles import jain_index, percentile
 from cumulo.cluster.decide.decisions import Decision
 from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cumulo.base.fair_index import jain_index
+from cumulo.base.quantiles import jain_index
 from cumulo.collectives.simulate.fabrics.links import Floats
 
 

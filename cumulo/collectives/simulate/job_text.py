@@ -3,9 +3,8 @@ calls it."""
 
 from dataclasses import dataclass
 
-from cumulo.base.byte_text import parse_bytes
 from cumulo.base.nearest import did_you_mean
-from cumulo.base.time_text import parse_duration_s
+from cumulo.base.quantities import parse_bytes, parse_duration_s
 from cumulo.errors import ConfigError
 
 _KEYS = ("gpus", "collective", "algorithm", "size", "start", "background")

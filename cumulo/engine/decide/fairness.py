@@ -10,7 +10,7 @@ within 2 * max(prompt weight * longest prompt, output weight * tokens of a runni
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from cumulo.base.fair_index import jain_index
+from cumulo.base.quantiles import jain_index
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0  # the paper's: drawing a token costs about twice as much as reading one

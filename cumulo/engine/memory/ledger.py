@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cumulo.base.ledger import LedgerLine
+from cumulo.base.quantities import GIB, LedgerLine
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cumulo.base.quantities import GIB
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger import GIB, Ledger, format_bytes
+from cumulo.engine.memory.ledger import Ledger, format_bytes
 from cumulo.engine.memory.needs import DraftNeeds, Needs
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.spec.model import ModelSpec

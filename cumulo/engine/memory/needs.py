@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cumulo.base.ledger import LedgerLine
+from cumulo.base.quantities import GIB, LedgerLine
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.speculation.choose import most_draws
-from cumulo.engine.memory.ledger import GIB
 from cumulo.engine.memory.ledger_gpu import (
     gpu_buffer_bytes,
     gpu_logit_bytes,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cumulo.base.file_sample import weights_digest
+from cumulo.base.files import weights_digest
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import PendingStep
 from cumulo.engine.guides.guided import Guidance, GuidedSlots

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.base.machine_memory import PeakMemory
+from cumulo.base.machine import PeakMemory
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import NewSlot, Send, StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance

@@ -2,15 +2,15 @@
 calls it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cumulo.base import svg
+from cumulo.base.chart import COLORS, Chart, Series, chart_file
 from cumulo.base.quantities import percent, quantity
 from cumulo.plan.cluster.checkpoints import SweepPoint
 from cumulo.plan.cluster.fabric import TierCount
 from cumulo.spec.cluster import Cluster
 
-COLOURS = ("#2f6fb2", "#e0802f", "#3f9a5a", "#c2453d", "#7d62ad", "#8a6d3b", "#4fb0b5", "#b0568f", "#8c8c8c")
 _WIDTH = 860
 
 
@@ -26,8 +26,9 @@ def fabric_picture(cluster: Cluster, tiers: Sequence[TierCount]) -> str:
         wide = 40 + 560 * tier.bytes_per_s_down / widest
         middle = _WIDTH / 2
         parts.append(
-            f'<rect x="{middle - wide / 2:.0f}" y="{y + 40}" width="{wide:.0f}" height="34" fill="#e0802f" '
-            f'opacity="0.35"/>'
+            svg.tag(
+                "rect", x=middle - wide / 2, y=y + 40, width=wide, height=34, fill="#e0802f", opacity="0.35"
+            )
             + _text(
                 middle,
                 y + 62,
@@ -47,12 +48,12 @@ def share_picture(title: str, shares: Sequence[tuple[str, float]]) -> str:
     parts, x = [], 10.0
     for index, (name, share) in enumerate(shares):
         wide = (_WIDTH - 20) * share / whole
-        colour = COLOURS[index % len(COLOURS)]
+        colour = COLORS[index % len(COLORS)]
         label = f"{name}: {percent(share / whole)}"
         parts.append(svg.tag("rect", svg.title(label), x=x, y=8, width=wide, height=34, fill=colour))
         column, row = index % 4, index // 4
         parts.append(
-            f'<rect x="{10 + 212 * column}" y="{54 + 20 * row}" width="12" height="12" fill="{colour}"/>'
+            svg.tag("rect", x=10 + 212 * column, y=54 + 20 * row, width=12, height=12, fill=colour)
             + _text(27 + 212 * column, 64 + 20 * row, label, "start")
         )
         x += wide
@@ -62,48 +63,31 @@ def share_picture(title: str, shares: Sequence[tuple[str, float]]) -> str:
 def interval_picture(sweeps: Sequence[tuple[str, Sequence[SweepPoint]]]) -> str:
     """Share of time that trains over the interval between checkpoints, for each way to keep them: a line by
     formula, dots simulated, with the range of 90 of 100 runs."""
-    left, right, top, bottom = 70, _WIDTH - 30, 16, 250
-    points = [point for _, sweep in sweeps for point in sweep]
-    low = min(min(p.by_formula, p.simulated.ettr_low) for p in points)
-    high = max(max(p.by_formula, p.simulated.ettr_high) for p in points)
-    first, last = (math.log(choose(p.interval_s for p in points)) for choose in (min, max))
-
-    def x(interval_s: float) -> float:
-        return left + (right - left) * (math.log(interval_s) - first) / (last - first or 1.0)
-
-    def y(share: float) -> float:
-        return bottom - (bottom - top) * (share - low) / (high - low or 1.0)
-
-    parts = [f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="#888"/>']
-    for step in range(5):
-        share = low + (high - low) * step / 4
-        parts.append(_text(left - 6, y(share) + 4, percent(share), "end"))
-        interval_s = math.exp(first + (last - first) * step / 4)
-        parts.append(_text(x(interval_s), bottom + 18, quantity(interval_s, "s")))
-    parts.append(_text((left + right) / 2, bottom + 38, "training time between two checkpoints"))
-    for index, (name, sweep) in enumerate(sweeps):
-        colour = COLOURS[index]
-        line = " ".join(f"{x(p.interval_s):.1f},{y(p.by_formula):.1f}" for p in sweep)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [_dot(x(p.interval_s), y, p, name, colour) for p in sweep]
-        parts.append(
-            f'<rect x="{left + 260 * index}" y="{bottom + 52}" width="12" height="12" fill="{colour}"/>'
-            + _text(left + 17 + 260 * index, bottom + 62, name, "start")
-        )
-    return _svg(bottom + 72, parts, "Share of time that trains: lines by formula, dots simulated")
+    series = []
+    for color, (name, sweep) in enumerate(sweeps):
+        at = [point.interval_s / 60 for point in sweep]
+        formula = [(x, 100 * point.by_formula) for x, point in zip(at, sweep, strict=True)]
+        simulated = [(x, 100 * point.simulated.ettr) for x, point in zip(at, sweep, strict=True)]
+        ranges = [
+            (x, 100 * point.simulated.ettr_low, 100 * point.simulated.ettr_high)
+            for x, point in zip(at, sweep, strict=True)
+        ]
+        series.append(Series(f"{name}, by formula", formula, color=color))
+        tips = [_told(name, point) for point in sweep]
+        series.append(Series(f"{name}, simulated", simulated, "dots", color, tips, ranges))
+    title = "Share of time that trains: lines by formula, dots simulated"
+    x_label = "training time between two checkpoints, minutes"
+    return chart_file(Chart(title, x_label, "share of time, %", series, x_log=True, y_from_zero=False))
 
 
-def _dot(at: float, y: Callable[[float], float], point: SweepPoint, name: str, colour: str) -> str:
-    run = point.simulated
-    shares = f"{percent(point.by_formula)} by formula, {percent(run.ettr)} simulated"
-    label = f"{name}, every {quantity(point.interval_s, 's')}: {shares}"
-    interval = f"M{at:.1f} {y(run.ettr_low):.1f}V{y(run.ettr_high):.1f}"
-    return svg.tag("path", d=interval, stroke=colour) + svg.dot(at, y(run.ettr), 4, label, fill=colour)
+def _told(name: str, point: SweepPoint) -> str:
+    shares = f"{percent(point.by_formula)} by formula, {percent(point.simulated.ettr)} simulated"
+    return f"{name}, every {quantity(point.interval_s, 's')}: {shares}"
 
 
 def _box(y: float, colour: str, name: str, detail: str) -> str:
     return (
-        f'<rect x="130" y="{y}" width="{_WIDTH - 260}" height="40" rx="6" fill="{colour}" stroke="#99a"/>'
+        svg.tag("rect", x=130, y=y, width=_WIDTH - 260, height=40, rx=6, fill=colour, stroke="#99a")
         + _text(_WIDTH / 2, y + 17, name)
         + _text(_WIDTH / 2, y + 33, detail)
     )

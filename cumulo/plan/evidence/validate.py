@@ -5,9 +5,8 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from cumulo.base import svg
+from cumulo.base.chart import COLORS, Chart, Series, chart_file
 from cumulo.base.quantiles import quantile
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import PublishedRow
@@ -129,84 +128,25 @@ def by_source(predictions: Sequence[RowPrediction]) -> list[ErrorSummary]:
 
 
 # -- the picture ------------------------------------------------------------------------------------------------
-_SIZE, _LEFT, _BOTTOM, _TOP, _LEGEND = 520, 64, 52, 18, 190
-_COLOURS = (
-    "#2b6cb0",
-    "#c05621",
-    "#2f855a",
-    "#b83280",
-    "#6b46c1",
-    "#0987a0",
-    "#975a16",
-    "#4a5568",
-    "#e53e3e",
-    "#38a169",
-)
-
-
 def scatter_svg(predictions: Iterable[RowPrediction]) -> str:
-    """Predicted over published step time, both logarithmic: the diagonal is right, the band is ±15%."""
-    points = list(predictions)
-    values = [value for point in points for value in (point.predicted_s, point.row.step_s)]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    side = _SIZE - _LEFT - 20
-
-    def x(seconds: float) -> float:
-        return _LEFT + (math.log10(seconds) - low) / (high - low) * side
-
-    def y(seconds: float) -> float:
-        return _TOP + side - (math.log10(seconds) - low) / (high - low) * side
-
-    width, height = _SIZE + _LEGEND, _TOP + side + _BOTTOM
-    parts = [
-        "<style>text{fill:#1a202c}.f{stroke:#a0aec0;fill:none}.b{fill:#cbd5e0;opacity:.5}.bg{fill:#fff}"
-        "@media(prefers-color-scheme:dark){text{fill:#e2e8f0}.bg{fill:#1a202c}.b{fill:#4a5568}}</style>",
-        f'<rect class="bg" width="{width}" height="{height}"/>',
+    """Predicted over published step time, both logarithmic: the line in the middle is right, the others are
+    ±15%."""
+    sources: dict[str, list[RowPrediction]] = {}
+    for one in predictions:
+        sources.setdefault(one.row.source, []).append(one)
+    published = [one.row.step_s for some in sources.values() for one in some]
+    ends = (min(published), max(published))
+    series = [
+        Series(name, [(value, value * factor) for value in ends], color=7)
+        for name, factor in (("as published", 1.0), ("15% longer", 1.15), ("15% shorter", 1 / 1.15))
     ]
-    near, far = 10.0**low, 10.0**high
-    band = [
-        (near, near * 1.15),
-        (far / 1.15, far),
-        (far, far),
-        (far, far / 1.15),
-        (near * 1.15, near),
-        (near, near),
-    ]
-    parts.append(f'<polygon class="b" points="{" ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in band)}"/>')
-    parts.append(
-        f'<line class="f" x1="{x(near):.1f}" y1="{y(near):.1f}" x2="{x(far):.1f}" y2="{y(far):.1f}"/>'
-    )
-    for power in range(low, high + 1):
-        tick = 10.0**power
-        parts.append(
-            f'<line class="f" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{y(near):.1f}" y2="{y(near) + 5:.1f}"/>'
-        )
-        parts.append(f'<text x="{x(tick):.1f}" y="{y(near) + 18:.1f}" text-anchor="middle">{tick:g}</text>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    parts.append(f'<rect class="f" x="{_LEFT}" y="{_TOP}" width="{side}" height="{side}"/>')
-    parts.append(
-        f'<text x="{_LEFT + side / 2}" y="{height - 8}" text-anchor="middle">published step time, s</text>'
-    )
-    parts.append(
-        f'<text transform="translate(16 {_TOP + side / 2}) rotate(-90)" text-anchor="middle">'
-        "predicted step time, s</text>"
-    )
-    colours = {
-        name: _COLOURS[index % len(_COLOURS)]
-        for index, name in enumerate(dict.fromkeys(point.row.source for point in points))
-    }
-    for point in points:
-        colour = colours[point.row.source]
-        parts.append(
-            f'<circle cx="{x(point.row.step_s):.1f}" cy="{y(point.predicted_s):.1f}" r="3" fill="{colour}" '
-            f'stroke="{colour}"><title>{escape(point.row.name)}: published {point.row.step_s:.3g} s, predicted '
-            f"{point.predicted_s:.3g} s ({point.error:+.1%})</title></circle>"
-        )
-    for index, (name, colour) in enumerate(colours.items()):
-        top = _TOP + 10 + 18 * index
-        parts.append(f'<circle cx="{_SIZE}" cy="{top}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{_SIZE + 10}" y="{top + 4}">{escape(name)}</text>')
-    foot = _TOP + 10 + 18 * len(colours)
-    parts.append(f'<text x="{_SIZE - 4}" y="{foot + 8}">band: ±15%</text>')
-    look = {"font_family": "system-ui, sans-serif", "font_size": 11, "xmlns": svg.XMLNS}
-    return svg.picture(width, height, *parts, label="predicted against published step time", **look)
+    for index, (name, some) in enumerate(sources.items()):
+        points = [(one.row.step_s, one.predicted_s) for one in some]
+        tips = [
+            f"{one.row.name}: published {one.row.step_s:.3g} s, predicted {one.predicted_s:.3g} s "
+            f"({one.error:+.1%})"
+            for one in some
+        ]
+        series.append(Series(name, points, "dots", index % len(COLORS), tips))
+    title = "predicted against published step time"
+    return chart_file(Chart(title, "published step time, s", "predicted step time, s", series, True, True))

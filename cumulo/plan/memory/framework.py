@@ -9,10 +9,10 @@ all kernels at start, 1,573 MiB on an A100 (BigScience, chronicles-prequel.md).
 
 from dataclasses import dataclass
 
+from cumulo.base.quantities import MIB
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time.efficiency import shipped_efficiency
 
-MIB = 2**20
 _BUCKETS, _BUCKET_ELEMENTS = 2, 500_000_000
 # Of all it hands out, what the allocator of 2022 held beside it under DeepSpeed: fitted to 14 figures in float16
 # of BLOOM's trials; the 17 in bfloat16 were seen, not fitted (docs/plan-memory.md).

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from cumulo.base.ledger import LedgerLine
+from cumulo.base.quantities import LedgerLine
 
 _ERROR_SCALE = 0.055  # of the logarithm: 3% in the median and 15% at p90 over 253 measured peaks
 

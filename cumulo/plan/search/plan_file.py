@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from cumulo.base.quantities import quantity
+from cumulo.base.quantities import GIB, quantity
 from cumulo.errors import ConfigError
 from cumulo.plan.job import OPERATIONS
 from cumulo.plan.search.run_stalls import Stalls, Storage
@@ -16,7 +16,6 @@ from cumulo.spec.model_file import plain
 
 # What the trainer makes new models of, and what such a model must not have to be one of them.
 _FAMILIES = ("llama", "qwen3", "mixtral", "qwen3_moe")
-GIB = 2**30
 _USUAL_WARMUP_STEPS = 20  # of a training configuration that says nothing of it; there must be more steps
 
 

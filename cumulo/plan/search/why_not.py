@@ -11,7 +11,6 @@ from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
 from cumulo.plan.search.space import Choices, TrainGoal, Variant, job_of, pipelines, shapes, zero_stages
 from cumulo.spec.cluster import Cluster
 
-GIB = 2**30
 _LEAST = Choices(
     micro_batches=(1,), schedules=("1f1b",), recompute=("full",), sequence_parallel=(True,), zero=(3,),
     zero_with_pipeline=(3,),

@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.quantities import quantity
-from cumulo.base.strict import build
-from cumulo.base.yaml_text import yaml_problem
+from cumulo.base.strict import build, yaml_problem
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.deployment import Deployment

@@ -7,11 +7,10 @@ Its KV blocks are those the engine's own memory ledger would give it, and its li
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cumulo.base.quantities import quantity
+from cumulo.base.quantities import GIB, quantity
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.scheduler_config import scheduler_config
-from cumulo.engine.memory.ledger import GIB
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
 from cumulo.engine.simulate.disk import SimulatedDisk

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cumulo.base.whole_file import write_whole
+from cumulo.base.files import write_whole
 from cumulo.errors import ConfigError
 
 SUFFIX = ".quantizing"

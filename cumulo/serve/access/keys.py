@@ -22,7 +22,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from cumulo.base.whole_file import write_whole
+from cumulo.base.files import write_whole
 from cumulo.errors import CumuloError
 from cumulo.load.slo import parse_promise
 from cumulo.serve.errors import ApiError

@@ -14,7 +14,7 @@ from typing import get_args
 import msgspec
 from starlette.types import ASGIApp
 
-from cumulo.base.whole_file import write_whole
+from cumulo.base.files import write_whole
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.batches.record import BatchRecord, Status
 from cumulo.serve.batches.run import BatchRun

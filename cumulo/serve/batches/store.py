@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from cumulo.base.whole_file import write_whole
+from cumulo.base.files import write_whole
 from cumulo.errors import CumuloError
 from cumulo.serve.errors import ApiError
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from cumulo.base.machine_devices import gpus_here
+from cumulo.base.machine import gpus_here
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings
 
 

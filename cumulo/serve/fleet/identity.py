@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from cumulo import __version__
-from cumulo.base.file_sample import sampled_digest
+from cumulo.base.files import sampled_digest
 from cumulo.models.files.hub import resolve
 from cumulo.serve.fleet.wire import FleetIdentity
 from cumulo.serve.service import Service

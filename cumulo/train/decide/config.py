@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from cumulo.base import strict
-from cumulo.base.yaml_text import yaml_problem
+from cumulo.base.strict import yaml_problem
 from cumulo.collectives.decide.choices import parse_choices
 from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.errors import ConfigError

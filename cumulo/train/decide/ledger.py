@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from cumulo.base.ledger import LedgerLine
+from cumulo.base.quantities import LedgerLine
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.layout.adapters import adapter_shapes
 from cumulo.layout.layout import Place

@@ -5,8 +5,8 @@ import dataclasses
 
 import torch
 
-from cumulo.base.ledger import LedgerLine
-from cumulo.base.machine_memory import available_memory
+from cumulo.base.machine import available_memory
+from cumulo.base.quantities import LedgerLine
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.device_memory import gpu_memory
 from cumulo.ranks.launch import local_ranks

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from cumulo.base.ledger import LedgerLine
+from cumulo.base.quantities import LedgerLine
 from cumulo.checkpoint.play.huggingface import export_huggingface
 from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
 from cumulo.checkpoint.play.peft import export_peft

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.base.time_text import parse_duration_s
+from cumulo.base.quantities import parse_duration_s
 from cumulo.cluster.decide.autoscale.limits import ScalingLimits
 from cumulo.cluster.decide.autoscale.rule import ForecastRule
 from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed

@@ -10,7 +10,7 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
-from cumulo.base.file_sample import sampled_digest
+from cumulo.base.files import sampled_digest
 from cumulo.engine.config import EngineConfig
 from cumulo.spec.model import ModelSpec
 

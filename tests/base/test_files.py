@@ -4,7 +4,7 @@ import os
 import random
 from pathlib import Path
 
-from cumulo.base.file_sample import sampled_digest
+from cumulo.base.files import sampled_digest
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.play.tiers.fingerprint import kv_fingerprint
 from tests.engine.tiny_engine import SPECS

@@ -1,6 +1,7 @@
-"""Charts as SVG text: lines, steps and dots on linear or logarithmic axes. Pure; called by `html_report.py`.
+"""Charts as SVG text: lines and dots on linear or logarithmic axes. The one writer of charts in files and reports.
 
-Colours are CSS classes (`s0`, `s1`, ... for series), so that the page decides between light and dark.
+`draw` is for a page: colours are CSS classes (`s0`, `s1`, ... for series), so that the page decides between light
+and dark. `chart_file` is a file of its own, with title, legend and colours.
 """
 
 import math
@@ -12,16 +13,27 @@ from cumulo.base import svg
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 14, 44
+COLORS = ("#2563eb", "#1e3a8a", "#f59e0b", "#92400e", "#059669", "#7c3aed", "#db2777", "#475569")
+_STYLE = (
+    "<style>svg{background:#fff;font:12px sans-serif}.grid{stroke:#eee}.axis,.tick{stroke:#888}.line{fill:none;"
+    "stroke-width:2}.bound{stroke:#dc2626;stroke-dasharray:4 4}.note{fill:#dc2626}"
+    + "".join(f".s{at}{{stroke:{color}}}.dot.s{at}{{fill:{color}}}" for at, color in enumerate(COLORS))
+    + "</style>"
+)
+_ENTRY, _PER_LINE = 130, 4  # width of a short name in the legend, and how many stand in a line
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A named set of points. `color` picks the class; dots are drawn where they are few or asked for."""
+    """A named set of points. `color` picks the class; `tips` say what the pointer tells at each dot, and `ranges`
+    are lines upwards through a point: its x, its low and its high end."""
 
     name: str
     points: Sequence[tuple[float, float]]
     kind: Literal["line", "dots", "both"] = "line"
     color: int = 0
+    tips: Sequence[str] = ()
+    ranges: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +119,33 @@ def number(value: float) -> str:
 
 
 def draw(chart: Chart) -> str:
-    """The chart as an <svg> element with a legend where there is more than one series."""
+    """The chart as an <svg> element, for a page that has its title, its legend and the colours."""
+    return svg.picture(WIDTH, HEIGHT, *_parts(chart), label=chart.title)
+
+
+def chart_file(chart: Chart) -> str:
+    """The chart as the text of an SVG file. Long names get a line of the legend each."""
+    per_line = _PER_LINE if all(len(one.name) < 18 for one in chart.series) else 1
+    legend = [
+        svg.text(
+            LEFT + _ENTRY * (at % per_line),
+            HEIGHT + 14 + 16 * (at // per_line),
+            one.name,
+            fill=COLORS[one.color],
+        )
+        for at, one in enumerate(chart.series)
+    ]
+    heading = svg.text(LEFT, -6, chart.title, font_weight="bold")
+    box = f"0 -22 {WIDTH} {HEIGHT + 30 + 16 * -(-len(legend) // per_line)}"
+    inside = (_STYLE, heading, *legend, *_parts(chart))
+    look = {"xmlns": svg.XMLNS, "width": 2 * WIDTH, "viewBox": box, "role": "img", "aria_label": chart.title}
+    return svg.tag("svg", *inside, **look) + "\n"
+
+
+def _parts(chart: Chart) -> list[str]:
     xs = [x for series in chart.series for x, _ in series.points] + [x for _, x in chart.marks]
     ys = [y for series in chart.series for _, y in series.points] + [y for _, y in chart.bounds]
+    ys += [end for series in chart.series for _, *ends in series.ranges for end in ends]
     x_axis = axis(xs, LEFT, WIDTH - RIGHT, chart.x_log, from_zero=not chart.x_log)
     y_axis = axis(ys, HEIGHT - BOTTOM, TOP, chart.y_log, from_zero=chart.y_from_zero)
     parts = _frame(chart, x_axis, y_axis)
@@ -128,7 +164,7 @@ def draw(chart: Chart) -> str:
             svg.line(x, TOP, x, HEIGHT - BOTTOM, "bound"),
             svg.text(x + shift, TOP + 12, name, anchor, class_="note"),
         ]
-    return svg.picture(WIDTH, HEIGHT, *parts, label=chart.title)
+    return parts
 
 
 def _frame(chart: Chart, x_axis: Scale, y_axis: Scale) -> list[str]:
@@ -161,10 +197,13 @@ def _series(series: Series, x_axis: Scale, y_axis: Scale) -> list[str]:
     if series.kind != "dots" and shown:
         path = [(x_axis.pixel(x), y_axis.pixel(y)) for x, y in shown]
         parts.append(svg.polyline(path, f"line s{series.color}"))
+    for x, low, high in series.ranges:
+        ends = y_axis.pixel(low), y_axis.pixel(high)
+        parts.append(svg.line(x_axis.pixel(x), ends[0], x_axis.pixel(x), ends[1], f"s{series.color}"))
     if series.kind != "line":
         radius = 3.5 if series.kind == "both" else 2.2
-        for x, y in shown:
-            tip = f"{series.name}: {number(y)} at {number(x)}"
+        for place, (x, y) in enumerate(shown):
+            tip = series.tips[place] if series.tips else f"{series.name}: {number(y)} at {number(x)}"
             at = x_axis.pixel(x), y_axis.pixel(y)
             parts.append(svg.dot(*at, radius, tip, class_=f"dot s{series.color}"))
     return parts

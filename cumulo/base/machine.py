@@ -1,4 +1,7 @@
-"""What memory this machine has left and what this process takes. Read by the engine for its memory ledger."""
+"""This machine: what memory it has left, what this process takes, and its places for ranks (GPUs and CPU cores).
+
+Read by the engine for its memory ledger, and where engines are started or planned.
+"""
 
 import os
 from contextlib import suppress
@@ -126,3 +129,16 @@ def _reclaimable(path: Path, field: str) -> int:
             if name == field:
                 return int(value)
     return 0
+
+
+# So many ranks can be started on any CPU, to try a layout, even where they share cores.
+LEAST_CPU_RANKS = 4
+
+
+def gpus_here() -> list[str]:
+    """Those that this process may use, as CUDA names them. Asks no driver, so that none is loaded."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        return [one.strip() for one in allowed.split(",") if one.strip()]
+    found = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted((number for number in found if number.isdecimal()), key=int)
