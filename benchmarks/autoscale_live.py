@@ -21,15 +21,14 @@ from typing import Any
 from cumulo.base.report import Row, table, write_json
 from cumulo.cli.shared.plan_options import TrafficOptions
 from cumulo.cli.shared.terminal import out
-from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
-from cumulo.cluster.decide.autoscale.settings import parse_autoscale
-from cumulo.cluster.simulate.autoscale import AutoscaledFleet
-from cumulo.cluster.simulate.autoscale_member import EngineMember
-from cumulo.cluster.simulate.autoscale_result import ScaledRun
 from cumulo.engine.decide.routing import router
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import CumuloError
+from cumulo.fleet.decide.autoscale_settings import parse_autoscale
+from cumulo.fleet.decide.scaling import ReplicaSpeed
+from cumulo.fleet.simulate.autoscaled_fleet import AutoscaledFleet, ScaledRun
+from cumulo.fleet.simulate.replicas import EngineMember
 from cumulo.plan.serve.replica import Replica
 from cumulo.spec.catalog import shipped
 from cumulo.spec.slo import Slo

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cumulo.cluster.decide.autoscale.settings import parse_autoscale
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide import routing
 from cumulo.errors import CumuloError
+from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.models.files.hub import BUILT_IN_NAME
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.cluster.decide.autoscale.settings import parse_autoscale
 from cumulo.engine.adapter_room import room_for
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
+from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.ranks.rank_meter import RankState
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits

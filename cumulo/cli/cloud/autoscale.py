@@ -13,8 +13,7 @@ from cumulo.cli.shared.declare import option, takes_options
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cumulo.cluster.decide.autoscale.limits import ScalingLimits
-    from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
+    from cumulo.fleet.decide.scaling import ReplicaSpeed, ScalingLimits
     from cumulo.plan.serve.traffic import Traffic
 
 EXAMPLE = (
@@ -97,9 +96,9 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     from cumulo.base.quantities import parse_duration_s
     from cumulo.cli.shared.terminal import note, out, working
     from cumulo.cli.view import autoscale as view
-    from cumulo.cluster.decide.autoscale.limits import ScalingLimits
-    from cumulo.cluster.simulate.autoscale_speed import replica_speed, split_speed
-    from cumulo.cluster.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
+    from cumulo.fleet.decide.scaling import ScalingLimits
+    from cumulo.fleet.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
+    from cumulo.fleet.simulate.replica_speed import replica_speed, split_speed
     from cumulo.load.slo import parse_slo
     from cumulo.plan.serve.replica import Replica
     from cumulo.spec.catalog import shipped

@@ -10,7 +10,7 @@ from cumulo.base import svg
 from cumulo.base.files import write_text_file
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
-from cumulo.cluster.simulate.autoscale_result import ScaledRun, ScaleLook
+from cumulo.fleet.simulate.autoscaled_fleet import ScaledRun, ScaleLook
 from cumulo.plan.serve.report import Percentiles
 from cumulo.spec.slo import Slo
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cumulo.cluster.decide.autoscale.seen import RoleSeen
+from cumulo.fleet.decide.scaling import RoleSeen
 from cumulo.spec.slo import Slo
 
 _ENDED, _PROMPTS, _OUTPUTS = "request_success_total", "prompt_tokens_total", "generation_tokens_total"

@@ -18,9 +18,6 @@ from ray import serve
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-from cumulo.cluster.decide.autoscale.limits import ScalingLimits
-from cumulo.cluster.decide.autoscale.rule import ForecastRule
-from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.command import server_arguments
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
@@ -28,6 +25,8 @@ from cumulo.cluster.drivers.ray_replica import replica_actor
 from cumulo.cluster.drivers.ray_serve import engine_application, front_application
 from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_settings import ServeWork
+from cumulo.fleet.decide.forecast_rule import ForecastRule
+from cumulo.fleet.decide.scaling import FleetSeen, ReplicaSpeed, RoleSeen, ScalingLimits
 from cumulo.spec.slo import Slo
 
 _LOOK_S = 1.0

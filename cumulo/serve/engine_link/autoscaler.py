@@ -14,11 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cumulo.cluster.decide.autoscale.changes import ReplicaLife, changes
-from cumulo.cluster.decide.autoscale.limits import ScalingLimits
-from cumulo.cluster.decide.autoscale.rule import ForecastRule
-from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen, ScaleTo
-from cumulo.cluster.decide.autoscale.settings import AutoscaleSettings
+from cumulo.fleet.decide.autoscale_settings import AutoscaleSettings
+from cumulo.fleet.decide.forecast_rule import ForecastRule
+from cumulo.fleet.decide.scaling import (
+    FleetSeen,
+    ReplicaLife,
+    ReplicaSpeed,
+    RoleSeen,
+    ScaleTo,
+    ScalingLimits,
+    changes,
+)
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.prefill_scaling import PrefillScaling
 from cumulo.serve.engine_link.replica import FleetReplica

@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
-from cumulo.cluster.decide.autoscale.changes import ReplicaLife, changes
-from cumulo.cluster.decide.autoscale.seen import ScaleTo
+from cumulo.fleet.decide.scaling import ReplicaLife, ScaleTo, changes
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.prefill_engines import PrefillEngines
 

@@ -20,9 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from cumulo.cluster.decide.autoscale.rule import ForecastRule
-from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, ScaleTo
-from cumulo.cluster.decide.autoscale.settings import parse_autoscale
 from cumulo.cluster.drivers.kubernetes.keda.messages import (
     ScaledObjectRef,
     read_metrics_request,
@@ -33,6 +30,9 @@ from cumulo.cluster.drivers.kubernetes.keda.messages import (
 )
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
 from cumulo.errors import ConfigError, CumuloError
+from cumulo.fleet.decide.autoscale_settings import parse_autoscale
+from cumulo.fleet.decide.forecast_rule import ForecastRule
+from cumulo.fleet.decide.scaling import FleetSeen, ReplicaSpeed, ScaleTo
 from cumulo.spec.slo import Slo
 
 if TYPE_CHECKING:

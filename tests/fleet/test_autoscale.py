@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.cluster.decide.autoscale.bursts import BurstMemory, Following
-from cumulo.cluster.decide.autoscale.changes import ReplicaLife, changes
-from cumulo.cluster.decide.autoscale.limits import ScalingLimits
-from cumulo.cluster.decide.autoscale.rivals import METRICS, HpaRule
-from cumulo.cluster.decide.autoscale.rule import ForecastRule
-from cumulo.cluster.decide.autoscale.seen import FleetSeen, ReplicaSpeed, RoleSeen, ScaleTo, ScalingRule
-from cumulo.cluster.decide.autoscale.settings import parse_autoscale
-from cumulo.cluster.simulate.autoscale_speed import replica_speed
-from cumulo.cluster.simulate.rehearsal import Rehearsal, best_of, copied, parse_rule, parted
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError
+from cumulo.fleet.decide.autoscale_settings import parse_autoscale
+from cumulo.fleet.decide.forecast_rule import BurstMemory, Following, ForecastRule
+from cumulo.fleet.decide.hpa_rule import METRICS, HpaRule
+from cumulo.fleet.decide.scaling import (
+    FleetSeen,
+    ReplicaLife,
+    ReplicaSpeed,
+    RoleSeen,
+    ScaleTo,
+    ScalingLimits,
+    ScalingRule,
+    changes,
+)
+from cumulo.fleet.simulate.rehearsal import Rehearsal, best_of, copied, parse_rule, parted
+from cumulo.fleet.simulate.replica_speed import replica_speed
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.catalog import shipped

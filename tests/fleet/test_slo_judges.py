@@ -7,13 +7,12 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.cluster.decide.autoscale.settings import parse_autoscale
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
-from cumulo.cluster.simulate.autoscale_judge import RequestJudge
-from cumulo.cluster.simulate.autoscale_result import ScaledRun
 from cumulo.engine.decide.slo.promise import Promise
 from cumulo.engine.decide.story import Story
 from cumulo.engine.simulate.run import Arrival, Served
+from cumulo.fleet.decide.autoscale_settings import parse_autoscale
+from cumulo.fleet.simulate.autoscaled_fleet import RequestJudge, ScaledRun
 from cumulo.load.summary import RequestRecord
 from cumulo.plan.serve.goodput import _outcome
 from cumulo.serve.engine_link.autoscaler import FleetAutoscaler

@@ -8,21 +8,123 @@ roles prefill and decode, a prompt's keys and values travel to a decode replica 
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cumulo.cluster.decide.autoscale.changes import ReplicaLife, changes
-from cumulo.cluster.decide.autoscale.seen import FleetSeen, RoleSeen, ScaleTo, ScalingRule
-from cumulo.cluster.simulate.autoscale_judge import RequestJudge
-from cumulo.cluster.simulate.autoscale_member import PlayedReplica
-from cumulo.cluster.simulate.autoscale_result import ScaledRun, ScaleLook
 from cumulo.engine.decide.routing import Ask, Router
 from cumulo.engine.simulate.fleet import PromptHashes
-from cumulo.engine.simulate.run import Arrival
+from cumulo.engine.simulate.run import Arrival, Served
+from cumulo.fleet.decide.scaling import FleetSeen, ReplicaLife, RoleSeen, ScaleTo, ScalingRule, changes
+from cumulo.fleet.simulate.replicas import PlayedReplica
 from cumulo.spec.slo import Slo
 
+
+@dataclass(frozen=True, slots=True)
+class ScaleLook:
+    """One look of the rule, for the picture."""
+
+    time_s: float
+    role: str
+    ready: int
+    starting: int
+    wanted: int
+    arrived: int  # requests since the look before
+    waiting: int
+    ended: int
+    ended_in_slo: int
+    why: str
+
+
+@dataclass(slots=True)
+class ScaledRun:
+    """What an autoscaling rule made of a trace: cost, SLO attainment and thrash. Times are on the trace's clock."""
+
+    rule: str
+    looks: list[ScaleLook] = field(default_factory=list)
+    requests: int = 0
+    answered: int = 0
+    in_slo: int = 0
+    replica_s: dict[str, float] = field(default_factory=dict)  # by role, starting and draining included
+    starts: int = 0  # replicas ordered after the first ones
+    stops: int = 0
+    reversals: int = 0  # a change against the direction of the one before
+    most: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
+    _direction: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def attainment(self) -> float:
+        return self.in_slo / self.requests if self.requests else 1.0
+
+    @property
+    def replica_hours(self) -> float:
+        return sum(self.replica_s.values()) / 3600
+
+    def note_change(self, role: str, more: int) -> None:
+        """`more`: replicas added; negative: removed."""
+        if not more:
+            return
+        self.starts += max(0, more)
+        self.stops += max(0, -more)
+        direction = 1 if more > 0 else -1
+        self.reversals += self._direction.get(role, direction) != direction
+        self._direction[role] = direction
+
+
 _END_S = 24 * 3600.0  # after the last arrival: whatever is unanswered then will never be
+
+
+class RequestJudge:
+    """Which requests kept the SLO, for the run's totals and for what a rule is told. There is one for each role,
+    which is judged by its own bounds of the SLO; the whole request is judged by all of them."""
+
+    def __init__(self, slo: Slo, role: str, run: ScaledRun) -> None:
+        self._slo, self._role, self._run = slo, role, run
+        self._own = slo.of_role(role)
+        self._whole: dict[int, Arrival] = {}  # by what a replica was given: the request it is part of
+        self._ended = self._kept = 0
+        self._outputs = self._output_tokens = 0
+
+    def begin(self, arrival: Arrival) -> Arrival:
+        """What the first role is given of a request: prefill draws one token."""
+        if self._role != "prefill":
+            return arrival
+        part = replace(arrival, output_tokens=1)
+        self.expect(part, arrival)
+        return part
+
+    def expect(self, part: Arrival, whole: Arrival) -> None:
+        self._whole[id(part)] = whole
+
+    def note(self, over: Iterable[Served]) -> Iterator[tuple[Arrival, float]]:
+        """Judges; yields requests that decode has to go on with, and when their first token was drawn."""
+        for one in over:
+            arrival = self._whole.pop(id(one.arrival), one.arrival)
+            times = one.times(arrival)
+            if times is None or one.first_token_s is None:
+                continue
+            self._ended += 1
+            self._outputs += 1
+            self._output_tokens += arrival.output_tokens
+            self._kept += self._own is None or self._own.missed(times) is None
+            if self._role == "prefill" and arrival.output_tokens > 1:
+                yield arrival, one.first_token_s
+                continue
+            self._run.answered += 1
+            self._run.in_slo += self._slo.missed(times) is None
+            self._run.ttft_s.append(one.first_token_s - arrival.arrived_s)
+
+    def since_look(self) -> tuple[int, int]:
+        """Requests of this role that ended, and those within its part of the SLO."""
+        found = self._ended, self._kept
+        self._ended = self._kept = 0
+        return found
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return self._output_tokens / self._outputs if self._outputs else 0.0
 
 
 @dataclass(slots=True)

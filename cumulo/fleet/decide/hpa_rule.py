@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cumulo.cluster.decide.autoscale.limits import ScalingLimits
-from cumulo.cluster.decide.autoscale.seen import FleetSeen, RoleSeen, ScaleTo
 from cumulo.errors import ConfigError
+from cumulo.fleet.decide.scaling import FleetSeen, RoleSeen, ScaleTo, ScalingLimits
 
 METRICS: Mapping[str, str] = {
     "queue": "requests that wait for their first token",

@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
+from cumulo.fleet.decide.scaling import ReplicaSpeed
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.split import landing_blocks
 from cumulo.plan.serve.traffic import Traffic

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.base.quantities import parse_duration_s
-from cumulo.cluster.decide.autoscale.limits import ScalingLimits
-from cumulo.cluster.decide.autoscale.rule import ForecastRule
-from cumulo.cluster.decide.autoscale.seen import ReplicaSpeed
 from cumulo.errors import ConfigError
+from cumulo.fleet.decide.forecast_rule import ForecastRule
+from cumulo.fleet.decide.scaling import ReplicaSpeed, ScalingLimits
 from cumulo.spec.slo import Slo
 
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")

@@ -1,0 +1,1 @@
+"""Autoscaled fleets in virtual time, for `cumulo simulate autoscale` and `cumulo launch`."""
