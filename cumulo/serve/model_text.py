@@ -98,15 +98,9 @@ class ModelText:
     ) -> tuple[str, list[int]]:
         """The prompt the model's chat template makes of messages and tools, and its tokens. `variables`: further
         ones for the template. `continue_final_message`: the prompt ends inside the last message."""
-        size = 0
-        for message in messages:
-            size += 16 + len(message.get("content") or "")
-        self._refuse_hopeless(size - 16 * len(messages))
-        template = self.tokenizer.chat_template
-        if template is None or not template.is_at_hand(messages, add_generation_prompt, tools, variables):
-            size = _LONG_CHARACTERS  # its worker may be busy, and schemas and arguments may be of any size
+        self._refuse_hopeless(sum(len(message.get("content") or "") for message in messages))
         return await self._apart(
-            size,
+            _LONG_CHARACTERS,  # the template's worker may be busy, and schemas and arguments may be of any size
             self.tokenizer.render_chat,
             with_open_end(messages) if continue_final_message else messages,
             add_generation_prompt,

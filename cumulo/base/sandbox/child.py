@@ -36,6 +36,7 @@ _REASONS = {
     signal.SIGBUS: "stack",
 }
 _PR_SET_PDEATHSIG = 1
+_OUT_OF_MEMORY = reply_frame({"ended": "memory"})  # made before: then there may be no memory for it
 
 
 def main(entry: str) -> None:
@@ -151,7 +152,7 @@ class _Jobs:
             return reply_frame({"done": header}, payload)
         except MemoryError:
             self._left = 0
-            return reply_frame({"ended": "memory"})
+            return _OUT_OF_MEMORY
         except BaseException as error:  # llguidance's panics are not Exceptions
             self._left = 0
             return reply_frame({"failed": f"{type(error).__name__}: {error}"[:2000]})

@@ -1,15 +1,13 @@
 """ChatTemplate: a model's own jinja2 template that turns messages into a prompt. Used by `Tokenizer`.
 
 What goes wrong in a template is the model's fault (it is no valid template, or tries what it must not) or the
-messages' (it refuses them); the errors say which. Templates run in killable workers (`template_worker`), except
-that those which only write contents out are filled in here (`template_skeleton`).
+messages' (it refuses them); the errors say which. Templates run in killable workers (`template_worker`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cumulo.errors import InvalidRequest, ModelError
-from cumulo.models.text.template_skeleton import Skeletons
 from cumulo.models.text.template_worker import MAX_SOURCE_CHARACTERS, OTHER, Stopped, render_apart
 
 Message = Mapping[str, Any]
@@ -32,7 +30,6 @@ class ChatTemplate:
             source = ""  # whoever reads it in this process takes no time
         self.source = source
         self.special_tokens = dict(special_tokens or {})  # the template's variables bos_token, eos_token, ...
-        self._skeletons: Skeletons | None = None  # of a template that never looks at contents
 
     def render(
         self,
@@ -43,47 +40,20 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         checked = _checked(messages)
-        if self._skeletons is not None and not tools and not variables:
-            filled = self._skeletons.fill(checked, add_generation_prompt)
-            if filled is not None:
-                return filled
-        return self._run(checked, add_generation_prompt, tools, variables)
-
-    def is_at_hand(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any, variables: Any
-    ) -> bool:
-        """Whether `render` needs no worker, and so takes microseconds."""
-        return (
-            not tools
-            and not variables
-            and self._skeletons is not None
-            and self._skeletons.knows(messages, add_generation_prompt)
-        )
-
-    def _run(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
         if self._verdict is not None:
             raise ModelError(self._verdict)
         values = {
-            **(variables or {}),
-            "messages": messages,
+            **variables,
+            "messages": checked,
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            rendered = render_apart(self.source, self.special_tokens, values)
+            return render_apart(self.source, self.special_tokens, values)
         except Stopped as error:
-            self._count_stop(str(error), messages, tools)
+            self._count_stop(str(error), checked, tools)
             raise
-        if rendered.opaque and self._skeletons is None:
-            self._skeletons = Skeletons(self._run)
-        return rendered.text
 
     def _count_stop(self, why: str, messages: list[dict[str, Any]], tools: Any) -> None:
         """A template that cannot even do small conversations will never do: others need not wait for it again.

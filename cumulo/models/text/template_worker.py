@@ -1,28 +1,32 @@
 """Chat templates run in killable workers. Used by `ChatTemplate`; the second half runs in the worker.
 
-A template comes with a model's files: it is someone else's program, and `template_sandbox` cannot foresee all
-that fills the memory or never ends. So it is compiled and run in a process with limits on time and memory.
-All templates of a program share two such processes, which start at the first rendering and stay.
+A template comes with a model's files: it is someone else's program. jinja2's immutable sandbox keeps it from
+reaching Python's internals and from changing what it is given. It does not keep it from looping for hours or
+filling the memory, so it is compiled and run in a process with limits on time and memory. All templates share
+two such processes, which start at the first rendering and stay.
 """
 
 import atexit
+import json
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import datetime
 from queue import Empty, LifoQueue
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cumulo.base.sandbox.limits import MIB, JobEnded, JobFailed, Limits, WorkerUnavailable
 from cumulo.base.sandbox.worker import Worker
 from cumulo.errors import InvalidRequest, ModelError
-from cumulo.models.text.template_sandbox import TemplateRefusal, budget, template_environment, text_length
-from cumulo.models.text.template_skeleton import contents_are_opaque
 
 # A template only computes: where the clock ends one the machine is busy, which is not the template's fault.
 LIMITS = Limits(cpu_s=2.0, wall_s=60.0, memory_bytes=512 * MIB, nice_after_s=0.5)
@@ -35,17 +39,11 @@ _COMPILED = 8  # templates a worker keeps
 OTHER = "give another one with --chat-template"
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    text: str
-    opaque: bool  # the template only writes contents out and never looks at them (see template_skeleton)
-
-
 class Stopped(ModelError):
     """The template was ended because of what it did."""
 
 
-def render_apart(source: str, special_tokens: Mapping[str, str], values: Mapping[str, Any]) -> Rendered:
+def render_apart(source: str, special_tokens: Mapping[str, str], values: Mapping[str, Any]) -> str:
     """Run a template. ModelError where it is at fault, InvalidRequest where the messages are."""
     job = (source, dict(special_tokens), dict(values))
     try:
@@ -63,7 +61,7 @@ def render_apart(source: str, special_tokens: Mapping[str, str], values: Mapping
         raise ModelError(f"chat templates cannot be run now: {error}") from error
     if "fault" in reply:
         raise _error(str(reply["fault"]), str(reply.get("why", "")))
-    return Rendered(text.decode("utf-8", "surrogatepass"), bool(reply["opaque"]))
+    return text.decode("utf-8", "surrogatepass")
 
 
 def _error(fault: str, why: str) -> Exception:
@@ -143,25 +141,65 @@ os.register_at_fork(after_in_child=_forget_pool)
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------
+class TemplateRefusal(Exception):
+    """raise_exception('...') inside a template."""
+
+
+class _GenerationTag(Extension):
+    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; here it is text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter as transformers defines it: jinja2's own would escape characters for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateRefusal(message)
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment
+
+
 def make(setup: Any) -> Any:
     environment = template_environment()
-    compiled: OrderedDict[str, tuple[jinja2.Template, bool]] = OrderedDict()
+    compiled: OrderedDict[str, jinja2.Template] = OrderedDict()
 
     def work(job: tuple[str, dict[str, str], dict[str, Any]]) -> tuple[dict[str, Any], bytes]:
         source, special_tokens, values = job
         try:
-            with budget():
-                if source not in compiled:
-                    compiled[source] = environment.from_string(source), contents_are_opaque(source)
-                    if len(compiled) > _COMPILED:
-                        compiled.popitem(last=False)
-                template, opaque = compiled[source]
-                text = template.render({**special_tokens, **values})
-            most = 8 * text_length(values) + _MOST_OWN_CHARACTERS
+            if source not in compiled:
+                compiled[source] = environment.from_string(source)
+                if len(compiled) > _COMPILED:
+                    compiled.popitem(last=False)
+            text = compiled[source].render({**special_tokens, **values})
+            most = 8 * len(repr(values)) + _MOST_OWN_CHARACTERS
             if len(text) > most:
                 why = f"it wrote {len(text):,} characters, more than {most:,}, for messages this long"
                 return {"fault": "stopped", "why": why}, b""
-            return {"opaque": opaque}, text.encode("utf-8", "surrogatepass")
+            return {}, text.encode("utf-8", "surrogatepass")
         except jinja2.TemplateSyntaxError as error:
             return {"fault": "syntax", "why": f"line {error.lineno}: {error.message}"}, b""
         except SecurityError as error:
