@@ -14,7 +14,7 @@ from cumulo.kernels.low_rank import AdapterRows
 from cumulo.kernels.packed import Packed
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.batch import ForwardBatch, KVCache
-from cumulo.models.heads.tap import StreamTap
+from cumulo.models.heads.eagle import StreamTap
 from cumulo.models.linear import Linear, RMSNorm, empty_parameter
 from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
 from cumulo.models.rope import RotaryTable, Rotation

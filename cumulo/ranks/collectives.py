@@ -1,8 +1,10 @@
 """Collectives without gradients. Everyone in a group calls them in the same order; a group of None is this rank
 alone, for which nothing is sent or copied. `differentiable.py` has those that gradients pass through."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -12,10 +14,62 @@ from torch import Tensor
 
 from cumulo.collectives.decide.choices import parse_choices
 from cumulo.collectives.decide.measured import read_collective_profile
-from cumulo.ranks.collective_meter import meter
-from cumulo.ranks.groups import Group
-from cumulo.ranks.lanes import lane_group
+from cumulo.ranks.groups import Group, lane_group
 from cumulo.ranks.scheduled import CollectiveChoices, ScheduledCollectives
+
+# Bytes on the busiest link over bytes of the buffer, as nccl-tests counts bus bandwidth.
+_BUS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """Calls of one kind and size, together."""
+
+    kind: str
+    ranks: int
+    size_bytes: int
+    calls: int
+    seconds: float
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        share = _BUS[self.kind] * (self.ranks - 1) / self.ranks
+        return self.calls * self.size_bytes * share / self.seconds if self.seconds else 0.0
+
+
+class CollectiveMeter:
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int, int], tuple[int, float]] = {}
+        self._lock = threading.Lock()
+        # Told of each call as it ends, in its thread, if someone measures: its kind, and the bytes of its buffer
+        # that have left this rank.
+        self.listener: Callable[[str, float], None] | None = None
+
+    def add(
+        self, kind: str, tensor: Tensor, ranks: int, began: float, sends: Sequence[int] | None = None
+    ) -> None:
+        """A call that began at this `time.perf_counter()` has ended. `sends`: rows of the buffer that have left for
+        other ranks, where those are not equal shares."""
+        if tensor.device.type != "cpu":
+            return
+        seconds, key = time.perf_counter() - began, (kind, ranks, tensor.nbytes)
+        with self._lock:
+            calls, so_far = self._found.get(key, (0, 0.0))
+            self._found[key] = (calls + 1, so_far + seconds)
+        if self.listener is not None:
+            away = (ranks - 1) / ranks if sends is None else sum(sends) / max(1, len(tensor))
+            self.listener(kind, tensor.nbytes * away)
+
+    def take_times(self) -> list[CollectiveTime]:
+        """Since it was last asked, the longest first."""
+        with self._lock:
+            found, self._found = self._found, {}
+        times = [CollectiveTime(*key, calls, seconds) for key, (calls, seconds) in found.items()]
+        return sorted(times, key=lambda one: -one.seconds)
+
+
+meter = CollectiveMeter()
+
 
 Work: TypeAlias = dist.Work  # something on its way: `wait()` for it
 
@@ -155,3 +209,55 @@ def gather_objects(own: Any, group: Group) -> list[Any]:
 
 def barrier(group: Group) -> None:
     dist.barrier(group=group)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The other ranks of a group, by their number in it. A `Transport` of the pipeline's player."""
+
+    group: Group
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        return _begun(dist.isend(tensor, group=self.group, group_dst=peer))
+
+    def receive(self, tensor: Tensor, peer: int) -> Work:
+        return _begun(dist.irecv(tensor, group=self.group, group_src=peer))
+
+
+def _begun(work: Work | None) -> Work:
+    if work is None:
+        raise ValueError("this rank is not in the group")
+    return work
+
+
+class Ring:
+    """A rank's neighbours: what it has goes to the next, what it gets comes from the one before."""
+
+    def __init__(self, group: Group | None) -> None:
+        """None: a ring of one."""
+        self.group = group
+        self.size, self.index = (1, 0) if group is None else (group.size(), group.rank())
+
+    def pass_on(self, tensor: Tensor, tag: int) -> "Passing":
+        if self.group is None:
+            raise ValueError("a ring of one has nobody to pass to")
+        tensor = tensor.contiguous()
+        arriving = torch.empty_like(tensor)
+        after, before = (self.index + 1) % self.size, (self.index - 1) % self.size
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=after),
+            dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=before),
+        ]
+        return Passing(tensor, arriving, dist.batch_isend_irecv(operations))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passing:
+    sent: Tensor  # held until it has left
+    arriving: Tensor
+    works: list[Work]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.arriving

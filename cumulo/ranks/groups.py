@@ -6,6 +6,9 @@
 A layout of one rank has no process group and talks to nobody: torch.distributed need not be started for it.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeAlias, get_args
@@ -86,3 +89,31 @@ def control_group(timeout: timedelta | None = None) -> Group:
     made = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(made, Group)
     return made
+
+
+_AXES: tuple[Axis, ...] = ("tp", "cp", "ulysses", "ring", "ep")  # those that a layer's collectives use
+_this_thread = threading.local()
+
+
+class SecondLane:
+    def __init__(self, groups: Groups) -> None:
+        """All ranks make it, in the same order of axes."""
+        self._twins: dict[Group, Group] = {}
+        for axis in _AXES:
+            group = groups.group_of_several(axis)
+            if group is not None and group not in self._twins:
+                self._twins[group] = new_group(groups.members(axis))
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """While it is entered, this thread's collectives use the second groups."""
+        _this_thread.twins = self._twins
+        try:
+            yield
+        finally:
+            _this_thread.twins = {}
+
+
+def lane_group(group: Group) -> Group:
+    twins: dict[Group, Group] = getattr(_this_thread, "twins", {})
+    return twins.get(group, group)

@@ -12,10 +12,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cumulo.checkpoint.play.boxes import stored_shapes
+from cumulo.checkpoint.play.boxes import read_metadata, stored_shapes
 from cumulo.checkpoint.play.folder import MANIFEST, entries
 from cumulo.checkpoint.play.held import held_whole
-from cumulo.checkpoint.play.metadata import read_metadata
 from cumulo.checkpoint.play.store import CheckpointStore
 from cumulo.errors import TrainingError
 from tests.checkpoint.test_store import Saved, state

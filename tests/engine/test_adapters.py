@@ -21,8 +21,7 @@ from cumulo.engine.llm import LLM
 from cumulo.engine.outputs import RequestOutput
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
 from cumulo.models.adapters.bank import AdapterBank
-from cumulo.models.adapters.files import AdapterWeights, read_adapter
-from cumulo.models.adapters.sections import adaptable_matrices
+from cumulo.models.adapters.files import AdapterWeights, adaptable_matrices, read_adapter
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import inspect_model
 from tests import thorough

@@ -10,7 +10,7 @@ from cumulo.engine.play.drafter import Drafter
 from cumulo.engine.play.slot_table import SlotTable
 from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import KVCache
-from cumulo.models.heads.tap import StreamTap
+from cumulo.models.heads.eagle import StreamTap
 from cumulo.models.linear import Linear
 from cumulo.models.play.fused_eagle import FusedEagle
 from tests.models.test_fused_eagle import SPEC, random_head

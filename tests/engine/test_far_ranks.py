@@ -20,7 +20,7 @@ from cumulo.kernels.cuda.sampling.sample import (
 from cumulo.layout.serving import ServingLayout, rank_part
 from cumulo.models.play.cuda_slice import FEED_FORWARD, RankSlice, shared_bytes
 from cumulo.ranks.device_group import StagedGroup
-from cumulo.ranks.mirrored_memory import MirroredMemory
+from cumulo.ranks.peer_memory import MirroredMemory
 from cumulo.ranks.rank_group import RankGroup
 from cumulo.ranks.start import run_ranks
 from tests.engine.tiny_cuda_engine import DEVICE, make_decoder, make_engine, use_few_programs

@@ -15,7 +15,7 @@ from cumulo.kernels.cuda.sampling.greedy_rounds import accept_likeliest
 from cumulo.kernels.cuda.sampling.rounds import RoundRows, accept
 from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
 from cumulo.models.batch import KVCache
-from cumulo.models.heads.tap import eagle_layers
+from cumulo.models.heads.eagle import eagle_layers
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors
 from cumulo.models.play.cuda_eagle import RoundWays
 from tests.engine.test_rounds_cuda import make_head

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from cumulo.models.adapters.sections import adaptable_matrices
+from cumulo.models.adapters.files import adaptable_matrices
 from cumulo.spec.model import ModelSpec
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -5,9 +5,8 @@ import torch
 
 from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import ForwardBatch, KVCache
-from cumulo.models.heads.eagle import EagleDraft, EagleHead
+from cumulo.models.heads.eagle import EagleDraft, EagleHead, StreamTap
 from cumulo.models.heads.files import load_eagle, save_eagle
-from cumulo.models.heads.tap import StreamTap
 from cumulo.models.linear import Linear
 from cumulo.models.play.fused_eagle import FusedEagle, why_not_head
 from cumulo.spec.model import ModelSpec

@@ -13,7 +13,7 @@ from cumulo.errors import ConfigError
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import load_safetensors
-from cumulo.models.heads.mtp_files import load_mtp
+from cumulo.models.heads.mtp import load_mtp
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.train.head.states import one_sequence
 from tests.engine.tiny_engine import VOCAB, make_engine, run

@@ -8,8 +8,8 @@ import pytest
 
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
 from cumulo.models.text import template_worker
+from cumulo.models.text.caller_text import sought_texts
 from cumulo.models.text.chat_template import ChatTemplate
-from cumulo.models.text.sought_texts import sought_texts
 
 USER = {"role": "user", "content": "Hi"}
 DOUBLING = (

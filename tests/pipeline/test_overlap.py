@@ -17,11 +17,9 @@ from cumulo.pipeline.decide.communication import with_communication
 from cumulo.pipeline.decide.costs import ChunkCost, Costs
 from cumulo.pipeline.play.run import Wire, play
 from cumulo.pipeline.simulate.timeline import simulate
-from cumulo.ranks.collectives import barrier
+from cumulo.ranks.collectives import Peers, barrier
 from cumulo.ranks.differentiable import exchanged
-from cumulo.ranks.groups import Group, Groups, world_group
-from cumulo.ranks.lanes import SecondLane
-from cumulo.ranks.point_to_point import Peers
+from cumulo.ranks.groups import Group, Groups, SecondLane, world_group
 from cumulo.ranks.start import run_ranks
 
 ROWS, WIDTH = 8, 16

@@ -15,8 +15,8 @@ from cumulo.pipeline.decide.communication import with_communication
 from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.play.deferred import DeferredWeights
 from cumulo.pipeline.play.run import Wire, play
+from cumulo.ranks.collectives import Peers
 from cumulo.ranks.groups import world_group
-from cumulo.ranks.point_to_point import Peers
 from tests.thorough import rare
 from tests.train.pool import run_ranks
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch.distributed", reason="this torch has no distributed p
 from cumulo.errors import ConfigError
 from cumulo.ranks import device_group
 from cumulo.ranks.device_group import NcclGroup, StagedGroup
-from cumulo.ranks.mirrored_memory import MirroredMemory, bring
+from cumulo.ranks.peer_memory import MirroredMemory, bring
 from cumulo.ranks.rank_group import RankGroup, meeting_point
 
 CPU = torch.device("cpu")

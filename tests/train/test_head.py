@@ -11,8 +11,8 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.play.draft_source import DraftSource, attach_draft
 from cumulo.errors import ModelError
 from cumulo.models.batch import KVCache
+from cumulo.models.heads.eagle import StreamTap, eagle_layers
 from cumulo.models.heads.files import is_eagle_folder, load_eagle, save_eagle
-from cumulo.models.heads.tap import StreamTap, eagle_layers
 from cumulo.train.head import examples as examples_module
 from cumulo.train.head.answers import OwnAnswer
 from cumulo.train.head.begin import new_head

@@ -103,7 +103,7 @@ def test_any_layout_finds_its_parts_in_what_any_other_stored(
     drawn = random.Random(case)
     if case % 2:
         monkeypatch.setattr(
-            "cumulo.checkpoint.decide.share.LEAST_BYTES", 256
+            "cumulo.checkpoint.play.held.LEAST_BYTES", 256
         )  # boxes are shared out by rows, too
     spec = (DENSE, MOE, LATENT)[case % 3]
     before, after = drawn_layout(drawn, spec), drawn_layout(drawn, spec)
@@ -126,7 +126,7 @@ def test_any_layout_finds_its_parts_in_what_any_other_stored(
 
 
 def test_a_state_is_stored_once_and_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumulo.checkpoint.decide.share.LEAST_BYTES", 256)
+    monkeypatch.setattr("cumulo.checkpoint.play.held.LEAST_BYTES", 256)
     whole, layout = whole_state(DENSE), Layout(dp=4, tp=2)
     stored = [
         sum(part.tensor.nbytes for part in own_parts(rank_state(DENSE, layout, rank, whole), rank))

@@ -14,8 +14,7 @@ from cumulo.bench.overlapped.batches import LENGTH, random_batch
 from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.collectives.play.shaping import LinkShaper
 from cumulo.layout.layout import Layout
-from cumulo.ranks.collective_meter import meter
-from cumulo.ranks.collectives import all_reduce, barrier, use_collectives
+from cumulo.ranks.collectives import all_reduce, barrier, meter, use_collectives
 from cumulo.ranks.groups import Groups, world_group
 from cumulo.ranks.scheduled import CollectiveChoices
 from cumulo.ranks.start import run_ranks

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cumulo.pipeline.decide.actions import Action, Kind
 from cumulo.pipeline.simulate.passes import PassCost, PassKey, pass_key
-from cumulo.ranks.collective_meter import meter
+from cumulo.ranks.collectives import meter
 
 Parts = list[tuple[float, float]]
 

@@ -1,5 +1,6 @@
-"""Export: a model as a Hugging Face folder, which `cumulo chat`, `cumulo serve` and `transformers` open. Called by
-the trainer at the end, with the parameters of a decoder under their own names."""
+"""Exports: a model as a Hugging Face folder, which `cumulo chat`, `cumulo serve` and `transformers` open, and
+low-rank adapters as a folder of PEFT. The trainer calls them at the end, with the parameters under their own names.
+"""
 
 import shutil
 from collections.abc import Mapping
@@ -65,3 +66,44 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def export_peft(
+    folder: Path,
+    spec: ModelSpec,
+    parameters: Mapping[str, Tensor],
+    *,
+    rank: int,
+    alpha: float,
+    base_model: str,
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors; an earlier export is replaced. `parameters` has the
+    adapters under the decoder's names; `base_model` is what was adapted, as its user calls it."""
+    tensors: dict[str, Tensor] = {}
+    modules: set[str] = set()
+    for placement in names_huggingface.placements(spec):
+        target = placement.target.removesuffix(".weight")
+        if f"{target}.lora_a" not in parameters:
+            continue
+        module = placement.source.removesuffix(".weight")
+        first = placement.offset[0] if placement.offset else 0
+        rows = parameters[f"{target}.lora_b"].detach()[first : first + placement.shape[0]]
+        tensors[f"base_model.model.{module}.lora_A.weight"] = _own_adapter(parameters[f"{target}.lora_a"])
+        tensors[f"base_model.model.{module}.lora_B.weight"] = _own_adapter(rows)
+        modules.add(module.rpartition(".")[2])
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "r": rank,
+        "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": sorted(modules), "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True,
+    }  # fmt: skip
+
+    def fill(aside: Path) -> None:
+        save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_json(aside / "adapter_config.json", config)
+
+    write_whole(folder, fill)
+    (folder / MANIFEST).unlink()  # as in the model's folder: its users change it
+
+
+def _own_adapter(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().clone()

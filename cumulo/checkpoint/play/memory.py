@@ -32,7 +32,7 @@ from cumulo.checkpoint.play.held import Held, Part, all_parts
 from cumulo.checkpoint.play.store import Checkpoint
 from cumulo.errors import TrainingError
 from cumulo.layout.box import Box
-from cumulo.ranks.point_to_point import Peers
+from cumulo.ranks.collectives import Peers
 from cumulo.ranks.team import FAILURES, Team, cause
 
 _UNFINISHED = ".part"

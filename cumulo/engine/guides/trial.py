@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cumulo.base.sandbox.limits import MIB, JobEnded, JobFailed, Limits, WorkerUnavailable
-from cumulo.base.sandbox.worker import Worker
+from cumulo.base.sandbox.worker import MIB, JobEnded, JobFailed, Limits, Worker, WorkerUnavailable
 from cumulo.engine.decide.params import Guide
 from cumulo.engine.guides.grammar import grammar_text, refusal
 from cumulo.errors import CumuloError, InvalidRequest

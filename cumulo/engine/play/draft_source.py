@@ -16,11 +16,9 @@ from cumulo.errors import ConfigError
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, load_model
-from cumulo.models.heads.eagle import EagleDraft, EagleHead
+from cumulo.models.heads.eagle import EagleDraft, EagleHead, StreamTap, eagle_layers
 from cumulo.models.heads.files import is_eagle_folder, load_eagle
-from cumulo.models.heads.mtp import MtpHead
-from cumulo.models.heads.mtp_files import load_mtp
-from cumulo.models.heads.tap import StreamTap, eagle_layers
+from cumulo.models.heads.mtp import MtpHead, load_mtp
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.play.fused_eagle import FusedEagle, why_not_head
 from cumulo.models.text.tokenizer import Tokenizer

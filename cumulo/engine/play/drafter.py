@@ -15,8 +15,7 @@ from torch import Tensor
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
-from cumulo.models.heads.eagle import Likeliest, likeliest_of
-from cumulo.models.heads.tap import StreamTap
+from cumulo.models.heads.eagle import Likeliest, StreamTap, likeliest_of
 from cumulo.models.play.fused_eagle import MOST_OF_ONE, FusedEagle
 
 _MOST_TOKENS = 512  # of prompts that are computed before one step's first proposals

@@ -12,12 +12,10 @@ from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_byte
 from cumulo.layout.serving import RankPart
 from cumulo.models.play.cuda_rows import RankRows, rows_bytes
 from cumulo.models.play.cuda_slice import RankSlice, shared_bytes
-from cumulo.models.play.cuda_stage import RankStage, stage_bytes
-from cumulo.models.play.far_stage import FarStage
+from cumulo.models.play.cuda_stage import FarStage, RankStage, stage_bytes
 from cumulo.models.play.rank_links import RankLinks
 from cumulo.ranks.device_group import MessageGroup, NcclGroup, StagedGroup
-from cumulo.ranks.mirrored_memory import MirroredMemory
-from cumulo.ranks.peer_memory import peer_memory
+from cumulo.ranks.peer_memory import MirroredMemory, peer_memory
 from cumulo.ranks.rank_group import RankGroup, TCPStore
 
 Members = tuple[int, ...]

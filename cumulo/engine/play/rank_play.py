@@ -20,8 +20,7 @@ from cumulo.layout.serving import RankPart
 from cumulo.models.play.rank_links import RankLinks
 
 if TYPE_CHECKING:  # it needs Triton
-    from cumulo.models.play.cuda_stage import RankStage
-    from cumulo.models.play.far_stage import FarStage
+    from cumulo.models.play.cuda_stage import FarStage, RankStage
 
 Ints = NDArray[np.int64]
 _MOST_EXPECTED = (

@@ -31,7 +31,7 @@ from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.play.cuda_decoder import CudaDecoder, why_not
 from cumulo.models.play.rank_links import RankLinks
-from cumulo.ranks.mirrored_memory import MirroredMemory
+from cumulo.ranks.peer_memory import MirroredMemory
 from cumulo.ranks.rank_group import TCPStore
 from cumulo.ranks.start import RankProcesses
 from cumulo.spec.model import ModelSpec

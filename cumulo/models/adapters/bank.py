@@ -11,8 +11,7 @@ from torch import Tensor
 from cumulo.kernels.low_rank import AdapterGroups, AdapterRows, LowRankStack, add_low_rank
 from cumulo.layout.adapters import padded_rank
 from cumulo.layout.serving import RankPart
-from cumulo.models.adapters.files import AdapterWeights
-from cumulo.models.adapters.sections import AdaptableMatrix, adaptable_matrices
+from cumulo.models.adapters.files import AdaptableMatrix, AdapterWeights, adaptable_matrices
 from cumulo.models.batch import lazy_zeros
 from cumulo.models.decoder import Decoder
 from cumulo.models.linear import Linear

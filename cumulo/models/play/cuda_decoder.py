@@ -33,9 +33,8 @@ from cumulo.models.play.cuda_latent import LatentHalf
 from cumulo.models.play.cuda_products import AdaptedRows, StepProducts
 from cumulo.models.play.cuda_rows import RankRows, StepHomes
 from cumulo.models.play.cuda_slice import ATTENTION, RankSlice
-from cumulo.models.play.cuda_stage import RankStage
+from cumulo.models.play.cuda_stage import FarStage, RankStage
 from cumulo.models.play.cuda_weights import HeadWeights, LayerWeights, layer_weights
-from cumulo.models.play.far_stage import FarStage
 from cumulo.spec.gpu_kernels import obstacle_of
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
 from cumulo.kernels.cuda.collective.rows import gather_owned, gather_rows, sum_rows
 from cumulo.layout.serving import RankPart
-from cumulo.models.play.cuda_partials import partial_bytes, partial_dtype
-from cumulo.ranks.mirrored_memory import bring
+from cumulo.models.play.cuda_slice import partial_bytes, partial_dtype
+from cumulo.ranks.peer_memory import bring
 
 
 @dataclass(frozen=True, slots=True)

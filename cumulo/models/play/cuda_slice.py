@@ -20,9 +20,23 @@ from cumulo.kernels.cuda.collective.one_shot import (
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
 from cumulo.kernels.cuda.sampling.sample import POSITION, SLOT, part_count, pick_token, weigh_parts
 from cumulo.layout.serving import RankPart
-from cumulo.models.play.cuda_partials import partial_bytes, partial_dtype
-from cumulo.ranks.mirrored_memory import MirroredMemory, bring
+from cumulo.ranks.peer_memory import MirroredMemory, bring
 from cumulo.spec.model import ModelSpec
+
+_FLOAT32_ROWS = 512
+
+
+def partial_dtype(rows: int, dtype: torch.dtype, invariant: bool) -> torch.dtype:
+    """`invariant`: a sum's bits do not depend on how many rows there are."""
+    return torch.float32 if invariant or rows <= _FLOAT32_ROWS else dtype
+
+
+def partial_bytes(hidden: int, max_rows: int, dtype: torch.dtype, invariant: bool) -> int:
+    """Of up to so many rows, whichever precision they have."""
+    if invariant:
+        return 4 * hidden * max_rows
+    return hidden * max(4 * min(max_rows, _FLOAT32_ROWS), dtype.itemsize * max_rows)
+
 
 ATTENTION, FEED_FORWARD, SHARED_EXPERT = 0, 1, 2
 

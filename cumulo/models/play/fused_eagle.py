@@ -14,10 +14,9 @@ from cumulo.kernels.cpu.library import NativeLibrary, OpStruct, StepStruct
 from cumulo.kernels.cpu.packed_linear import PackedColumns, PackedWeight
 from cumulo.kernels.cpu.paged_attention import attention_fields
 from cumulo.models.batch import ForwardBatch, KVCache
-from cumulo.models.heads.eagle import EagleHead, Likeliest
-from cumulo.models.heads.tap import StreamTap
+from cumulo.models.heads.eagle import EagleHead, Likeliest, StreamTap
 from cumulo.models.linear import Linear
-from cumulo.models.play.native_step import native_step
+from cumulo.models.play.fused import native_step
 from cumulo.models.play.op_writer import ActivationRoom, OpWriter
 
 _ROWS_STEP = 16  # buffers grow in multiples of this many tokens

@@ -3,7 +3,8 @@
 A chat template mixes its own markers with the callers' texts, and may trim, cut and join them on the way. So before
 it runs, every character of a caller's text that could begin or end a control token is exchanged for a stand-in from
 Unicode's private use area, one for one. In the prompt, a control token without stand-ins is the template's own.
-Then the characters are put back.
+Then the characters are put back. Templates also look for texts of their own in messages ('</think>'): those are
+read off the template's syntax tree (`sought_texts`) and left as they are.
 """
 
 import json
@@ -13,9 +14,85 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import loopcontrols
+
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.control_tokens import ControlTokens, alternatives
-from cumulo.models.text.sought_texts import Sought
+
+_WRITING_METHODS = frozenset(("append", "join", "format", "update"))
+_QUOTED = re.compile(r"'([^'\\\n]*)'|\"([^\"\\\n]*)\"")
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    texts: frozenset[str] = frozenset()  # arguments of methods and filters, and what is compared
+    ends: frozenset[str] = frozenset()  # of these, what a text is asked to start or end with
+    words: frozenset[str] = frozenset()  # every name and text in the template
+
+
+def sought_texts(source: str) -> Sought:
+    try:
+        return _read(source)
+    except RecursionError:  # no honest template is nested so deeply; the worker that runs it says so
+        return Sought()
+
+
+def _read(source: str) -> Sought:
+    try:
+        tree = Environment(extensions=[loopcontrols]).parse(source)
+    except (
+        TemplateSyntaxError,
+        RecursionError,
+    ):  # a tag of its own, or damaged: everything quoted may be sought
+        quoted = frozenset(first or second for first, second in _QUOTED.findall(source))
+        return Sought(quoted, quoted, quoted | frozenset(re.findall(r"\w+", source)))
+    set_to = {
+        node.target.name: node.node.value
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and isinstance(node.node, nodes.Const)
+    }
+
+    def values(leaves: Iterator[nodes.Const | nodes.Name]) -> frozenset[str]:
+        found = (set_to.get(leaf.name) if isinstance(leaf, nodes.Name) else leaf.value for leaf in leaves)
+        return frozenset(value for value in found if isinstance(value, str) and value)
+
+    texts, ends = values(_sought(tree)), values(_asked_of_ends(tree))
+    words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    words |= {node.attr for node in tree.find_all(nodes.Getattr)}
+    return Sought(texts, ends, frozenset(words))
+
+
+def _sought(tree: nodes.Template) -> Iterator[nodes.Const | nodes.Name]:
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr not in _WRITING_METHODS:
+            for argument in call.args:
+                yield from _leaves(argument)
+    for use in tree.find_all((nodes.Filter, nodes.Test)):
+        for argument in use.args or ():
+            yield from _leaves(argument)
+    for compare in tree.find_all(nodes.Compare):
+        yield from _leaves(compare.expr)
+        for operand in compare.ops:
+            yield from _leaves(operand.expr)
+    for item in tree.find_all(nodes.Getitem):
+        yield from _leaves(item.arg)
+
+
+def _asked_of_ends(tree: nodes.Template) -> Iterator[nodes.Const | nodes.Name]:
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in ("startswith", "endswith"):
+            for argument in call.args:
+                yield from _leaves(argument)
+
+
+def _leaves(node: nodes.Node) -> Iterator[nodes.Const | nodes.Name]:
+    if isinstance(node, (nodes.Const, nodes.Name)):
+        yield node
+    elif isinstance(node, (nodes.List, nodes.Tuple, nodes.Add, nodes.Concat, nodes.CondExpr)):
+        for child in node.iter_child_nodes():
+            yield from _leaves(child)
+
 
 _FIRST, _LAST = 0x100000, 0x10FFFD  # plane 16: for private use, and no icon font has characters there
 _PRIVATE = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")

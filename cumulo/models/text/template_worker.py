@@ -24,8 +24,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cumulo.base.sandbox.limits import MIB, JobEnded, JobFailed, Limits, WorkerUnavailable
-from cumulo.base.sandbox.worker import Worker
+from cumulo.base.sandbox.worker import MIB, JobEnded, JobFailed, Limits, Worker, WorkerUnavailable
 from cumulo.errors import InvalidRequest, ModelError
 
 # A template only computes: where the clock ends one the machine is busy, which is not the template's fault.

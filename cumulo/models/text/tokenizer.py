@@ -16,11 +16,9 @@ import tokenizers
 
 from cumulo.errors import InvalidRequest, ModelError
 from cumulo.models.files.json_file import read_json, token_ids
-from cumulo.models.text.caller_text import CallerText, Guarded
+from cumulo.models.text.caller_text import CallerText, Guarded, Sought, sought_texts
 from cumulo.models.text.chat_template import ChatTemplate, Message
 from cumulo.models.text.control_tokens import ControlTokens
-from cumulo.models.text.fixed_pieces import FixedPieces, independent_pieces
-from cumulo.models.text.sought_texts import Sought, sought_texts
 from cumulo.models.text.tokenizer_file import is_failure, open_tokenizer_file
 
 Kind = Literal["byte_level", "sentencepiece"]
@@ -71,7 +69,6 @@ class Tokenizer:
         self._added_ids = frozenset(added_ids) | self.special_ids
         self._always_bos = always_bos
         self._bytes: list[bytes | None] = [None] * len(self._pieces)
-        self._fixed = FixedPieces(backend) if independent_pieces(backend) else None
 
     @property
     def vocab_size(self) -> int:
@@ -90,8 +87,6 @@ class Tokenizer:
             if not parse_special_tokens and self.control.occur_in(text):
                 before, after = self.control.around if add_special else ([], [])
                 ids = [*before, *self.control.encode(text), *after]
-            elif self._fixed is not None and not add_special:
-                return self._fixed.encode(text)
             else:
                 ids = self.backend.encode(text, add_special_tokens=add_special).ids
         except BaseException as error:
@@ -117,9 +112,7 @@ class Tokenizer:
         """Compile the chat template and tokenise what it puts around every message: now, not in the first request.
         Raises what `apply_chat_template` does."""
         self.control.prepare()
-        prompt = self.apply_chat_template([{"role": "user", "content": ""}])
-        if self._fixed is not None:
-            self._fixed.keep(prompt)
+        self.apply_chat_template([{"role": "user", "content": ""}])
 
     # -- ids to text ---------------------------------------------------------------------------------------
     def token_bytes(self, token_id: int) -> bytes:

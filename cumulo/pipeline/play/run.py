@@ -53,7 +53,7 @@ class InTransit(Protocol):
 
 
 class Transport(Protocol):
-    """Who carries tensors between stages, in the order of the calls. `cumulo.ranks.point_to_point` has one."""
+    """Who carries tensors between stages, in the order of the calls. `cumulo.ranks.collectives` has one."""
 
     def send(self, tensor: Tensor, peer: int) -> InTransit: ...
 

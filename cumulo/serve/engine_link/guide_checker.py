@@ -14,8 +14,7 @@ import time
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from cumulo.base.sandbox.limits import JobEnded
-from cumulo.base.sandbox.worker import Worker
+from cumulo.base.sandbox.worker import JobEnded, Worker
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.guides.trial import QUICK_TRIAL, TRIAL, GuideCompilerBusy, try_out
 from cumulo.errors import InvalidRequest

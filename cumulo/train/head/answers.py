@@ -20,7 +20,7 @@ from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel
-from cumulo.models.heads.tap import StreamTap, eagle_layers
+from cumulo.models.heads.eagle import StreamTap, eagle_layers
 from cumulo.models.play.fused import FusedDecoder
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.train.head.config import OWN_QUESTIONS, HeadConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
-from cumulo.models.heads.tap import eagle_layers
+from cumulo.models.heads.eagle import eagle_layers
 from cumulo.train.head.answers import OwnAnswer
 from cumulo.train.head.states import hidden_states, one_sequence
 

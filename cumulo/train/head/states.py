@@ -11,7 +11,7 @@ from cumulo.errors import ConfigError
 from cumulo.models.attention import Attention
 from cumulo.models.batch import ForwardBatch
 from cumulo.models.decoder import Decoder, Layer
-from cumulo.models.heads.tap import eagle_layers
+from cumulo.models.heads.eagle import eagle_layers
 from cumulo.models.rope import Rotation
 
 

@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cumulo.ranks.attention_blocks import MaskedBlock, PackedBlock
-from cumulo.ranks.collectives import all_reduce
+from cumulo.ranks.collectives import Ring, all_reduce
 from cumulo.ranks.differentiable import exchanged
 from cumulo.ranks.groups import Group
-from cumulo.ranks.point_to_point import Ring
-from cumulo.ranks.ring_attention import AttentionBlock, ring_attention
+from cumulo.ranks.ring_attention import AttentionBlock, MaskedBlock, PackedBlock, ring_attention
 from cumulo.train.data.loader import DeviceBatch
 from cumulo.train.model.document_mask import OwnTokens
 

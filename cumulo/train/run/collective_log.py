@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from cumulo.collectives.decide.measured import CollectiveProfile
-from cumulo.ranks.collective_meter import CollectiveTime
+from cumulo.ranks.collectives import CollectiveTime
 from cumulo.ranks.scheduled import host_seconds
 
 

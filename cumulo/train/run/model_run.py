@@ -26,10 +26,8 @@ from cumulo.layout.pieces import chunk_parts, pieces
 from cumulo.layout.stages import held_chunks, splits_backward
 from cumulo.pipeline.decide.actions import Action, PipelineSchedule
 from cumulo.pipeline.play.run import Wire, play
-from cumulo.ranks.collectives import all_reduce
-from cumulo.ranks.groups import Groups
-from cumulo.ranks.lanes import SecondLane
-from cumulo.ranks.point_to_point import Peers
+from cumulo.ranks.collectives import Peers, all_reduce
+from cumulo.ranks.groups import Groups, SecondLane
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.data.loader import DeviceBatch, to_device

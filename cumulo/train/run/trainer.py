@@ -16,14 +16,13 @@ from typing import Protocol
 import torch
 
 from cumulo.base.quantities import LedgerLine
-from cumulo.checkpoint.play.huggingface import export_huggingface
+from cumulo.checkpoint.play.huggingface import export_huggingface, export_peft
 from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
-from cumulo.checkpoint.play.peft import export_peft
 from cumulo.checkpoint.play.saver import Saver
 from cumulo.checkpoint.play.store import Checkpoint, CheckpointStore, Store
 from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.errors import ConfigError, TrainingError
-from cumulo.ranks.collective_meter import meter
+from cumulo.ranks.collectives import meter
 from cumulo.ranks.groups import Groups
 from cumulo.ranks.hang import HangWatch
 from cumulo.ranks.team import Team

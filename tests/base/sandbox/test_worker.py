@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from cumulo.base.sandbox.frames import receive_reply, reply_frame
-from cumulo.base.sandbox.limits import MIB, JobEnded, JobFailed, Limits, WorkerUnavailable
-from cumulo.base.sandbox.worker import Worker
+from cumulo.base.sandbox.worker import MIB, JobEnded, JobFailed, Limits, Worker, WorkerUnavailable
 
 JOBS = "tests.base.sandbox.jobs:make"
 AMPLE = Limits(cpu_s=30, wall_s=60, memory_bytes=256 * MIB)

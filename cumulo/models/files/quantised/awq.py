@@ -6,9 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cumulo.models.files.quantised.bits import pack_words, unpack_words
-from cumulo.models.files.quantised.matrices import IntegerMatrix
-from cumulo.models.files.quantised.stored import FLOATS, StoredTensor
+from cumulo.models.files.quantised.matrices import (
+    FLOATS,
+    IntegerMatrix,
+    StoredTensor,
+    pack_words,
+    unpack_words,
+)
 
 BITS = 4
 _ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # output that position i of a word holds

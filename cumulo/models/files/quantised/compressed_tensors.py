@@ -7,9 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cumulo.models.files.quantised.bits import pack_words, unpack_words
-from cumulo.models.files.quantised.matrices import Float8Matrix, IntegerMatrix
-from cumulo.models.files.quantised.stored import FLOATS, StoredTensor
+from cumulo.models.files.quantised.matrices import (
+    FLOATS,
+    Float8Matrix,
+    IntegerMatrix,
+    StoredTensor,
+    pack_words,
+    unpack_words,
+)
 from cumulo.spec.quantisation import Quantisation
 
 

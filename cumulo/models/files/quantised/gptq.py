@@ -6,9 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cumulo.models.files.quantised.bits import pack_words, unpack_words
-from cumulo.models.files.quantised.matrices import IntegerMatrix
-from cumulo.models.files.quantised.stored import FLOATS, StoredTensor
+from cumulo.models.files.quantised.matrices import (
+    FLOATS,
+    IntegerMatrix,
+    StoredTensor,
+    pack_words,
+    unpack_words,
+)
 
 
 def stored_tensors(
