@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/collectives.md and docs/algorithms/ anew: python docs/draw_collectives.py"""
+"""Draws the pictures of docs/collectives.md and docs/algorithms.md anew: python docs/draw_collectives.py"""
 
 from pathlib import Path
 
