@@ -223,7 +223,7 @@ def _bound(plan: "ClusterPlan") -> str:
 def _recoveries(plan: "ClusterPlan") -> Any:
     from rich.table import Table
 
-    from cumulo.plan.cluster.figures import value
+    from cumulo.plan.cluster.sheet import value
 
     table = Table(
         box=None, header_style="dim", title="After a failure", title_justify="left", title_style="bold"
@@ -267,7 +267,7 @@ def _table(plan: "ClusterPlan") -> Any:
     """The main figures with their ranges and what they follow from; the report has all of them with formulas."""
     from rich.table import Table
 
-    from cumulo.plan.cluster.figures import value, value_range
+    from cumulo.plan.cluster.sheet import value, value_range
 
     sheet = plan.sheet
     table = Table(
@@ -288,7 +288,7 @@ def _table(plan: "ClusterPlan") -> Any:
 
 
 def _source(plan: "ClusterPlan", name: str) -> str:
-    from cumulo.plan.cluster.figures import value
+    from cumulo.plan.cluster.sheet import value
 
     figures = plan.sheet.figures
     named = _REASONS.get(name)

@@ -120,10 +120,8 @@ def train(chosen: PlanTrainOptions) -> None:
     from cumulo.cli.shared.terminal import out, working
     from cumulo.cli.view import plan_train as view
     from cumulo.cli.view.phases import phase_tables, phases_as_dicts
-    from cumulo.plan.search.job_file import job_text
-    from cumulo.plan.search.plan_file import plan_text
-    from cumulo.plan.search.run_cost import RunCost, RunLimits, check_limits
-    from cumulo.plan.search.run_stalls import Storage, stalls_of
+    from cumulo.plan.search.plan_file import job_text, plan_text
+    from cumulo.plan.search.run_cost import RunCost, RunLimits, Storage, check_limits, stalls_of
     from cumulo.plan.search.why import changes
 
     goal, fixed = asked(chosen)
@@ -239,12 +237,11 @@ def _command(chosen: PlanTrainOptions) -> str:
 def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     from cumulo.cli.shared.terminal import note
     from cumulo.plan.memory.peak import peak_memory
-    from cumulo.plan.search.fixed import fixed_job, said_in
-    from cumulo.plan.search.job_file import SUFFIXES, read_job
-    from cumulo.plan.search.saving import fitted
+    from cumulo.plan.search.fixed import fitted, fixed_job, said_in
+    from cumulo.plan.search.plan_file import SUFFIXES, read_job
     from cumulo.plan.search.search import SearchResult, search, timed
     from cumulo.plan.search.unnamed import timed_unnamed, widened
-    from cumulo.plan.search.why_not import refuse
+    from cumulo.plan.search.why import refuse
 
     if fixed is not None and fixed.endswith(SUFFIXES):
         job = read_job(Path(fixed), goal.model, goal.cluster.gpus)
@@ -286,7 +283,7 @@ def _phases(job: "TrainJob", cluster: "Cluster") -> "tuple[CommunicationPhase, .
 
 def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
     from cumulo.pipeline.draw.svg import to_svg
-    from cumulo.plan.time.timeline import timeline
+    from cumulo.plan.time.step import timeline
 
     played = timeline(job, cluster)
     title = f"{model}: {job.layout}, {played.schedule.micro_batches} of {job.micro_batches} micro-batches"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.play_cost import _repeat, play_cost
-from cumulo.plan.network.played import played_chain, played_tree
+from cumulo.plan.network.lines import played_chain, played_tree
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "two-level", "halving-doubling", "two-shot", "one-shot"])

@@ -26,8 +26,7 @@ from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
 from cumulo.plan.search.fixed import fixed_job
 from cumulo.plan.search.search import search, timed
 from cumulo.plan.search.space import Choices, TrainGoal
-from cumulo.plan.time.step import lower_bound_s
-from cumulo.plan.time.timeline import timeline
+from cumulo.plan.time.step import lower_bound_s, timeline
 from cumulo.spec.catalog import cluster, model
 from tests.pipeline.test_run import check_against_autograd, play_stage
 from tests.train.pool import run_ranks

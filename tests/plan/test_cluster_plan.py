@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from cumulo.cli.plan_cluster import cluster as command
 from cumulo.errors import ConfigError
+from cumulo.plan.cluster.checkpoints import best_job_gpus
 from cumulo.plan.cluster.failures import Recovery, ettr
 from cumulo.plan.cluster.goal import Assumption, Assumptions, ClusterGoal, fixed_job, job_sizes
 from cumulo.plan.cluster.plan import plan_cluster
-from cumulo.plan.cluster.recovery import best_job_gpus
 from cumulo.plan.cluster.report import report
 from cumulo.spec import catalog
 

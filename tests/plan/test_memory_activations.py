@@ -11,8 +11,7 @@ from cumulo.layout.layout import Layout
 from cumulo.pipeline.decide.catalog import FAMILIES, build
 from cumulo.pipeline.decide.check import peak_live_activations
 from cumulo.plan.job import OPERATIONS, Recompute, TrainJob
-from cumulo.plan.memory.activations import layer_bytes_per_token
-from cumulo.plan.memory.live import least_alive, places_of, stage_loads
+from cumulo.plan.memory.live import layer_bytes_per_token, least_alive, places_of, stage_loads
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory, stage_memory
 from cumulo.spec.catalog import model
 from tests.plan.jobs import job_with

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cumulo.plan.evidence.published import held_out_rows, rows
-from cumulo.plan.memory import framework
+from cumulo.plan.memory import peak as framework
 from cumulo.plan.memory.peak import peak_memory, stage_memory
-from cumulo.plan.search.saving import fitted
+from cumulo.plan.search.fixed import fitted
 from tests.plan.megatron_rows import ROWS, MeasuredPeak, job_of_row
 
 

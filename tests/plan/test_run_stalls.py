@@ -8,7 +8,7 @@ from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.plan.cluster.failures import Recovery, best_interval_s
 from cumulo.plan.job import TrainJob
-from cumulo.plan.search.run_stalls import Stalls, Storage, checkpoint_bytes, stalls_of
+from cumulo.plan.search.run_cost import Stalls, Storage, checkpoint_bytes, stalls_of
 from cumulo.spec.catalog import cluster, model
 from cumulo.spec.counting import parameter_count
 

@@ -10,11 +10,10 @@ from cumulo.engine.simulate.drafts import tree_rates
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import Capacity, play
-from cumulo.plan.serve.kinds import ReplicaChoices, kinds
+from cumulo.plan.serve.kinds import ReplicaChoices, kinds, obstacle
 from cumulo.plan.serve.options import OptionVerdict, weigh
 from cumulo.plan.serve.plan_file import plan_file
 from cumulo.plan.serve.replica import Replica
-from cumulo.plan.serve.runnable import obstacle
 from cumulo.plan.serve.search import ServePlan, Wanted, _together
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec import catalog

@@ -13,10 +13,9 @@ from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.plan.serve.capacity import find_capacity, play
 from cumulo.plan.serve.deployment import Candidate
-from cumulo.plan.serve.kinds import ReplicaChoices, kinds
+from cumulo.plan.serve.kinds import ReplicaChoices, kinds, obstacle
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import Percentiles, ServeReport, grows
-from cumulo.plan.serve.runnable import obstacle
 from cumulo.plan.serve.search import Wanted, _split, _together, search
 from cumulo.plan.serve.split import decode, landings, prefill
 from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic

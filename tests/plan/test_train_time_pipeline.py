@@ -7,8 +7,7 @@ import pytest
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
 from cumulo.pipeline.simulate.timeline import simulate
-from cumulo.plan.time.pipeline import played_s
-from cumulo.plan.time.pipeline_bounds import bound_s, close_bound_s
+from cumulo.plan.time.pipeline_bounds import bound_s, close_bound_s, played_s
 
 SCHEDULES = [
     ("gpipe", 4, 1),

@@ -10,8 +10,13 @@ from typer.testing import CliRunner
 from cumulo.base.quantiles import quantile
 from cumulo.cli.plan_validate import validate
 from cumulo.engine.simulate.run import Arrival
-from cumulo.plan.evidence.own_runs import own_runs
-from cumulo.plan.evidence.serving import replica_of, saturated_rate, saturated_tokens_per_s, served_rows
+from cumulo.plan.evidence.serving import (
+    own_runs,
+    replica_of,
+    saturated_rate,
+    saturated_tokens_per_s,
+    served_rows,
+)
 from cumulo.plan.serve.published_engine import constants, fitted_file
 
 

@@ -227,7 +227,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _costs(device: str, ranks: int) -> "MachineCosts":
-    from cumulo.plan.network.tuner_costs import machine_costs
+    from cumulo.plan.network.collectives import machine_costs
     from cumulo.spec import catalog
 
     return machine_costs(catalog.cluster(ranks, device))

@@ -14,8 +14,7 @@ import yaml
 from cumulo.cli.plan_train import parsed
 from cumulo.plan.evidence.published import PublishedRow, machines
 from cumulo.plan.job import TrainJob
-from cumulo.plan.search.fixed import fixed_job, said_in
-from cumulo.plan.search.saving import fitted
+from cumulo.plan.search.fixed import fitted, fixed_job, said_in
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.search.unnamed import likely_jobs
 from cumulo.spec.model_file import plain

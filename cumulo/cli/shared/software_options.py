@@ -84,7 +84,7 @@ class SoftwareOptions:
 
     def system(self) -> Mapping[str, Any]:
         """What the system named by --like chose, except where an option was given."""
-        from cumulo.plan.search.systems import system_named
+        from cumulo.plan.search.unnamed import system_named
 
         chosen = system_named(self.like) if self.like else {}
         return {name: value for name, value in chosen.items() if name not in typed_names()}

@@ -9,8 +9,7 @@ from rich.table import Table
 
 from cumulo.base.quantities import GIB, column, percent, quantity
 from cumulo.base.report import ReportTable, Row, table
-from cumulo.plan.search.run_cost import RunCost
-from cumulo.plan.search.run_stalls import Stalls
+from cumulo.plan.search.run_cost import RunCost, Stalls
 from cumulo.plan.search.search import Plan, SearchResult
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.search.why import Change, bounds_of, loses_by

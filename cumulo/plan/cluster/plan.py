@@ -12,10 +12,13 @@ from dataclasses import dataclass, fields
 
 from cumulo.errors import ConfigError
 from cumulo.plan.cluster.checkpoints import (
+    CHOICES,
     SIMULATED,
     CheckpointTier,
+    RecoveryChoice,
     SweepPoint,
     checkpoint_tiers,
+    compare_recoveries,
     ettr_formula,
     gains,
     storage,
@@ -29,12 +32,10 @@ from cumulo.plan.cluster.fabric import (
     other_fabrics,
     traffic_of,
 )
-from cumulo.plan.cluster.facility import cooling_sheet, materials_sheet, monitoring_sheet, storage_sheet
 from cumulo.plan.cluster.failures import FailureOutcome, Spares, spares_needed
 from cumulo.plan.cluster.goal import ClusterGoal
 from cumulo.plan.cluster.inference import InferenceGoal, inference_sheet
-from cumulo.plan.cluster.recovery import CHOICES, RecoveryChoice, compare_recoveries
-from cumulo.plan.cluster.sheet import Sheet
+from cumulo.plan.cluster.sheet import Sheet, cooling_sheet, materials_sheet, monitoring_sheet, storage_sheet
 from cumulo.plan.cluster.training import plan_training
 from cumulo.plan.network.collectives import Network
 from cumulo.plan.search.search import Plan

@@ -9,11 +9,18 @@ from collections.abc import Iterable
 from html import escape
 
 from cumulo.base import quantities
-from cumulo.plan.cluster.facility import COOLING, MATERIALS, MONITORING, STORAGE
-from cumulo.plan.cluster.figures import in_own_unit, value, value_range
 from cumulo.plan.cluster.pictures import fabric_picture, interval_picture, share_picture
 from cumulo.plan.cluster.plan import ClusterPlan
-from cumulo.plan.cluster.sheet import Sheet
+from cumulo.plan.cluster.sheet import (
+    COOLING,
+    MATERIALS,
+    MONITORING,
+    STORAGE,
+    Sheet,
+    in_own_unit,
+    value,
+    value_range,
+)
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1d2733}

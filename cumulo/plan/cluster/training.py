@@ -5,11 +5,11 @@ import math
 
 from cumulo.base.quantities import number, quantity
 from cumulo.errors import ConfigError, CumuloError
+from cumulo.plan.cluster.checkpoints import best_job_gpus
 from cumulo.plan.cluster.goal import ClusterGoal, job_sizes
-from cumulo.plan.cluster.recovery import best_job_gpus
 from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.search.search import Plan, search, timed
-from cumulo.plan.search.why_not import refuse
+from cumulo.plan.search.why import refuse
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.counting import parameter_count
 

@@ -23,9 +23,9 @@ from cumulo.plan.evidence.published_lines import (
     Given,
     Line,
     line_of,
+    read_nemo,
     shape_of,
 )
-from cumulo.plan.evidence.published_nemo import read_nemo
 
 
 def lines_of(folder: Path, refused: list[str] | None = None) -> list[Line]:

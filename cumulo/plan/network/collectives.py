@@ -16,6 +16,7 @@ rank has afterwards; reduce_scatter: what each rank has before; all_to_all: what
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts
 from cumulo.errors import ConfigError
 from cumulo.plan.network.lines import CollectiveLine, Kind, Reach, lines
 from cumulo.plan.network.profile import NetworkProfile, network_constants, profile_of
@@ -121,3 +122,25 @@ class Network:
             if apart >= tier.nodes:
                 latency += 2 * fabric.hop_latency_s
         return Reach(ranks, per_domain, domains, card / near_loss, card / far_loss, latency)
+
+
+def machine_costs(cluster: Cluster) -> MachineCosts:
+    network = Network(cluster)
+    profile, net = network.profile, network_constants()
+    reach = network.group(cluster.gpus).reach
+    protocols = []
+    for protocol in profile.protocols:
+        far_s = net.ring_hop_s[protocol.name] + reach.net_latency_s * (2 if protocol.name == "simple" else 1)
+        near_s = profile.hop_s if reach.domains == 1 else max(profile.hop_s, net.near_hop_s[protocol.name])
+        protocols.append(
+            ProtocolCosts(
+                protocol.name,
+                protocol.base_s,
+                near_s,
+                far_s,
+                protocol.bytes_per_s,
+                reach.nic_bytes_per_s * protocol.wire_share,
+            )
+        )
+    cards = min(reach.per_domain, net.most_cards)
+    return MachineCosts(cluster.node.scale_up_gpus, cards, tuple(protocols), 0.25 * profile.hop_s)

@@ -9,8 +9,8 @@ a parameter, H the rate between a device and its host, M a device's share of its
 
 from dataclasses import replace
 
-from cumulo.plan.estimate import Interval, TrainEstimate
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
+from cumulo.plan.memory.ledger import Interval, TrainEstimate
 from cumulo.plan.memory.peak import chunk_activation_bytes
 from cumulo.plan.memory.states import heaviest_stage, state_bytes, updated_elements
 from cumulo.plan.time.compute_profile import Profile

@@ -1,14 +1,16 @@
 """A plan as a file that `cumulo train` runs: a training configuration with the plan's layout. Written by
 `cumulo plan train --out`."""
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cumulo.base.quantities import GIB, quantity
+from cumulo.base.strict import build
 from cumulo.errors import ConfigError
-from cumulo.plan.job import OPERATIONS
-from cumulo.plan.search.run_stalls import Stalls, Storage
+from cumulo.plan.job import OPERATIONS, TrainJob
+from cumulo.plan.search.run_cost import Stalls, Storage
 from cumulo.plan.search.search import Plan
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.model import ModelSpec
@@ -99,3 +101,40 @@ def _model(spec: ModelSpec, vocab_multiple: int) -> dict[str, Any]:
     if spec.moe is not None:
         fields["moe"] = plain(spec.moe)
     return fields
+
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def job_text(job: TrainJob) -> str:
+    """All but the model, which the command names; what has its default is left out."""
+    content = {name: value for name, value in plain(job).items() if name != "model"}
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def job_from(text: str, model: ModelSpec, where: str) -> TrainJob:
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{where} has no table of settings; write one with: cumulo plan train --save-job FILE"
+        )
+    if "model" in content:
+        raise ConfigError(f"{where} has a model; the command names it, so remove it there")
+    return build(TrainJob, {**content, "model": plain(model)}, where)
+
+
+def read_job(path: Path, model: ModelSpec, gpus: int) -> TrainJob:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the job {path}: {error}") from error
+    job = job_from(text, model, str(path))
+    if job.layout.world != gpus:
+        raise ConfigError(
+            f"{path} has a layout of {job.layout.world:,} GPUs, but the cluster has {gpus:,}; use --gpus "
+            f"{job.layout.world}"
+        )
+    return job

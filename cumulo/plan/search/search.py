@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cumulo.pipeline.decide.catalog import FAMILIES
-from cumulo.plan.estimate import TrainEstimate
 from cumulo.plan.job import TrainJob
+from cumulo.plan.memory.ledger import TrainEstimate
 from cumulo.plan.memory.peak import fits_into, peak_memory
 from cumulo.plan.search.bounds import Bounds
 from cumulo.plan.search.offload import plan_time

@@ -2,18 +2,23 @@
 `cumulo plan train --fixed` without --software, and `cumulo plan validate --unnamed`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
 
+import yaml
+
+from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
-from cumulo.plan.estimate import Interval
 from cumulo.plan.evidence import weights as evidence
-from cumulo.plan.evidence.likely import LEAST, MOST_MEMORY, TOO_LARGE, clues, likely
+from cumulo.plan.evidence.published import LEAST, MOST_MEMORY, TOO_LARGE, clues, likely
 from cumulo.plan.job import TrainJob
+from cumulo.plan.memory.ledger import Interval
 from cumulo.plan.memory.peak import peak_memory
-from cumulo.plan.search.fixed import fixed_job, said_in
+from cumulo.plan.search.fixed import Fitted, fitted, fixed_job, said_in
 from cumulo.plan.search.offload import plan_time
-from cumulo.plan.search.saving import Fitted, fitted
 from cumulo.plan.search.search import Plan, timed
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.time.efficiency import GENERATIONS
@@ -114,3 +119,18 @@ def widened(plan: Plan, goal: TrainGoal) -> Plan:
     return replace(
         plan, estimate=replace(found, interval=Interval(low, high), evidence=(told, *found.evidence))
     )
+
+
+@cache
+def systems() -> Mapping[str, Mapping[str, Any]]:
+    """Choices named as the command's options are, `layout` as --fixed takes it, and `source`."""
+    text = (resources.files("cumulo.plan") / "data" / "systems.yaml").read_text("utf-8")
+    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
+    return found
+
+
+def system_named(name: str) -> Mapping[str, Any]:
+    if name not in systems():
+        hint = did_you_mean(name, systems(), quoted=True, otherwise=".")
+        raise ConfigError(f"--like does not know {name!r}{hint} It knows: {', '.join(systems())}")
+    return systems()[name]

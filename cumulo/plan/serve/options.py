@@ -13,10 +13,9 @@ from cumulo.base.quantities import quantity
 from cumulo.errors import OutOfMemory
 from cumulo.plan.serve.capacity import play
 from cumulo.plan.serve.deployment import Candidate, Deployment
-from cumulo.plan.serve.kinds import ReplicaChoices, why_no_store, with_trees
+from cumulo.plan.serve.kinds import ReplicaChoices, obstacle, why_no_store, with_trees
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport
-from cumulo.plan.serve.runnable import obstacle
 from cumulo.plan.serve.search import ServePlan, Wanted
 from cumulo.plan.serve.step_cost import StepLoad, pairs
 from cumulo.plan.serve.traffic import Traffic

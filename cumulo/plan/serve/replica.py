@@ -22,9 +22,8 @@ from cumulo.layout.adapters import served_elements
 from cumulo.layout.local_spec import local_spec
 from cumulo.layout.serving import ServingLayout
 from cumulo.plan.network.collectives import Network
-from cumulo.plan.serve.confidence import Confidence, confidence_of
 from cumulo.plan.serve.profile import ServingProfile, profile_for
-from cumulo.plan.serve.published_engine import published_profile
+from cumulo.plan.serve.published_engine import Confidence, confidence_of, published_profile
 from cumulo.plan.serve.step_cost import StepCostModel
 from cumulo.plan.serve.step_cost_work import BITS_OF_KV, Format, StepWork, check_split, step_work
 from cumulo.spec.cluster import Cluster

@@ -11,8 +11,8 @@ from cumulo.layout.stages import split_layers
 from cumulo.pipeline.decide.catalog import family
 from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.job import TrainJob
+from cumulo.plan.memory.states import has_adapter
 from cumulo.plan.network.collectives import Network
-from cumulo.plan.time.adapters import frozen, with_adapters
 from cumulo.plan.time.communication import CommunicationCall, layer_calls
 from cumulo.plan.time.compute import (
     LayerWork,
@@ -23,14 +23,16 @@ from cumulo.plan.time.compute import (
     embedding,
     head,
     layer,
+    moved_numbers,
     product_s,
     rates,
     scale,
 )
 from cumulo.plan.time.compute_profile import Profile
-from cumulo.plan.time.recompute import operations_again
 from cumulo.spec.cluster import Cluster
+from cumulo.spec.device import Device
 from cumulo.spec.model import ModelSpec
+from cumulo.spec.operations import Share, layer_operations
 
 
 @lru_cache(64)
@@ -300,3 +302,78 @@ def _exposed(
         return profile.expert_overlapped_exposed * (0.5 if paired else 1.0)
     near = network.group(call.ranks, call.stride).reach.domains == 1
     return profile.expert_exposed if near else 1.0  # nothing hides what crosses the network
+
+
+# Seconds that computing single operations again adds to a layer's backward, without what is sent again. The cost
+# model calls it.
+#
+# The operations are those of cumulo.train: the norm before a block's first product, the feed-forward's activation,
+# and attention between its projections.
+def operations_again(job: TrainJob, has_experts: bool, plain: Passes) -> Seconds:
+    """`plain`: the layer without communication."""
+    operations, forward = job.recomputed_operations, plain.forward
+    layout = job.layout
+    share = Share(layout.tp, layout.tp if layout.sequence_parallel else 1)
+    numbers = moved_numbers(job.split_model, has_experts, share)
+    moved = sum(numbers.get(name, 0.0) for name in operations) / sum(numbers.values())
+    attention = "attention" in operations
+    return Seconds(
+        matmul=_product_share(job.split_model, has_experts) * forward.matmul if attention else 0.0,
+        attention=forward.attention if attention else 0.0,
+        elementwise=moved * forward.elementwise,
+    )
+
+
+def _product_share(model: ModelSpec, has_experts: bool) -> float:
+    """Of a layer's products, those that are part of attention's recomputation: between latents and heads."""
+    products = [found for found in layer_operations(model, has_experts) if found.family == "matmul"]
+    again, every = (
+        sum(found.product.weights_per_token for found in products if found.product and found.again in names)
+        for names in (("attention",), ("attention", None))
+    )
+    return again / every
+
+
+# What LoRA adapters add to a layer's passes, and frozen weights take away. `chunks` asks.
+#
+# An adapter of rank r beside a matrix of n × k is two products so thin that moving their operands takes the time:
+#
+#     forward            x is read for A (k), and the output read and written once more to add B's product (2 n)
+#     gradient of x      the output's gradient is read for B (n), and x's read and written once more (2 k)
+#     of the adapter     both are read again (n + k)
+#
+# Like everything between large products, it is counted as ideal fusion would move it, times the software's passes
+# (how much more kernels really move: Zhu et al. 2025, LoRAFusion).
+def with_adapters(
+    plain: Passes,
+    model: ModelSpec,
+    moe: bool,
+    targets: tuple[str, ...],
+    work: LayerWork,
+    profile: Profile,
+    device: Device,
+) -> Passes:
+    """A layer whose matrices are frozen, with an adapter beside each that is one of `targets`."""
+    rate = rates(profile, device)
+    inputs = outputs = 0.0  # numbers of one token that the products read and write
+    for operation in layer_operations(model, moe):
+        product = operation.product
+        if product is not None and has_adapter(operation.name, targets):
+            inputs += product.choices * product.inputs / (work.tensor if product.sliced == "inputs" else 1)
+            outputs += product.choices * product.outputs / (work.tensor if product.sliced == "outputs" else 1)
+    number_s = work.tokens * rate.number_bytes * rate.elementwise_byte_s
+    moved = Passes(
+        Seconds(elementwise=number_s * (inputs + 2 * outputs)),
+        Seconds(elementwise=number_s * (outputs + 2 * inputs)),
+        Seconds(elementwise=number_s * (outputs + inputs)),
+    )
+    return Passes(
+        add(plain.forward, moved.forward),
+        add(plain.backward_input, moved.backward_input),
+        moved.backward_weight._replace(launch=plain.backward_weight.launch),
+    )
+
+
+def frozen(end: Passes) -> Passes:
+    """The embedding or the head: no gradient of its weights."""
+    return Passes(end.forward, end.backward_input, Seconds())

@@ -13,8 +13,7 @@ import yaml
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
 from cumulo.plan.job import DTYPE_BYTES
-from cumulo.plan.time.compute_profile_fields import Profile
-from cumulo.plan.time.efficiency import GENERATIONS, composed, shipped_efficiency
+from cumulo.plan.time.efficiency import GENERATIONS, Profile, composed, shipped_efficiency
 from cumulo.spec.device import Device
 
 __all__ = ["Profile", "Profiles", "profile_from", "shipped", "shipped_for"]

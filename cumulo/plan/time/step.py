@@ -10,19 +10,22 @@ layers is added (`data_parallel`). How the constants were fitted is in docs/plan
 
 from dataclasses import dataclass, replace
 
-from cumulo.pipeline.decide.costs import ChunkCost
-from cumulo.plan.estimate import Interval, TrainEstimate
+from cumulo.errors import ConfigError
+from cumulo.pipeline.decide.catalog import build
+from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
+from cumulo.pipeline.simulate.timeline import Timeline, simulate
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.job import TrainJob
+from cumulo.plan.memory.ledger import Interval, TrainEstimate
+from cumulo.plan.memory.live import enough_micro_batches
 from cumulo.plan.time import compute_profile
 from cumulo.plan.time.chunks import Chunks, chunks_of, network_of
 from cumulo.plan.time.communication import layer_calls, layer_counts, message_call, recomputed_share
 from cumulo.plan.time.compute import Seconds, add
-from cumulo.plan.time.compute_profile import Profile
+from cumulo.plan.time.compute_profile import Profile, shipped
 from cumulo.plan.time.data_parallel import AroundTime, around
 from cumulo.plan.time.flops import model_flops
-from cumulo.plan.time.pipeline import played_s
-from cumulo.plan.time.pipeline_bounds import bound_s
+from cumulo.plan.time.pipeline_bounds import bound_s, played_s
 from cumulo.spec.cluster import Cluster
 
 
@@ -170,3 +173,20 @@ def _link_bytes(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], 
     if time.around.sent_bytes:
         sent["dp"] = time.around.sent_bytes
     return tuple(sent.items())
+
+
+def timeline(job: TrainJob, cluster: Cluster) -> Timeline:
+    """Of one data-parallel rank; a long step is shown until its pattern repeats."""
+    layout = job.layout
+    if layout.pp == 1:
+        raise ConfigError(
+            "this plan has one pipeline stage, so there is no pipeline to draw; omit --timeline"
+        )
+    profile, _ = shipped().find(cluster.device, job.dtype, job.software)
+    time = step_time(job, cluster, profile, play=False)
+    latency_s, transfer_s = message_s(job, cluster)
+    message_bytes = job.stream_bytes / layout.tp
+    link = Link(latency_s, message_bytes / max(transfer_s, 1e-12))
+    shown = enough_micro_batches(layout.schedule, layout.pp, job.micro_batches)
+    schedule = build(layout.schedule, layout.pp, shown, job.chunks_per_stage)
+    return simulate(schedule, Costs(time.chunks.costs, link=link, message_bytes=message_bytes))
