@@ -94,7 +94,7 @@ def _check_loras(chosen: ServeCommandOptions) -> None:
     """Limits that were asked for hold; those that were not follow the adapters."""
     from cumulo.errors import CumuloError
     from cumulo.models.adapters.files import greatest_rank
-    from cumulo.serve.adapters.shelf import named_loras
+    from cumulo.serve.adapter_registry import named_loras
 
     if chosen.max_loras == 0:
         raise CumuloError("--max-loras 0 leaves no place for the adapters of --lora: omit one of the two")
@@ -142,7 +142,7 @@ def _announce(
 ) -> None:
     """Say that the server is ready, and where."""
     from cumulo.cli.shared.terminal import note
-    from cumulo.serve.adapters.shelf import named_loras
+    from cumulo.serve.adapter_registry import named_loras
 
     note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
     if served.lora:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from cumulo.console.words import clock_time, milliseconds, short_id
-from cumulo.serve.observe.rejections import Rejection
-from cumulo.serve.observe.stories import Record
+from cumulo.serve.observe.stories import Record, Rejection
 
 STATUSES = ("all", "queued", "running", "stop", "length", "abort", "error", "rejected")
 _UNKNOWN_CALLER = "unknown"

@@ -6,7 +6,7 @@ from typing import Any
 from nicegui import ui
 from pydantic import TypeAdapter, ValidationError
 
-from cumulo.serve.openai.schemas_form import MAX_TOOLS, Tool
+from cumulo.serve.api.openai.schemas import MAX_TOOLS, Tool
 
 _TOOLS = TypeAdapter(list[Tool])
 _CHOICES = {"auto": "Model decides", "required": "Must call one", "none": "May not call"}

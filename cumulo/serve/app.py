@@ -11,23 +11,21 @@ from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
 from cumulo import __version__
-from cumulo.serve import errors, fleet_endpoints, operation
-from cumulo.serve.adapters import endpoints as adapters
-from cumulo.serve.anthropic import endpoints as anthropic
-from cumulo.serve.batches import endpoints as batches
-from cumulo.serve.batches import file_endpoints as files
-from cumulo.serve.batches.desk import Batches
+from cumulo.serve import errors, fleet_endpoints
+from cumulo.serve.api import adapters, operation, rank
+from cumulo.serve.api.anthropic import messages
+from cumulo.serve.api.batches import endpoints as batches
+from cumulo.serve.api.batches.manager import Batches
+from cumulo.serve.api.openai import chat, completions, embeddings
+from cumulo.serve.api.responses import endpoints as responses
 from cumulo.serve.bodies.reader import BodyReader
 from cumulo.serve.fleet import state as fleet_state
 from cumulo.serve.fleet.door import FleetDoor
 from cumulo.serve.gate import Gate
-from cumulo.serve.openai import chat, completions, embeddings
-from cumulo.serve.rank import endpoints as rank
-from cumulo.serve.responses import endpoints as responses
 from cumulo.serve.service import Service
 
 _ENDPOINTS = (
-    chat, completions, responses, anthropic, embeddings, rank, files, batches, operation, adapters, fleet_endpoints,
+    chat, completions, responses, messages, embeddings, rank, batches, operation, adapters, fleet_endpoints,
     fleet_state,
 )  # fmt: skip
 # Requests that name a model: a tool that reads the description can ask right away.

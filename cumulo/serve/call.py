@@ -17,12 +17,12 @@ from cumulo.engine.decide.adapters.book import salted
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import caller_of
-from cumulo.serve.adapters.shelf import ServedAdapter
+from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.in_flight import Failure, Inbox
 from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.passage import PASSAGE, Passage
-from cumulo.serve.formats import call_ids
+from cumulo.serve.formats.events import repeatable_call_ids
 from cumulo.serve.http.direct_writer import connection_of
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
@@ -46,7 +46,7 @@ class Call:
             self.id, self.created = f"{prefix}{secrets.token_hex(12)}", int(time.time())
         else:
             self.id, self.created = f"{prefix}{self.passage.ask.id}", self.passage.ask.created
-            call_ids.repeatable(self.id)
+            repeatable_call_ids(self.id)
         self.received_s: float = request.scope["state"]["received_s"]
         self.caller = caller_of(request)
         request.scope["state"]["call_id"] = self.id

@@ -6,13 +6,12 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo.serve.access.keys import require_operator
+from cumulo.serve.api.openai.events import json_response
+from cumulo.serve.api.openai.schemas_out import FleetAnswer, ReplicaAnswer, answers, plain
 from cumulo.serve.engine_link import fleet_operations as operations
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.errors import ApiError
 from cumulo.serve.observe.fleet_report import fleet_report, replica_report
-from cumulo.serve.openai.descriptions import answers, plain
-from cumulo.serve.openai.events import json_response
-from cumulo.serve.openai.schemas_out import FleetAnswer, ReplicaAnswer
 from cumulo.serve.service import Service
 
 router = APIRouter()

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cumulo.serve.access.keys import CALLER_KEY, Caller, no_entry, shown_key
 from cumulo.serve.bodies import warnings
 from cumulo.serve.errors import ApiError, shaped, speaks_anthropic
-from cumulo.serve.observe.rejections import MOST_REASON_BYTES, Rejection
+from cumulo.serve.observe.stories import MOST_REASON_BYTES, Rejection
 from cumulo.serve.service import Service
 
 log = logging.getLogger("cumulo.serve.access")

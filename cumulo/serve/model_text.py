@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +18,76 @@ from cumulo.models.files.hub import resolve
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.serve.bodies.warnings import warn
-from cumulo.serve.model_formats import ModelFormats
-from cumulo.serve.openai.continuation import up_to_open_end, with_open_end
+from cumulo.serve.formats import ToolFormat, detect_reasoning, detect_tool_format, hides_markers
+from cumulo.serve.formats.detect import special_token
+from cumulo.serve.formats.reasoning import CLOSE, OPEN
+
+_PROBE = "probe_of_the_template"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFormats:
+    """How the served model is told of tools, calls them, and thinks. Read off its chat template once."""
+
+    tools: ToolFormat
+    template_shows_tools: bool  # False: a system message describes them, and conversations are rewritten
+    tool_markers_special: bool  # markers that are special tokens vanish unless the answer shows those
+    thinks: bool  # <think> ... </think> comes before its answers
+    thought_markers_special: bool
+
+    @classmethod
+    def for_tokenizer(cls, tokenizer: Tokenizer) -> "ModelFormats":
+        template = tokenizer.chat_template.source if tokenizer.chat_template is not None else None
+        own = detect_tool_format(template)
+        native = own is not None and _shows_tools(tokenizer)
+        tools = own if own is not None and native else "hermes"
+        return cls(
+            tools=tools,
+            template_shows_tools=native,
+            tool_markers_special=hides_markers(tools, tokenizer),
+            thinks=detect_reasoning(template),
+            thought_markers_special=any(special_token(text, tokenizer) is not None for text in (OPEN, CLOSE)),
+        )
+
+
+def _shows_tools(tokenizer: Tokenizer) -> bool:
+    """Tried out, not guessed: a template may name `tools` and never write them."""
+    tool: dict[str, Any] = {
+        "type": "function",
+        "function": {
+            "name": _PROBE,
+            "description": "",
+            "parameters": {"type": "object", "properties": {}, "required": []},
+        },
+    }
+    try:
+        return _PROBE in tokenizer.apply_chat_template([{"role": "user", "content": ""}], True, [tool])
+    except CumuloError:
+        return False
+
+
+# `continue_final_message`: a template closes every message with its end-of-turn tokens. A mark is put at the end
+# of the last message before the template runs, and what the template writes is cut there, as transformers does.
+_MARK = "cumulo-continues-this-message-here"
+# Behind the mark stands a space: where that is gone, the template trims contents, and the text's end goes likewise.
+_MARK_AND_SPACE = f"{_MARK} "
+
+
+def with_open_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    *earlier, last = messages
+    return [*earlier, {**last, "content": (last.get("content") or "") + _MARK_AND_SPACE}]
+
+
+def up_to_open_end(rendered: str) -> str:
+    place = rendered.rfind(_MARK)
+    if place < 0:
+        raise InvalidRequest(
+            "continue_final_message: the model's chat template does not write the last message's content, so it "
+            "cannot be continued; leave continue_final_message out"
+        )
+    kept = rendered[:place]
+    return kept if rendered.startswith(_MARK_AND_SPACE, place) else kept.rstrip()
+
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)

@@ -58,7 +58,9 @@ class _Run:
         if tracing is not None:
             from cumulo.serve.observe.otel import TracingMiddleware
 
-            app.add_middleware(TracingMiddleware, service=service, tracing=tracing)
+            app.add_middleware(
+                TracingMiddleware, stories=service.stories, model_name=service.model_name, tracing=tracing
+            )
         if extend is not None:
             extend(app)
         hosts = AllowedHosts(service.options.host, service.options.allow_hosts)

@@ -6,6 +6,7 @@ It decides whether a request may come in, and is told by the engine client what 
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,8 +18,7 @@ from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.ranks.rank_meter import RankState
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
-from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, ServedAdapter, named_loras
-from cumulo.serve.bodies.logprob_bound import check_logprobs
+from cumulo.serve.adapter_registry import AdapterRefused, AdapterRegistry, ServedAdapter, named_loras
 from cumulo.serve.engine_link.autoscaler import FleetAutoscaler
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings
@@ -31,16 +31,19 @@ from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe.fleet_metrics import FleetMetrics, RankMetrics
 from cumulo.serve.observe.fleet_report import replica_reports
 from cumulo.serve.observe.metrics import Metrics
-from cumulo.serve.observe.rejections import Rejections
 from cumulo.serve.observe.step_history import StepHistory
-from cumulo.serve.observe.stories import Record, Stories
+from cumulo.serve.observe.stories import Record, Rejections, Stories
 from cumulo.serve.options import ServeOptions
-from cumulo.serve.responses.stored import StoredResponses
+from cumulo.serve.stored_responses import StoredResponses
 
 log = logging.getLogger(__name__)
 
 _RECENT_STEPS = 512  # for the console
 _RECENT_ENDS = 64  # to estimate how fast the queue moves
+# Every token of every answer brings its own log-probability and that of `k` alternatives. 128 answers of 8,000
+# tokens with 20 alternatives would be 21 million entries, gigabytes in this process. The bound is on what may
+# come, so a request is refused at once and in words, not half-way.
+MAX_LOGPROBS = 262_144
 
 
 class AskedCall(Protocol):
@@ -67,7 +70,7 @@ class Service:
         options = replace(options, engine=room_for(options.engine, named.values()))
         self.options, self.text, self.model_name = options, text, model_name
         self.started_s = time.time()
-        self.adapters = AdapterShelf(options.engine.max_loras, model_name)
+        self.adapters = AdapterRegistry(options.engine.max_loras, model_name)
         for name, folder in named.items():
             self.adapters.put(name, folder)
         settings = EngineSettings(
@@ -336,3 +339,35 @@ class Service:
         self.abort_reason = reason
         for request_id in list(self.engine.in_flight):
             self.engine.abort(request_id)
+
+
+def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, max_context: int) -> None:
+    """Raise ApiError if so many log-probabilities could come that no answer may hold them."""
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return
+    answers = max(params.n, params.best_of or 1, params.beam_width or 1)
+    entries = of_prompts = 0
+    for tokens in prompts:
+        room = max(1, max_context - len(tokens))
+        if params.logprobs is not None:
+            longest = room if params.max_tokens is None else min(params.max_tokens, room)
+            entries += answers * longest * (params.logprobs + 1)
+        if params.prompt_logprobs is not None:
+            of_prompts += params.n * len(tokens) * (params.prompt_logprobs + 1)  # told with every answer
+    if entries + of_prompts <= MAX_LOGPROBS:
+        return
+    if entries > of_prompts:
+        length = "the whole context" if params.max_tokens is None else f"{params.max_tokens:,} tokens"
+        raise invalid(
+            f"this request could bring {entries + of_prompts:,} log-probabilities ({len(prompts)} x {answers} "
+            f"answers of up to {length}, {(params.logprobs or 0) + 1} for each token) and an answer holds "
+            f"{MAX_LOGPROBS:,}: ask for fewer alternatives, fewer answers or a smaller max_tokens",
+            "logprobs",
+            "too_many_logprobs",
+        )
+    raise invalid(
+        f"the prompts would bring {of_prompts:,} log-probabilities and an answer holds {MAX_LOGPROBS:,}: ask for "
+        "fewer alternatives or send fewer tokens",
+        "prompt_logprobs" if params.logprobs is None else "logprobs",
+        "too_many_logprobs",
+    )

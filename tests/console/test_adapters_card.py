@@ -8,7 +8,7 @@ import pytest
 from cumulo.console.knobs import model_options
 from cumulo.console.system.adapters_card import adapters_html
 from cumulo.models.files.load import inspect_model
-from cumulo.serve.adapters.shelf import ServedAdapter
+from cumulo.serve.adapter_registry import ServedAdapter
 from tests.console.browsing import (
     DESKTOP,
     answered,

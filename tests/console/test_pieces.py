@@ -23,9 +23,8 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.story import Story
 from cumulo.serve.access.keys import ApiKeys, Caller, new_key
 from cumulo.serve.engine_link.messages import BlockMap, Ready, Stats, StepRecord
-from cumulo.serve.observe.rejections import Rejection
 from cumulo.serve.observe.step_history import StepHistory
-from cumulo.serve.observe.stories import Record
+from cumulo.serve.observe.stories import Record, Rejection
 from cumulo.serve.options import ServeOptions
 from cumulo.spec.slo import Slo
 

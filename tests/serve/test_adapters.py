@@ -17,7 +17,7 @@ from cumulo.cli.app import app
 from cumulo.errors import CumuloError
 from cumulo.models.files.load import inspect_model
 from cumulo.serve.access.keys import new_key
-from cumulo.serve.adapters.shelf import AdapterRefused, AdapterShelf, named_loras, split_lora
+from cumulo.serve.adapter_registry import AdapterRefused, AdapterRegistry, named_loras, split_lora
 from tests.models.adapter_files import write_adapter
 from tests.serve.running_server import RunningServer, events_of, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -245,35 +245,35 @@ def test_a_killed_engine_comes_back_with_its_adapters(served: AdapterServer) -> 
     assert served.drop("turn").status_code == 200
 
 
-# -- the shelf ----------------------------------------------------------------------------------------------------
+# -- the registry ------------------------------------------------------------------------------------------------
 def test_a_name_that_is_loaded_anew_is_another_adapter_for_the_engines() -> None:
-    shelf, freed = AdapterShelf(2, "base"), []
-    shelf.on_free = freed.append
-    first = shelf.put("x", "/a")
-    assert shelf.named("x") is None  # not before the engines have it
+    registry, freed = AdapterRegistry(2, "base"), []
+    registry.on_free = freed.append
+    first = registry.put("x", "/a")
+    assert registry.named("x") is None  # not before the engines have it
     first.ready, first.fingerprint = True, "f"
-    shelf.hold(first)
-    shelf.drop("x")
-    assert shelf.named("x") is None and not freed and first.key in shelf.all
-    second = shelf.put("x", "/b")
+    registry.hold(first)
+    registry.drop("x")
+    assert registry.named("x") is None and not freed and first.key in registry.all
+    second = registry.put("x", "/b")
     assert second.key != first.key
     with pytest.raises(AdapterRefused, match="x waits for its last request"):
-        shelf.put("y", "/c")
-    shelf.release(first)
-    assert freed == [first] and set(shelf.all) == {second.key}
-    assert shelf.salted("s", first.key) == "s" and shelf.salted("s", second.key) == "s"
+        registry.put("y", "/c")
+    registry.release(first)
+    assert freed == [first] and set(registry.all) == {second.key}
+    assert registry.salted("s", first.key) == "s" and registry.salted("s", second.key) == "s"
 
 
 def test_an_adapter_that_a_restarted_engine_lost_can_be_loaded_again_or_dropped() -> None:
-    shelf = AdapterShelf(1, "base")
-    lost = shelf.put("x", "/a")
+    registry = AdapterRegistry(1, "base")
+    lost = registry.put("x", "/a")
     lost.ready, lost.error = False, "the folder is gone"
-    assert shelf.named("x") is None
-    again = shelf.put("x", "/a")
-    assert set(shelf.all) == {again.key}
+    assert registry.named("x") is None
+    again = registry.put("x", "/a")
+    assert set(registry.all) == {again.key}
     again.error = "gone again"
-    shelf.drop("x")
-    assert not shelf.all
+    registry.drop("x")
+    assert not registry.all
 
 
 def test_an_adapter_is_named_by_its_folder_where_it_has_no_name() -> None:

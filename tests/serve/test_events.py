@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cumulo.serve.openai.events import PreparedEvent, event
+from cumulo.serve.api.openai.events import PreparedEvent, event
 
 # What `str.splitlines` takes for a line end. JSON escapes the control characters; the rest must be our care.
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"

@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from cumulo.engine.guides.guided import Guidance
+from cumulo.serve.api.openai.answer_form import answer_form
+from cumulo.serve.api.openai.conversation import conversation, template_tools
+from cumulo.serve.api.openai.schemas import ChatRequest
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.openai.answer_form import answer_form
-from cumulo.serve.openai.conversation import conversation, template_tools
-from cumulo.serve.openai.schemas import ChatRequest
 from tests.serve.running_server import (
     MODEL,
     RunningServer,

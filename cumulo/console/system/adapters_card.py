@@ -8,7 +8,7 @@ from nicegui import ui
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
 from cumulo.errors import CumuloError
-from cumulo.serve.adapters.shelf import ServedAdapter
+from cumulo.serve.adapter_registry import ServedAdapter
 
 _COLUMNS = (  # name, tooltip
     ("adapter", "What requests call it, as their model."),
@@ -44,7 +44,7 @@ def _row(adapter: ServedAdapter, may_operate: bool) -> str:
     shown = "".join(f'<td class="small">{cell}</td>' for cell in cells)
     if not may_operate:
         return f"<tr>{shown}</tr>"
-    # A name has only letters, digits and . _ : / - (AdapterShelf.put).
+    # A name has only letters, digits and . _ : / - (AdapterRegistry.put).
     button = (
         f"<button aria-label=\"Drop {name}\" onclick=\"emitEvent('drop_adapter', ['{name}'])\">Drop</button>"
     )
@@ -68,9 +68,9 @@ class AdaptersCard:
         self.draw()
 
     def draw(self) -> None:
-        shelf = self._shell.service.adapters
+        registry = self._shell.service.adapters
         self._table.set_content(
-            adapters_html(list(shelf.all.values()), shelf.most, self._visitor.may_operate)
+            adapters_html(list(registry.all.values()), registry.most, self._visitor.may_operate)
         )
 
     async def _load(self) -> None:

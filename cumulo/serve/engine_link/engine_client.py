@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from cumulo.engine.outputs import Delta
-from cumulo.serve.adapters.shelf import ServedAdapter
+from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.engine_child import EngineStartError
 from cumulo.serve.engine_link.engine_supervisor import (
     EngineSettings,
@@ -277,10 +277,10 @@ class EngineClient:
 
     def _catch_up(self, told: set[str]) -> None:
         """Adapters that came and went while the engine started."""
-        shelf = self.settings.adapters
-        for key in told - set(shelf.all):
+        registry = self.settings.adapters
+        for key in told - set(registry.all):
             self._send(DropAdapter(key))
-        for key, adapter in shelf.all.items():
+        for key, adapter in registry.all.items():
             if key not in told:
                 self._send(load_order(adapter))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from cumulo.engine.config import EngineConfig
-from cumulo.serve.adapters.shelf import AdapterShelf, ServedAdapter
+from cumulo.serve.adapter_registry import AdapterRegistry, ServedAdapter
 from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError, socket_folder_fits
 from cumulo.serve.engine_link.messages import EngineJob, LoadAdapter, Ready, Report, Shutdown
 
@@ -36,7 +36,9 @@ class EngineSettings:
     name: str = ""  # of the replica, in messages; empty: it is the only one
     environment: Mapping[str, str] = field(default_factory=dict)  # of its process, beside this one's
     for_router: bool = False
-    adapters: AdapterShelf = field(default_factory=lambda: AdapterShelf(0))  # that an engine begins with
+    adapters: AdapterRegistry = field(
+        default_factory=lambda: AdapterRegistry(0)
+    )  # that an engine begins with
 
     @property
     def who(self) -> str:

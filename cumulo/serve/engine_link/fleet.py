@@ -18,7 +18,7 @@ import msgspec
 
 from cumulo.engine.decide.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.routing import Ask, NoReplica, ReplicaView, router
-from cumulo.serve.adapters.shelf import ServedAdapter
+from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings, State, Trouble
 from cumulo.serve.engine_link.fleet_reports import (

@@ -1,8 +1,31 @@
 """The events that parsers of model output yield, and the collector they share. Used by every format."""
 
+import random
+import secrets
+import string
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
+
+_CHARACTERS = string.ascii_letters + string.digits
+_source: ContextVar[random.Random] = ContextVar("source of tool call ids")
+_secret = random.SystemRandom()
+
+
+def repeatable_call_ids(seed: str) -> None:
+    """From here on, in this task, ids follow from the seed."""
+    _source.set(random.Random(seed))
+
+
+def random_call_id() -> str:
+    source = _source.get(None)
+    return f"call_{secrets.token_hex(12) if source is None else source.randbytes(12).hex()}"
+
+
+def mistral_call_id() -> str:
+    """Nine letters and digits: Mistral's own templates refuse other ids."""
+    return "".join((_source.get(_secret)).choice(_CHARACTERS) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)

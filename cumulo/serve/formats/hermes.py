@@ -9,8 +9,7 @@ Several calls follow one another; text may stand before and between them.
 
 from collections.abc import Callable, Collection
 
-from cumulo.serve.formats.call_ids import random_call_id
-from cumulo.serve.formats.events import Collector, Event, partial_marker
+from cumulo.serve.formats.events import Collector, Event, partial_marker, random_call_id
 from cumulo.serve.formats.json_call import JsonCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

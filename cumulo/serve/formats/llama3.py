@@ -8,8 +8,7 @@ semicolons or white space. JSON that names no tool on offer is an answer, not a 
 
 from collections.abc import Callable, Collection
 
-from cumulo.serve.formats.call_ids import random_call_id
-from cumulo.serve.formats.events import Collector, Event, partial_marker
+from cumulo.serve.formats.events import Collector, Event, partial_marker, random_call_id
 from cumulo.serve.formats.json_call import JsonCall
 
 TAG = "<|python_tag|>"

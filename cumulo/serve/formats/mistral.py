@@ -7,8 +7,7 @@
 import re
 from collections.abc import Callable, Collection
 
-from cumulo.serve.formats.call_ids import mistral_call_id
-from cumulo.serve.formats.events import Collector, Event, partial_marker
+from cumulo.serve.formats.events import Collector, Event, mistral_call_id, partial_marker
 from cumulo.serve.formats.json_call import JsonCall, JsonValue
 
 MARKER = "[TOOL_CALLS]"

@@ -11,7 +11,9 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -24,9 +26,78 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cumulo import __version__
-from cumulo.serve.observe.phases import Phase, Value, phases
-from cumulo.serve.observe.stories import Record
-from cumulo.serve.service import Service
+from cumulo.engine.decide.story import Event, Story
+from cumulo.serve.observe.stories import Record, Stories
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    name: str
+    time_s: float
+    attributes: dict[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    start_s: float
+    end_s: float
+    attributes: dict[str, Value] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
+    inner: list["Phase"] = field(default_factory=list)
+
+
+def phases(story: Story) -> list[Phase]:
+    """A story cut into spans of time: queued, prefill, decode, and preempted within them. One after the other,
+    without gaps, from arrival at the engine to the end; those not reached are left out."""
+    end_s = story.finished_s
+    if end_s is None:
+        end_s = story.events[-1].time_s if story.events else story.arrived_s
+    begins = [("queued", story.arrived_s), ("prefill", story.admitted_s), ("decode", story.first_token_s)]
+    reached = [(name, start_s) for name, start_s in begins if start_s is not None]
+    ends_s = [start_s for _, start_s in reached[1:]] + [end_s]
+    found = [
+        Phase(name, start_s, max(start_s, stop_s))
+        for (name, start_s), stop_s in zip(reached, ends_s, strict=True)
+    ]
+    for event in story.events:
+        if event.kind != "preempted" and event.kind != "resumed":
+            _at(found, event.time_s).marks.append(Mark(event.kind, event.time_s, _attributes(event)))
+    for away in _preemptions(story, end_s):
+        _at(found, away.start_s).inner.append(away)
+    return found
+
+
+def _at(found: list[Phase], time_s: float) -> Phase:
+    """The phase a moment belongs to: the last that had begun."""
+    return next((phase for phase in reversed(found) if phase.start_s <= time_s), found[0])
+
+
+def _preemptions(story: Story, end_s: float) -> list[Phase]:
+    """From giving way to coming back. Of several samples away, the first to go is taken as the first back."""
+    away: deque[Event] = deque()
+    found: list[Phase] = []
+    for event in story.events:
+        if event.kind == "preempted":
+            away.append(event)
+        elif event.kind == "resumed" and away:
+            left = away.popleft()
+            attributes = _attributes(left) | _attributes(event)
+            found.append(Phase("preempted", left.time_s, event.time_s, attributes))
+    found += [Phase("preempted", left.time_s, max(left.time_s, end_s), _attributes(left)) for left in away]
+    return found
+
+
+def _attributes(event: Event) -> dict[str, Value]:
+    """The decision's numbers. An error's words stay out: they may quote what the caller sent."""
+    return {
+        f"cumulo.{event.kind}.{name}": value
+        for name, value in event.detail.items()
+        if name != "error" and isinstance(value, Value)
+    }
+
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +217,8 @@ class Tracing:
 class TracingMiddleware:
     """Watches API calls, outside of everything else that happens to them, and has their spans made."""
 
-    def __init__(self, app: ASGIApp, service: Service, tracing: Tracing) -> None:
-        self._app, self._service, self._tracing = app, service, tracing
+    def __init__(self, app: ASGIApp, stories: Stories, model_name: str, tracing: Tracing) -> None:
+        self._app, self._stories, self._model_name, self._tracing = app, stories, model_name, tracing
         self._pending: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,9 +232,9 @@ class TracingMiddleware:
         finally:
             exchange.ended_s = time.perf_counter()
             exchange.call_id = scope.get("state", {}).get("call_id", "")
-            records = self._service.stories.of_call(exchange.call_id) if exchange.call_id else []
+            records = self._stories.of_call(exchange.call_id) if exchange.call_id else []
             if all(record.outcome is not None for record in records):
-                self._tracing.ended(exchange, self._service.model_name, records)
+                self._tracing.ended(exchange, self._model_name, records)
             else:
                 task = asyncio.create_task(self._emit_when_ended(exchange, records))
                 self._pending.add(task)  # a task nobody holds may be collected before it is done
@@ -174,7 +245,7 @@ class TracingMiddleware:
         deadline_s = time.perf_counter() + _ABORT_PATIENCE_S
         while any(record.outcome is None for record in records) and time.perf_counter() < deadline_s:
             await asyncio.sleep(0.02)
-        self._tracing.ended(exchange, self._service.model_name, records)
+        self._tracing.ended(exchange, self._model_name, records)
 
 
 class _Exchange:

@@ -4,13 +4,14 @@ The engine's Story says what was decided and why; a Record adds what the API pro
 came in, when its tokens left for the client. No text of prompts or answers is kept.
 """
 
+import json
 import statistics
 import time
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from cumulo.base.quantiles import percentile
@@ -284,3 +285,41 @@ def _since(origin_s: float) -> Any:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+MOST_REASON_BYTES = 4096  # of the answer that refused it
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    received_s: float  # monotonic clock
+    took_s: float
+    path: str
+    status: int
+    caller: str | None  # None: nobody knows; no valid key was sent
+    answer: bytes  # as the client got it, its beginning
+
+    @property
+    def reason(self) -> str:
+        """Read only where somebody looks: many refusals a second must cost little."""
+        try:
+            return str(json.loads(self.answer)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return self.answer.decode("utf-8", "replace")[:200] or f"status {self.status}"
+
+
+class Rejections:
+    """The last calls that were refused before they reached the engine: they have no story. Of the request nothing
+    is kept but what the client was told. Callers without a key cannot push out those of callers with one."""
+
+    def __init__(self, capacity: int) -> None:
+        self._of_callers: deque[Rejection] = deque(maxlen=capacity)
+        self._without_key: deque[Rejection] = deque(maxlen=min(capacity, 200))
+
+    def note(self, rejection: Rejection) -> None:
+        (self._without_key if rejection.caller is None else self._of_callers).append(rejection)
+
+    def recent(self) -> list[Rejection]:
+        """Newest first."""
+        both = chain(self._of_callers, self._without_key)
+        return sorted(both, key=lambda one: one.received_s, reverse=True)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.serve.anthropic.answer import MessageAnswer, Thoughts
-from cumulo.serve.anthropic.as_chat import as_chat
-from cumulo.serve.anthropic.request import MessagesRequest
+from cumulo.serve.api.anthropic.as_chat import as_chat
+from cumulo.serve.api.anthropic.messages import MessageAnswer, Thoughts
+from cumulo.serve.api.anthropic.request import MessagesRequest
+from cumulo.serve.api.openai.answer_form import AnswerReader
+from cumulo.serve.api.responses.items import Output
 from cumulo.serve.formats import ReasoningParser, tool_call_parser
-from cumulo.serve.openai.answer_reader import AnswerReader
-from cumulo.serve.responses.items import Output
 
 SAID = (
     "<think>\nTwo cities: é, ☃.\n</think>\n\nI look it up.\n"

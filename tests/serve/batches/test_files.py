@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from cumulo.errors import CumuloError
-from cumulo.serve.batches.store import FileStore
+from cumulo.serve.api.batches.store import FileStore
 from tests.serve.batches.help import Bench
 
 MIB = 1 << 20

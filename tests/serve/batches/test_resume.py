@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cumulo.serve.batches import lines
-from cumulo.serve.batches.record import BatchRecord
-from cumulo.serve.batches.results import Results
+from cumulo.serve.api.batches import lines
+from cumulo.serve.api.batches.lines import Results
+from cumulo.serve.api.batches.schemas import BatchRecord
 from tests.serve.batches.help import CHAT, begin, chat, end_of, line, results
 from tests.serve.running_server import running_server, wait_for
 

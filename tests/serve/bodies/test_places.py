@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cumulo.serve.bodies.places import FairPlaces
+from cumulo.serve.bodies.reader import FairPlaces
 from cumulo.serve.errors import ApiError
 
 

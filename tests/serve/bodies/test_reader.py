@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from cumulo.serve.bodies import reader
 from cumulo.serve.bodies.reader import BodyReader, JsonRoute
+from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.errors import ApiError, ClientGone, install
-from cumulo.serve.openai.fields import Strict
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 

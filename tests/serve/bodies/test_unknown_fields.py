@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from cumulo.serve.api.openai.schemas import ChatRequest, TokenizeRequest
 from cumulo.serve.bodies.warnings import open_notes, warn
-from cumulo.serve.openai.schemas import ChatRequest, TokenizeRequest
 from tests.serve.running_server import RunningServer, events_of, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.serve.formats import Text, ToolCallArguments, ToolCallStart, detect_tool_format, tool_call_parser
-from cumulo.serve.formats.call_ids import mistral_call_id
+from cumulo.serve.formats.events import mistral_call_id
 from cumulo.serve.formats.hermes import HermesParser
 from cumulo.serve.formats.json_call import JsonCall
 from cumulo.serve.formats.llama3 import Llama3Parser

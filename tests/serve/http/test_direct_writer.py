@@ -15,12 +15,12 @@ import uvicorn
 import uvloop
 
 from cumulo.engine.outputs import Delta
+from cumulo.serve.api.openai.events import EventStream
 from cumulo.serve.engine_link.in_flight import Inbox
 from cumulo.serve.http.connection import Connection
 from cumulo.serve.http.direct_writer import connection_of
 from cumulo.serve.http.keeper import Keeper
 from cumulo.serve.http.tally import Tally
-from cumulo.serve.openai.events import EventStream
 from tests.serve.http.transport import LIMITS
 
 TOKENS = 300

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from cumulo.serve.observe.rejections import Rejection, Rejections
-from cumulo.serve.observe.stories import NotUnique, Record, Stories
+from cumulo.serve.observe.stories import NotUnique, Record, Rejection, Rejections, Stories
 
 
 def rejection(received_s: float, caller: str | None, message: str = "no") -> Rejection:

@@ -12,14 +12,14 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.text_stream import TextStream
 from cumulo.models.text.tokenizer import load_tokenizer
-from cumulo.serve.model_text import ModelText
-from cumulo.serve.openai.logprobs import (
+from cumulo.serve.api.openai.logprobs import (
     CompletionColumns,
     completion_spelling,
     echoed_columns,
     joined_columns,
     prompt_logprobs,
 )
+from cumulo.serve.model_text import ModelText
 from tests import thorough
 from tests.serve.tiny_model import save_tiny_model
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cumulo.serve.responses.stored import StoredResponse, StoredResponses
+from cumulo.serve.stored_responses import StoredResponse, StoredResponses
 from tests import thorough
 
 CALLERS = st.sampled_from(["ann", "bob", "eve"])

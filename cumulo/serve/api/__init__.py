@@ -1,0 +1,1 @@
+"""The endpoints, with one schema each: OpenAI's, Anthropic's and those of operators."""

@@ -1,0 +1,236 @@
+"""/v1/messages: Anthropic's way to ask for an answer, whole or as events; /v1/messages/count_tokens."""
+
+import logging
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from cumulo.engine.outputs import Delta
+from cumulo.serve.api.anthropic.as_chat import make_chat, tool_use_id, translated
+from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesRequest
+from cumulo.serve.api.openai.answer_form import AnswerReader, Piece
+from cumulo.serve.api.openai.chat import begin_chat, chat_prompt
+from cumulo.serve.api.openai.events import json_response, open_stream, to_line
+from cumulo.serve.api.openai.schemas_out import (
+    AnthropicMessage,
+    TokenCount,
+    anthropic_answers,
+    plain,
+    streamed,
+)
+from cumulo.serve.api.openai.usage import usage
+from cumulo.serve.bodies.reader import JsonRoute
+from cumulo.serve.bodies.warnings import warn
+from cumulo.serve.call import Batch, Call
+from cumulo.serve.engine_link.messages import Finished
+from cumulo.serve.errors import ApiError, anthropic_error
+from cumulo.serve.formats import Reasoning, Text
+from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
+from cumulo.serve.service import Service
+
+Item = dict[str, Any]
+Thoughts = Literal["shown", "omitted", "dropped"]
+# Anthropic's servers sign thoughts and check them when they come back; nothing here depends on them being genuine.
+_SIGNATURE = "not-signed"
+
+
+class MessageAnswer:
+    """The whole answer and the streamed one are made by the same calls; a whole one leaves the events alone."""
+
+    def __init__(self, reader: AnswerReader | None, thoughts: Thoughts) -> None:
+        self._reader, self._thoughts = reader, thoughts
+        self._blocks = Blocks()
+
+    def add(self, text: str, last: bool) -> list[Item]:
+        pieces: list[Piece] = [Text(text)] if text else []
+        if self._reader is not None:
+            pieces = self._reader.read(text, last)
+        if self._thoughts == "dropped":
+            pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
+        changes = self._blocks.add(pieces) + (self._blocks.close() if last else [])
+        return [event for change in changes for event in self._events(change)]
+
+    def content(self) -> list[Item]:
+        return [self._whole(block) for block in self._blocks.blocks]
+
+    def stop(self, finished: Finished) -> Item:
+        """Why the answer ended, in this API's words."""
+        sample = finished.samples[0]
+        if sample.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(sample.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
+        called = any(block.kind == "call" for block in self._blocks.blocks)
+        return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
+
+    # -- spelling -----------------------------------------------------------------------------------------
+    def _events(self, change: Change) -> list[Item]:
+        place = {"index": change.block.index}
+        if isinstance(change, Begun):
+            begun = {"type": "content_block_start", **place, "content_block": _empty(change.block)}
+            # Proxies and clients look for one; OpenAI's API has none.
+            return [begun, {"type": "ping"}] if change.block.index == 0 else [begun]
+        delta = {"type": "content_block_delta", **place}
+        if isinstance(change, Grown):
+            if change.block.kind == "thoughts" and self._thoughts == "omitted":
+                return []
+            return [{**delta, "delta": _delta(change)}]
+        stop = {"type": "content_block_stop", **place}
+        if change.block.kind != "thoughts":
+            return [stop]
+        return [{**delta, "delta": {"type": "signature_delta", "signature": _SIGNATURE}}, stop]
+
+    def _whole(self, block: Block) -> Item:
+        if block.kind == "text":
+            return {**_empty(block), "text": block.text}
+        if block.kind == "call":
+            return {**_empty(block), "input": _input(block.text)}
+        shown = block.text if self._thoughts == "shown" else ""
+        return {**_empty(block), "thinking": shown, "signature": _SIGNATURE}
+
+
+def _empty(block: Block) -> Item:
+    if block.kind == "text":
+        return {"type": "text", "text": "", "citations": None}
+    if block.kind == "thoughts":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "tool_use", "id": tool_use_id(block.call_id), "name": block.name, "input": {}}
+
+
+def _delta(change: Grown) -> Item:
+    if change.block.kind == "text":
+        return {"type": "text_delta", "text": change.text}
+    if change.block.kind == "thoughts":
+        return {"type": "thinking_delta", "thinking": change.text}
+    return {"type": "input_json_delta", "partial_json": change.text}
+
+
+def _input(arguments: str) -> Item:
+    """A call that max_tokens cut gives what there is of it."""
+    try:
+        read = from_json(arguments, allow_partial=True)
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {}
+
+
+def counts(finished: Finished) -> Item:
+    """Token counts; cached tokens are not among the input tokens here."""
+    counted = usage([finished])
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counted["completion_tokens"],
+    }
+
+
+router = APIRouter(route_class=JsonRoute)
+log = logging.getLogger(__name__)
+
+
+@router.post(
+    "/v1/messages",
+    summary="Answer messages, in Anthropic's API",
+    responses=anthropic_answers(streamed(AnthropicMessage)),
+)
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    service: Service = request.app.state.service
+    try:
+        call, form, _ = await begin_chat(service, request, await make_chat(body), "msg_")
+    except ApiError as error:
+        raise translated(error) from None
+    if body.thinking is not None and body.thinking.budget_tokens is not None:
+        warn("thinking.budget_tokens is not enforced; max_tokens bounds thoughts and answer together")
+    answer = MessageAnswer(form.reader(), _thoughts(body))
+    if body.stream:
+        return await open_stream(call, MessageEvents(call, answer))
+    results = await call.results()
+    answer.add(results[0].samples[0].text, last=True)
+    _note(call, results[0])
+    return json_response(_message(call, answer.content(), counts(results[0])) | answer.stop(results[0]))
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="How many tokens a request of /v1/messages has",
+    responses=anthropic_answers(plain(TokenCount, "The prompt's tokens, tools and system included.")),
+)
+async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    try:
+        _, _, tokens = await chat_prompt(service, await make_chat(body))
+    except ApiError as error:
+        raise translated(error) from None
+    return json_response({"input_tokens": len(tokens)})
+
+
+def _thoughts(body: MessagesRequest) -> Thoughts:
+    if body.thinking is None:
+        return "shown"
+    if body.thinking.type == "disabled":
+        return "dropped"
+    return "omitted" if body.thinking.display == "omitted" else "shown"
+
+
+def _note(call: Call, finished: Finished) -> None:
+    if call.service.options.log_prompts:
+        log.info("%s answer: %r", call.id, finished.samples[0].text)
+
+
+def _message(call: Call, content: list[Any], counted: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": counted,
+    }
+
+
+class MessageEvents:
+    """The answer as named events, in the order that Anthropic's clients expect."""
+
+    def __init__(self, call: Call, answer: MessageAnswer) -> None:
+        self._call, self._answer = call, answer
+        self._begun = False
+
+    def add(self, batch: Batch) -> bytes:
+        events: list[dict[str, Any]] = []
+        if not self._begun:
+            self._begun = True
+            # How much of the prompt was cached is known at the end, and told there.
+            counted = {
+                "input_tokens": sum(len(prompt) for prompt in self._call.prompts),
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+                "output_tokens": 0,
+            }
+            events.append({"type": "message_start", "message": _message(self._call, [], counted)})
+        for _, item in batch:
+            if isinstance(item, Delta):
+                events += self._answer.add(item.text, last=item.finish_reason is not None)
+        return _packed(events)
+
+    def end(self) -> bytes:
+        finished = self._call.finished[0]
+        assert finished is not None  # EventStream: the call is complete
+        _note(self._call, finished)
+        last = {"type": "message_delta", "delta": self._answer.stop(finished), "usage": counts(finished)}
+        return _packed([last, {"type": "message_stop"}])
+
+    def fail(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + anthropic_error(error.status, error.message, self._call.id) + b"\n\n"
+
+
+def _packed(events: list[dict[str, Any]]) -> bytes:
+    return b"".join(
+        b"event: " + event["type"].encode() + b"\ndata: " + to_line(event) + b"\n\n" for event in events
+    )

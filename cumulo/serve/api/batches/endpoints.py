@@ -1,0 +1,244 @@
+"""/v1/files and /v1/batches: upload files of requests, run them, look at both. Installed by `create_app`.
+
+With API keys, a file belongs to the name of the key that uploaded it, and nobody else sees it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import FileResponse, Response
+
+from cumulo.serve.access.keys import caller_of
+from cumulo.serve.api.batches import upload
+from cumulo.serve.api.batches.manager import Batches
+from cumulo.serve.api.batches.schemas import (
+    BatchList,
+    BatchObject,
+    BatchRecord,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
+from cumulo.serve.api.batches.store import StoredFile
+from cumulo.serve.api.openai.events import json_response
+from cumulo.serve.api.openai.schemas_out import answers, plain
+from cumulo.serve.bodies.reader import JsonRoute
+from cumulo.serve.errors import ApiError, invalid
+
+Item = TypeVar("Item")
+
+
+def page(
+    newest_first: Sequence[Item], as_json: Callable[[Item], dict[str, Any]], limit: int, after: str | None
+) -> dict[str, Any]:
+    entries = [as_json(item) for item in newest_first]
+    start = 0
+    if after is not None:
+        places = {entry["id"]: place for place, entry in enumerate(entries)}
+        if after not in places:
+            raise invalid(f"there is no {after[:64]!r} in this list to go on after", "after", "invalid_value")
+        start = places[after] + 1
+    data = entries[start : start + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": start + limit < len(entries),
+    }
+
+
+router = APIRouter(route_class=JsonRoute)
+
+Limit = Annotated[int, Query(ge=1, le=100, description="How many at most.")]
+After = Annotated[str | None, Query(max_length=64, description="Go on after the batch with this id.")]
+
+
+def batches_of(request: Request) -> Batches:
+    batches: Batches = request.app.state.batches
+    return batches
+
+
+@router.post(
+    "/v1/batches",
+    summary="Run the requests of a file",
+    responses=answers(plain(BatchObject, "The batch, which begins now."), 400, 401, 404, 413, 429, 503),
+)
+async def create_batch(body: BatchRequest, request: Request) -> Response:
+    """Requests run with the lowest priority, as the engine has room for them. The results are files."""
+    return json_response((await batches_of(request).create(caller_of(request).name, body)).as_json())
+
+
+@router.get(
+    "/v1/batches", summary="Your batches", responses=answers(plain(BatchList, "The batches."), 400, 401)
+)
+async def listbatches_of(request: Request, limit: Limit = 20, after: After = None) -> Response:
+    return json_response(
+        page(batches_of(request).owned_by(caller_of(request).name), BatchRecord.as_json, limit, after)
+    )
+
+
+@router.get(
+    "/v1/batches/{batch_id}",
+    summary="One batch",
+    responses=answers(plain(BatchObject, "The batch."), 400, 401, 404),
+)
+async def get_batch(batch_id: str, request: Request) -> Response:
+    return json_response(batches_of(request).get(batch_id, caller_of(request).name).as_json())
+
+
+@router.post(
+    "/v1/batches/{batch_id}/cancel",
+    summary="Cancel a batch",
+    responses=answers(plain(BatchObject, "The batch, which ends."), 400, 401, 404, 429, 503),
+)
+async def cancel_batch(batch_id: str, request: Request) -> Response:
+    """What has been answered by then is in its files."""
+    batches = batches_of(request)
+    record = batches.get(batch_id, caller_of(request).name)
+    await batches.cancel(record)
+    return json_response(record.as_json())
+
+
+_UPLOADS_AT_A_TIME = 4  # per key
+_FORM: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "file": {"type": "string", "format": "binary"},
+                    },
+                    "required": ["purpose", "file"],
+                }
+            }
+        },
+    }
+}
+FileLimit = Annotated[int, Query(ge=1, le=10_000, description="How many at most.")]
+AfterFile = Annotated[str | None, Query(max_length=64, description="Go on after the file with this id.")]
+Order = Annotated[Literal["asc", "desc"], Query(description="By when they were made; desc: newest first.")]
+
+
+@router.post(
+    "/v1/files",
+    summary="Upload a file of requests",
+    openapi_extra=_FORM,
+    responses=answers(plain(FileObject, "The file."), 400, 401, 413, 429, 503),
+)
+async def create_file(request: Request) -> Response:
+    """A form with `purpose` (batch) and `file`: one request per line, as JSON. See /v1/batches."""
+    batches, owner = batches_of(request), caller_of(request).name
+    store, running = batches.store, batches.uploads
+    if running[owner] >= _UPLOADS_AT_A_TIME:
+        raise ApiError(
+            429,
+            f"this key is uploading {running[owner]} files already: wait until one is there",
+            code="too_many_uploads",
+            retry_after_s=1,
+        )
+    room_bytes, limit_bytes = store.room_bytes(owner), batches.service.options.max_file_bytes
+    if limit_bytes <= room_bytes:
+        words = f"the file is larger than the {limit_bytes:,} bytes this server takes: split it"
+    else:
+        words = (
+            f"this key may store {store.bytes_per_key:,} bytes and has {max(0, room_bytes):,} left: delete files "
+            "you no longer need"
+        )
+    running[owner] += 1
+    try:
+        with store.writing() as (file_id, descriptor):
+            form = await upload.receive(request, descriptor, max(0, min(room_bytes, limit_bytes)), words)
+            _check(form)
+            stored = await asyncio.to_thread(store.add, file_id, None, owner, form.filename or "", "batch")
+    finally:
+        _leave(running, owner)
+    return json_response(stored.as_json())
+
+
+def _check(form: upload.Upload) -> None:
+    purpose = form.fields.get("purpose")
+    if purpose is None:
+        raise invalid("the form has no `purpose`; send `batch`", "purpose", "missing_required_parameter")
+    if purpose != "batch":
+        raise invalid(
+            f"files are taken for the purpose `batch`, not {purpose[:64]!r}", "purpose", "invalid_value"
+        )
+    if form.size_bytes == 0:
+        raise invalid("the file is empty", "file", "invalid_value")
+
+
+def _leave(running: Counter[str], owner: str) -> None:
+    running[owner] -= 1
+    if not running[owner]:
+        del running[owner]
+
+
+@router.get("/v1/files", summary="Your files", responses=answers(plain(FileList, "The files."), 400, 401))
+async def list_files(
+    request: Request,
+    purpose: Annotated[str | None, Query(max_length=64)] = None,
+    limit: FileLimit = 10_000,
+    after: AfterFile = None,
+    order: Order = "desc",
+) -> Response:
+    found = [
+        stored
+        for stored in batches_of(request).store.owned_by(caller_of(request).name)
+        if purpose is None or stored.purpose == purpose
+    ]
+    return json_response(page(found[:: -1 if order == "asc" else 1], StoredFile.as_json, limit, after))
+
+
+@router.get(
+    "/v1/files/{file_id}",
+    summary="One file",
+    responses=answers(plain(FileObject, "The file."), 400, 401, 404),
+)
+async def get_file(file_id: str, request: Request) -> Response:
+    return json_response(batches_of(request).store.get(file_id, caller_of(request).name).as_json())
+
+
+@router.get(
+    "/v1/files/{file_id}/content",
+    summary="A file's content",
+    response_class=Response,
+    responses={
+        **answers(plain(FileObject, ""), 400, 401, 404),
+        200: {"description": "The bytes.", "content": {"application/octet-stream": {}}},
+    },
+)
+async def get_content(file_id: str, request: Request) -> Response:
+    store = batches_of(request).store
+    stored = store.get(file_id, caller_of(request).name)
+    # To be saved, never shown: what somebody uploaded must not run as a page of this server's origin.
+    return FileResponse(
+        store.path(stored.id),
+        media_type="application/octet-stream",
+        filename=f"{stored.id}.jsonl",
+        headers={"X-Content-Type-Options": "nosniff"},
+    )
+
+
+@router.delete(
+    "/v1/files/{file_id}",
+    summary="Delete a file",
+    responses=answers(plain(DeletedFile, "It is gone."), 400, 401, 404),
+)
+async def delete_file(file_id: str, request: Request) -> Response:
+    batches = batches_of(request)
+    stored = batches.store.get(file_id, caller_of(request).name)
+    reader = batches.reader_of(stored.id)
+    if reader is not None:
+        raise invalid(
+            f"the batch {reader} still reads this file: cancel it, or wait for its end", code="file_in_use"
+        )
+    batches.store.delete(stored)
+    return json_response({"id": stored.id, "object": "file", "deleted": True})

@@ -1,0 +1,187 @@
+"""Batches: all batches of this server, and the files they read and write. Made by `create_app`, started by Service.
+
+Each key has a line of batches and one of them runs at a time, so one key's batches wait only for each other. What
+is on disk is enough to go on after a restart.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from typing import get_args
+
+import msgspec
+from starlette.types import ASGIApp
+
+from cumulo.base.files import write_whole
+from cumulo.serve.access.keys import Caller
+from cumulo.serve.api.batches.run import BatchRun
+from cumulo.serve.api.batches.schemas import BatchRecord, BatchRequest, Status
+from cumulo.serve.api.batches.store import FileStore
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.service import Service
+
+log = logging.getLogger(__name__)
+
+MAX_UNFINISHED_PER_KEY = 100
+MAX_BATCHES_PER_KEY = 1000  # the oldest that has ended is forgotten; its files stay
+
+
+class Batches:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+        self.store = FileStore(service.options.files, service.options.files_per_key_bytes)
+        self.uploads: Counter[str] = Counter()  # running now, by key
+        self._records: dict[str, BatchRecord] = {}
+        self._waiting: dict[str, deque[BatchRecord]] = {}  # by key
+        self._workers: dict[str, asyncio.Task[None]] = {}
+        self._current: dict[str, BatchRun] = {}  # by batch
+        self._writing = asyncio.Lock()
+        for path in sorted(self.store.folder.glob("batch_*.json")):
+            try:
+                record = msgspec.json.decode(path.read_bytes(), type=BatchRecord)
+            except (OSError, msgspec.DecodeError) as error:
+                log.error("%s is passed over: it does not describe a batch (%s)", path, error)
+                continue
+            self._records[record.id] = record
+        self._show()
+
+    # -- life ---------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """The engine is up: go on with what a server before this one has left."""
+        unfinished = [record for record in self._records.values() if not record.ended]
+        for record in sorted(unfinished, key=lambda record: record.created_at):
+            log.info("batch %s is resumed", record.id)
+            self._enqueue(record)
+
+    async def close(self) -> None:
+        workers = list(self._workers.values())
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        self.store.close()
+
+    def _enqueue(self, record: BatchRecord) -> None:
+        self._waiting.setdefault(record.owner, deque()).append(record)
+        if record.owner not in self._workers:
+            self._workers[record.owner] = asyncio.create_task(self._work(record.owner))
+
+    async def _work(self, owner: str) -> None:
+        """One key's batches, one after the other."""
+        waiting = self._waiting[owner]
+        while waiting:
+            await self._run(waiting.popleft())
+        del self._waiting[owner], self._workers[owner]
+
+    async def _run(self, record: BatchRecord) -> None:
+        if record.ended or record.id in self._current:
+            return
+        run = self._current[record.id] = BatchRun(record, self)
+        try:
+            await run.run()
+        except Exception as error:
+            await run.fail(error)
+        finally:
+            del self._current[record.id]
+
+    # -- asking -------------------------------------------------------------------------------------------
+    def get(self, batch_id: str, owner: str) -> BatchRecord:
+        record = self._records.get(batch_id)
+        if record is None or record.owner != owner:
+            raise ApiError(
+                404,
+                f"there is no batch {batch_id[:64]!r}; GET /v1/batches lists yours",
+                code="batch_not_found",
+            )
+        return record
+
+    def owned_by(self, owner: str) -> list[BatchRecord]:
+        """Newest first."""
+        found = [record for record in self._records.values() if record.owner == owner]
+        return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+
+    def reader_of(self, file_id: str) -> str | None:
+        """The unfinished batch that reads this file."""
+        for record in self._records.values():
+            if record.input_file_id == file_id and not record.ended:
+                return record.id
+        return None
+
+    def caller_of(self, owner: str) -> Caller | None:
+        """The key a batch belongs to, with the limits it has now; None while there is no such key."""
+        if self.service.keys is not None:
+            return self.service.keys.named(owner)
+        return self.service.anyone if owner == self.service.anyone.name else None
+
+    # -- changing -----------------------------------------------------------------------------------------
+    async def create(self, owner: str, body: BatchRequest) -> BatchRecord:
+        stored = self.store.get(body.input_file_id, owner)
+        if stored.purpose != "batch":
+            raise invalid(
+                f"the file {stored.id} has the purpose {stored.purpose!r}; a batch reads files of purpose 'batch'",
+                "input_file_id",
+                "invalid_value",
+            )
+        own = self.owned_by(owner)
+        if sum(not record.ended for record in own) >= MAX_UNFINISHED_PER_KEY:
+            raise ApiError(
+                429,
+                f"this key has {MAX_UNFINISHED_PER_KEY} unfinished batches: wait for one to end, or cancel one",
+                code="too_many_batches",
+                retry_after_s=60,
+            )
+        if self.store.room_bytes(owner) <= 0:
+            raise invalid(
+                "this key's files fill all the room it has, and none is left for results: delete some files",
+                code="storage_full",
+            )
+        for oldest in [record for record in reversed(own) if record.ended][
+            : len(own) + 1 - MAX_BATCHES_PER_KEY
+        ]:
+            del self._records[oldest.id]
+            (self.store.folder / f"{oldest.id}.json").unlink(missing_ok=True)
+        record = BatchRecord(
+            id=f"batch_{secrets.token_hex(12)}",
+            owner=owner,
+            endpoint=body.endpoint,
+            input_file_id=stored.id,
+            created_at=int(time.time()),
+            metadata=body.metadata,
+        )
+        self._records[record.id] = record
+        await self.change(record, "validating")
+        self._enqueue(record)
+        return record
+
+    async def cancel(self, record: BatchRecord) -> None:
+        if record.status == "cancelling":
+            return
+        if record.status not in ("validating", "in_progress"):
+            raise invalid(
+                f"the batch is {record.status} and can no longer be cancelled", code="invalid_status"
+            )
+        record.becomes = "cancelled"
+        await self.change(record, "cancelling")
+        if (run := self._current.get(record.id)) is not None:
+            run.stop()
+        else:  # it waits for another of its key's: it need not wait for its end
+            await self._run(record)
+
+    async def change(self, record: BatchRecord, status: Status) -> None:
+        record.status = status
+        if status not in record.times:
+            record.times = {**record.times, status: int(time.time())}
+        async with self._writing:  # what is encoded last is written last
+            content = msgspec.json.encode(record)
+            await asyncio.to_thread(write_whole, self.store.folder / f"{record.id}.json", content, 0o600)
+        self._show()
+
+    # -- metrics ------------------------------------------------------------------------------------------
+    def count_request(self, outcome: str) -> None:
+        self.service.metrics.batch_requests(outcome).inc()
+
+    def _show(self) -> None:
+        counts = Counter(record.status for record in self._records.values())
+        for status in get_args(Status):
+            self.service.metrics.batches(status).set(counts[status])

@@ -1,0 +1,363 @@
+"""What a chat request demands of its answer: the guide that enforces it and the AnswerReader that takes it apart.
+
+`tool_use` and `check_form` refuse what does not go together; `answer_form` needs the prompt, because its end
+tells whether the model begins with its thoughts.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cumulo.engine.decide.params import Guide
+from cumulo.engine.guides.grammar import json_schema_text
+from cumulo.errors import InvalidRequest
+from cumulo.models.text.tokenizer import Tokenizer
+from cumulo.serve.api.openai.conversation import template_tools, text_of
+from cumulo.serve.api.openai.schemas import AllowedTools, ChatRequest, NamedTool, ResponseFormat, Tool
+from cumulo.serve.errors import invalid
+from cumulo.serve.formats import (
+    Event,
+    Reasoning,
+    ReasoningParser,
+    Text,
+    ToolCallArguments,
+    ToolCallParser,
+    ToolCallStart,
+    ToolFormat,
+    opens_reasoning,
+    tool_call_parser,
+    tool_guide,
+)
+from cumulo.serve.formats.detect import special_token
+from cumulo.serve.formats.reasoning import CLOSE, OPEN
+from cumulo.serve.model_text import ModelText
+
+Piece = Reasoning | Event
+
+
+class AnswerReader:
+    """Takes one answer apart into thoughts, text and tool calls. The whole answer and the streamed one are read by
+    the same parsers, so they never differ."""
+
+    def __init__(
+        self, thoughts: ReasoningParser | None, calls: ToolCallParser | None, *, parallel: bool = True
+    ) -> None:
+        """`parallel` False: only the first call counts, whatever the model writes."""
+        self._thoughts, self._calls, self._parallel = thoughts, calls, parallel
+        self.called = False
+
+    def read(self, text: str, last: bool) -> list[Piece]:
+        """What this next piece of the answer adds; `last`: nothing follows."""
+        parts: list[Reasoning | Text] = [Text(text)] if text else []
+        if self._thoughts is not None:
+            parts = self._thoughts.push(text) + (self._thoughts.finish() if last else [])
+        pieces: list[Piece] = []
+        for part in parts:
+            pieces += self._calls.push(part.text) if self._calls and isinstance(part, Text) else [part]
+        if self._calls is not None and last:
+            pieces += self._calls.finish()
+        if not self._parallel:
+            pieces = [piece for piece in pieces if not _is_further_call(piece)]
+        self.called = self.called or any(isinstance(piece, ToolCallStart) for piece in pieces)
+        return pieces
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self.called else reason
+
+
+def _is_further_call(piece: Piece) -> bool:
+    return isinstance(piece, ToolCallStart | ToolCallArguments) and piece.index > 0
+
+
+def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
+    """The assistant's message that a whole answer makes."""
+    text, thoughts = "", ""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, Text):
+            text += piece.text
+        elif isinstance(piece, Reasoning):
+            thoughts += piece.text
+        elif isinstance(piece, ToolCallStart):
+            function = {"name": piece.name, "arguments": ""}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        else:
+            calls[-1]["function"]["arguments"] += piece.fragment
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not text else text,
+        "refusal": None,
+    }
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def delta_of(piece: Piece) -> dict[str, Any]:
+    """The same, as a streamed chunk says it."""
+    if isinstance(piece, Text):
+        return {"content": piece.text}
+    if isinstance(piece, Reasoning):
+        return {"reasoning_content": piece.text}
+    if isinstance(piece, ToolCallStart):
+        function = {"name": piece.name, "arguments": ""}
+        call = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.fragment}}]}
+
+
+def legacy_message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The assistant's message, with its call in the older form."""
+    message = message_of(pieces)
+    for call in message.pop("tool_calls", ())[:1]:
+        message["function_call"] = call["function"]
+    return message
+
+
+def legacy_delta(piece: Piece) -> dict[str, Any]:
+    """The same, as a streamed chunk says it."""
+    if isinstance(piece, Text | Reasoning):
+        return delta_of(piece)
+    if isinstance(piece, ToolCallStart):
+        return {"function_call": {"name": piece.name, "arguments": ""}}
+    return {"function_call": {"arguments": piece.fragment}}
+
+
+Choice = Literal["auto", "required", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request whose answer may call them."""
+
+    tools: list[Tool]  # that may be called
+    choice: Choice
+    name: str | None  # with "named"
+    parallel: bool
+    all_tools: list[Tool]  # that the model is told of
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        return template_tools(self.all_tools)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    guide: Guide | None = None
+    guide_param: str | None = None  # the field to name when the guide is refused
+    show_special: bool = False
+    tool_format: ToolFormat | None = None  # None: no calls are looked for
+    tool_names: tuple[str, ...] = ()
+    parallel: bool = True
+    thinks: bool = False
+    thoughts_opened: bool = False
+
+    def reader(self) -> AnswerReader | None:
+        """For one answer; None: it is all text."""
+        if self.tool_format is None and not self.thinks:
+            return None
+        return AnswerReader(
+            ReasoningParser(opened=self.thoughts_opened) if self.thinks else None,
+            tool_call_parser(self.tool_format, self.tool_names) if self.tool_format is not None else None,
+            parallel=self.parallel,
+        )
+
+
+_ALL_TEXT = AnswerForm()
+
+
+def tool_use(body: ChatRequest) -> ToolUse | None:
+    """Which tools the answer may call; None: it is to call none. Refuses contradictions."""
+    tools, choice = body.tools or [], body.tool_choice
+    if not tools:
+        if choice is not None and choice != "none":
+            raise invalid("tool_choice needs tools; give tools or leave it out", "tool_choice")
+        if body.parallel_tool_calls is not None:
+            raise invalid("parallel_tool_calls needs tools; leave it out", "parallel_tool_calls")
+        return None
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid(f"tools has two functions named {name!r}", f"tools[{index}].function.name")
+    if choice == "none":
+        return None
+    for named in _named(choice):
+        if named not in names:
+            raise invalid(
+                f"tool_choice names {named[:64]!r}, which is not among the tools: {', '.join(names)}",
+                "tool_choice",
+            )
+    if body.response_format is not None and body.response_format.type == "grammar":
+        raise invalid(
+            "a grammar and tools that may be called exclude each other: use json_schema or regex, or set "
+            "tool_choice to none",
+            "response_format",
+        )
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, NamedTool):
+        return ToolUse(tools, "named", choice.function.name, parallel, tools)
+    if isinstance(choice, AllowedTools):
+        allowed = [tool for tool in tools if tool.function.name in _named(choice)]
+        return ToolUse(allowed, choice.allowed_tools.mode, None, parallel, tools)
+    return ToolUse(tools, choice or "auto", None, parallel, tools)
+
+
+def _named(choice: object) -> list[str]:
+    """The functions that a tool_choice names."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    if isinstance(choice, AllowedTools):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return []
+
+
+def check_form(wanted: ResponseFormat | None) -> None:
+    """The field that a `response_format` needs is there, and no other."""
+    if wanted is None:
+        return
+    for name in ("json_schema", "regex", "grammar"):
+        given = getattr(wanted, name) is not None
+        if given and wanted.type != name:
+            raise invalid(
+                f"response_format.{name} needs type {name}, not {wanted.type}", f"response_format.{name}"
+            )
+        if not given and wanted.type == name:
+            raise invalid(
+                f"'response_format.{name}' is missing",
+                f"response_format.{name}",
+                "missing_required_parameter",
+            )
+
+
+def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
+    """Raises ApiError where the form cannot be."""
+    try:
+        return _answer_form(body, use, text, prompt)
+    except (RecursionError, InvalidRequest) as error:
+        formed = body.response_format is not None and body.response_format.type != "text"
+        param = "response_format" if use is None or formed else "tools"
+        too_deep = f"a schema in {param} is nested too deeply"
+        raise invalid(too_deep if isinstance(error, RecursionError) else str(error), param) from None
+
+
+def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
+    formats = text.formats
+    if use is None and body.response_format is None and not formats.thinks:
+        return _ALL_TEXT
+    opened = formats.thinks and (opens_reasoning(prompt) or _continues_thoughts(body))
+    show_thoughts = formats.thinks and formats.thought_markers_special
+    if use is None:
+        guide = _guide_of(body.response_format, text.tokenizer, opened)
+        param = "response_format" if guide is not None else None
+        return AnswerForm(
+            guide, param, show_special=show_thoughts, thinks=formats.thinks, thoughts_opened=opened
+        )
+    form_rule = _rule_of(body.response_format)
+    guide = tool_guide(
+        formats.tools,
+        [_enforced(tool) for tool in use.tools],
+        use.choice,
+        text.tokenizer,
+        name=use.name,
+        parallel=use.parallel,
+        reasoning_opened=opened,
+        answer_rule=form_rule,
+    )
+    return AnswerForm(
+        guide,
+        "tools" if form_rule is None else "response_format",
+        show_special=show_thoughts or formats.tool_markers_special,
+        tool_format=formats.tools,
+        tool_names=tuple(tool.function.name for tool in use.tools),
+        parallel=use.parallel,
+        thinks=formats.thinks,
+        thoughts_opened=opened,
+    )
+
+
+def _continues_thoughts(body: ChatRequest) -> bool:
+    """Whether the message that the answer continues ends inside its thoughts."""
+    if not body.continue_final_message:
+        return False
+    text = text_of(body.messages[-1])
+    return text.rfind(OPEN) > text.rfind(CLOSE)
+
+
+def _enforced(tool: Tool) -> dict[str, Any]:
+    schema = tool.function.parameters
+    if schema is not None and not tool.function.strict:
+        schema = _lenient(schema)
+    return {"type": "function", "function": {"name": tool.function.name, "parameters": schema}}
+
+
+def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """What cannot be enforced is passed over, and the rest still holds."""
+    own = schema.get("x-guidance")
+    return {**schema, "x-guidance": {"lenient": True, **(own if isinstance(own, dict) else {})}}
+
+
+# -- response_format --------------------------------------------------------------------------------------
+def _guide_of(wanted: ResponseFormat | None, tokenizer: Tokenizer, opened: bool) -> Guide | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if opened:
+        if wanted.type == "grammar":
+            raise invalid(
+                "this model begins every answer with its thoughts, which a grammar of the answer does not cover: "
+                "use json_schema or regex",
+                "response_format",
+            )
+        rule = _rule_of(wanted)
+        assert rule is not None
+        return _after_thoughts(rule, tokenizer)
+    if wanted.type in ("regex", "grammar"):
+        return Guide(wanted.type, _source_of(wanted))
+    return Guide("json_schema", json.dumps(_schema_of(wanted)))
+
+
+def _rule_of(wanted: ResponseFormat | None) -> str | None:
+    """The form as the body of a rule in a larger grammar; None: any text. Not for grammars, which have their own
+    rules."""
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "regex":
+        from llguidance import regex_to_lark
+
+        return f"/{regex_to_lark(_source_of(wanted), 'd')}/"
+    try:
+        return f"%json {json_schema_text(_schema_of(wanted))}"
+    except (RecursionError, InvalidRequest) as error:
+        too_deep = "a schema in response_format is nested too deeply"
+        message = too_deep if isinstance(error, RecursionError) else str(error)
+        raise invalid(message, "response_format") from None
+
+
+def _source_of(wanted: ResponseFormat) -> str:
+    source = wanted.regex if wanted.type == "regex" else wanted.grammar
+    assert source is not None  # check_form
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(
+            f"response_format.{wanted.type} holds a lone surrogate (character {error.start})",
+            f"response_format.{wanted.type}",
+        ) from None
+    return source
+
+
+def _schema_of(wanted: ResponseFormat) -> dict[str, Any]:
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        return {"type": "object"}
+    schema = wanted.json_schema.schema_
+    return _lenient(schema) if wanted.json_schema.strict is False else schema
+
+
+def _after_thoughts(rule: str, tokenizer: Tokenizer) -> Guide:
+    """The rest of the thoughts, their end, and then what the rule says."""
+    token = special_token(CLOSE, tokenizer)
+    thoughts = f"thoughts[lazy]: TEXT {json.dumps(CLOSE)}" if token is None else f"thoughts: TEXT <[{token}]>"
+    lines = [r"start: thoughts /\s{0,2}/ answer", thoughts, f"answer: {rule}", r"TEXT: /(.|\n)*/"]
+    return Guide("grammar", "\n".join(lines))

@@ -1,0 +1,266 @@
+"""/v1/chat/completions: messages in, the assistant's answer out, whole or streamed."""
+
+import logging
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.outputs import Delta
+from cumulo.serve.api.openai.answer_form import (
+    AnswerForm,
+    AnswerReader,
+    ToolUse,
+    answer_form,
+    check_form,
+    delta_of,
+    legacy_delta,
+    legacy_message,
+    message_of,
+    tool_use,
+)
+from cumulo.serve.api.openai.conversation import (
+    as_tools,
+    check_continued,
+    conversation,
+    template_variables,
+    text_of,
+)
+from cumulo.serve.api.openai.events import DONE, PreparedEvent, event, json_response, open_stream
+from cumulo.serve.api.openai.logprobs import chat_logprobs, prompt_logprobs, spoken, worded
+from cumulo.serve.api.openai.sampling import chat_params, check_tokens, default_limit, is_search
+from cumulo.serve.api.openai.schemas import ChatRequest
+from cumulo.serve.api.openai.schemas_out import ChatCompletion, answers, streamed
+from cumulo.serve.api.openai.usage import StreamCounts, usage
+from cumulo.serve.bodies.reader import JsonRoute
+from cumulo.serve.call import Batch, Call
+from cumulo.serve.engine_link.messages import Finished
+from cumulo.serve.errors import invalid
+from cumulo.serve.observe.stories import explanation
+from cumulo.serve.service import Service
+
+router = APIRouter(route_class=JsonRoute)
+log = logging.getLogger(__name__)
+_NOT_BEGUN = object()
+
+
+@router.post(
+    "/v1/chat/completions", summary="Answer a conversation", responses=answers(streamed(ChatCompletion))
+)
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    service: Service = request.app.state.service
+    call, form, params = await begin_chat(service, request, body, "chatcmpl-")
+    ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
+    if body.stream:
+        return await open_stream(call, ChatEvents(call, body, form, ends))
+    return json_response(await _whole(call, body, form, ends))
+
+
+async def begin_chat(
+    service: Service, request: Request, body: ChatRequest, prefix: str, guide_param: str | None = None
+) -> tuple[Call, AnswerForm, SamplingParams]:
+    """Check a conversation, make its prompt and send it to the engine. `guide_param`: what the client calls
+    `response_format`, where that is not its name.
+
+    The call brings the answer and has the prompt's tokens (`prompts`); the form makes the readers that take an
+    answer apart into thoughts, text and tool calls; the params say what ends it."""
+    service.check_model(body.model)
+    service.check_ready()
+    use, prompt, tokens = await chat_prompt(service, body)
+    form = answer_form(body, use, service.text, prompt)
+    room = service.info.max_context - len(tokens)
+    limit = default_limit(body, service.options.chat_limit, room)
+    params = chat_params(body, service.info.generation_defaults, form.guide, form.show_special, limit)
+    check_tokens((), params, service.info.vocab_size)
+    call = Call(service, request, prefix, body.model)
+    call.default_limit = limit
+    if service.options.log_prompts:
+        log.info("%s prompt: %r", call.id, prompt)
+    call.submit(
+        [tokens],
+        params,
+        stream=bool(body.stream),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        slo=body.slo.as_slo() if body.slo is not None else None,
+        guide_param=guide_param or form.guide_param,
+        session=body.prompt_cache_key or "",
+    )
+    return call, form, params
+
+
+async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | None, str, list[int]]:
+    """Which tools the answer may call, and the prompt as text and as tokens."""
+    body = as_tools(body)
+    use = tool_use(body)
+    check_form(body.response_format)
+    if body.continue_final_message:
+        check_continued(body.messages, body.add_generation_prompt)
+    elif body.echo:
+        raise invalid("echo needs continue_final_message: there is no text to repeat", "echo")
+    tools = use.shown if use is not None else []
+    prompt, tokens = await service.text.encode_chat(
+        conversation(body.messages, service.text.formats, tools),
+        tools if service.text.formats.template_shows_tools else (),
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        variables=template_variables(body.chat_template_kwargs, body.reasoning_effort, service.text),
+        continue_final_message=bool(body.continue_final_message),
+    )
+    return use, prompt, tokens
+
+
+async def _whole(call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> Any:
+    results = await call.results()
+    return await worded(results, lambda: _worded(call, body, form, ends, results))
+
+
+def _worded(
+    call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int], results: list[Finished]
+) -> dict[str, Any]:
+    service = call.service
+    choices = []
+    for sample in results[0].samples:
+        if service.options.log_prompts:
+            log.info("%s answer %d: %r", call.id, sample.index, sample.text)
+        logprobs = None
+        if body.logprobs:
+            entries = spoken(sample.logprobs, sample.finish_reason, ends)
+            logprobs = chat_logprobs(service.text, entries, body.top_logprobs or 0)
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+        finish_reason: str | None = sample.finish_reason
+        if (reader := form.reader()) is not None:
+            pieces = reader.read(sample.text, last=True)
+            message = message_of(pieces) if body.functions is None else legacy_message(pieces)
+            finish_reason = _reason(body, reader.finish_reason(finish_reason))
+        if body.echo:
+            message["content"] = text_of(body.messages[-1]) + (message["content"] or "")
+        choice = {
+            "index": sample.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = sample.token_ids
+        choices.append(choice)
+    answer: dict[str, Any] = {
+        "id": call.id,
+        "object": "chat.completion",
+        "created": call.created,
+        "model": call.model,
+        "choices": choices,
+        "usage": usage(results, searched=is_search(body)),
+        **_tier(body),
+    }
+    if body.prompt_logprobs is not None:
+        of_prompt = results[0].prompt_logprobs or []
+        answer["prompt_logprobs"] = prompt_logprobs(service.text, of_prompt, body.prompt_logprobs)
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = call.prompts[0]
+    if body.explain:
+        answer["explain"] = [explanation(record) for record in service.stories.of_call(call.id)]
+    return answer
+
+
+def _reason(body: ChatRequest, reason: str | None) -> str | None:
+    """Why an answer ended, in the words of the form the request has."""
+    return "function_call" if reason == "tool_calls" and body.functions is not None else reason
+
+
+def _tier(body: ChatRequest) -> dict[str, str]:
+    return {} if body.service_tier is None else {"service_tier": "default"}
+
+
+class ChatEvents:
+    """An answer as chunks; those that are new at the same time go in one piece."""
+
+    def __init__(self, call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> None:
+        self._call, self._body, self._form, self._ends = call, body, form, ends
+        self._counts = StreamCounts(call, body.stream_options)
+        self._base: dict[str, Any] = {
+            "id": call.id,
+            "object": "chat.completion.chunk",
+            "created": call.created,
+            "model": call.model,
+            **_tier(body),
+        }
+        self._all_told = body.logprobs or body.return_token_ids or self._counts.continuous
+        self._prompt_told = False
+        self._readers: dict[int, AnswerReader | None] = {}  # of the choices that have begun
+        self._prepared: dict[int, PreparedEvent] = {}  # of those that are nothing but text
+
+    def add(self, batch: Batch) -> bytes:
+        pieces: list[bytes] = []
+        for _, item in batch:
+            if isinstance(item, Delta):
+                if item.finish_reason is not None or not self._is_plain(item.index):
+                    pieces += self._chunks(item)
+                elif item.text:
+                    pieces.append(self._prepared[item.index].with_text(item.text))
+        return b"".join(pieces)
+
+    def end(self) -> bytes:
+        call, last = self._call, list[bytes]()
+        results = [finished for finished in call.finished if finished is not None]
+        if call.service.options.log_prompts:
+            for sample in results[0].samples:
+                log.info("%s answer %d: %r", call.id, sample.index, sample.text)
+        if self._body.explain:
+            stories = [explanation(record) for record in call.service.stories.of_call(call.id)]
+            last.append(event({**self._base, "choices": [], "explain": stories, **self._counts.field()}))
+        if self._counts.wanted:
+            last.append(
+                event({**self._base, "choices": [], "usage": usage(results, searched=is_search(self._body))})
+            )
+        return b"".join([*last, DONE])
+
+    def _chunks(self, item: Delta) -> list[bytes]:
+        self._counts.note(item)
+        logprobs = None
+        if self._body.logprobs and item.logprobs:
+            entries = spoken(item.logprobs, item.finish_reason, self._ends)
+            logprobs = chat_logprobs(self._call.service.text, entries, self._body.top_logprobs or 0)
+        begins = item.index not in self._readers
+        if begins:
+            self._readers[item.index] = self._form.reader()
+        deltas, finish_reason = self._read(item, self._readers[item.index])
+        if begins:
+            repeated = [{"content": text_of(self._body.messages[-1])}] if self._body.echo else []
+            deltas = repeated + deltas
+            deltas[:1] = [{"role": "assistant", "content": "", **(deltas[0] if deltas else {})}]
+        ids = item.token_ids if self._body.return_token_ids else None
+        if not deltas and (logprobs is not None or finish_reason is not None or ids):
+            deltas = [{}]
+        # None at all: the token's text is not certain yet.
+        chunks = [self._chunk(item.index, delta) for delta in deltas]
+        if chunks:  # the first has what belongs to the tokens, the last why the answer ends
+            chunks[0]["choices"][0]["logprobs"] = logprobs
+            chunks[-1]["choices"][0]["finish_reason"] = finish_reason
+        if ids is not None and chunks:
+            chunks[0]["choices"][0]["token_ids"] = ids
+            if not self._prompt_told:
+                chunks[0]["prompt_token_ids"] = self._call.prompts[0]
+                self._prompt_told = True
+        return [event(chunk) for chunk in chunks]
+
+    def _read(self, item: Delta, reader: AnswerReader | None) -> tuple[list[dict[str, Any]], str | None]:
+        """What a piece of an answer adds to the client's message, and why the answer ends if it does."""
+        if reader is None:
+            return [{"content": item.text}] if item.text else [], item.finish_reason
+        added = reader.read(item.text, last=item.finish_reason is not None)
+        word = delta_of if self._body.functions is None else legacy_delta
+        return [word(piece) for piece in added], _reason(self._body, reader.finish_reason(item.finish_reason))
+
+    def _is_plain(self, index: int) -> bool:
+        """Whether a choice that has begun is nothing but text; its event is prepared behind the first token."""
+        if index in self._prepared:
+            return True
+        if self._all_told or self._readers.get(index, _NOT_BEGUN) is not None:
+            return False
+        self._prepared[index] = PreparedEvent(self._chunk(index, {"content": PreparedEvent.MARK}))
+        return True
+
+    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self._base, "choices": [choice], **self._counts.field()}

@@ -1,0 +1,273 @@
+"""/v1/completions: one text or many continued, as texts or as tokens."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import TokenLogprobs
+from cumulo.engine.outputs import Delta, Sample
+from cumulo.serve.api.openai.events import DONE, PreparedEvent, event, json_response, open_stream
+from cumulo.serve.api.openai.logprobs import (
+    CompletionColumns,
+    echoed_columns,
+    joined_columns,
+    prompt_logprobs,
+    spoken,
+    worded,
+)
+from cumulo.serve.api.openai.sampling import check_tokens, completion_params, is_search
+from cumulo.serve.api.openai.schemas import CompletionRequest
+from cumulo.serve.api.openai.schemas_out import Completion, answers, streamed
+from cumulo.serve.api.openai.usage import StreamCounts, usage
+from cumulo.serve.bodies.reader import JsonRoute
+from cumulo.serve.call import Batch, Call
+from cumulo.serve.engine_link.messages import Finished
+from cumulo.serve.errors import invalid
+from cumulo.serve.observe.stories import explanation
+from cumulo.serve.service import Service
+
+router = APIRouter(route_class=JsonRoute)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request: what the wording of its answer needs to know."""
+
+    body: CompletionRequest
+    prompts: list[list[int]]
+    echoed: list[str]  # the prompts as texts; empty texts unless they are wanted
+    ends: frozenset[int]  # tokens that end an answer
+    skip_special: bool
+
+    @property
+    def nothing_new(self) -> bool:
+        """Only the prompt is wanted. The engine draws at least one token, which is not told."""
+        return self.body.max_tokens == 0
+
+    def columns(self, service: Service, position: int) -> CompletionColumns:
+        top = self.body.logprobs or 0
+        start = len(self.echoed[position])
+        return CompletionColumns(service.text, top, skip_special=self.skip_special, start=start)
+
+    def echoed_columns(self, service: Service, position: int, entries: Any) -> dict[str, Any]:
+        prompt, length = self.prompts[position], len(self.echoed[position])
+        top = self.body.logprobs or 0
+        return echoed_columns(service.text, top, prompt, entries or [], length, self.skip_special)
+
+
+@router.post("/v1/completions", summary="Continue a text", responses=answers(streamed(Completion)))
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    service.check_ready()
+    if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
+        raise invalid("max_tokens: 0 asks for nothing unless echo is true", "max_tokens")
+    params = completion_params(body, service.info.generation_defaults)
+    asked = await _asked(body, service, params)
+    service.check_lengths(asked.prompts, params)  # first: looking at every token takes long if there are many
+    check_tokens(asked.prompts, params, service.info.vocab_size)
+    call = Call(service, request, "cmpl-", body.model)
+    if service.options.log_prompts:
+        log.info("%s prompt: %r", call.id, body.prompt)
+    call.submit(
+        asked.prompts,
+        params,
+        stream=bool(body.stream),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        slo=body.slo.as_slo() if body.slo is not None else None,
+    )
+    if body.stream:
+        return await open_stream(call, CompletionEvents(call, asked))
+    return json_response(await _whole(call, asked))
+
+
+async def _asked(body: CompletionRequest, service: Service, params: SamplingParams) -> Asked:
+    given = body.prompt
+    several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    prompts: list[list[int]] = []
+    echoed: list[str] = []
+    for prompt in several:
+        tokens = (
+            await service.text.encode(prompt, parse_special_tokens=body.parse_special_tokens)
+            if isinstance(prompt, str)
+            else list(prompt)
+        )
+        if not tokens:
+            raise invalid("the prompt is empty: there is nothing to continue", "prompt")
+        prompts.append(tokens)
+        if not body.echo:
+            echoed.append("")
+        elif isinstance(prompt, str):
+            echoed.append(prompt)
+        else:
+            echoed.append(service.text.tokenizer.decode(tokens, skip_special=params.skip_special_tokens))
+    ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
+    return Asked(body, prompts, echoed, ends, params.skip_special_tokens)
+
+
+async def _whole(call: Call, asked: Asked) -> Any:
+    results = await call.results()
+    return await worded(results, lambda: _worded(call, asked, results))
+
+
+def _worded(call: Call, asked: Asked, results: list[Finished]) -> dict[str, Any]:
+    service, body = call.service, asked.body
+    choices = []
+    for position, finished in enumerate(results):
+        for sample in finished.samples:
+            if service.options.log_prompts:
+                log.info("%s answer %d.%d: %r", call.id, position, sample.index, sample.text)
+            choices.append(_choice(asked, service, position, finished, sample))
+    answer: dict[str, Any] = {
+        "id": call.id,
+        "object": "text_completion",
+        "created": call.created,
+        "model": call.model,
+        "choices": choices,
+        "usage": usage(results, len(choices) if asked.nothing_new else 0, is_search(body)),
+    }
+    if body.explain:
+        answer["explain"] = [explanation(record) for record in service.stories.of_call(call.id)]
+    return answer
+
+
+def _choice(
+    asked: Asked, service: Service, position: int, finished: Finished, sample: Sample
+) -> dict[str, Any]:
+    body = asked.body
+    text, entries, ids = sample.text, sample.logprobs, sample.token_ids
+    finish_reason = sample.finish_reason
+    if asked.nothing_new:
+        text, entries, ids, finish_reason = "", [], [], "length"
+    text = asked.echoed[position] + text
+    logprobs = None
+    if body.logprobs is not None:
+        columns = asked.columns(service, position)
+        columns.push(spoken(entries, finish_reason, asked.ends))
+        logprobs = columns.finish(len(text))
+        if body.echo:
+            of_prompt = asked.echoed_columns(service, position, finished.prompt_logprobs)
+            logprobs = joined_columns(of_prompt, logprobs)
+    choice: dict[str, Any] = {
+        "index": position * (body.n or 1) + sample.index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+    }
+    if body.prompt_logprobs is not None:
+        of_tokens = finished.prompt_logprobs or []
+        choice["prompt_logprobs"] = prompt_logprobs(service.text, of_tokens, body.prompt_logprobs)
+    if body.return_token_ids:
+        choice |= {"prompt_token_ids": asked.prompts[position], "token_ids": ids}
+    return choice
+
+
+class CompletionEvents:
+    """Answers as chunks; those that are new at the same time go in one piece."""
+
+    def __init__(self, call: Call, asked: Asked) -> None:
+        self._call, self._asked, self._body = call, asked, asked.body
+        self._samples = asked.body.n or 1
+        self._counts = StreamCounts(call, asked.body.stream_options)
+        self._base: dict[str, Any] = {
+            "id": call.id,
+            "object": "text_completion",
+            "created": call.created,
+            "model": call.model,
+        }
+        body = asked.body
+        self._all_told = body.logprobs is not None or body.return_token_ids or self._counts.continuous
+        self._begun: set[int] = set()
+        self._shown: dict[int, int] = {}  # characters of a choice's text that the client has, where counted
+        self._columns: dict[int, CompletionColumns] = {}
+        self._prepared: dict[int, PreparedEvent] = {}  # of the choices that have begun, without logprobs
+
+    def add(self, batch: Batch) -> bytes:
+        pieces: list[bytes] = []
+        for position, item in batch:
+            if not isinstance(item, Delta):
+                continue
+            index = position * self._samples + item.index
+            if index in self._prepared and item.finish_reason is None:
+                if item.text:
+                    pieces.append(self._prepared[index].with_text(item.text))
+            else:
+                pieces += self._chunk(position, index, item)
+        return b"".join(pieces)
+
+    def end(self) -> bytes:
+        call, last = self._call, list[bytes]()
+        results = [result for result in call.finished if result is not None]
+        if call.service.options.log_prompts:
+            for position, finished in enumerate(results):
+                for sample in finished.samples:
+                    log.info("%s answer %d.%d: %r", call.id, position, sample.index, sample.text)
+        if self._body.explain:
+            stories = [explanation(record) for record in call.service.stories.of_call(call.id)]
+            last.append(event({**self._base, "choices": [], "explain": stories, **self._counts.field()}))
+        if self._counts.wanted:
+            dropped = sum(len(result.samples) for result in results) if self._asked.nothing_new else 0
+            last.append(
+                event({**self._base, "choices": [], "usage": usage(results, dropped, is_search(self._body))})
+            )
+        return b"".join([*last, DONE])
+
+    def _chunk(self, position: int, index: int, item: Delta) -> list[bytes]:
+        begins = index not in self._begun
+        self._begun.add(index)
+        text, entries, ids = item.text, item.logprobs, item.token_ids
+        finish_reason = item.finish_reason
+        if self._asked.nothing_new:
+            text, entries, ids = "", [], []
+            finish_reason = "length"
+        else:
+            self._counts.note(item)
+        if begins:
+            text = self._asked.echoed[position] + text
+            if not self._all_told:
+                self._prepared[index] = PreparedEvent(self._content(index, PreparedEvent.MARK))
+        logprobs = None
+        if self._body.logprobs is not None:
+            told = spoken(entries, finish_reason, self._asked.ends)
+            logprobs = self._columns_of(position, index, text, told, finish_reason is not None)
+            if begins and self._body.echo:
+                of_prompt = self._asked.echoed_columns(self._call.service, position, item.prompt_logprobs)
+                logprobs = of_prompt if logprobs is None else joined_columns(of_prompt, logprobs)
+        if (
+            not text
+            and logprobs is None
+            and finish_reason is None
+            and not (self._body.return_token_ids and ids)
+        ):
+            return []  # the token's text is not certain yet
+        content = self._content(index, text, logprobs, finish_reason)
+        if self._body.return_token_ids:
+            choice = content["choices"][0]
+            choice["token_ids"] = ids
+            if begins:
+                choice["prompt_token_ids"] = self._asked.prompts[position]
+        return [event(content)]
+
+    def _columns_of(
+        self, position: int, index: int, text: str, entries: Sequence[TokenLogprobs], last: bool
+    ) -> dict[str, Any] | None:
+        """The log-probabilities that belong to the text told so far and have not been told."""
+        if index not in self._columns:
+            self._columns[index] = self._asked.columns(self._call.service, position)
+        columns = self._columns[index]
+        columns.push(entries)
+        self._shown[index] = shown = self._shown.get(index, 0) + len(text)
+        return columns.finish(shown) if last else columns.next_columns(shown)
+
+    def _content(
+        self, index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._base, "choices": [choice], **self._counts.field()}

@@ -1,0 +1,262 @@
+"""From a request's messages and tools to what chat templates expect. Used by /v1/chat/completions and /tokenize.
+
+`functions` and `function_call`, OpenAI's form of tools before there were tools, become tools here; a message of
+the role `function` is the result of the call before it. Templates of models that know tools get them, and earlier
+calls, as transformers would pass them. For other models a system message describes the tools, and calls and
+results are written out in Hermes' form.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cumulo.serve.api.openai.schemas import ChatRequest, Message, NamedTool, Tool, ToolCall
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.formats import describe_tools
+from cumulo.serve.formats.hermes import CLOSE, OPEN
+from cumulo.serve.model_text import ModelFormats, ModelText
+
+# What the request says in fields of its own, and what a template's functions are called.
+_RESERVED = {
+    "messages": "messages", "tools": "tools", "add_generation_prompt": "add_generation_prompt",
+    "continue_final_message": "continue_final_message", "reasoning_effort": "reasoning_effort",
+}  # fmt: skip
+_NOT_A_VARIABLE = frozenset(
+    (
+        "self",
+        "documents",
+        "chat_template",
+        "tokenize",
+        "raise_exception",
+        "strftime_now",
+        "range",
+        "namespace",
+    )
+)
+_NO_THOUGHTS = ("none", "minimal")
+
+
+def template_variables(
+    given: Mapping[str, Any] | None, reasoning_effort: str | None, text: ModelText
+) -> dict[str, Any]:
+    """Raises ApiError for names that are not free: special tokens, too, are the model's and not the caller's."""
+    variables = dict(given or {})
+    for name in variables:
+        param = f"chat_template_kwargs.{name[:64]}"
+        if name in _RESERVED and not (name == "reasoning_effort" and reasoning_effort is None):
+            raise invalid(f"chat_template_kwargs cannot set {name}: use the field {_RESERVED[name]}", param)
+        if name in _NOT_A_VARIABLE or name in text.tokenizer.special_texts or not name.isidentifier():
+            raise invalid(
+                f"chat_template_kwargs cannot set {name[:64]!r}: it is no free variable of a chat template",
+                param,
+            )
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = reasoning_effort
+        if reasoning_effort in _NO_THOUGHTS and _names(text, "enable_thinking"):
+            variables.setdefault("enable_thinking", False)
+    return variables
+
+
+def _names(text: ModelText, variable: str) -> bool:
+    template = text.tokenizer.chat_template
+    return template is not None and re.search(rf"\b{variable}\b", template.source) is not None
+
+
+TemplateMessage = dict[str, Any]
+
+
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """As transformers passes them; a template may rely on every part being there."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.function.name,
+                "description": tool.function.description or "",
+                "parameters": tool.function.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def conversation(
+    messages: Sequence[Message], formats: ModelFormats, tools: Sequence[dict[str, Any]] = ()
+) -> list[TemplateMessage]:
+    """One text per message, `system` for what newer models call developer, and `tools` described if the
+    template cannot do it."""
+    plain: list[TemplateMessage] = []
+    called: dict[str, str] = {}  # names by call id, for the results that follow
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        _check(message, place)
+        entry = _entry(message, place)
+        for call in message.tool_calls or ():
+            called[call.id] = call.function.name
+        if message.role == "tool":
+            entry["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id in called:
+                entry.setdefault("name", called[message.tool_call_id])
+        plain.append(entry if formats.template_shows_tools else _written_out(entry))
+    if tools and not formats.template_shows_tools:
+        described = describe_tools(tools)
+        if plain[0]["role"] == "system":
+            plain[0]["content"] += f"\n\n{described}"
+        else:
+            plain.insert(0, {"role": "system", "content": described})
+    return plain
+
+
+def _check(message: Message, place: str) -> None:
+    """Which fields belong to which role."""
+    if message.content is None and not message.tool_calls:
+        raise _missing(f"{place}.content")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise _missing(f"{place}.tool_call_id")
+    for name, role in (
+        ("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool"),
+    ):  # fmt: skip
+        if getattr(message, name) and message.role != role:
+            param = f"{place}.{name}"
+            raise invalid(
+                f"'{param}' belongs to messages of the role {role}, not {message.role}",
+                param,
+                "invalid_value",
+            )
+
+
+def _missing(param: str) -> ApiError:
+    return invalid(f"'{param}' is missing", param, "missing_required_parameter")
+
+
+def text_of(message: Message) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def check_continued(messages: Sequence[Message], add_generation_prompt: bool | None) -> None:
+    """What `continue_final_message` needs."""
+    last, param = messages[-1], "continue_final_message"
+    if add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other: one continues the last message, "
+            "the other begins a new one; leave one of them out",
+            param,
+        )
+    if last.role != "assistant" or last.tool_calls or last.function_call:
+        kind = "an assistant that calls tools" if last.role == "assistant" else last.role
+        raise invalid(
+            f"continue_final_message continues an assistant's text, and the last message is of the role {kind}: "
+            "add an assistant message with the beginning of the answer, or leave continue_final_message out",
+            param,
+        )
+
+
+def _entry(message: Message, place: str) -> TemplateMessage:
+    entry: TemplateMessage = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": text_of(message),
+    }
+    if message.name is not None:
+        entry["name"] = message.name
+    if message.reasoning_content:
+        entry["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        entry["tool_calls"] = [
+            _call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
+    return entry
+
+
+def _call(call: ToolCall, place: str) -> dict[str, Any]:
+    """Templates write arguments as JSON themselves, so they need the object, not its text."""
+    param = f"{place}.function.arguments"
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid(f"'{param}' must be the text of a JSON object", param, "invalid_value")
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _written_out(entry: TemplateMessage) -> TemplateMessage:
+    """Calls and results as text, for templates that only know contents."""
+    if entry["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{entry['content']}\n</tool_response>"}
+    calls = entry.pop("tool_calls", ())
+    lines = [entry["content"]] if entry["content"] else []
+    lines += [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in calls]
+    return {**entry, "content": "\n".join(lines)}
+
+
+def as_tools(body: ChatRequest) -> ChatRequest:
+    """The same request with tools; itself if nothing in it has the older form."""
+    changes: dict[str, Any] = {}
+    if body.functions is not None or body.function_call is not None:
+        changes |= _tools(body)
+    messages = with_tool_calls(body.messages)
+    if messages is not body.messages:
+        changes["messages"] = messages
+    return body.model_copy(update=changes) if changes else body
+
+
+def _tools(body: ChatRequest) -> dict[str, Any]:
+    for name in ("tools", "tool_choice", "parallel_tool_calls"):
+        if getattr(body, name) is not None:
+            raise invalid(f"{name} and functions exclude each other: write the functions as tools", name)
+    functions, choice = body.functions or [], body.function_call
+    if not functions:
+        if choice is not None and choice != "none":
+            raise invalid("function_call needs functions; give functions or leave it out", "function_call")
+        return {}
+    names = [function.name for function in functions]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid(f"functions has two functions named {name!r}", f"functions[{index}].name")
+    if choice is None or isinstance(choice, str):
+        wanted: Any = choice
+    elif choice.name in names:
+        wanted = NamedTool.model_construct(type="function", function=choice)
+    else:
+        listing = ", ".join(names)
+        raise invalid(
+            f"function_call names {choice.name[:64]!r}, which is not among the functions: {listing}",
+            "function_call",
+        )
+    tools = [Tool.model_construct(type="function", function=function) for function in functions]
+    return {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": False}
+
+
+def with_tool_calls(messages: list[Message]) -> list[Message]:
+    """Messages with tool calls in place of function calls; the same list if there are none. Calls get ids of their
+    own, and a result belongs to the last call before it."""
+    if not any(message.function_call is not None or message.role == "function" for message in messages):
+        return messages
+    changed: list[Message] = []
+    last_id = "call_0"
+    for index, message in enumerate(messages):
+        update: dict[str, Any] = {}
+        if message.function_call is not None:
+            place = f"messages[{index}].function_call"
+            if message.role != "assistant":
+                raise invalid(
+                    f"'{place}' belongs to messages of the role assistant, not {message.role}", place
+                )
+            if message.tool_calls:
+                raise invalid(f"'{place}' and tool_calls exclude each other", place)
+            last_id = f"call_{index}"
+            call = ToolCall.model_construct(id=last_id, type="function", function=message.function_call)
+            update = {"function_call": None, "tool_calls": [call]}
+        elif message.role == "function":
+            if message.name is None:
+                place = f"messages[{index}].name"
+                raise invalid(f"'{place}' is missing", place, "missing_required_parameter")
+            update = {"role": "tool", "tool_call_id": last_id}
+        changed.append(message.model_copy(update=update) if update else message)
+    return changed

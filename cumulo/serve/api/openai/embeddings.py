@@ -1,0 +1,166 @@
+"""/v1/embeddings: texts or token lists to vectors of length 1, pooled from the served model's hidden states."""
+
+import asyncio
+import base64
+import logging
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, StringConstraints
+from starlette.responses import Response
+
+from cumulo.engine.decide.params import Pooling, SamplingParams
+from cumulo.engine.play.embedding import shortened
+from cumulo.serve.api.openai.events import json_response, to_json
+from cumulo.serve.api.openai.schemas import Label, Token
+from cumulo.serve.api.openai.schemas_out import CachedTokens, Explanation, answers, plain
+from cumulo.serve.api.openai.usage import usage
+from cumulo.serve.bodies.reader import JsonRoute
+from cumulo.serve.bodies.strict import Strict
+from cumulo.serve.call import Call
+from cumulo.serve.engine_link.messages import Finished
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.observe.stories import explanation
+from cumulo.serve.service import Service
+
+MAX_INPUTS = 2048  # as many as OpenAI's API takes
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+
+
+class EmbeddingRequest(Strict):
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    input: (
+        Text
+        | Tokens
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
+    ) = Field(description="A text, its tokens, or several of either.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        "float", description="base64: the numbers as 32-bit floats, little end first."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, le=1 << 31, description="Keep so many of the first numbers, at length 1 again."
+    )
+    user: Label | None = Field(None, description="Accepted for compatibility; not used.")
+    # -- extensions
+    pooling: Pooling | None = Field(
+        "mean", description="Extension: the mean of all tokens' final hidden states, or the last token's."
+    )
+    parse_special_tokens: bool | None = Field(
+        None,
+        description="Extension: true recognises special tokens written in the input; otherwise they are text.",
+    )
+    priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
+    cache_salt: Label | None = Field(
+        None, description="Extension: share cached prefixes only with requests of the same salt."
+    )
+    explain: bool | None = Field(None, description="Extension: add the requests' stories to the answer.")
+
+
+class EmbeddingObject(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class EmbeddingList(BaseModel):
+    id: str
+    object: Literal["list"]
+    model: str
+    data: list[EmbeddingObject]
+    usage: EmbeddingUsage
+    explain: list[Explanation] | None = None
+
+
+router = APIRouter(route_class=JsonRoute)
+log = logging.getLogger(__name__)
+
+# A call of many texts does not fill the queue: so many are with the engine, the next goes when one is done.
+_AT_A_TIME = 64
+_VECTORS_PER_TURN = 64  # written before others get their turn: thousands of numbers take a while
+
+
+@router.post(
+    "/v1/embeddings",
+    summary="Turn texts into vectors",
+    responses=answers(plain(EmbeddingList, "The vectors.")),
+)
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    service.check_ready()
+    size = service.info.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise invalid(
+            f"'dimensions' is {body.dimensions}, and this model's embeddings have {size} numbers: ask for {size} "
+            "or fewer",
+            "dimensions",
+            "invalid_value",
+        )
+    inputs = await _tokens(body, service)
+    call = Call(service, request, "embd-", body.model)
+    if service.options.log_prompts:
+        log.info("%s input: %r", call.id, body.input)
+    call.submit(
+        inputs,
+        SamplingParams(pooling=body.pooling or "mean"),
+        stream=False,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        at_a_time=_AT_A_TIME,
+    )
+    return json_response(await _answer(call, body))
+
+
+async def _tokens(body: EmbeddingRequest, service: Service) -> list[list[int]]:
+    given: Any = body.input
+    several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    if not isinstance(several[0], str):
+        return several
+    inputs = await service.text.encode_many(several, parse_special_tokens=body.parse_special_tokens)
+    for position, tokens in enumerate(inputs):
+        if not tokens:
+            raise invalid(f"'input[{position}]' has no tokens: there is nothing to embed", "input")
+    return inputs
+
+
+async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
+    results = await call.results()
+    data = []
+    for position, finished in enumerate(results):
+        data.append({"object": "embedding", "index": position, "embedding": _written(finished, body)})
+        if position % _VECTORS_PER_TURN == _VECTORS_PER_TURN - 1:
+            await asyncio.sleep(0)
+    counts = usage(results)
+    del counts["completion_tokens"]
+    answer: dict[str, Any] = {
+        "id": call.id,
+        "object": "list",
+        "model": call.model,
+        "data": data,
+        "usage": counts,
+    }
+    if body.explain:
+        answer["explain"] = [explanation(record) for record in call.service.stories.of_call(call.id)]
+    return answer
+
+
+def _written(finished: Finished, body: EmbeddingRequest) -> str | msgspec.Raw:
+    if finished.embedding is None:
+        raise ApiError(500, "the engine ended this request without an embedding", code="engine_error")
+    numbers = np.frombuffer(finished.embedding, dtype="<f4")
+    if body.dimensions is not None:
+        numbers = shortened(numbers, body.dimensions).astype("<f4")
+    if body.encoding_format == "base64":
+        return base64.b64encode(numbers.tobytes()).decode("ascii")
+    return msgspec.Raw(to_json(numbers.tolist()))

@@ -1,0 +1,403 @@
+"""What the endpoints answer, for the OpenAPI description; the answers themselves are built as plain data."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorBody
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = None  # not in the counts of an unfinished stream
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobWithTop(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprobWithTop]
+    refusal: None
+
+
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    function_call: FunctionCall | None = None
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
+    token_ids: list[int] | None = None
+
+
+class ExplanationTimes(BaseModel):
+    tokenised: float | None
+    queued: float | None
+    first_token: float | None
+    total: float | None
+    gap_mean: float | None
+    gap_median: float | None
+    gap_p99: float | None
+    gap_max: float | None
+
+
+class ExplanationTokens(BaseModel):
+    prompt: int
+    output: int
+    cached: int | None
+    recomputed: int | None
+    drafted: int | None = None
+    accepted: int | None = None
+
+
+class Explanation(BaseModel):
+    id: str
+    object: Literal["request.explanation"]
+    state: Literal["running", "finished"]
+    finish_reason: str | None
+    error: str | None
+    model: str
+    received_at: float
+    summary: str
+    times_ms: ExplanationTimes
+    tokens: ExplanationTokens
+    preemptions: int | None
+    retried_after_engine_restart: bool
+    replicas: list[str]
+    events: list[dict[str, Any]]
+
+
+class ExplanationList(BaseModel):
+    id: str
+    object: Literal["list"]
+    data: list[Explanation]
+
+
+class RouteAnswer(BaseModel):
+    replica: str
+    ttft_ms: float
+    cached_tokens: int
+
+
+class DecisionAnswer(RouteAnswer):
+    request_id: str
+    age_s: float
+    why: str
+    moved_because: str | None
+    second: RouteAnswer | None
+
+
+class BlockCounts(BaseModel):
+    used: int
+    total: int
+    cached: int
+    also_elsewhere: int  # of the cached ones
+
+
+class RankAnswer(BaseModel):
+    rank: int
+    pid: int
+    steps: int
+    step_s: float
+    wait_s: float
+    memory_bytes: int
+    routed_tokens: int
+
+
+class ReplicaAnswer(BaseModel):
+    name: str
+    object: Literal["fleet.replica"]
+    state: Literal["starting", "ready", "draining", "restarting", "removing", "stopped"]
+    detail: str | None
+    pid: int | None
+    in_flight: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    blocks: BlockCounts
+    prompt_tok_s: float | None
+    step_ms: float | None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    ranks: list[RankAnswer]
+    restarts: int
+    last_failure: str | None
+
+
+class FleetAnswer(BaseModel):
+    object: Literal["fleet"]
+    router: str
+    replicas: list[ReplicaAnswer]
+    decisions: list[DecisionAnswer]
+    autoscale: dict[str, Any] | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    explain: list[Explanation] | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    explain: list[Explanation] | None = None
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    generation_defaults: dict[str, float | None] | None  # what a request that leaves it out gets
+    root: str  # of an adapter: its folder
+    parent: str | None  # of an adapter: the model it adapts
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class AdapterAnswer(BaseModel):
+    name: str
+    object: Literal["adapter"]
+    state: Literal["loaded", "leaving", "dropped"]  # leaving: its last requests are being answered
+    path: str
+    rank: int
+    fingerprint: str
+    running: int  # calls that are being answered with it
+    created: int
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    status: str
+    engine: str
+    detail: str | None
+    restarts: int
+    running: int
+    waiting: int
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    background: Literal[False]
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: dict[str, Any]
+    user: str | None
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ResponseItems(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class AnthropicErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorBody
+    request_id: str
+
+
+class AnthropicUsage(BaseModel):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+_ERRORS: dict[int, str] = {
+    400: "The request is malformed, holds an unknown field, or asks for something impossible.",
+    401: "The API key is missing or not valid.",
+    403: "This API key may not operate the server.",
+    404: "There is no such model or request here.",
+    409: "It is not possible now; the message says what would be.",
+    413: "The body is too large.",
+    429: "Too many requests or tokens, or too many waiting; Retry-After says when to come again.",
+    503: "Loading, restarting or shutting down; Retry-After says when to come again.",
+}
+
+_USUAL = (400, 401, 404, 413, 429, 503)  # of endpoints that compute
+
+# One server-sent event; JSON Schema has no word for "JSON, or at the end [DONE]".
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "event": {"type": "string", "description": "Of /v1/responses and /v1/messages: the kind of event."},
+        "data": {"type": "string", "description": "A chunk as JSON; at the end of completions [DONE]."},
+    },
+    "required": ["data"],
+}
+
+
+def answers(good: dict[str, Any], *errors: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route: the good one, and the errors it can give (all of them if none are named)."""
+    chosen = errors or _USUAL
+    described: dict[int | str, dict[str, Any]] = {200: good}
+    for status in chosen:
+        described[status] = {"model": Error, "description": _ERRORS[status]}
+    return described
+
+
+def anthropic_answers(good: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """The same for paths under /v1/messages, whose errors have Anthropic's shape."""
+    described = answers(good)
+    for status in _USUAL:
+        described[status]["model"] = AnthropicError
+    return described
+
+
+def streamed(model: type[BaseModel]) -> dict[str, Any]:
+    """An answer that is JSON, or with `stream: true` server-sent events."""
+    return {
+        "model": model,
+        "description": "The answer; with `stream: true` as server-sent events. Completions end with [DONE].",
+        "content": {"text/event-stream": {"schema": _EVENT}},
+    }
+
+
+def plain(model: type[BaseModel], description: str) -> dict[str, Any]:
+    return {"model": model, "description": description}

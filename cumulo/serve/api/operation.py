@@ -1,0 +1,235 @@
+"""Endpoints for operators and tools: health, readiness, metrics, version, models, tokens, explanations."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from cumulo import __version__
+from cumulo.serve.access.keys import Caller, caller_of
+from cumulo.serve.adapter_registry import ServedAdapter
+from cumulo.serve.api.openai.conversation import (
+    check_continued,
+    conversation,
+    template_tools,
+    template_variables,
+    with_tool_calls,
+)
+from cumulo.serve.api.openai.events import json_response
+from cumulo.serve.api.openai.schemas import DetokenizeRequest, Message, TokenizeRequest
+from cumulo.serve.api.openai.schemas_out import (
+    Detokenized,
+    ExplanationList,
+    Health,
+    Model,
+    ModelList,
+    Tokenized,
+    Version,
+    answers,
+    plain,
+)
+from cumulo.serve.bodies.reader import JsonRoute
+from cumulo.serve.engine_link.messages import Ready
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.model_text import ModelText
+from cumulo.serve.observe.stories import NotUnique, explanation
+from cumulo.serve.observe.trace import chrome_trace
+from cumulo.serve.service import Service
+
+router = APIRouter(route_class=JsonRoute)
+Format = Annotated[Literal["json", "trace"], Query(description="trace: a Chrome/Perfetto trace")]
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+# -- is it well? ----------------------------------------------------------------------------------------------
+def _health(service: Service, good: bool) -> Response:
+    engine = service.engine
+    body = {
+        "status": "ok" if good else "unavailable",
+        "engine": "draining" if service.draining else engine.state,
+        "detail": engine.last_failure,
+        "restarts": engine.restarts,
+        "running": engine.stats.running if engine.stats is not None else 0,
+        "waiting": engine.waiting,
+    }
+    return json_response(body, 200 if good else 503)
+
+
+_BAD = {"model": Health, "description": "It is not."}
+
+
+@router.get(
+    "/health", summary="Is the engine alive and moving?", responses={200: plain(Health, "It is."), 503: _BAD}
+)
+async def health(request: Request) -> Response:
+    """Fails when the engine's process died, or has work and finished no step within the bound, until a new one is
+    up. Loading the model at start-up is not a failure; /ready tells when requests are taken."""
+    service = _service(request)
+    return _health(service, service.engine.state in ("starting", "ready"))
+
+
+@router.get("/ready", summary="Are requests taken?", responses={200: plain(Health, "They are."), 503: _BAD})
+async def ready(request: Request) -> Response:
+    service = _service(request)
+    return _health(service, service.engine.state == "ready" and not service.draining)
+
+
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses={200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}},
+)
+async def metrics(request: Request) -> Response:
+    """With API keys, their names are shown to callers whose key may see them; others see numbers. Names of adapters
+    are shown to callers with a key."""
+    service = _service(request)
+    caller = _caller(service, request)
+    known = caller is not None
+    text = service.metrics.text(with_names=caller is not None and caller.may_see_names, with_adapters=known)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _caller(service: Service, request: Request) -> Caller | None:
+    """The path needs no key, so nobody has looked for one yet."""
+    if service.keys is None:
+        return service.anyone
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return service.keys.caller_of(key.strip()) if scheme.lower() == "bearer" else None
+
+
+@router.get("/version", summary="Cumulo's version", responses={200: plain(Version, "The version.")})
+async def version() -> Response:
+    return json_response({"version": __version__})
+
+
+# -- models ---------------------------------------------------------------------------------------------------
+def _models(service: Service) -> list[dict[str, Any]]:
+    """The model itself, then its adapters."""
+    return [_model(service), *(_model(service, adapter) for adapter in service.adapters.served.values())]
+
+
+def _model(service: Service, adapter: ServedAdapter | None = None) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "id": service.model_name if adapter is None else adapter.name,
+        "object": "model",
+        "created": int(service.started_s if adapter is None else adapter.loaded_s),
+        "owned_by": "cumulo",
+        "max_model_len": info.max_context if info is not None else None,
+        "generation_defaults": _defaults(service, info) if info is not None else None,
+        "root": service.model_name if adapter is None else adapter.folder,
+        "parent": None if adapter is None else service.model_name,
+    }
+
+
+def _defaults(service: Service, info: Ready) -> dict[str, Any]:
+    """What a request gets for fields it leaves out: the model's recommendation, then OpenAI's default."""
+    openai = {"temperature": 1.0, "top_p": 1.0}
+    return {**openai, **info.generation_defaults, "max_tokens": service.options.chat_limit or None}
+
+
+@router.get("/v1/models", summary="What is served", responses=answers(plain(ModelList, "The models."), 401))
+async def list_models(request: Request) -> Response:
+    return json_response({"object": "list", "data": _models(_service(request))})
+
+
+@router.get(
+    "/v1/models/{name:path}",
+    summary="One model",
+    responses=answers(plain(Model, "The model."), 400, 401, 404),
+)
+async def get_model(name: str, request: Request) -> Response:
+    service = _service(request)
+    service.check_model(name)
+    return json_response(_model(service, service.adapters.named(name)))
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------
+@router.post(
+    "/tokenize", summary="Text or messages to tokens", responses=answers(plain(Tokenized, "The tokens."))
+)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    service = _service(request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        tokens = await _chat_tokens(body, body.messages, service.text)
+    else:
+        _refuse_for_prompts(body)
+        assert body.prompt is not None
+        tokens = await service.text.encode(body.prompt, body.add_special_tokens, body.parse_special_tokens)
+    spelled = [service.text.token_text(token)[0] for token in tokens] if body.return_token_strs else None
+    info = service.engine.info
+    return json_response(
+        {
+            "count": len(tokens),
+            "max_model_len": info.max_context if info is not None else None,
+            "tokens": tokens,
+            "token_strs": spelled,
+        }
+    )
+
+
+async def _chat_tokens(body: TokenizeRequest, given: list[Message], text: ModelText) -> list[int]:
+    """As a chat completion with the same fields would send them to the engine."""
+    if body.continue_final_message:
+        check_continued(given, body.add_generation_prompt)
+    tools = template_tools(body.tools or [])
+    _, tokens = await text.encode_chat(
+        conversation(with_tool_calls(given), text.formats, tools),
+        tools if text.formats.template_shows_tools else (),
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        variables=template_variables(body.chat_template_kwargs, body.reasoning_effort, text),
+        continue_final_message=bool(body.continue_final_message),
+    )
+    return tokens
+
+
+def _refuse_for_prompts(body: TokenizeRequest) -> None:
+    for name in ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
+        if getattr(body, name):
+            raise invalid(f"{name} goes with messages, not with a prompt: leave it out", name)
+
+
+@router.post("/detokenize", summary="Tokens to text", responses=answers(plain(Detokenized, "The text.")))
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    service = _service(request)
+    service.check_model(body.model)
+    known = service.text.tokenizer.vocab_size
+    for token in body.tokens:
+        if token >= known:
+            raise invalid(f"there is no token {token}; token ids are 0 to {known - 1}", "tokens")
+    return json_response({"prompt": await service.text.decode(body.tokens)})
+
+
+# -- why? -----------------------------------------------------------------------------------------------------
+@router.get(
+    "/v1/requests/{request_id}/explain",
+    summary="What happened to a request, and why",
+    responses=answers(plain(ExplanationList, "The story of each of the call's requests."), 400, 401, 404),
+)
+async def explain(request_id: str, request: Request, format: Format = "json") -> Response:
+    """The id is the answer's `id`, or the beginning of it that no other request has. With API keys, each caller
+    sees only their own requests."""
+    service = _service(request)
+    caller = caller_of(request)
+    try:
+        records = service.stories.named(request_id, lambda name: name == caller.name)
+    except NotUnique as error:
+        raise invalid(str(error), "request_id", "request_not_unique") from error
+    if not records:
+        raise ApiError(
+            404,
+            f"nothing is known of a request {request_id!r}; the last {service.options.stories} requests are kept",
+            code="request_not_found",
+        )
+    if format == "trace":
+        return json_response(chrome_trace(records))
+    stories = [explanation(record) for record in records]
+    return json_response({"id": request_id, "object": "list", "data": stories})

@@ -1,0 +1,301 @@
+"""/v1/score (vLLM's form) and /v1/rerank, /rerank (Cohere's and Jina's form): how well texts fit each other.
+
+A decoder has no head trained to judge a pair, so there are two ways to use what it has. `embedding`: the cosine of
+the two texts' embeddings, from -1 to 1. `likelihood`: how probable the model finds the query after reading the
+document (Sachan et al. 2022, "Improving Passage Retrieval with Zero-Shot Question Generation", equation 2), as the
+geometric mean of the query tokens' probabilities, from 0 to 1; its logarithm is the paper's score.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, StringConstraints
+from starlette.responses import Response
+
+from cumulo.engine.decide.params import Pooling, SamplingParams
+from cumulo.serve.api.openai.events import json_response
+from cumulo.serve.api.openai.schemas import Label
+from cumulo.serve.api.openai.schemas_out import CachedTokens, Explanation, answers, plain
+from cumulo.serve.api.openai.usage import usage
+from cumulo.serve.bodies.reader import JsonRoute
+from cumulo.serve.bodies.strict import Strict
+from cumulo.serve.call import Call
+from cumulo.serve.engine_link.messages import Finished
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.model_text import ModelText
+from cumulo.serve.observe.stories import explanation
+from cumulo.serve.service import Service
+
+MAX_DOCUMENTS = 1000  # as many as Cohere's API advises
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+Method = Literal["embedding", "likelihood"]
+
+
+class Ranking(Strict):
+    """What both endpoints take."""
+
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    user: Label | None = Field(None, description="Accepted for compatibility; not used.")
+    # -- extensions
+    method: Method | None = Field(
+        "embedding",
+        description="Extension: embedding is the cosine of the two texts' embeddings, likelihood how probable the "
+        "model finds the query after the document.",
+    )
+    pooling: Pooling | None = Field(
+        "mean", description="Extension, with method embedding: as /v1/embeddings takes it."
+    )
+    priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
+    cache_salt: Label | None = Field(
+        None, description="Extension: share cached prefixes only with requests of the same salt."
+    )
+    explain: bool | None = Field(None, description="Extension: add the requests' stories to the answer.")
+
+
+class ScoreRequest(Ranking):
+    text_1: Texts = Field(description="A query, or as many as text_2 has.")
+    text_2: Texts = Field(description="One text or several to hold against text_1.")
+
+
+class Document(Strict):
+    text: Text
+
+
+class RerankRequest(Ranking):
+    query: Text
+    documents: Annotated[list[Text | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    top_n: int | None = Field(None, ge=1, description="Answer only with so many of the best.")
+    return_documents: bool | None = Field(True, description="false: leave the documents' texts out.")
+    max_tokens_per_doc: int | None = Field(
+        None, ge=1, description="Read only so many tokens of each document; left out: all of it."
+    )
+
+
+class RankUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Score(BaseModel):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: RankUsage
+    explain: list[Explanation] | None = None
+
+
+class RankedDocument(BaseModel):
+    text: str
+
+
+class RankedResult(BaseModel):
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class RerankAnswer(BaseModel):
+    id: str
+    model: str
+    results: list[RankedResult]
+    usage: RankUsage
+    explain: list[Explanation] | None = None
+
+
+# A call of many texts does not fill the queue: so many are with the engine, the next goes when one is done.
+AT_A_TIME = 64
+_BEFORE_DOCUMENT = "Passage:"
+_AFTER_DOCUMENT = "\nPlease write a question based on this passage.\nQuestion:"  # the paper's instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A query and the text it is held against; the fields name them in error messages."""
+
+    query: str
+    document: str
+    query_field: str
+    document_field: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    scores: list[float]  # in the order of the pairs
+    results: list[Finished]  # of the engine, for the token counts
+
+
+async def score(call: Call, pairs: Sequence[Pair], body: Ranking, document_tokens: int | None) -> Scored:
+    """`document_tokens`: so many of each document are read; None: all."""
+    if body.method == "likelihood":
+        return await _likelihoods(call, pairs, body, document_tokens)
+    return await _cosines(call, pairs, body, document_tokens)
+
+
+async def _cosines(call: Call, pairs: Sequence[Pair], body: Ranking, document_tokens: int | None) -> Scored:
+    # Texts that come several times (the query of a reranking) are embedded once.
+    places: dict[tuple[str, bool], int] = {}
+    fields: list[str] = []
+    for pair in pairs:
+        for text, field, cut in (
+            (pair.query, pair.query_field, False),
+            (pair.document, pair.document_field, document_tokens is not None),
+        ):
+            if (text, cut) not in places:
+                places[text, cut] = len(places)
+                fields.append(field)
+    inputs = await _encode(call.service.text, [text for text, _ in places], fields, add_special=True)
+    for (_, cut), position in places.items():
+        if cut:
+            inputs[position] = inputs[position][:document_tokens]
+    results = await _ask(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
+    vectors = [_vector(finished) for finished in results]
+    cut = document_tokens is not None
+    scores = [
+        float(vectors[places[pair.query, False]] @ vectors[places[pair.document, cut]]) for pair in pairs
+    ]
+    return Scored([max(-1.0, min(1.0, value)) for value in scores], results)
+
+
+async def _likelihoods(
+    call: Call, pairs: Sequence[Pair], body: Ranking, document_tokens: int | None
+) -> Scored:
+    text = call.service.text
+    before = await text.encode(_BEFORE_DOCUMENT)
+    after = await text.encode(_AFTER_DOCUMENT, add_special=False)
+    # Every part is tokenised by itself: where the query begins is then certain.
+    queries = await _encode(text, [" " + p.query for p in pairs], [p.query_field for p in pairs])
+    documents = await _encode(text, [" " + p.document for p in pairs], [p.document_field for p in pairs])
+    prompts = [
+        [*before, *document[:document_tokens], *after, *query]
+        for document, query in zip(documents, queries, strict=True)
+    ]
+    results = await _ask(
+        call, prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), body
+    )
+    scores = [_geometric_mean(finished, len(query)) for finished, query in zip(results, queries, strict=True)]
+    return Scored(scores, results)
+
+
+async def _encode(
+    text: ModelText, texts: Sequence[str], fields: Sequence[str], *, add_special: bool = False
+) -> list[list[int]]:
+    encoded = await text.encode_many(texts, add_special=add_special)
+    for tokens, field in zip(encoded, fields, strict=True):
+        if not tokens:
+            raise invalid(f"'{field}' has no tokens: there is nothing to score", field)
+    return encoded
+
+
+async def _ask(call: Call, prompts: list[list[int]], params: SamplingParams, body: Ranking) -> list[Finished]:
+    call.submit(
+        prompts,
+        params,
+        stream=False,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        at_a_time=AT_A_TIME,
+    )
+    return await call.results()
+
+
+def _vector(finished: Finished) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    if finished.embedding is None:
+        raise ApiError(500, "the engine ended this request without an embedding", code="engine_error")
+    return np.frombuffer(finished.embedding, dtype="<f4").astype(np.float64)
+
+
+def _geometric_mean(finished: Finished, query_tokens: int) -> float:
+    if not finished.prompt_logprobs or len(finished.prompt_logprobs) < query_tokens:
+        raise ApiError(500, "the engine ended this request without log-probabilities", code="engine_error")
+    logprobs = [entry.logprob for entry in finished.prompt_logprobs[-query_tokens:]]
+    return math.exp(math.fsum(logprobs) / query_tokens)
+
+
+router = APIRouter(route_class=JsonRoute)
+log = logging.getLogger(__name__)
+
+_RERANKED = answers(plain(RerankAnswer, "The documents, best first."))
+_SCORED = answers(plain(ScoreList, "A score per pair, in the order of the texts."))
+
+
+@router.post("/v1/score", summary="Score pairs of texts", responses=_SCORED)
+@router.post("/score", include_in_schema=False)
+async def create_score(body: ScoreRequest, request: Request) -> Response:
+    call = _begin(body, request, "score-", (body.text_1, body.text_2))
+    scored = await score(call, _pairs(body), body, document_tokens=None)
+    data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scored.scores)]
+    head = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
+    return json_response({**head, "data": data, **_end(call, body, scored)})
+
+
+@router.post("/v1/rerank", summary="Order documents by how well they fit a query", responses=_RERANKED)
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+async def create_rerank(body: RerankRequest, request: Request) -> Response:
+    texts = [given if isinstance(given, str) else given.text for given in body.documents]
+    call = _begin(body, request, "rerank-", (body.query, texts))
+    pairs = [Pair(body.query, text, "query", f"documents[{position}]") for position, text in enumerate(texts)]
+    scored = await score(call, pairs, body, body.max_tokens_per_doc)
+    best_first = sorted(range(len(texts)), key=lambda index: -scored.scores[index])  # stable: ties keep order
+    results: list[dict[str, Any]] = []
+    for index in best_first[: body.top_n]:
+        result: dict[str, Any] = {"index": index, "relevance_score": scored.scores[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": texts[index]}
+        results.append(result)
+    head = {"id": call.id, "model": call.model}
+    return json_response({**head, "results": results, **_end(call, body, scored)})
+
+
+def _begin(body: Ranking, request: Request, prefix: str, texts: Any) -> Call:
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    service.check_ready()
+    call = Call(service, request, prefix, body.model)
+    if service.options.log_prompts:
+        log.info("%s texts: %r", call.id, texts)
+    return call
+
+
+def _pairs(body: ScoreRequest) -> list[Pair]:
+    """One against one, one against several, or several against as many."""
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) not in (1, len(second)):
+        raise invalid(
+            f"'text_1' has {len(first)} texts and 'text_2' has {len(second)}: give one text_1 for all, or as many "
+            "as text_2 has",
+            "text_1",
+            "invalid_value",
+        )
+    return [
+        Pair(first[position % len(first)], text, f"text_1[{position % len(first)}]", f"text_2[{position}]")
+        for position, text in enumerate(second)
+    ]
+
+
+def _end(call: Call, body: Ranking, scored: Scored) -> dict[str, Any]:
+    # A likelihood's request draws one token, since the engine draws at least one; nobody asked for it.
+    counts = usage(scored.results)
+    counts["total_tokens"] = counts["prompt_tokens"]
+    del counts["completion_tokens"]
+    if not body.explain:
+        return {"usage": counts}
+    stories = [explanation(record) for record in call.service.stories.of_call(call.id)]
+    return {"usage": counts, "explain": stories}

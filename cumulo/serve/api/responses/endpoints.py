@@ -1,0 +1,269 @@
+"""The routes of /v1/responses: make a response, read it again, delete it, list what it was asked with."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from cumulo.engine.decide.plan import TokenLogprobs
+from cumulo.engine.outputs import Delta
+from cumulo.serve.access.keys import caller_of
+from cumulo.serve.api.openai.chat import begin_chat
+from cumulo.serve.api.openai.events import json_response, open_stream, to_line
+from cumulo.serve.api.openai.logprobs import spoken
+from cumulo.serve.api.openai.schemas_out import (
+    DeletedResponse,
+    ResponseItems,
+    ResponseObject,
+    answers,
+    plain,
+    streamed,
+)
+from cumulo.serve.api.responses.as_chat import MANY_ITEMS, fitted, make_chat, translated
+from cumulo.serve.api.responses.items import Item, Output, TextLogprobs, response_object, spelled_inputs
+from cumulo.serve.api.responses.request import InputItem, InputMessage, ResponsesRequest, input_items
+from cumulo.serve.bodies.reader import LARGE_BYTES, JsonRoute
+from cumulo.serve.call import Batch, Call
+from cumulo.serve.engine_link.messages import Finished
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.service import Service
+from cumulo.serve.stored_responses import StoredResponse
+
+router = APIRouter(route_class=JsonRoute)
+log = logging.getLogger(__name__)
+
+
+@router.post("/v1/responses", summary="Answer an input", responses=answers(streamed(ResponseObject)))
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """The response is kept in memory unless `store` is false: `previous_response_id` continues it."""
+    asked = await _ask(body, request)
+    if body.stream:
+        return await open_stream(asked.call, ResponseEvents(asked))
+    results = await asked.call.results()
+    sample = results[0].samples[0]
+    asked.output.add(sample.text, True, asked.spoken(sample.logprobs, sample.finish_reason))
+    asked.output.close(sample.finish_reason)
+    return json_response(asked.finish(results))
+
+
+async def _ask(body: ResponsesRequest, request: Request) -> "_Asked":
+    service: Service = request.app.state.service
+    if body.store and not service.stored_responses.most:
+        raise invalid("this server keeps no responses (--stored-responses 0): send store: false", "store")
+    service.check_model(body.model)
+    service.check_ready()
+    stored = None
+    if body.previous_response_id is not None:
+        stored = _stored(request, body.previous_response_id, "previous_response_id")
+    asked = await _conversation(body, stored)
+    if body.truncation == "auto":
+        asked = asked.only(await fitted(service, body, asked.items))
+    formed = body.text is not None and body.text.format is not None and body.text.format.type != "text"
+    try:
+        chat = await make_chat(body, asked.items)
+        call, form, params = await begin_chat(
+            service, request, chat, "resp_", guide_param="text.format" if formed else None
+        )
+    except ApiError as error:
+        raise translated(error) from None
+    logprobs = TextLogprobs(service.text, body.top_logprobs or 0) if body.wants_logprobs else None
+    ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
+    return _Asked(call, body, Output(call.id, form.reader(), logprobs), asked.spelled, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """What the model is asked with, oldest first: to be read, and to be kept."""
+
+    items: Sequence[InputItem]
+    spelled: list[Item]
+
+    def only(self, kept: Sequence[InputItem]) -> "_Conversation":
+        """Without what was dropped: a conversation that is cut does not grow for ever."""
+        places = {id(item) for item in kept}
+        pairs = zip(self.items, self.spelled, strict=True)
+        return _Conversation(kept, [spelled for item, spelled in pairs if id(item) in places])
+
+
+async def _conversation(body: ResponsesRequest, stored: StoredResponse | None) -> _Conversation:
+    def read() -> _Conversation:
+        earlier = stored.conversation() if stored is not None else []
+        own: list[InputItem] = _one_message(body.input) if isinstance(body.input, str) else body.input
+        return _Conversation([*input_items.validate_python(earlier), *own], [*earlier, *spelled_inputs(own)])
+
+    much = len(body.input) > MANY_ITEMS and not isinstance(body.input, str)
+    if much or (stored is not None and stored.size_bytes > LARGE_BYTES):
+        return await asyncio.to_thread(read)  # everybody's streams go on meanwhile
+    return read()
+
+
+def _one_message(text: str) -> list[InputItem]:
+    return [InputMessage.model_validate({"role": "user", "content": text})]
+
+
+class _Asked:
+    """A response that is being made, and what is kept of it at the end."""
+
+    def __init__(
+        self,
+        call: Call,
+        body: ResponsesRequest,
+        output: Output,
+        inputs: list[Item],
+        ends: frozenset[int],
+    ) -> None:
+        self.call, self.body, self.output = call, body, output
+        self._inputs, self._ends = inputs, ends
+
+    def spoken(self, entries: Sequence[TokenLogprobs], reason: str | None) -> Sequence[TokenLogprobs]:
+        return spoken(entries, reason, self._ends)
+
+    def finish(self, results: list[Finished]) -> Item:
+        service = self.call.service
+        if service.options.log_prompts:
+            log.info("%s answer: %r", self.call.id, results[0].samples[0].text)
+        response = response_object(self.call, self.body, self.output, results)
+        if response["store"]:
+            kept = StoredResponse.from_response(response, self._inputs)
+            response["store"] = service.stored_responses.put(self.call.caller.name, self.call.id, kept)
+        return response
+
+
+class ResponseEvents:
+    """The answer as numbered events: what is added to which item, and the whole response before and after."""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked, self._call, self._output = asked, asked.call, asked.output
+        self._number = 0
+
+    def add(self, batch: Batch) -> bytes:
+        events: list[Item] = []
+        if not self._number:
+            begun = response_object(self._call, self._asked.body, self._output, [])
+            events += [
+                {"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")
+            ]
+        for _, item in batch:
+            if isinstance(item, Delta):
+                entries = self._asked.spoken(item.logprobs, item.finish_reason)
+                events += self._output.add(item.text, item.finish_reason is not None, entries)
+                if item.finish_reason is not None:
+                    events += self._output.close(item.finish_reason)
+        return self._packed(events)
+
+    def end(self) -> bytes:
+        response = self._asked.finish([finished for finished in self._call.finished if finished is not None])
+        return self._packed([{"type": f"response.{response['status']}", "response": response}])
+
+    def fail(self, error: ApiError) -> bytes:
+        response = response_object(self._call, self._asked.body, self._output, [], error)
+        return self._packed([{"type": "response.failed", "response": response}])
+
+    def _packed(self, events: list[Item]) -> bytes:
+        lines = []
+        for content in events:
+            numbered = to_line({**content, "sequence_number": self._number})
+            lines.append(b"event: " + content["type"].encode() + b"\ndata: " + numbered + b"\n\n")
+            self._number += 1
+        return b"".join(lines)
+
+
+# -- what was stored --------------------------------------------------------------------------------------
+def _stored(request: Request, response_id: str, param: str | None = None) -> StoredResponse:
+    kept = request.app.state.service.stored_responses
+    stored: StoredResponse | None = kept.get(caller_of(request).name, response_id)
+    if stored is None:
+        raise _not_kept(response_id, kept.most, param)
+    return stored
+
+
+def _not_kept(response_id: str, most: int, param: str | None = None) -> ApiError:
+    why = (
+        f"the server keeps the newest {most:,}, in memory, until it stops; one made with store: false or with "
+        "another API key is not found either"
+        if most
+        else "the server keeps none (--stored-responses 0)"
+    )
+    message = f"there is no response {response_id[:80]!r} here: {why}. Send the earlier items again instead"
+    return ApiError(404, message, param=param, code="response_not_found")
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="A stored response",
+    responses=answers(plain(ResponseObject, "The response as it was given."), 400, 401, 404),
+)
+async def get_response(
+    response_id: str,
+    request: Request,
+    stream: Annotated[bool, Query(description="Not supported: true is refused.")] = False,
+) -> Response:
+    if stream:
+        raise invalid(
+            "a stored response is given whole, not streamed again; leave stream out",
+            "stream",
+            "invalid_value",
+        )
+    return Response(_stored(request, response_id).response, media_type="application/json")
+
+
+@router.delete(
+    "/v1/responses/{response_id}",
+    summary="Delete a stored response",
+    responses=answers(plain(DeletedResponse, "It is deleted."), 400, 401, 404),
+)
+async def delete_response(response_id: str, request: Request) -> Response:
+    kept = request.app.state.service.stored_responses
+    if not kept.delete(caller_of(request).name, response_id):
+        raise _not_kept(response_id, kept.most)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    summary="Refused: no response runs in the background",
+    responses=answers(plain(ResponseObject, "Never."), 400, 401, 404),
+)
+async def cancel_response(response_id: str, request: Request) -> Response:
+    _stored(request, response_id)
+    raise invalid(
+        "only a response that runs in the background can be cancelled, and this server runs none; a stream ends "
+        "when its connection is closed",
+        "response_id",
+    )
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="What a stored response was asked with",
+    responses=answers(plain(ResponseItems, "The items, earlier responses' included."), 400, 401, 404),
+)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100, description="How many items.")] = 20,
+    order: Annotated[Literal["asc", "desc"], Query(description="asc: oldest first.")] = "desc",
+    after: Annotated[str | None, Query(description="Begin behind the item of this id.")] = None,
+) -> Response:
+    items = _stored(request, response_id).inputs()
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise invalid(f"this response has no input item {after[:80]!r}", "after", "invalid_value")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return json_response(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+    )

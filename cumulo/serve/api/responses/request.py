@@ -1,0 +1,242 @@
+"""The request body of /v1/responses, as OpenAI's clients send it: items, function tools, the answer's form."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, TypeAdapter
+from pydantic_core import PydanticCustomError
+
+from cumulo.serve.api.openai.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    Description,
+    FunctionName,
+    Label,
+    ReasoningEffort,
+    Schema,
+)
+from cumulo.serve.bodies.strict import Strict, TextOnly, writable
+
+_OF_EARLIER = "Of an earlier answer; not used."
+
+
+# -- the form of the answer -------------------------------------------------------------------------------
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    name: Annotated[str, StringConstraints(max_length=256)] | None = Field(None, description="Not used.")
+    description: Description | None = Field(None, description="Not used.")
+    schema_: Schema | None = Field(None, alias="schema", description="With type json_schema.")
+    strict: bool | None = Field(None, description="As in response_format of chat completions.")
+    regex: Annotated[str, StringConstraints(min_length=1)] | None = Field(None, description="Extension.")
+    grammar: Annotated[str, StringConstraints(min_length=1)] | None = Field(None, description="Extension.")
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+
+class ReasoningOptions(Strict):
+    effort: ReasoningEffort | None = Field(None, description="As reasoning_effort of chat completions.")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "summary": ("auto",), "generate_summary": ("auto",), "context": ("auto",), "mode": ("standard",),
+    }  # fmt: skip
+
+
+# -- input items ------------------------------------------------------------------------------------------
+class InputText(TextOnly):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = Field(None, description=_OF_EARLIER)
+    logprobs: list[Any] | None = Field(None, description=_OF_EARLIER)
+    parsed: Any = Field(None, description="What OpenAI's client made of an earlier answer; not used.")
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(
+        None, description="Accepted for compatibility: every prompt is cached by its content."
+    )
+    ignores_unknown: ClassVar[bool] = True
+
+
+class InputMessage(Strict):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputText], Field(min_length=1, max_length=MAX_PARTS)]
+    id: Label | None = Field(None, description=_OF_EARLIER)
+    status: Label | None = Field(None, description=_OF_EARLIER)
+    phase: Label | None = Field(None, description=_OF_EARLIER)
+    ignores_unknown: ClassVar[bool] = True
+
+
+class FunctionCallItem(Strict):
+    type: Literal["function_call"]
+    call_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    arguments: str = Field(description="A JSON object, as text.")
+    id: Label | None = Field(None, description=_OF_EARLIER)
+    status: Label | None = Field(None, description=_OF_EARLIER)
+    parsed_arguments: Any = Field(None, description="What OpenAI's client made of the arguments; not used.")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "async": (False,), "caller": ({"type": "direct"},), "namespace": (),
+    }  # fmt: skip
+    ignores_unknown: ClassVar[bool] = True
+
+
+class FunctionCallOutputItem(Strict):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    output: str | Annotated[list[InputText], Field(max_length=MAX_PARTS)]
+    id: Label | None = Field(None, description="Not used.")
+    name: Label | None = Field(None, description="Not used: the call of this call_id says it.")
+    status: Label | None = Field(None, description="Not used.")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "namespace": ()}
+    ignores_unknown: ClassVar[bool] = True
+
+
+class ThoughtText(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+    ignores_unknown: ClassVar[bool] = True
+
+
+class ReasoningItem(Strict):
+    type: Literal["reasoning"]
+    summary: list[ThoughtText] | None = Field(None, description="Used where there is no content.")
+    content: list[ThoughtText] | None = None
+    encrypted_content: str | None = Field(None, description="Not used: this server encrypts nothing.")
+    id: Label | None = Field(None, description=_OF_EARLIER)
+    status: Label | None = Field(None, description=_OF_EARLIER)
+    ignores_unknown: ClassVar[bool] = True
+
+
+def _kind(value: Any, default: str = "") -> str:
+    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+    return kind if isinstance(kind, str) else ""
+
+
+def _check_item(value: Any) -> Any:
+    kind = _kind(value, "message")
+    if kind not in ("message", "function_call", "function_call_output", "reasoning"):
+        raise PydanticCustomError(
+            "unsupported_item",
+            "this server reads items of type 'message', 'function_call', 'function_call_output' and 'reasoning', "
+            "not '{kind}'",
+            {"kind": writable(kind[:64])},
+        )
+    return value
+
+
+# The tags have a dash, by which errors.py knows them as no part of a field's name.
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("item-message")]
+    | Annotated[FunctionCallItem, Tag("item-function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("item-function_call_output")]
+    | Annotated[ReasoningItem, Tag("item-reasoning")],
+    Discriminator(lambda value: f"item-{_kind(value, 'message')}"),
+    BeforeValidator(_check_item),
+]
+input_items: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])  # to read what was stored
+
+
+# -- tools ------------------------------------------------------------------------------------------------
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: Description | None = None
+    parameters: Schema | None = Field(None, description="A JSON schema; left out: it has no arguments.")
+    strict: bool | None = Field(
+        None, description="true: refuse keywords of the schema that cannot be enforced."
+    )
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": (),
+    }  # fmt: skip
+    ignores_unknown: ClassVar[bool] = True
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+def _is_function(value: Any) -> Any:
+    kind = _kind(value)
+    if kind and kind != "function":
+        raise PydanticCustomError(
+            "unsupported_tool",
+            "this server has no '{kind}' tool: it calls functions that you describe (type 'function') and you run",
+            {"kind": writable(kind[:64])},
+        )
+    return value
+
+
+def _check_choice(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    return value if _kind(value) == "allowed_tools" else _is_function(value)
+
+
+def _choice_tag(value: Any) -> str:
+    if isinstance(value, str):
+        return "choice-word"
+    return "choice-allowed" if _kind(value) == "allowed_tools" else "choice-function"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("choice-word")]
+    | Annotated[NamedFunction, Tag("choice-function")]
+    | Annotated[AllowedFunctions, Tag("choice-allowed")],
+    Discriminator(_choice_tag),
+    BeforeValidator(_check_choice),
+]
+
+
+# -- the request ------------------------------------------------------------------------------------------
+class ResponsesRequest(Strict):
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = Field(None, description="A system message before everything else.")
+    previous_response_id: Label | None = Field(
+        None, description="Continue this stored response; its instructions are not taken over."
+    )
+    store: bool | None = Field(None, description="false: do not keep the response. Left out: keep it.")
+    max_output_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        None, description="Log-probabilities; encrypted reasoning has no effect, reasoning is given in clear."
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Of this many alternatives.")
+    stream: bool | None = Field(False, description="Send the answer as events while it is made.")
+    text: TextOptions | None = Field(None, description="The form of the answer.")
+    tools: (
+        Annotated[list[Annotated[FunctionTool, BeforeValidator(_is_function)]], Field(max_length=MAX_TOOLS)]
+        | None
+    ) = Field(None, description="Functions the model may call.")
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether it may, must, or must call this one. Left out: auto if there are tools."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call per answer.")
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: drop the oldest items if the input is longer than the context."
+    )
+    metadata: Annotated[dict[str, Label], Field(max_length=64)] | None = Field(
+        None, description="Given back with the answer."
+    )
+    user: Label | None = Field(None, description="Accepted for compatibility; not used.")
+    safety_identifier: Label | None = Field(None, description="Accepted for compatibility; not used.")
+    prompt_cache_key: Label | None = Field(None, description="Accepted for compatibility; not used.")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "access_programs": (), "background": (False,), "context_management": (), "conversation": (), "image": (),
+        "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (),
+        "prompt_cache_retention": (), "service_tier": ("auto", "default"),
+        "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
+    }  # fmt: skip
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())

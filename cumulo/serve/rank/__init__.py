@@ -1,1 +1,0 @@
-"""How well texts fit each other: /v1/score and /v1/rerank."""

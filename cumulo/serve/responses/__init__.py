@@ -1,6 +1,0 @@
-"""/v1/responses: OpenAI's newer way to ask for text. The same conversation as a chat completion, told in items.
-
-`request` is what may be asked, `as_chat` makes a chat request of it, `items` words the answer, `stored` keeps
-responses so that they can be continued, `endpoints` has the routes. Nothing is imported here: the Service owns what
-is `stored`, and the endpoints need the Service.
-"""
