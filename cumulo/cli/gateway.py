@@ -101,10 +101,10 @@ def gateway(chosen: GatewayCommandOptions) -> None:
             "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
     from cumulo.cli.shared.terminal import note
+    from cumulo.serve import stderr_log
     from cumulo.serve.fleet.key import fleet_key, read_key
-    from cumulo.serve.observe import steady_stderr
 
-    steady_stderr.install()
+    stderr_log.install()
     members = [PoolMember(url) for url in chosen.urls or ()]
     members += [PoolMember.parse(text) for text in chosen.pool or ()]
     if chosen.config is not None:

@@ -54,9 +54,9 @@ def serve(chosen: ServeCommandOptions) -> None:
             "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
     from cumulo.cli.shared.terminal import note
-    from cumulo.serve.observe import steady_stderr
+    from cumulo.serve import stderr_log
 
-    steady_stderr.install()  # before the first note: one that cannot be written must not end the server
+    stderr_log.install()  # before the first note: one that cannot be written must not end the server
     served = _served(chosen)
     extend = _console() if chosen.console else None
     address = ""

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from cumulo.gateway.app import GatewayApp
 from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.replicas import Replicas
+from cumulo.serve import stderr_log
 from cumulo.serve.http.connection import Connection
 from cumulo.serve.http.descriptors import BACKLOG, find_room
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck
@@ -26,7 +27,6 @@ from cumulo.serve.http.keeper import Keeper
 from cumulo.serve.http.limits import HttpLimits
 from cumulo.serve.http.listening import SignalledServer, bind, loop_factory, url_of
 from cumulo.serve.http.tally import Tally
-from cumulo.serve.observe import steady_stderr
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
@@ -134,7 +134,7 @@ def run(
 ) -> None:
     """Serve until told to stop; raises CumuloError if the servers cannot form a fleet. `on_listening` is called
     once requests are answered."""
-    steady_stderr.start_logging(options.log_level, "gateway")
+    stderr_log.start_logging(options.log_level, "gateway")
     listener = bind(options.host, options.port, shared=True)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

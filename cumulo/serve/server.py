@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from cumulo.errors import CumuloError
 from cumulo.models.files.hub import resolve
+from cumulo.serve import stderr_log
 from cumulo.serve.app import create_app
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.http.connection import Connection
@@ -27,7 +28,6 @@ from cumulo.serve.http.limits import http_limits
 from cumulo.serve.http.listening import SignalledServer, bind, loop_factory, url_of
 from cumulo.serve.http.tally import Tally
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.observe import steady_stderr
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service
 
@@ -53,7 +53,7 @@ class _Run:
         room = find_room(service.options.max_connections)
         self._keeper = Keeper(http_limits(service.options, room), tally)
         service.metrics.connections.set_function(lambda: float(self._keeper.count))
-        service.metrics.log_lines_lost.set_function(lambda: float(steady_stderr.install().lost_lines))
+        service.metrics.log_lines_lost.set_function(lambda: float(stderr_log.install().lost_lines))
         app = self._app = create_app(service)
         if tracing is not None:
             from cumulo.serve.observe.otel import TracingMiddleware
@@ -143,7 +143,7 @@ def run(
 ) -> None:
     """Serve until told to stop. `on_listening` gets the address once connections are accepted; `extend` may add to
     the application before it serves (the console does)."""
-    steady_stderr.start_logging(options.log_level, "server")
+    stderr_log.start_logging(options.log_level, "server")
     tracing = _tracing(options.otlp_endpoint) if options.otlp_endpoint is not None else None
     source = resolve(options.model)
     listener = bind(options.host, options.port)

@@ -196,6 +196,6 @@ def test_a_prefill_engine_that_hangs_is_given_up_and_replaced(split: SplitServer
 def test_roles_that_do_not_go_together_are_refused_with_what_would_work(
     options: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cumulo.serve.observe.steady_stderr.install", lambda: None)  # stderr is the test's
+    monkeypatch.setattr("cumulo.serve.stderr_log.install", lambda: None)  # stderr is the test's
     result = CliRunner().invoke(app, ["serve", *options])
     assert isinstance(result.exception, CumuloError) and told in str(result.exception)

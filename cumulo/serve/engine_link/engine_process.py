@@ -62,7 +62,7 @@ from cumulo.serve.engine_link.messages import (
 )
 from cumulo.serve.engine_link.news_desk import NewsDesk
 from cumulo.serve.engine_link.step_meter import StepMeter
-from cumulo.serve.observe.steady_stderr import start_logging
+from cumulo.serve.stderr_log import start_logging
 
 HEARTBEAT_S = 1.0  # between reports while idle
 FAIRNESS_S = 0.5  # between reports of who was served how much
