@@ -28,7 +28,6 @@ def test_each_policy_is_told_before_the_next_one_is_measured(monkeypatch: pytest
     found = CliRunner().invoke(app, [*BENCH, "--policy", "fifo,backfill"], catch_exceptions=False)
     assert found.exit_code == 0
     assert seen[0] == "" and seen[1].startswith("fifo, load 0.9: whole trace") and "backfill" not in seen[1]
-    assert seen[1].rstrip().endswith(": ok")
     # The table comes at the end, and progress is not among the results.
     table = found.stdout[found.stdout.index("40 jobs on 10 nodes") :]
     assert "fifo, load 0.9: slowest decision" in table and "backfill, load 0.9: slowest decision" in table
@@ -38,12 +37,6 @@ def test_each_policy_is_told_before_the_next_one_is_measured(monkeypatch: pytest
 def test_with_json_on_stdout_nothing_else_is_there() -> None:
     found = CliRunner().invoke(app, [*BENCH, "--policy", "fifo", "--json", "-"], catch_exceptions=False)
     assert found.stdout.lstrip().startswith("{") and "whole trace" in found.stderr
-
-
-def test_a_bound_that_is_missed_is_told_at_once() -> None:
-    slow = decision_cost.PolicyCost("fair", "burst", 2.0, 61.0, 10, 12.0, 1.0, 5, 0.0)
-    assert slow.line.startswith("fair, burst, load 2: whole trace 61 s")
-    assert slow.line.endswith("misses must: whole trace")
 
 
 @pytest.mark.parametrize(

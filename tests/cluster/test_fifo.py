@@ -3,7 +3,7 @@
 from cumulo.cluster.decide.decisions import JobPlacement, Waits
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
-from cumulo.cluster.decide.policy.fifo import fifo
+from cumulo.cluster.decide.queueing import fifo
 from cumulo.cluster.decide.snapshot import snapshot_of
 
 NODES = [ClusterNode(f"n{number}", gpus=4) for number in range(3)]

@@ -5,9 +5,7 @@ import random
 import pytest
 
 from cumulo.cluster.decide.fit import pack_gang
-from cumulo.cluster.decide.jobs import JobRequest
-from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
-from cumulo.cluster.decide.policy.fragmentation import (
+from cumulo.cluster.decide.fragmentation import (
     TaskMix,
     TaskShape,
     fragmentation,
@@ -15,6 +13,8 @@ from cumulo.cluster.decide.policy.fragmentation import (
     stranded,
     task_mix,
 )
+from cumulo.cluster.decide.jobs import JobRequest
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 
 
 def test_looking_ahead_sees_gpus_without_cores():

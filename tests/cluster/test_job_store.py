@@ -11,7 +11,7 @@ import pytest
 from cumulo.cluster import launching
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
-from cumulo.cluster.decide.policy.fifo import fifo
+from cumulo.cluster.decide.queueing import fifo
 from cumulo.cluster.decide.recovery import LostNode, recovery
 from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
 from cumulo.cluster.decide.snapshot import snapshot_of

@@ -1,13 +1,13 @@
 """The simulator: outcomes known by hand, nobody starves, failures, and the published workloads."""
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cumulo.cluster.decide.decisions import JobPlacement
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, StepProfile, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import TenantQuota, snapshot_of
@@ -15,8 +15,7 @@ from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate import page as pages
 from cumulo.cluster.simulate.failures import FailureRates
 from cumulo.cluster.simulate.fill import PUBLISHED, fill
-from cumulo.cluster.simulate.job_speed import FixedSpeed, TraceJob
-from cumulo.cluster.simulate.leaf_speed import LeafSpeed
+from cumulo.cluster.simulate.job_speed import FixedSpeed, LeafSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, Segment
 from cumulo.cluster.simulate.page import gantt, page
 from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
@@ -332,13 +331,3 @@ def test_openb_fills_up_as_published():
         assert found[name].mean_at_130 == pytest.approx(at_130, abs=1.5)
     order = [found[name].mean_at_130 for name in ("random", "dot-product", "gpu-packing", "best-fit", "fgd")]
     assert order == sorted(order)
-
-
-def test_a_job_that_waits_again_asks_for_what_it_asked_for_before():
-    job = JobRequest(
-        "j", 2, 0, 500, 100, 200, ("a",), "t", 3, 4.0, 5.0, 6.0, 1, 4, False, 7.0, 8.0, 9.0, StepProfile(1.0),
-        SpeedTable((1.0,), (1.0,)),
-    )  # fmt: skip
-    usual = JobRequest("usual")
-    assert all(getattr(job, one.name) != getattr(usual, one.name) for one in fields(job))
-    assert job.after_run(10.0, None) == replace(job, attained_gpu_s=10.0, predicted_s=None)

@@ -8,17 +8,17 @@ import pytest
 from cumulo.cluster.decide.check import violations
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize
 from cumulo.cluster.decide.fit import pack_gang
+from cumulo.cluster.decide.fragmentation import task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
-from cumulo.cluster.decide.policies import policy_named
-from cumulo.cluster.decide.policy.fragmentation import task_mix
-from cumulo.cluster.decide.policy.packing import (
+from cumulo.cluster.decide.packing import (
     GradientDescent,
     best_fit,
     dot_product,
     gpu_packing,
     packing_policy,
 )
+from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.decision_log import DecisionLog, replay
 

@@ -122,12 +122,9 @@ def cluster(chosen: ClusterRunOptions) -> None:
     from cumulo.cli.view import cluster_run as view
     from cumulo.cluster.decide.policies import policy_named
     from cumulo.cluster.decide.step_time import leaf_fabric
-    from cumulo.cluster.simulate.elastic_speed import ElasticSpeed, elastic_jobs
-    from cumulo.cluster.simulate.job_speed import JobSpeed
-    from cumulo.cluster.simulate.leaf_speed import LeafSpeed
-    from cumulo.cluster.simulate.play import PlayOptions, play
+    from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, elastic_jobs
+    from cumulo.cluster.simulate.play import ROUND_S, PlayOptions, play, usual_interval_s
     from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
-    from cumulo.cluster.simulate.rounds import ROUND_S, usual_interval_s
     from cumulo.cluster.simulate.traces import mispredicted
 
     _check(chosen)

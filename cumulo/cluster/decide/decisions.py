@@ -51,18 +51,10 @@ class Cordon:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """There is more to decide at this moment than one decision has time for: ask again when this one is carried
-    out."""
-
-    reason: str = ""
-
-
-Decision = JobPlacement | Eviction | Resize | Waits | Cordon | Unfinished
+Decision = JobPlacement | Eviction | Resize | Waits | Cordon
 
 
 def plain(decision: Decision) -> dict[str, Any]:
-    """For logs."""
+    """The decision as a dictionary, for logs."""
     fields = decision._asdict() if isinstance(decision, Waits) else asdict(decision)
     return {"kind": type(decision).__name__, **fields}

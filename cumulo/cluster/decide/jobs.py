@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from cumulo.errors import ConfigError
 
+GangShape = tuple[int, int, int, int, int, tuple[str, ...]]
 WHOLE_GPU = 1000  # shares of a GPU are counted in thousandths, as integers, so that sums are exact
 
 
@@ -91,15 +92,16 @@ class JobRequest:
     def milli_per_task(self) -> int:
         return self.gpus_per_task * self.gpu_milli
 
-    def after_run(self, attained_gpu_s: float, predicted_s: float | None) -> "JobRequest":
-        """The same, as it waits again: with what it has had, and what is left. Simulators stop jobs a million
-        times: all fields at once are set in half the time that `replace` takes."""
-        return JobRequest(
-            self.job_id, self.tasks, self.gpus_per_task, self.gpu_milli, self.cpu_milli, self.memory_mib,
-            self.devices, self.tenant, self.priority, self.arrival_s, self.deadline_s, predicted_s, self.min_tasks,
-            self.max_tasks, self.preemptible, self.checkpoint_s, self.startup_s, attained_gpu_s, self.step,
-            self.speed,
+    @property
+    def shape(self) -> "GangShape":
+        """What its gang asks for: jobs of one shape fit at the same moments, and wait for the same reason."""
+        return (
+            self.tasks, self.gpus_per_task, self.gpu_milli, self.cpu_milli, self.memory_mib, self.devices,
         )  # fmt: skip
+
+    def after_run(self, attained_gpu_s: float, predicted_s: float | None) -> "JobRequest":
+        """The same job, as it waits again: with the GPU time it has had, and the seconds that are left."""
+        return replace(self, attained_gpu_s=attained_gpu_s, predicted_s=predicted_s)
 
     def resized(self, tasks: int) -> "JobRequest":
         return replace(self, tasks=tasks, min_tasks=min(self.min_tasks or tasks, tasks),

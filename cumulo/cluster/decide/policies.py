@@ -5,24 +5,20 @@ A name is an order, and optionally where gangs are placed and what else is done:
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.cluster.decide.decisions import Decision
-from cumulo.cluster.decide.elastic_jobs.policy import elastic
-from cumulo.cluster.decide.fit import NodesThen, Placer, pack_gang
-from cumulo.cluster.decide.jobs import JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity
-from cumulo.cluster.decide.policy.fair import fair
-from cumulo.cluster.decide.policy.las import emptiest_first, least_attained_service
-from cumulo.cluster.decide.policy.orders import by_arrival, by_prediction
-from cumulo.cluster.decide.policy.priority import preempting
-from cumulo.cluster.decide.policy.queueing import queue_policy
-from cumulo.cluster.decide.policy.topology import TopologyPlacer, TopologyPlacers
-from cumulo.cluster.decide.policy.upkeep import cordoning, defragmenting
-from cumulo.cluster.decide.snapshot import Policy, Snapshot
+from cumulo.cluster.decide.elastic import elastic
+from cumulo.cluster.decide.fair import fair
+from cumulo.cluster.decide.fit import PlacerOf, emptiest, packed
+from cumulo.cluster.decide.las import least_attained_service
+from cumulo.cluster.decide.preemption import preempting
+from cumulo.cluster.decide.queueing import by_arrival, by_prediction, queue_policy
+from cumulo.cluster.decide.snapshot import Policy
+from cumulo.cluster.decide.topology import by_topology
+from cumulo.cluster.decide.upkeep import cordoning, defragmenting
 from cumulo.errors import ConfigError
 
 
@@ -40,7 +36,7 @@ class PolicyKind:
     """An order of the queue that `--policy` knows."""
 
     summary: str
-    make: Callable[[Placer], Policy]
+    make: Callable[[PlacerOf], Policy]
     always_decide: bool = False
     in_rounds: bool = False
 
@@ -75,13 +71,10 @@ ORDERS: dict[str, PolicyKind] = {
         always_decide=True,
     ),
 }
-PLACERS: dict[str, tuple[str, Placer | None]] = {
-    "pack": ("tightest nodes first, blind to topology", pack_gang),
-    "topology": (
-        "where the job's step is fastest, by the collective model",
-        None,
-    ),  # another for each snapshot
-    "emptiest": ("nodes with the most free GPUs first", emptiest_first),
+PLACERS: dict[str, tuple[str, PlacerOf]] = {
+    "pack": ("tightest nodes first, blind to topology", packed),
+    "topology": ("where the job's step is fastest, by the collective model", by_topology),
+    "emptiest": ("nodes with the most free GPUs first", emptiest),
 }
 _UPKEEP: dict[str, Callable[[Policy], Policy]] = {"cordon": cordoning, "defrag": defragmenting}
 
@@ -102,56 +95,11 @@ def policy_named(name: str) -> NamedPolicy:
             upkeep.append(_UPKEEP[part])
         else:
             raise ConfigError(f"there is no placement {part!r}{did_you_mean(part, [*PLACERS, *_UPKEEP])}")
-    decide = _policy_of(kind, place)
+    decide = kind.make(place)
     for wrap in upkeep:
         decide = wrap(decide)
     rounds = kind.in_rounds or kind.always_decide
     return NamedPolicy(name, decide, kind.always_decide, kind.always_decide, rounds)
-
-
-class _TopologyOfTheMoment:
-    """A placer for one policy after another snapshot, so that the policy may remember its last decision."""
-
-    def __init__(self) -> None:
-        self.placers = TopologyPlacers()
-        self.now: TopologyPlacer | None = None
-
-    def __call__(self, job: JobRequest, free: FreeCapacity) -> tuple[TaskPlace, ...] | None:
-        assert self.now is not None
-        return self.now(job, free)
-
-    def packs(self, job: JobRequest) -> bool:
-        return TopologyPlacer.packs(job)
-
-    @property
-    def nodes_then(self) -> NodesThen:
-        assert self.now is not None
-        return self.now.nodes_then
-
-    def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
-        assert self.now is not None
-        self.now.started(job, places)
-
-    def stopped(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
-        assert self.now is not None
-        self.now.stopped(job, places)
-
-    @property
-    def why(self) -> dict[str, str]:
-        return {} if self.now is None else self.now.why
-
-
-def _policy_of(kind: PolicyKind, place: Placer | None) -> Policy:
-    if place is not None:
-        return kind.make(place)
-    placer = _TopologyOfTheMoment()
-    decide = kind.make(placer)
-
-    def policy(snapshot: Snapshot) -> list[Decision]:
-        placer.now = placer.placers(snapshot)
-        return decide(snapshot)
-
-    return policy
 
 
 def _from_file(name: str) -> Policy:

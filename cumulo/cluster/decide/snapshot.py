@@ -1,13 +1,12 @@
-"""A cluster at one moment: all that a policy may look at."""
+"""A cluster at one moment: all that a policy may look at, whoever carries its decisions out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from cumulo.cluster.decide.decisions import Decision
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity, free_capacity
-from cumulo.cluster.decide.releases import Releases
-from cumulo.cluster.decide.running import RunningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +18,15 @@ class TenantQuota:
     borrow_gpus: float = 0.0
     weight: float = 1.0  # of its fair share
 
+    @property
+    def most_gpus(self) -> float:
+        return self.gpus + self.borrow_gpus
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Nodes, what waits in the order of arrival, what runs. Policies never change it: they try on
-    `free.copy()`."""
+    """The nodes, the jobs that wait in the order of arrival, and the jobs that run. Nothing in it can be changed:
+    policies try placements on `free.copy()`. A policy decides by this alone and keeps nothing for the next one."""
 
     now_s: float
     nodes: Sequence[ClusterNode]
@@ -31,32 +34,6 @@ class Snapshot:
     running: Mapping[str, RunningJob]
     free: FreeCapacity
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
-    releases: Releases | None = None  # when GPUs become free; None: worked out when it is asked for
-
-
-@dataclass(frozen=True, slots=True)
-class SameState:
-    """Tells whether nothing started, ended or became ready since: what was found then is still right."""
-
-    running: Mapping[str, RunningJob]
-    changes: int
-    free: FreeCapacity
-    gains: int
-
-    @classmethod
-    def noted(cls, snapshot: Snapshot) -> "SameState | None":
-        """None: nobody counts the changes."""
-        running, free = snapshot.running, snapshot.free
-        return cls(running, running.changes, free, free.gains) if isinstance(running, RunningTable) else None
-
-    def holds(self, snapshot: Snapshot) -> bool:
-        return (
-            self.running is snapshot.running
-            and isinstance(self.running, RunningTable)
-            and self.running.changes == self.changes
-            and self.free is snapshot.free
-            and self.free.gains == self.gains
-        )
 
 
 Policy = Callable[[Snapshot], list[Decision]]
@@ -67,7 +44,8 @@ def snapshot_of(
     quotas: Sequence[TenantQuota] = (),
 ) -> Snapshot:  # fmt: skip
     """What a driver builds from the jobs it knows: the free capacity is worked out here."""
+    in_order = sorted(waiting, key=lambda job: job.arrival_s)
     return Snapshot(
-        now_s, tuple(nodes), tuple(waiting), RunningTable(running),
-        free_capacity(nodes, running), {quota.tenant: quota for quota in quotas},
+        now_s, tuple(nodes), tuple(in_order), MappingProxyType({job.job_id: job for job in running}),
+        free_capacity(nodes, running).read_only(), {quota.tenant: quota for quota in quotas},
     )  # fmt: skip

@@ -4,18 +4,16 @@ the gang would lie under the leaf switches, beside the jobs that already cross t
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, StepProfile, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
-from cumulo.cluster.decide.running import RunningView, table_of
 from cumulo.plan.network.lines import Kind, Reach, lines
 from cumulo.plan.network.profile import network_constants, profile_of
 from cumulo.spec.catalog import shipped
 from cumulo.spec.cluster import Cluster
 
-_MOST_PRICED = 10_000
 _USUAL_DEVICE, _USUAL_FABRIC = "h100-sxm", "fat-tree-roce"
 
 
@@ -26,15 +24,16 @@ _Lies = tuple[int, int, int, float, float, bool]
 
 @dataclass(frozen=True)
 class LeafFabric:
-    """Nodes under leaf switches. `oversubscription`: what a leaf's nodes can send over what its uplinks carry."""
+    """Nodes of a device under leaf switches. `oversubscription`: what a leaf's nodes can send over what its uplinks
+    carry."""
 
-    machine: Cluster
+    device: str
     leaf_of: Mapping[str, str]
     oversubscription: float = 2.0
-    # Seconds of an all-reduce and of an all-to-all of so many bytes.
-    _priced: dict[tuple[float, float, _Lies], tuple[float, float]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+
+    @property
+    def machine(self) -> Cluster:
+        return _machine(self.device)
 
     @cached_property
     def leaf_cards(self) -> Mapping[str, int]:
@@ -71,68 +70,46 @@ class LeafFabric:
             # A ring leaves the leaf once, on every rail; an all-to-all with all that goes elsewhere.
             near_loss = max(near_loss, gpus / uplinks)
             far_loss = max(far_loss, inside * gpus * (1 - inside / nodes) / uplinks)
-        return self._step_s(job.step, (tasks * job.gpus_per_task, gpus, nodes, near_loss, far_loss, crosses))
+        lies = (tasks * job.gpus_per_task, gpus, nodes, near_loss, far_loss, crosses)
+        return job.step.compute_s + _exchange_s(
+            self.device, job.step.all_reduce_bytes, job.step.all_to_all_bytes, lies
+        )
 
-    def step_under_a_leaf(self, job: JobRequest, nodes: int, most: int) -> float:
-        """As `step_s` of a gang on so many nodes under one leaf, with so many tasks at most on one of them."""
-        if job.step is None:
-            return 0.0
-        each = job.gpus_per_task
-        return self._step_s(job.step, (job.tasks * each, most * each, nodes, 1.0, 1.0, False))
-
-    def _step_s(self, step: StepProfile, lies: _Lies) -> float:
-        key = step.all_reduce_bytes, step.all_to_all_bytes, lies
-        known = self._priced.get(key)
-        if known is None:
-            if len(self._priced) >= _MOST_PRICED:
-                self._priced.clear()
-            known = self._priced[key] = (
-                self._collective_s("all_reduce", step.all_reduce_bytes, lies),
-                self._collective_s("all_to_all", step.all_to_all_bytes, lies),
-            )
-        return step.compute_s + known[0] + known[1]
-
-    def _collective_s(self, kind: Kind, size_bytes: float, lies: _Lies) -> float:
-        if not size_bytes:
-            return 0.0
-        gpus, on_a_node, nodes, near_loss, far_loss, crosses = lies
-        fabric, card = self.machine.fabric, self._card
-        latency = fabric.latency_s + (2 * fabric.hop_latency_s if crosses else 0.0)
-        reach = Reach(gpus, on_a_node, nodes, card / near_loss, card / far_loss, latency)
-        profile = profile_of(self.machine.device)
-        return min(line.seconds(size_bytes) for line in lines(kind, reach, profile, network_constants()))
-
-    @cached_property
-    def _card(self) -> float:
-        """Bytes per second of a network card."""
-        share = network_constants().transport_share[self.machine.fabric.transport]
-        return self.machine.node.nic_bytes_per_s * share
+    def busy(self, running: Iterable[RunningJob]) -> Counter[str]:
+        """How many jobs exchange data over each leaf's uplinks."""
+        found: Counter[str] = Counter()
+        for one in running:
+            if one.request.step is not None and len(one.places) > 1:
+                found.update(self.crossing(one.places))
+        return found
 
 
-class Uplinks(RunningView):
-    """Jobs that exchange data over each leaf's uplinks."""
-
-    def __init__(self, fabric: LeafFabric) -> None:
-        self.fabric = fabric
-        self.busy: Counter[str] = Counter()
-
-    def add(self, job: RunningJob) -> None:
-        if job.request.step is not None:
-            self.busy.update(self.fabric.crossing(job.places))
-
-    def remove(self, job: RunningJob) -> None:
-        if job.request.step is not None:
-            self.busy.subtract(self.fabric.crossing(job.places))
+@cache
+def _machine(device: str) -> Cluster:
+    return shipped().cluster(8, device, fabric=_USUAL_FABRIC)
 
 
-def uplinks_of(fabric: LeafFabric, running: Mapping[str, RunningJob]) -> Uplinks:
-    """Kept up to date with the running jobs."""
-    return table_of(running).view(("uplinks", id(fabric)), lambda: Uplinks(fabric))
+@lru_cache(maxsize=10_000)
+def _exchange_s(device: str, all_reduce_bytes: float, all_to_all_bytes: float, lies: _Lies) -> float:
+    """Seconds of the collectives of one step."""
+    return _collective_s(device, "all_reduce", all_reduce_bytes, lies) + _collective_s(
+        device, "all_to_all", all_to_all_bytes, lies
+    )
+
+
+def _collective_s(device: str, kind: Kind, size_bytes: float, lies: _Lies) -> float:
+    if not size_bytes:
+        return 0.0
+    gpus, on_a_node, nodes, near_loss, far_loss, crosses = lies
+    machine, constants = _machine(device), network_constants()
+    fabric = machine.fabric
+    card = machine.node.nic_bytes_per_s * constants.transport_share[fabric.transport]
+    latency = fabric.latency_s + (2 * fabric.hop_latency_s if crosses else 0.0)
+    reach = Reach(gpus, on_a_node, nodes, card / near_loss, card / far_loss, latency)
+    return min(line.seconds(size_bytes) for line in lines(kind, reach, profile_of(machine.device), constants))
 
 
 def leaf_fabric(nodes: Sequence[ClusterNode]) -> LeafFabric:
     """The fabric of these nodes: of their device if the catalogue has it, else of 8-GPU H100 nodes on RoCE."""
-    catalog = shipped()
-    known = nodes[0].device if nodes and nodes[0].device in catalog.tables["devices"] else _USUAL_DEVICE
-    machine = catalog.cluster(8, known, fabric=_USUAL_FABRIC)
-    return LeafFabric(machine, {node.name: node.leaf for node in nodes}, nodes[0].leaf_oversubscription)
+    known = nodes[0].device if nodes and nodes[0].device in shipped().tables["devices"] else _USUAL_DEVICE
+    return LeafFabric(known, {node.name: node.leaf for node in nodes}, nodes[0].leaf_oversubscription)

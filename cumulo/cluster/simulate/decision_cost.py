@@ -14,14 +14,10 @@ from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.policies import NamedPolicy, policy_named
 from cumulo.cluster.decide.snapshot import Snapshot
 from cumulo.cluster.decide.step_time import leaf_fabric
-from cumulo.cluster.simulate.elastic_speed import ElasticSpeed
-from cumulo.cluster.simulate.job_speed import JobSpeed
-from cumulo.cluster.simulate.leaf_speed import LeafSpeed
-from cumulo.cluster.simulate.play import PlayOptions, play
-from cumulo.cluster.simulate.rounds import ROUND_S
+from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed
+from cumulo.cluster.simulate.play import ROUND_S, PlayOptions, play, usual_interval_s
 from cumulo.cluster.simulate.workloads import ClusterWorkload, WorkloadSize, check_name, workload_named
 
-MUST_WHOLE_S, MUST_DECISION_MS = 60.0, 50.0
 _UPDATES = 100  # of the progress, in one trace
 
 Progress = Callable[[str, int, int], None]  # what is played, jobs that ended, all jobs
@@ -53,8 +49,8 @@ class PolicyCost:
     def rows(self) -> list[Row]:
         note = f"{self.decisions:,} decisions, up to {self.longest_queue:,} jobs waiting"
         return [
-            Row(f"{self.name}: whole trace", self.whole_s, "s", "lower", must=MUST_WHOLE_S, note=note),
-            Row(f"{self.name}: slowest decision", self.worst_ms, "ms", "lower", must=MUST_DECISION_MS),
+            Row(f"{self.name}: whole trace", self.whole_s, "s", "lower", note=note),
+            Row(f"{self.name}: slowest decision", self.worst_ms, "ms", "lower"),
             Row(f"{self.name}: decision p99", self.p99_ms, "ms", "lower"),
         ]
 
@@ -62,11 +58,9 @@ class PolicyCost:
     def line(self) -> str:
         """All of it in one line, for who waits for the other policies."""
         whole, worst, p99 = self.rows
-        missed = [name for name, row in (("whole trace", whole), ("slowest decision", worst)) if not row.ok]
-        verdict = f"misses must: {' and '.join(missed)}" if missed else "ok"
         return (
             f"{self.name}: whole trace {shown(whole)}, slowest decision {shown(worst)}, p99 {shown(p99)}, "
-            f"{whole.note}: {verdict}"
+            f"{whole.note}"
         )
 
 
@@ -134,8 +128,9 @@ def cost(
         if done % every == 0:
             progress(name, done, total)
 
+    interval_s = ROUND_S if policy.in_rounds else usual_interval_s(policy, size.jobs)
     options = PlayOptions(
-        interval_s=ROUND_S if policy.in_rounds else 0.0, always_decide=policy.always_decide, quotas=played.quotas,
+        interval_s=interval_s, always_decide=policy.always_decide, quotas=played.quotas,
         failures=played.failures, seed=size.seed, told=told,
     )  # fmt: skip
     speed = _speed(policy, played.nodes)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize
+from cumulo.cluster.decide.fragmentation import TaskMix, stranded, task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
-from cumulo.cluster.decide.policy.fragmentation import TaskMix, stranded, task_mix
-from cumulo.cluster.decide.policy.packing import (
+from cumulo.cluster.decide.packing import (
     Clustering,
     GradientDescent,
     best_fit,

@@ -57,7 +57,6 @@ class ClusterRun:
     nodes: Sequence[ClusterNode]
     outcomes: list[JobOutcome] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    dropped: list[JobRequest] = field(default_factory=list)
     unfinished: list[JobRequest] = field(default_factory=list)
     impossible: list[JobRequest] = field(default_factory=list)  # too large for the whole cluster, left out
     log: list[tuple[float, tuple[Decision, ...]]] = field(default_factory=list)

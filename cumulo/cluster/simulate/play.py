@@ -4,35 +4,60 @@ run = play(nodes, jobs, policy)
 run.mean_jct_s, run.utilisation
 """
 
-import gc
+import bisect
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
 
 from cumulo.cluster.decide.check import violations
-from cumulo.cluster.decide.decisions import Cordon, Eviction, JobPlacement, Resize, Unfinished, Waits
+from cumulo.cluster.decide.decisions import Cordon, Decision, Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.fit import slots
-from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.fragmentation import fragmented_share, task_mix
+from cumulo.cluster.decide.jobs import WHOLE_GPU, GangShape, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
-from cumulo.cluster.decide.policy.fragmentation import fragmented_share, task_mix
-from cumulo.cluster.decide.queue import JobQueue
-from cumulo.cluster.decide.releases import Releases
-from cumulo.cluster.decide.running import RunningTable, jobs_on_nodes
-from cumulo.cluster.decide.shapes import ShapeKey, shape_key
+from cumulo.cluster.decide.policies import NamedPolicy
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
-from cumulo.cluster.simulate.events import EventKind, Events
 from cumulo.cluster.simulate.failures import FailureRates, failure_times
 from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
 from cumulo.errors import CumuloError
 
+ROUND_S = 60.0  # between two decisions of policies that resize or preempt running jobs all the time
+_LARGE_ROUND_S, _MANY_JOBS = 30.0, 10_000  # and of all others, where jobs are many; Slurm's bf_interval
 _FRAGMENTATION_SAMPLES = 20
-_MOST_ASKED = 10_000  # decisions at one moment
 _SETTLED_S = 600.0  # rounds are left out for so long
-_STARTS, _STOPS = (JobPlacement, Resize), (Eviction, Resize)
+
+EventKind = Literal["arrive", "advance", "fail", "repair", "decide"]
+# When, its place among those of the moment, what, the job or node, and a number for whoever handles it. Of one
+# moment, arrivals come first, in the order of the trace, then the others in the order in which they were pushed.
+Event = tuple[float, tuple[int, int], EventKind, str, int]
 
 
 class BrokenPolicy(CumuloError):
     """A policy decided what cannot be carried out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayOptions:
+    interval_s: float = 0.0  # decide at multiples of this; 0: whenever something happens
+    quotas: tuple[TenantQuota, ...] = ()
+    failures: FailureRates | None = None
+    checkpoint_every_s: float = 1800.0  # a failure loses what was done since
+    seed: int = 0
+    check: bool = True  # every decision is held against the rules
+    keep_log: bool = False
+    always_decide: bool = False  # also when nothing waits: elastic policies resize then
+    told: Callable[[int, int], None] | None = None  # jobs finished, jobs
+
+
+def usual_interval_s(policy: NamedPolicy, jobs: int) -> float:
+    """Seconds between two decisions where nobody says so; 0: at every event. Where jobs are many, policies decide
+    in rounds, as the systems they follow do."""
+    if jobs < _MANY_JOBS:
+        return 0.0
+    return ROUND_S if policy.in_rounds else _LARGE_ROUND_S
 
 
 @dataclass(slots=True)
@@ -57,88 +82,93 @@ class _Live:
     gpu_s: float = 0.0
     why: str = ""
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlayOptions:
-    interval_s: float = 0.0  # decide at multiples of this; 0: whenever something happens
-    quotas: tuple[TenantQuota, ...] = ()
-    failures: FailureRates | None = None
-    checkpoint_every_s: float = 1800.0  # a failure loses what was done since
-    seed: int = 0
-    drop: bool = False  # a job that is not placed when it arrives leaves
-    check: bool = True  # every decision is held against the rules
-    keep_log: bool = False
-    always_decide: bool = False  # also when nothing waits: elastic policies resize then
-    told: Callable[[int, int], None] | None = None  # jobs finished, jobs
+    @property
+    def place_in_queue(self) -> tuple[float, int]:
+        return self.request.arrival_s, self.number
 
 
 @dataclass
 class _Player:
-    nodes: list[ClusterNode]
     trace: Sequence[TraceJob]
     policy: Policy
     speed: JobSpeed
     options: PlayOptions
+    free: FreeCapacity
     now_s: float = 0.0
+    events: list[Event] = field(default_factory=list)
+    pushed: int = 0
+    to_come: int = 0  # arrivals and repairs: what may start jobs although nothing runs
     live: dict[str, _Live] = field(default_factory=dict)
-    running: RunningTable = field(default_factory=RunningTable)
+    queue: list[JobRequest] = field(default_factory=list)  # in the order of arrival
+    queue_keys: list[tuple[float, int]] = field(default_factory=list)  # of each of them
+    running: dict[str, RunningJob] = field(default_factory=dict)
+    used_gpus: float = 0.0
+    fitting: dict[GangShape, int] = field(default_factory=dict)  # tasks that the empty cluster can hold
+    in_vain: int = 0  # decisions since something happened that started nothing although jobs wait
+    settled_s: float | None = None  # when a decision changed nothing; None: something happened since
 
     def __post_init__(self) -> None:
-        self.events = Events(self.trace)
-        self.waiting = JobQueue(
-            shapes=not self.options.always_decide
-        )  # elastic policies have no use for them
-        self.free = FreeCapacity(self.nodes)
-        self.snapshot_nodes = tuple(self.nodes)
-        self.quotas = {quota.tenant: quota for quota in self.options.quotas}
-        self.run = ClusterRun(self.snapshot_nodes)
-        self.speed.beside(self.running)
-        self.used_gpus = 0.0
-        self.empty = FreeCapacity([replace(node, health="ready") for node in self.nodes])
-        self.fitting: dict[ShapeKey, int] = {}  # tasks of each shape that the empty cluster can hold
-        self.releases = Releases(self.free, self.running)
-        self.counted_s = 0.0
-        self.checked = 0
-        self.settled_s: float | None = None  # when nothing was changed; None: something happened since
+        self.run = ClusterRun(tuple(self.free.nodes))
+        self.quotas = MappingProxyType({quota.tenant: quota for quota in self.options.quotas})
+        self.empty = FreeCapacity([replace(node, health="ready") for node in self.free.nodes])
+        for number, job in enumerate(self.trace):
+            self.events.append((job.request.arrival_s, (0, number), "arrive", job.request.job_id, number))
+        heapq.heapify(self.events)
+        self.to_come = len(self.trace)
+        if self.options.failures is not None:
+            last = max(job.request.arrival_s for job in self.trace) + 10 * max(job.work for job in self.trace)
+            nodes = self.free.nodes
+            for at_s, node in failure_times(self.options.failures, len(nodes), last, self.options.seed):
+                self.push(at_s, "fail", nodes[node].name)
+        if self.options.interval_s:
+            self.push(self.options.interval_s, "decide")
 
     # -- events
 
     def play(self) -> ClusterRun:
-        events = self.events
-        if self.options.failures is not None:
-            last = max(job.request.arrival_s for job in self.trace) + 10 * max(job.work for job in self.trace)
-            for at_s, node in failure_times(self.options.failures, len(self.nodes), last, self.options.seed):
-                events.push(at_s, "fail", self.nodes[node].name)
-        if self.options.interval_s:
-            events.push(self.options.interval_s, "decide", "")
-        finished = 0
+        told, finished = self.options.told, 0
         sample_every = max(1, len(self.trace) // _FRAGMENTATION_SAMPLES)
         mix = task_mix(job.request for job in self.trace)
-        while len(self.run.outcomes) + len(self.run.impossible) < len(self.trace):
-            now_s = events.next_s()
-            if now_s is None:
-                break
-            self.count_until(now_s)
-            self.now_s = now_s
-            decide = not self.options.interval_s
-            while (event := events.pop(now_s)) is not None:
-                _, _, kind, name, number = event
-                if kind == "decide":
-                    decide = True
-                    events.push(self.now_s + self.options.interval_s, "decide", "")
-                else:
-                    self.happen(kind, name, number)
-            if decide and (self.waiting or (self.options.always_decide and not self.settled())):
+        while self.events and len(self.run.outcomes) + len(self.run.impossible) < len(self.trace):
+            self.run.used_gpu_s += self.used_gpus * (self.events[0][0] - self.now_s)
+            self.now_s = self.events[0][0]
+            if self.handle_moment() and (self.queue or (self.options.always_decide and not self.settled())):
                 self.decide()
             if len(self.run.outcomes) != finished:
                 finished = len(self.run.outcomes)
                 if finished % sample_every == 0:
                     self.run.fragmented.append(fragmented_share(self.free, mix))
-                if self.options.told is not None:
-                    self.options.told(finished, len(self.trace))
-            if not self.running and self.waiting and self.stuck():
+                if told is not None:
+                    told(finished, len(self.trace))
+            if self.queue and self.stuck():
                 break
-        return self.run.closed(self.now_s, [self.live[job.job_id].request for job in self.waiting])
+        return self.run.closed(self.now_s, self.queue)
+
+    def handle_moment(self) -> bool:
+        """All events of this moment; whether a decision is due after them."""
+        due = not self.options.interval_s
+        while self.events and self.events[0][0] == self.now_s:
+            _, _, kind, name, number = heapq.heappop(self.events)
+            if kind == "decide":
+                due = True
+                self.push(self.now_s + self.options.interval_s, "decide")
+                continue
+            self.in_vain = 0
+            if kind == "arrive":
+                self.arrive(number)
+            elif kind == "advance":
+                self.advance_to_event(name, number)
+            elif kind == "fail":
+                self.fail(name)
+            elif kind == "repair":
+                self.to_come -= 1
+                node = self.free.index[name]
+                self.set_health(node, replace(self.free.nodes[node], health="ready"))
+        return due
+
+    def push(self, at_s: float, kind: EventKind, name: str = "", number: int = 0) -> None:
+        self.pushed += 1
+        heapq.heappush(self.events, (at_s, (1, self.pushed), kind, name, number))
 
     def settled(self) -> bool:
         """Whether this round can be left out: nothing happened since one that changed nothing. But jobs grow older,
@@ -151,48 +181,32 @@ class _Player:
         )
 
     def stuck(self) -> bool:
-        """Nothing runs, something waits, and only failures or repairs are to come: it will wait for ever."""
-        return not self.events.may_start_jobs() and (not self.options.interval_s or self.checked > 2)
-
-    def happen(self, kind: EventKind, name: str, number: int) -> None:
-        self.checked = 0
-        if kind == "arrive":
-            job = self.trace[number]
-            if not self.possible(job.request):
-                self.run.impossible.append(job.request)
-                return
-            self.live[name] = _Live(job.request, job.work, number)
-            self.enqueue(job.request, number)
-            self.settled_s = None
-        elif kind == "advance":
-            one = self.live.get(name)
-            if one is not None and one.event == number and one.places:
-                self.settled_s = None
-                self.advance(one)
-                # This is when it gets there. Late in a long trace the clock's last digit is worth more than what is
-                # left: counted from the clock alone, it would come closer for ever and never end.
-                one.done = max(one.done, min(one.work, one.changes_at))
-                if one.done >= one.work:
-                    self.finish(one)
-                else:
-                    self.go_on(one)
-        elif kind == "fail":
-            self.fail(name)
-        elif kind == "repair":
-            self.set_health(name, replace(self.nodes[self.free.index[name]], health="ready"))
-
-    def possible(self, job: JobRequest) -> bool:
-        """Whether an empty and whole cluster could run it: a queue must not wait for a job that never starts."""
-        shape = shape_key(job)
-        known = self.fitting.get(shape)
-        if known is None:
-            known = self.fitting[shape] = slots(job, self.empty)
-        return known >= (job.min_tasks or job.tasks)
-
-    def enqueue(self, request: JobRequest, number: int) -> None:
-        self.waiting.add(request, number)
+        """Nothing runs, something waits, and only failures are to come: it will wait for ever."""
+        return not self.running and not self.to_come and (not self.options.interval_s or self.in_vain > 2)
 
     # -- jobs
+
+    def arrive(self, number: int) -> None:
+        """A job that an empty and whole cluster could not run is left out: nobody must wait for it."""
+        self.to_come -= 1
+        job = self.trace[number].request
+        if job.shape not in self.fitting:
+            self.fitting[job.shape] = slots(job, self.empty)
+        if self.fitting[job.shape] < (job.min_tasks or job.tasks):
+            self.run.impossible.append(job)
+            return
+        one = self.live[job.job_id] = _Live(job, self.trace[number].work, number)
+        self.enqueue(one)
+        self.settled_s = None
+
+    def enqueue(self, one: _Live) -> None:
+        at = bisect.bisect(self.queue_keys, one.place_in_queue)
+        self.queue_keys.insert(at, one.place_in_queue)
+        self.queue.insert(at, one.request)
+
+    def dequeue(self, one: _Live) -> None:
+        at = bisect.bisect_left(self.queue_keys, one.place_in_queue)
+        del self.queue_keys[at], self.queue[at]
 
     def advance(self, one: _Live) -> None:
         """Work done until now, at the rate it had."""
@@ -202,6 +216,21 @@ class _Player:
             one.done = min(one.work, one.done + one.rate * ran_s)
             one.since_s = self.now_s
 
+    def advance_to_event(self, name: str, number: int) -> None:
+        """A job ends, or its rate changes."""
+        one = self.live.get(name)
+        if one is None or one.event != number or not one.places:
+            return
+        self.settled_s = None
+        self.advance(one)
+        # This is when it gets there. Late in a long trace the clock's last digit is worth more than what is
+        # left: counted from the clock alone, it would come closer for ever and never end.
+        one.done = max(one.done, min(one.work, one.changes_at))
+        if one.done >= one.work:
+            self.finish(one)
+        else:
+            self.go_on(one)
+
     def go_on(self, one: _Live) -> None:
         """The next event of this job: its end, or when its rate changes."""
         one.rate, one.changes_at = self.speed.rate(one.request, one.places, one.done)
@@ -209,7 +238,7 @@ class _Player:
         if one.rate > 0:
             until = min(one.work, one.changes_at) - one.done
             began_s = max(self.now_s, one.since_s)
-            self.events.push(began_s + until / one.rate, "advance", one.request.job_id, one.event)
+            self.push(began_s + until / one.rate, "advance", one.request.job_id, one.event)
 
     def start(self, one: _Live, places: tuple[TaskPlace, ...], pause_s: float) -> None:
         request = one.request
@@ -220,10 +249,23 @@ class _Player:
         if one.first_start_s is None:
             one.first_start_s = self.now_s
         expected = None if request.predicted_s is None else one.since_s + request.predicted_s
-        self.running.put(RunningJob(request, places, self.now_s, expected, one.restarts + one.resizes))
-        self.releases.add(request, places, expected)
+        self.running[request.job_id] = RunningJob(
+            request, places, self.now_s, expected, one.restarts + one.resizes
+        )
         self.used_gpus += one.gpus
         self.go_on(one)
+        self.speed.started(request, places)
+
+    def leave(self, one: _Live) -> RunningJob:
+        """Frees its places."""
+        self.advance(one)
+        request = one.request
+        self.run.segments.append(Segment(request.job_id, one.run_began_s, self.now_s, one.places))
+        self.free.release(request, one.places)
+        self.speed.left(request, one.places)
+        self.used_gpus -= one.gpus
+        one.places, one.event = (), one.event + 1
+        return self.running.pop(request.job_id)
 
     def stop(self, one: _Live) -> None:
         """Frees its places, before it waits again: what it was told about its past is kept in its request."""
@@ -233,17 +275,6 @@ class _Player:
             ran_s = max(0.0, self.now_s - run.started_s - request.startup_s)
             left = max(request.predicted_s - ran_s, 0.05 * request.predicted_s)
         one.request = request.after_run(run.attained_gpu_s(self.now_s), left)
-
-    def leave(self, one: _Live) -> RunningJob:
-        self.advance(one)
-        request = one.request
-        self.run.segments.append(Segment(request.job_id, one.run_began_s, self.now_s, one.places))
-        self.free.release(request, one.places)
-        self.used_gpus -= one.gpus
-        run = self.running.drop(request.job_id)
-        self.releases.remove(request, one.places, run.expected_end_s)
-        one.places, one.event = (), one.event + 1
-        return run
 
     def finish(self, one: _Live) -> None:
         self.leave(one)
@@ -258,24 +289,17 @@ class _Player:
 
     # -- nodes
 
-    def set_health(self, name: str, node: ClusterNode) -> None:
-        number = self.free.index[name]
-        self.nodes[number] = node
-        self.snapshot_nodes = tuple(self.nodes)
-        self.free.nodes = self.snapshot_nodes
-        ready = self.free.ready.copy()
-        ready[number] = node.health == "ready"
-        self.free.set_ready(ready)
-        self.releases.set_health(number)
+    def set_health(self, number: int, node: ClusterNode) -> None:
+        self.free.replace_node(number, node)
         self.settled_s = None
 
     def fail(self, name: str) -> None:
-        node = self.nodes[self.free.index[name]]
+        number = self.free.index[name]
+        node = self.free.nodes[number]
         if node.health == "down":
             return
         self.run.node_failures += 1
-        hit = list(jobs_on_nodes(self.running).get(name, {}).values())
-        for job in hit:
+        for job in [one for one in self.running.values() if name in one.node_names]:
             one = self.live[job.job_id]
             self.advance(one)
             ran_s = max(0.0, self.now_s - one.run_began_s)
@@ -284,100 +308,75 @@ class _Player:
             self.stop(one)
             one.restarts += 1
             self.run.lost_work += one.rate * lost_s
-            self.enqueue(one.request, one.number)
-        cordoned = node.health == "cordoned"
-        self.set_health(name, replace(node, health="down", failures=node.failures + 1))
-        if self.options.failures is not None and not cordoned:
-            self.events.push(self.now_s + self.options.failures.repair_s, "repair", name)
+            self.enqueue(one)
+        self.set_health(number, replace(node, health="down", failures=node.failures + 1))
+        if self.options.failures is not None and node.health != "cordoned":
+            self.to_come += 1
+            self.push(self.now_s + self.options.failures.repair_s, "repair", name)
 
     # -- decisions
 
     def snapshot(self) -> Snapshot:
         if self.speed.refreshes:
             self.refresh()
-        return Snapshot(
-            self.now_s, self.snapshot_nodes, self.waiting, self.running, self.free, self.quotas, self.releases
-        )
+        nodes, running = self.free.nodes, MappingProxyType(self.running)
+        return Snapshot(self.now_s, nodes, tuple(self.queue), running, self.free.read_only(), self.quotas)
 
     def refresh(self) -> None:
-        for name, job in self.running.items():
-            one = self.live[name]
-            self.advance(one)
-            fresh = self.speed.refreshed(one.request, one.done)
-            if fresh is not one.request:
-                one.request = fresh
-                self.running.swap(replace(job, request=fresh))
-        for waiting in list(self.waiting):
-            one = self.live[waiting.job_id]
+        """What policies shall know about the jobs now."""
+        for one in self.live.values():
+            if one.places:
+                self.advance(one)
             one.request = self.speed.refreshed(one.request, one.done)
-            self.waiting.replace(one.request)
+            name = one.request.job_id
+            if one.places and self.running[name].request is not one.request:
+                self.running[name] = replace(self.running[name], request=one.request)
+        self.queue = [self.live[job.job_id].request for job in self.queue]
 
     def decide(self) -> None:
-        asked = 1
-        while self.decide_part():
-            asked += 1
-            if asked > _MOST_ASKED:
-                raise BrokenPolicy(f"at {self.now_s:g} s the policy was unfinished {_MOST_ASKED:,} times")
-        if self.options.drop:
-            for job in list(self.waiting):
-                self.waiting.remove(job.job_id)
-                del self.live[job.job_id]
-                self.run.dropped.append(job)
-
-    def decide_part(self) -> bool:
-        """Whether there is more to decide at this moment."""
         snapshot = self.snapshot()
         decisions = self.policy(snapshot)
         self.run.decisions += 1
         moves = [one for one in decisions if not isinstance(one, Waits)]
-        idle = not any(isinstance(one, _STARTS) for one in moves)
-        self.checked = self.checked + 1 if idle and self.waiting else 0
+        started = any(isinstance(one, JobPlacement | Resize) for one in moves)
+        self.in_vain = self.in_vain + 1 if self.queue and not started else 0
         self.settled_s = None if moves else self.now_s
         if self.options.check and moves and (wrong := violations(snapshot, moves)):
             raise BrokenPolicy(f"the policy broke a rule at {self.now_s:g} s: {wrong[0]}")
         if self.options.keep_log:
             self.run.log.append((self.now_s, tuple(decisions)))
         for decision in moves:
-            if isinstance(decision, _STOPS):
-                self.stop_for(decision)
+            if isinstance(decision, Eviction | Resize):
+                one = self.live[decision.job_id]
+                self.stop(one)
+                one.saved = one.done  # a checkpoint is written first
+                one.why = decision.reason
         for decision in moves:
             self.carry_out(decision)
-        return any(isinstance(one, Unfinished) for one in moves)
 
-    def stop_for(self, decision: Eviction | Resize) -> None:
+    def carry_out(self, decision: Decision) -> None:
+        """Of what is evicted or resized, the job has stopped already."""
+        if isinstance(decision, Cordon):
+            number = self.free.index[decision.node]
+            node = self.free.nodes[number]
+            if node.health == "ready":
+                self.set_health(number, replace(node, health="cordoned"))
+                self.run.cordoned.append(decision.node)
+            return
         one = self.live[decision.job_id]
-        self.stop(one)
-        one.saved = one.done  # a checkpoint is written first
-        one.why = decision.reason
-
-    def carry_out(self, decision: JobPlacement | Eviction | Resize | Cordon | Unfinished) -> None:
         if isinstance(decision, JobPlacement):
-            one = self.live[decision.job_id]
-            self.waiting.remove(decision.job_id)
+            self.dequeue(one)
             one.why = decision.reason
             first = one.first_start_s is None
             self.start(one, decision.places, one.request.startup_s if first else one.request.checkpoint_s)
         elif isinstance(decision, Eviction):
-            one = self.live[decision.job_id]
             one.restarts += 1
             self.run.evictions += 1
-            self.enqueue(one.request, one.number)
+            self.enqueue(one)
         elif isinstance(decision, Resize):
-            one = self.live[decision.job_id]
             one.resizes += 1
             self.run.resizes += 1
             self.start(one, decision.places, one.request.checkpoint_s)
-        elif isinstance(decision, Cordon):
-            node = self.nodes[self.free.index[decision.node]]
-            if node.health == "ready":
-                self.set_health(decision.node, replace(node, health="cordoned"))
-                self.run.cordoned.append(decision.node)
-
-    # -- what is counted over time
-
-    def count_until(self, at_s: float) -> None:
-        self.run.used_gpu_s += self.used_gpus * (at_s - self.counted_s)
-        self.counted_s = at_s
 
 
 def play(
@@ -388,10 +387,5 @@ def play(
     options: PlayOptions | None = None,
 ) -> ClusterRun:
     """The whole trace, until its last job ends or nothing can ever start again."""
-    collects = gc.isenabled()
-    gc.disable()  # it would walk a hundred thousand jobs again and again, in the middle of decisions
-    try:
-        return _Player(list(nodes), trace, policy, speed or FixedSpeed(), options or PlayOptions()).play()
-    finally:
-        if collects:
-            gc.enable()
+    free = FreeCapacity(tuple(nodes))
+    return _Player(trace, policy, speed or FixedSpeed(), options or PlayOptions(), free).play()

@@ -3,7 +3,6 @@ and whose steps are worth less in large batches. `play` asks this file how fast 
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, TaskPlace
 from cumulo.cluster.simulate.job_speed import TraceJob
 from cumulo.cluster.simulate.trace_lines import once, read_lines
 from cumulo.cluster.simulate.traces import error_of
@@ -117,15 +116,18 @@ class PolluxSpeed:
         self.refreshes = self.adaptive
         self.most_gpus: dict[str, int] = {}
 
-    def beside(self, running: Mapping[str, RunningJob]) -> None:
-        pass  # neighbours do not slow each other down here
-
     def rate(self, job: JobRequest, places: tuple[TaskPlace, ...], done: float) -> tuple[float, float]:
         app = application_of(job.job_id)
         nodes = len({place.node for place in places})
         self.most_gpus[job.job_id] = max(len(places), self.most_gpus.get(job.job_id, 0))
         batch = None if self.adaptive and app.name != "ncf" else self.batches[job.job_id]
         return app.goodput(len(places), nodes, done, batch), app.noise_at(done)[1]
+
+    def started(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
+        pass  # neighbours do not slow each other down here
+
+    def left(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
+        pass
 
     def refreshed(self, job: JobRequest, done: float) -> JobRequest:
         """A job shows its goodput with up to twice the GPUs it has had: nobody has measured it with more."""

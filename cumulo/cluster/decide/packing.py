@@ -14,11 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
-from cumulo.cluster.decide.fit import task_places, tasks_that_fit
-from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
-from cumulo.cluster.decide.nodes import FreeCapacity, Ints
-from cumulo.cluster.decide.policy.fifo import why_not
-from cumulo.cluster.decide.policy.fragmentation import (
+from cumulo.cluster.decide.fit import task_places, tasks_that_fit, why_not
+from cumulo.cluster.decide.fragmentation import (
     Floats,
     TaskMix,
     TaskShape,
@@ -26,6 +23,8 @@ from cumulo.cluster.decide.policy.fragmentation import (
     reachable_shapes,
     shape_of,
 )
+from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
@@ -43,9 +42,8 @@ def packing_policy(scorer: Scorer, name: str, seed: int = 0, any_gpu: bool = Fal
     def policy(snapshot: Snapshot) -> list[Decision]:
         decided: list[Decision] = []
         free, book = snapshot.free, QuotaBook(snapshot)
-        for number, job in enumerate(snapshot.waiting):
-            last = job.tasks == 1 and number + 1 == len(snapshot.waiting)
-            trial = free if last else free.copy()
+        for job in snapshot.waiting:
+            trial = free.copy()
             places = _place(job, trial, scorer, seed, any_gpu)
             refused = why_not(job, free) if places is None else book.refuses(job)
             if places is None or refused is not None:
@@ -53,8 +51,6 @@ def packing_policy(scorer: Scorer, name: str, seed: int = 0, any_gpu: bool = Fal
                 continue
             decided.append(JobPlacement(job.job_id, places, f"best score by {name}"))
             book.count(job, job.gpus)
-            if job.tasks == 1 and not last:
-                trial.allocate(job, places)
             free = trial
         return decided
 
@@ -64,7 +60,7 @@ def packing_policy(scorer: Scorer, name: str, seed: int = 0, any_gpu: bool = Fal
 def _place(
     job: JobRequest, free: FreeCapacity, scorer: Scorer, seed: int, any_gpu: bool
 ) -> tuple[TaskPlace, ...] | None:
-    """All tasks, one after another; takes them from `free` if there is more than one."""
+    """All tasks, one after another; takes them from `free`."""
     places: list[TaskPlace] = []
     order = _order(len(free.nodes), seed)
     draw = np.random.Generator(np.random.PCG64(zlib.crc32(f"{seed} {job.job_id}".encode())))
@@ -83,8 +79,7 @@ def _place(
         else:
             (place,) = task_places(job, free, [(node, 1)])
         places.append(place)
-        if job.tasks > 1:
-            free.allocate(job, [place])
+        free.allocate(job, [place])
     return tuple(places)
 
 
@@ -156,22 +151,23 @@ def kind_of(job: JobRequest) -> str:
 @dataclass
 class GradientDescent:
     """FGD: the node, and for a share the GPU, where the task adds the least fragmentation. With `stranded` as the
-    measure it looks ahead."""
+    measure it looks ahead. What was found for a node is found again only when its free capacity is another."""
 
     mix: TaskMix
     measure: Callable[[Ints, Ints, TaskMix, Ints | None], Floats] = fragmentation
-    _known: dict[TaskShape, tuple[Ints, Floats, Ints]] = field(default_factory=dict, repr=False)
+    _found: dict[TaskShape, tuple[Ints, Floats, Ints]] = field(default_factory=dict, repr=False)
 
     def __call__(self, job: JobRequest, free: FreeCapacity, able: Ints) -> tuple[Floats, Ints | None]:
-        shape = shape_of(job)
-        size = len(free.nodes)
-        seen, saved, gpus = self._known.setdefault(
-            shape, (np.full(size, -1), np.zeros(size), np.zeros(size, dtype=np.int64))
-        )
-        stale = able[seen[able] != free.version[able]]
+        shape, size = shape_of(job), len(free.nodes)
+        now = np.column_stack((free.gpu_milli[able], free.cpu_milli[able]))
+        if shape not in self._found:
+            nothing = np.full((size, now.shape[1]), -1)
+            self._found[shape] = nothing, np.zeros(size), np.zeros(size, dtype=np.int64)
+        seen, saved, gpus = self._found[shape]
+        stale = able[(seen[able] != now).any(axis=1)]
         if len(stale):
             saved[stale], gpus[stale] = self._less_fragmented(job, free, stale)
-            seen[stale] = free.version[stale]
+            seen[able] = now
         return _percent(saved[able]), gpus[able] if job.fractional else None
 
     def _less_fragmented(self, job: JobRequest, free: FreeCapacity, nodes: Ints) -> tuple[Floats, Ints]:

@@ -114,7 +114,7 @@ def reachable_shapes(free: FreeCapacity, nodes: Ints, mix: TaskMix) -> Ints | No
     if not any(shape.devices for shape in mix.shapes):
         return None
     everywhere = np.ones(len(nodes), dtype=np.bool_)
-    masks = [free.device_mask(shape.devices)[nodes] if shape.devices else everywhere for shape in mix.shapes]
+    masks = [free.accepted(shape.devices)[nodes] if shape.devices else everywhere for shape in mix.shapes]
     return np.stack(masks, axis=1)
 
 

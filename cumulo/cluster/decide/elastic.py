@@ -1,0 +1,216 @@
+"""Elastic jobs, resized by marginal goodput (the idea of Pollux, Qiao et al., OSDI 2021): GPUs go where the
+next one adds most to the power mean of all jobs' speedups over a fair share, and a change must pay for the
+restart it costs.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Waits
+from cumulo.cluster.decide.elastic_sizes import Floats, TenantLimits, choose_sizes, possible_sizes
+from cumulo.cluster.decide.fit import Places, task_places, tasks_that_fit
+from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, TaskPlace
+from cumulo.cluster.decide.nodes import FreeCapacity, Ints
+from cumulo.cluster.decide.queueing import MOST_REASONS, fifo
+from cumulo.cluster.decide.quotas import QuotaBook
+from cumulo.cluster.decide.snapshot import Policy, Snapshot
+
+_LITTLE = 1e-3  # so that a job without GPUs has a finite cost
+_NO_LIMIT = 1 << 40
+_UNKNOWN_S = 3600.0  # a job of unknown duration counts as an hour
+_SHORT_S = 60.0  # jobs that are shorter count alike
+# GPU time from which on a job counts less. If it counted a little less at every decision, jobs that wait would take
+# turns with those that run (Tiresias has queues for this: Gu et al., 2019).
+_QUEUES_S: Floats = np.array([_SHORT_S * 4.0**queue for queue in range(21)])
+
+SizeChange = tuple[JobRequest, Places, int]  # a job, the places it has, and the size it gets
+
+
+def elastic(
+    restart_s: float = 30.0, sizes: Iterable[int] = (), short_first: float = 0.0, predicted: bool = True
+) -> Policy:
+    """`restart_s`: the least that a restart costs; a job's `checkpoint_s` may be more. `short_first`: by what
+    power shorter jobs count more: by their predicted remaining time or, if nothing is `predicted`, by the GPU time
+    they have had, in steps. Tasks are of one GPU. Sizes: within a node any of `sizes` (none given: any), beyond it
+    whole nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size
+    they ask for."""
+    inside = tuple(sizes)
+
+    def policy(snapshot: Snapshot) -> list[Decision]:
+        free, book = snapshot.free.copy(), QuotaBook(snapshot)
+        if not free.ready.any():
+            return []
+        rigid = [job for job in snapshot.waiting if not _resizable(job)]
+        decided = fifo(replace(snapshot, waiting=rigid))
+        by_name = {job.job_id: job for job in rigid}
+        for one in decided:
+            if isinstance(one, JobPlacement):
+                free.allocate(by_name[one.job_id], one.places)
+                book.count(by_name[one.job_id], by_name[one.job_id].gpus)
+        jobs = _Jobs(snapshot)
+        if not len(jobs.requests):
+            return decided
+        node_gpus = int(free.gpus[free.ready].max())
+        gpus = int(free.whole[free.ready].sum() + jobs.current.sum())
+        options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
+        costs = _costs(jobs, restart_s, options, node_gpus, max(1, -(-gpus // len(jobs.requests))))
+        if short_first:
+            costs *= _weights(jobs, short_first, predicted)[:, None]
+        wanted = choose_sizes(costs, options, gpus, _tenant_limits(jobs, book))
+        # Jobs that keep their size keep their places; the others, the largest first.
+        rows = np.flatnonzero(wanted != jobs.current)
+        rows = rows[np.lexsort((jobs.arrival_s[rows], -wanted[rows]))]
+        changes = [(jobs.requests[row], jobs.places[row], int(wanted[row])) for row in rows.tolist()]
+        nothing = np.flatnonzero((wanted == 0) & (jobs.current == 0)).tolist()
+        decided += _placed(changes, node_gpus, free, book)
+        return decided + _told_why([jobs.requests[row] for row in nothing], book)
+
+    return policy
+
+
+def _resizable(job: JobRequest) -> bool:
+    return job.speed is not None and job.gpus_per_task == 1 and not job.fractional
+
+
+class _Jobs:
+    """The elastic jobs of a snapshot in columns: those that wait, then those that run and may be preempted."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        waiting = [job for job in snapshot.waiting if _resizable(job)]
+        running = [
+            one for one in snapshot.running.values() if _resizable(one.request) and one.request.preemptible
+        ]
+        running.sort(key=lambda one: (one.started_s, one.request.arrival_s, one.job_id))
+        self.requests = [*waiting, *(one.request for one in running)]
+        self.places = [*([()] * len(waiting)), *(one.places for one in running)]
+        nothing = [0.0] * len(waiting)
+        self.current: Ints = np.array([len(places) for places in self.places], dtype=np.int64)
+        self.restarts = np.array([*nothing, *(one.restarts for one in running)])
+        self.most: Ints = np.array([job.max_tasks or job.tasks for job in self.requests], dtype=np.int64)
+        self.arrival_s = np.array([job.arrival_s for job in self.requests])
+        self.checkpoint_s = np.array([job.checkpoint_s for job in self.requests])
+        self.age_s = np.maximum(1.0, snapshot.now_s - self.arrival_s)
+        self.predicted_s = np.array([job.predicted_s or _UNKNOWN_S for job in self.requests])
+        started_s = np.array([*nothing, *(one.started_s for one in running)])
+        had = np.array([job.attained_gpu_s for job in self.requests])
+        self.attained_gpu_s = had + self.current * (snapshot.now_s - started_s)
+
+
+def _costs(jobs: _Jobs, restart_s: float, options: Ints, node_gpus: int, share: int) -> Floats:
+    """[jobs, sizes]: what a power mean with exponent −1 adds up, 1 / speedup over a fair `share`. Infinite: this
+    size is not possible."""
+    tables: dict[int, int] = {}  # thousands of jobs have a few dozen speed tables
+    speedups: list[Floats] = []
+    table = []
+    for job in jobs.requests:
+        assert job.speed is not None
+        if id(job.speed) not in tables:
+            tables[id(job.speed)] = len(speedups)
+            speedups.append(_speedups(job.speed, options, node_gpus, share))
+        table.append(tables[id(job.speed)])
+    pause_s = np.maximum(jobs.checkpoint_s, restart_s)
+    keep = np.maximum(jobs.age_s - jobs.restarts * pause_s, 0.0) / (jobs.age_s + pause_s)
+    speedup: Floats = np.array(speedups)[table]
+    stays = np.arange(len(table)), np.searchsorted(options, jobs.current)
+    as_it_is = speedup[stays]
+    speedup *= np.maximum(keep, 0.05)[:, None]
+    speedup[stays] = as_it_is  # no restart
+    costs: Floats = 1.0 / (speedup + _LITTLE)
+    costs[options > np.maximum(jobs.most, jobs.current)[:, None]] = np.inf
+    return costs
+
+
+def _speedups(speed: SpeedTable, options: Ints, node_gpus: int, share: int) -> Floats:
+    """The goodput with each size over that of the largest possible size within a fair share."""
+    largest = max(len(speed.one_node), len(speed.many_nodes))  # few jobs may have shares of thousands
+    within = (speed.goodput(size, -(-size // node_gpus)) for size in range(min(share, largest), 0, -1))
+    fair = next((goodput for goodput in within if goodput > 0), 1.0)
+    return np.array([speed.goodput(size, -(-size // node_gpus)) for size in options.tolist()]) / fair
+
+
+def _weights(jobs: _Jobs, power: float, predicted: bool) -> Floats:
+    """Shorter jobs count more: by the time they are predicted to take, or by the GPU time that they have had."""
+    seconds = np.maximum(jobs.predicted_s, _SHORT_S)
+    if not predicted:
+        seconds = _QUEUES_S[np.searchsorted(_QUEUES_S[1:], jobs.attained_gpu_s, side="right")]
+    weights: Floats = (3600.0 / seconds) ** power
+    return weights
+
+
+def _tenant_limits(jobs: _Jobs, book: QuotaBook) -> TenantLimits:
+    """What the jobs of a tenant may have together: what they have, and the rest up to the limit."""
+    names = list(dict.fromkeys(job.tenant for job in jobs.requests))
+    numbers = {name: number for number, name in enumerate(names)}
+    tenant = np.array([numbers[job.tenant] for job in jobs.requests], dtype=np.int64)
+    left = [min(max(book.left_to(name), 0), _NO_LIMIT) for name in names]
+    has = np.bincount(tenant, jobs.current, len(names)).astype(np.int64)
+    return TenantLimits(tenant, has + np.array(left).astype(np.int64))
+
+
+def _placed(
+    changes: Sequence[SizeChange], node_gpus: int, free: FreeCapacity, book: QuotaBook
+) -> list[Decision]:
+    """What shrinks or ends comes before what grows or starts, so that its GPUs are there for others, and no moment
+    holds more than there is. One for which there is no room gets fewer GPUs. A job that would grow has its places
+    until there are more for it: it is not restarted for nothing."""
+    stopped: list[Decision] = []
+    resized: list[Decision] = []
+    started: list[Decision] = []
+    refused: list[JobRequest] = []
+    for job, had, size in changes:
+        if size >= len(had):
+            continue
+        free.release(job, had)
+        places = _largest(job, size, free, node_gpus)
+        free.allocate(job, places)
+        book.count(job, len(places) - len(had))
+        if places:
+            resized.append(Resize(job.job_id, places, _why(places)))
+        else:
+            stopped.append(Eviction(job.job_id, "its GPUs add more goodput to other jobs"))
+    for job, had, size in changes:
+        if size < len(had):
+            continue
+        size = int(min(size, len(had) + book.left_to(job.tenant)))
+        free.release(job, had)
+        places = _largest(job, size, free, node_gpus)
+        if len(places) <= len(had):
+            free.allocate(job, had)
+            if not had:
+                refused.append(job)
+            continue
+        free.allocate(job, places)
+        book.count(job, len(places) - len(had))
+        if had:
+            resized.append(Resize(job.job_id, places, _why(places)))
+        else:
+            started.append(JobPlacement(job.job_id, places, _why(places)))
+    return stopped + resized + started + _told_why(refused, book)
+
+
+def _largest(job: JobRequest, size: int, free: FreeCapacity, node_gpus: int) -> Places:
+    """Places for so many GPUs, or for as many as there are: on the tightest node, or on whole nodes."""
+    if size <= 0:
+        return ()
+    fits = tasks_that_fit(job, free)
+    if size > node_gpus:
+        empty = np.flatnonzero((free.whole == node_gpus) & (fits >= node_gpus))[: size // node_gpus]
+        if len(empty) > 1:
+            return task_places(job, free, [(node, node_gpus) for node in empty.tolist()])
+    size = min(size, node_gpus, int(fits.max()))
+    if not size:
+        return ()
+    able = np.flatnonzero(fits >= size)
+    return task_places(job, free, [(int(able[free.whole[able].argmin()]), size)])
+
+
+def _told_why(jobs: Sequence[JobRequest], book: QuotaBook) -> list[Decision]:
+    """Why jobs that wait get no GPU."""
+    otherwise = "no GPU adds more goodput here than where it is"
+    return [Waits(job.job_id, book.refuses(job, 1) or otherwise) for job in jobs[:MOST_REASONS]]
+
+
+def _why(places: Sequence[TaskPlace]) -> str:
+    return f"{len(places)} GPUs: one more would add more goodput to another job"

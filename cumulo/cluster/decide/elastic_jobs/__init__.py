@@ -1,1 +1,0 @@
-"""Elastic jobs: how many GPUs each gets, by marginal goodput."""
