@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from cumulo.base.report import Row
-from cumulo.train.data.packing import Packing
-from cumulo.train.data.token_file import TokenDataset
+from cumulo.train.data.packing import Packing, TokenDataset
 
 TOKENS = 20_000_000
 BATCH = 16

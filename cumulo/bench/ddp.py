@@ -17,8 +17,7 @@ from cumulo.ranks.start import run_ranks, tell_starter
 from cumulo.spec.model import ModelSpec
 from cumulo.train.data.loader import DeviceBatch
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.model.initialise import initialise
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.model import TrainingDecoder, initialise
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
 
 SPEC = ModelSpec("llama", 4096, 256, 6, 4, 4, 64, 704, 256)

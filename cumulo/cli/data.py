@@ -30,8 +30,8 @@ def build(
     """Tokenize sources into one memory-mapped file. After an interruption, the same command resumes."""
     from cumulo.cli.shared.terminal import loading, out
     from cumulo.train.data.dataset_build import build_dataset
+    from cumulo.train.data.packing import TokenDataset
     from cumulo.train.data.prepare import trained_tokenizer
-    from cumulo.train.data.token_file import TokenDataset
 
     with loading(lines=True) as show:
         if tokenizer is None:
@@ -55,7 +55,7 @@ def show(
     from cumulo.cli.shared.terminal import out
     from cumulo.errors import ConfigError
     from cumulo.models.text.tokenizer import load_tokenizer
-    from cumulo.train.data.token_file import TokenDataset
+    from cumulo.train.data.packing import TokenDataset
 
     dataset = TokenDataset(folder)
     if document >= dataset.documents:

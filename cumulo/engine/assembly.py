@@ -40,7 +40,7 @@ from cumulo.engine.play.tiers.mover import TierMover, host_block_of
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.device_memory import gpu_memory
 from cumulo.layout.equal_sums import invariant_ep
-from cumulo.layout.expert_copies import copies_problem
+from cumulo.layout.expert_placement import copies_problem
 from cumulo.layout.serving import serving_problems
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, ModelFiles, inspect_model, load_model

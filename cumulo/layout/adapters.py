@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
 
 # Matrices of a layer whose adapters are served, and of how many of a file's matrices each is made.
 SERVED_SECTIONS = {

@@ -9,11 +9,27 @@ Experts are spread over runs of `ep` neighbours in the (dp, cp) plane, which hol
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cumulo.errors import ConfigError
-from cumulo.layout.divide import nearest_divisor
+from cumulo.spec.model import ModelSpec
+
+
+def divisors(number: int, largest: int) -> list[int]:
+    """In order, none above `largest`."""
+    return [size for size in range(1, min(number, largest) + 1) if number % size == 0]
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of a number that is nearest to `wanted`, the smaller one of two."""
+    return min(divisors(number, number), key=lambda size: abs(size - wanted))
+
+
+def uneven(axis: str, size: int, what: str, count: int) -> str:
+    """Says that `size` ranks of an axis cannot share something, and how many could."""
+    return f"{axis} {size} cannot share {count} {what} evenly; {axis} {nearest_divisor(count, size)} can"
+
 
 Axis = Literal[
     "world", "pp", "dp", "cp", "tp", "data", "ep", "expert_data", "ring", "ulysses", "shard", "copies"
@@ -165,3 +181,25 @@ def _problems(layout: Layout) -> Iterator[str]:
         yield f"layout.zero is 0, 1, 2 or 3, got {layout.zero}"
     if layout.sequence_parallel and layout.tp == 1:
         yield "layout.sequence_parallel splits tokens over tensor-parallel ranks: it needs tp of 2 or more"
+
+
+def local_spec(spec: ModelSpec, tp: int, ep: int = 1) -> ModelSpec:
+    """Sizes of a rank's slices. With `ep` only the rank's own experts are counted, which are whole; without it all
+    are, since the router knows them all. Where there are more ranks than key/value heads, each has one."""
+    moe = spec.moe
+    if moe is not None:
+        moe = replace(
+            moe,
+            expert_hidden=moe.expert_hidden if ep > 1 else max(1, moe.expert_hidden // tp),
+            shared_hidden=moe.shared_hidden // tp,
+        )
+        if ep > 1:
+            moe = replace(moe, experts=max(moe.experts_per_token, moe.experts // ep), groups=1, top_groups=1)
+    return replace(
+        spec,
+        heads=spec.heads // tp,
+        kv_heads=max(1, spec.kv_heads // tp),
+        ffn_hidden=max(1, spec.ffn_hidden // tp),
+        vocab_size=max(1, spec.vocab_size // tp),
+        moe=moe,
+    )

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cumulo.errors import ConfigError
-from cumulo.layout.box import Box, slice_in_parts, whole_box
 from cumulo.layout.check import tensor_sliced
-from cumulo.layout.pieces import tp_cut
+from cumulo.layout.pieces import Box, slice_in_parts, tp_cut, whole_box
 from cumulo.layout.stages import split_layers
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Decoder: the one language model of Cumulo, dense, mixture-of-experts or latent attention as its spec says.
 
 A runner calls `forward` with one step's flat tokens and the KV cache, then `logits`. Loaders fill its
-parameters by name (`cumulo.spec.parameters` lists them) or replace matrices by packed ones.
+parameters by name (`cumulo.spec.counting` lists them) or replace matrices by packed ones.
 """
 
 from collections.abc import Callable, Sequence

@@ -6,6 +6,23 @@ from cumulo.errors import ModelError
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import model_operations
 
+# Names and shapes of a decoder's parameters, from its spec alone. Read by the naming tables, the memory
+# ledger and the planner, which must know a model's size before anything is allocated.
+#
+# Names are those of `cumulo.models.decoder.Decoder`; fused parameters are fused here too.
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def parameter_shapes(spec: ModelSpec) -> Shapes:
+    """Every parameter of the decoder in the order of computation: name to shape."""
+    return {
+        weight.name if layer is None else f"layers.{layer}.{weight.name}": weight.shape
+        for layer, operation in model_operations(spec)
+        for weight in operation.weights
+    }
+
+
 # Scales and minima of the quantised kinds included: a Q4_0 block is 32 4-bit numbers and one float16.
 BITS_PER_WEIGHT = {
     "float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "float8": 8.0, "int8": 8.0,

@@ -14,8 +14,8 @@ from cumulo.checkpoint.decide.memory_plan import MemoryFile, fetches, file_of, f
 from cumulo.checkpoint.play.held import held_whole, own_parts
 from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
 from cumulo.errors import TrainingError
-from cumulo.layout.box import Box
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import Box
 from cumulo.ranks.groups import control_group
 from cumulo.ranks.team import Team
 from tests.train.pool import run_ranks

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
-from cumulo.layout.expert_copies import EMPTY, ExpertCopies, copies_problem, first_places, place_copies
+from cumulo.layout.expert_placement import EMPTY, ExpertCopies, copies_problem, first_places, place_copies
 
 
 @st.composite

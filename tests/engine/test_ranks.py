@@ -26,7 +26,7 @@ from cumulo.errors import ConfigError, RanksFailed
 from cumulo.layout.serving import ServingLayout, held_parameters, rank_part, serving_problems
 from cumulo.models.files.load import inspect_model
 from cumulo.ranks.rank_meter import PID, READ, WORDS
-from cumulo.spec.parameters import parameter_shapes
+from cumulo.spec.counting import parameter_shapes
 from tests import thorough
 from tests.engine.equivalence import Lengths, Request, draw_requests
 from tests.engine.guided_engine import CLOSING, VOCAB

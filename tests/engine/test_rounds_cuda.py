@@ -24,7 +24,7 @@ from cumulo.kernels.cuda.sampling.rounds import (
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.play.cuda_eagle import CudaEagle
 from cumulo.spec.model import ModelSpec
-from cumulo.train.head.states import hidden_states
+from cumulo.train.head.writer import hidden_states
 from tests.engine.test_runner_cuda import prompt, run
 from tests.thorough import rare
 

@@ -17,7 +17,7 @@ from cumulo.engine.play.draft_source import DraftSource, attach_rounds
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.sampling.tree_growth import PART, grow
 from cumulo.kernels.cuda.sampling.trees import tree_words
-from cumulo.train.head.states import hidden_states
+from cumulo.train.head.writer import hidden_states
 from tests.engine.test_rounds_cuda import SPEC, engine_with_head, make_head
 from tests.engine.test_runner_cuda import prompt, run
 from tests.kernels.cuda.test_trees import grown

@@ -17,9 +17,9 @@ from cumulo.models.files.placement import Placement
 from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.models.moe import MixtureOfExperts
 from cumulo.models.rope import RotaryTable, inverse_frequencies
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec, MoESpec, RopeScaling
-from cumulo.spec.parameters import parameter_shapes
 from tests import thorough
 from tests.models import tiny
 from tests.models.stepper import Stepper

@@ -15,7 +15,7 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.models.heads.mtp import load_mtp
 from cumulo.spec.from_huggingface import spec_from_config
-from cumulo.train.head.states import one_sequence
+from cumulo.train.head.writer import one_sequence
 from tests.engine.tiny_engine import VOCAB, make_engine, run
 from tests.models import tiny
 

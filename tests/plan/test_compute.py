@@ -22,8 +22,8 @@ from cumulo.plan.time.compute import (
 from cumulo.plan.time.compute_profile import Profiles
 from cumulo.plan.time.flops import megatron_flops, met_weights, model_flops
 from cumulo.spec import catalog
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
 
 A100, H100 = catalog.device("a100-80gb"), catalog.device("h100-sxm")
 PROFILES = compute_profile.shipped()

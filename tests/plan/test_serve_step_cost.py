@@ -12,7 +12,7 @@ import pytest
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
-from cumulo.layout.local_spec import local_spec
+from cumulo.layout.layout import local_spec
 from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.serve.profile import profile_for, read_profile, shipped_profiles
 from cumulo.plan.serve.published_engine import published_profile

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from cumulo.models.files.load import load_model
-from cumulo.train.data.tokenizer_training import byte_tokenizer, save_tokenizer
+from cumulo.train.data.prepare import byte_tokenizer, save_tokenizer
 from tests.models import tiny
 from tests.models.stepper import Stepper
 

@@ -1,11 +1,10 @@
-"""Tiers of switches: cumulo/spec/fabric_tiers.py."""
+"""Tiers of switches: cumulo/spec/fabric.py."""
 
 import pytest
 
 from cumulo.errors import ConfigError
 from cumulo.spec import catalog
-from cumulo.spec.fabric import Fabric
-from cumulo.spec.fabric_tiers import tiers_of
+from cumulo.spec.fabric import Fabric, tiers_of
 
 NODE = catalog.node("dgx-h100")
 

@@ -15,8 +15,7 @@ from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.data.loader import DeviceBatch, to_device
 from cumulo.train.data.packing import Batch
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.model.initialise import initialise
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.model import TrainingDecoder, initialise
 from cumulo.train.optimizer.optimizer import Optimizer
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
 from tests import thorough

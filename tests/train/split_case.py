@@ -15,8 +15,7 @@ from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.data.loader import to_device
 from cumulo.train.data.packing import IGNORED, Batch
-from cumulo.train.model.initialise import seeded_normal
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.model import TrainingDecoder, seeded_normal
 from cumulo.train.model.split import split_for
 from tests.train.pool import run_ranks
 

@@ -7,7 +7,7 @@ import yaml
 
 from cumulo.errors import ConfigError
 from cumulo.train.decide.config import TrainConfig, config_from, config_text, load_config
-from cumulo.train.run.builtin import builtin_config, free_folder
+from cumulo.train.run.configuration import builtin_config, free_folder
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("train-*.yaml"))
 

@@ -13,9 +13,8 @@ from cumulo.train.data import dataset_build, documents
 from cumulo.train.data.dataset_build import build_dataset
 from cumulo.train.data.documents import STANDARD_LIBRARY, find_files, pieces_of, read_rows
 from cumulo.train.data.loader import BatchLoader
-from cumulo.train.data.packing import IGNORED, Packing, split_documents
-from cumulo.train.data.token_file import TokenDataset
-from cumulo.train.data.tokenizer_training import bpe_tokenizer, byte_tokenizer, save_tokenizer
+from cumulo.train.data.packing import IGNORED, Packing, TokenDataset, split_documents
+from cumulo.train.data.prepare import bpe_tokenizer, byte_tokenizer, save_tokenizer
 
 TEXTS = [f"Document {n}: " + "grüße 🌍 " * (n % 7) + "x" * n for n in range(60)]
 

@@ -19,7 +19,7 @@ from cumulo.models.files.load import load_model
 from cumulo.ranks.groups import Groups, world_group
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.train.decide.config import LoraConfig, OptimizerConfig, TrainConfig
-from cumulo.train.parallel.expert_moves import exchange_rows
+from cumulo.train.parallel.expert_balance import exchange_rows
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import (
     TOLERANCE,

@@ -14,7 +14,7 @@ from cumulo.train.decide.config import TrainConfig
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.model.split import split_for
 from cumulo.train.optimizer.optimizer import Optimizer
-from cumulo.train.parallel.expert_bias import steer_selection_biases
+from cumulo.train.parallel.expert_balance import steer_selection_biases
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import plain_gradients, random_batch, start_weights
 from tests.thorough import rare

@@ -15,11 +15,10 @@ from cumulo.models.heads.eagle import StreamTap, eagle_layers
 from cumulo.models.heads.files import is_eagle_folder, load_eagle, save_eagle
 from cumulo.train.head import examples as examples_module
 from cumulo.train.head.answers import OwnAnswer
-from cumulo.train.head.begin import new_head
 from cumulo.train.head.config import HeadConfig, read_head_config
 from cumulo.train.head.examples import batches, examples_of, together, with_states
-from cumulo.train.head.states import hidden_states, one_sequence
-from cumulo.train.head.trainer import HeadTrainer, _losses
+from cumulo.train.head.trainer import HeadTrainer, _losses, new_head
+from cumulo.train.head.writer import hidden_states, one_sequence
 from tests.engine.equivalence import FreeDrafts, run_alone
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 

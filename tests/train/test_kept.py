@@ -13,10 +13,9 @@ from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.data.loader import to_device
 from cumulo.train.decide.config import DataConfig, ModelConfig, TrainConfig
-from cumulo.train.decide.cpu_activations import cpu_activation_bytes
-from cumulo.train.model.initialise import initialise
-from cumulo.train.model.model import TrainingDecoder
-from cumulo.train.run.kept import KeptActivations
+from cumulo.train.decide.ledger import cpu_activation_bytes
+from cumulo.train.model.model import TrainingDecoder, initialise
+from cumulo.train.run.forecast import KeptActivations
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import random_batch
 from tests.train.pool import run_ranks

@@ -14,8 +14,7 @@ from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.train.data.loader import DeviceBatch, to_device
 from cumulo.train.data.packing import IGNORED, Batch
-from cumulo.train.model.loss import cross_entropy_sum
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.model import TrainingDecoder, cross_entropy_sum
 from tests.models import tiny
 from tests.models.stepper import Stepper
 
@@ -148,7 +147,7 @@ def test_a_document_does_not_feel_its_neighbours(load: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_chunked_cross_entropy_is_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cumulo.train.model.loss._LOGIT_BYTES", 7 * 50 * 4)  # many small chunks
+    monkeypatch.setattr("cumulo.train.model.model._LOGIT_BYTES", 7 * 50 * 4)  # many small chunks
     random = torch.Generator().manual_seed(0)
     x = torch.randn(40, 16, generator=random).to(dtype).requires_grad_()
     weight = torch.randn(50, 16, generator=random).to(dtype).requires_grad_()

@@ -12,8 +12,8 @@ from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig, ScheduleConfig
 from cumulo.train.decide.schedule import learning_rate_share
 from cumulo.train.optimizer.muon import MuonMatrix, muon_step, orthogonalise
-from cumulo.train.optimizer.one_rank import OneRank
 from cumulo.train.optimizer.optimizer import Optimizer, fused_parts
+from cumulo.train.optimizer.sharded_optimizer import OneRank
 
 SPEC = ModelSpec("llama", 32, 16, 1, 4, 2, 4, 24, 64)
 

@@ -16,12 +16,11 @@ from cumulo.errors import ConfigError
 from cumulo.layout.layout import Axis, Layout
 from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.data.loader import to_device
 from cumulo.train.decide.config import LoraConfig, TrainConfig
-from cumulo.train.model.initialise import initialise
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.model import TrainingDecoder, initialise
 from cumulo.train.run.model_run import ModelRun
 from cumulo.train.run.verify import random_batch, start_weights, train_alone, train_rank
 from tests.thorough import rare

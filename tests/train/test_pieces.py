@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from cumulo.errors import ConfigError
-from cumulo.layout.box import Box
 from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import chunk_parts, pieces, zero_rows
+from cumulo.layout.pieces import Box, chunk_parts, pieces, zero_rows
 from cumulo.layout.stages import held_chunks
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.spec.parameters import parameter_shapes
 
 DENSE = ModelSpec("llama", 32, 8, 5, 4, 2, 2, 12, 64, tied_embeddings=True, qkv_bias=True, qk_norm=True)
 EXPERTS = ModelSpec(

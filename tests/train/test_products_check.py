@@ -9,7 +9,7 @@ from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import TrainConfig, config_from
-from cumulo.train.model.products_check import refuse_products
+from cumulo.train.run.forecast import refuse_products
 
 DENSE = ModelSpec(
     "llama",

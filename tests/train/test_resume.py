@@ -16,8 +16,8 @@ from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.layout.pieces import pieces, zero_rows
 from cumulo.models.files.load import load_model
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.decide.config import TrainConfig, new_spec
 from cumulo.train.optimizer.sink import Shard
 from cumulo.train.parallel.parallel_state import held_state

@@ -3,7 +3,7 @@
 import pytest
 
 from cumulo.layout.layout import Layout
-from cumulo.train.model import loss
+from cumulo.train.model import model
 from tests.train.pool import run_ranks
 from tests.train.split_case import DENSE, LATENT, SPARSE, TIED, Case, check, differences, rows
 
@@ -20,11 +20,14 @@ def test_slices_of_matrices_have_the_whole_models_loss_and_gradients(
 
 
 def differences_in_small_chunks(rank: int, case: Case) -> dict[str, float]:
-    before, loss._LOGIT_BYTES = loss._LOGIT_BYTES, 5 * 24 * 8  # five rows of a rank's half of the vocabulary
+    before, model._LOGIT_BYTES = (
+        model._LOGIT_BYTES,
+        5 * 24 * 8,
+    )  # five rows of a rank's half of the vocabulary
     try:
         return differences(rank, case)
     finally:
-        loss._LOGIT_BYTES = before
+        model._LOGIT_BYTES = before
 
 
 def test_the_loss_over_slices_of_the_vocabulary_is_made_in_chunks_of_rows() -> None:

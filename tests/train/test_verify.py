@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
-from cumulo.layout.box import whole_box
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import whole_box
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.decide.config import (

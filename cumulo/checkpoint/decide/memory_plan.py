@@ -7,7 +7,7 @@ groups of two), so that the loss of any one node loses nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cumulo.layout.box import Box
+from cumulo.layout.pieces import Box
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cumulo.layout.box import Box, cut_rows, whole_box
+from cumulo.layout.pieces import Box, cut_rows, whole_box
 
 LEAST_BYTES = 1 << 20  # of a box that is worth cutting: below, more pieces cost more than an uneven share
 

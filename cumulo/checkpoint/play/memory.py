@@ -31,7 +31,7 @@ from cumulo.checkpoint.decide.memory_plan import (
 from cumulo.checkpoint.play.held import Held, Part, all_parts
 from cumulo.checkpoint.play.store import Checkpoint
 from cumulo.errors import TrainingError
-from cumulo.layout.box import Box
+from cumulo.layout.pieces import Box
 from cumulo.ranks.collectives import Peers
 from cumulo.ranks.team import FAILURES, Team, cause
 

@@ -13,7 +13,7 @@ from cumulo.collectives.simulate.player import RoundTraffic, play_network
 from cumulo.collectives.simulate.rounds import MessageRound
 from cumulo.diagnose.lint import Finding
 from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric_tiers import tiers_of
+from cumulo.spec.fabric import tiers_of
 
 _SEEDS = 12
 _MOST_PATHS = 400  # messages whose buffers are checked for circles

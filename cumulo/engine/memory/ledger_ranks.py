@@ -7,8 +7,8 @@ import math
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
 from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
 
 
 def plan_rank_memory(

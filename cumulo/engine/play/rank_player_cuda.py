@@ -25,7 +25,7 @@ from cumulo.engine.play.transfer_ways import cuda_handles
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.collective.one_shot import release
-from cumulo.layout.divide import nearest_divisor
+from cumulo.layout.layout import nearest_divisor
 from cumulo.layout.serving import RankPart, ServingLayout, rank_part
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder

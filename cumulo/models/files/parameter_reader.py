@@ -19,7 +19,7 @@ from cumulo.models.files.weights_gguf import plain_part
 from cumulo.models.files.weights_safetensors import check_types, read_directory
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
-from cumulo.spec.parameters import parameter_shapes
+from cumulo.spec.counting import parameter_shapes
 
 
 class ParameterReader:

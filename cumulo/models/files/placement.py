@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cumulo.errors import ModelError
-from cumulo.layout.box import Box
+from cumulo.layout.pieces import Box
 from cumulo.layout.serving import HeldParameter
 
 NAMES_SHOWN = 20  # an error lists this many tensor names of each kind, then counts the rest

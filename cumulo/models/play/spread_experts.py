@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cumulo.errors import ConfigError
-from cumulo.layout.expert_copies import ExpertCopies, HeldCopy, first_places, place_copies
+from cumulo.layout.expert_placement import ExpertCopies, HeldCopy, first_places, place_copies
 from cumulo.layout.serving import RankPart
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.moe import Experts, MixtureOfExperts, gated

@@ -9,7 +9,7 @@ from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Group, Network
 from cumulo.plan.time.step import estimate
 from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric_tiers import Tier, tiers_of
+from cumulo.spec.fabric import Tier, tiers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from typing import get_args
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError
 from cumulo.layout.check import tensor_problems
-from cumulo.layout.divide import nearest_divisor
-from cumulo.layout.layout import Layout
+from cumulo.layout.layout import Layout, nearest_divisor
 from cumulo.plan.job import OPERATIONS, Recompute, TrainJob
 from cumulo.plan.memory.peak import peak_memory
 from cumulo.plan.search.space import TrainGoal

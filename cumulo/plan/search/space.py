@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 from cumulo.errors import ConfigError
 from cumulo.layout.check import tensor_sliced
-from cumulo.layout.divide import divisors
-from cumulo.layout.layout import Layout
+from cumulo.layout.layout import Layout, divisors
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.plan.job import LORA_TARGETS, OPERATIONS, OptimizerKind, Recompute, TrainJob
 from cumulo.plan.time.compute_profile import shipped

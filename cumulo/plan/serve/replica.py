@@ -19,7 +19,7 @@ from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.layout.adapters import served_elements
-from cumulo.layout.local_spec import local_spec
+from cumulo.layout.layout import local_spec
 from cumulo.layout.serving import ServingLayout
 from cumulo.plan.network.collectives import Network
 from cumulo.plan.serve.profile import ServingProfile, profile_for

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cumulo.errors import ConfigError
-from cumulo.layout.divide import nearest_divisor
+from cumulo.layout.layout import nearest_divisor
 from cumulo.spec.counting import BITS_PER_WEIGHT
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import Share, model_operations

@@ -3,28 +3,24 @@
 Everything is kept in the run's folder, so that a resumed run sees what the first one saw.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from cumulo.errors import ConfigError
 from cumulo.models.files.hub import resolve
 from cumulo.models.files.json_file import write_json
 from cumulo.models.files.load import LoadedModel, load_model
-from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
+from cumulo.models.text.tokenizer import Tokenizer, byte_alphabet, load_tokenizer
 from cumulo.spec.check import checked
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.to_huggingface import config_from_spec
 from cumulo.train.data.dataset_build import build_dataset
 from cumulo.train.data.documents import find_files, pieces_of, read_rows
-from cumulo.train.data.token_file import TokenDataset
-from cumulo.train.data.tokenizer_training import (
-    CHAT_TEMPLATE,
-    CONTINUE_TEMPLATE,
-    bpe_tokenizer,
-    byte_tokenizer,
-    save_tokenizer,
-)
+from cumulo.train.data.packing import TokenDataset
 from cumulo.train.decide.config import TrainConfig, check_layout, new_spec
 
 TRAINING_TEXT_BYTES = 32 << 20  # of text that a BPE tokenizer learns from: more changes it little
@@ -116,4 +112,67 @@ def _save_loaded(tokenizer: Tokenizer, folder: Path, chat: bool) -> None:
     template = CHAT_TEMPLATE if chat else CONTINUE_TEMPLATE
     if tokenizer.chat_template is not None:
         template = tokenizer.chat_template.source
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
+
+
+# Make a tokenizer for a new model: plain bytes, or byte-pair encoding trained on the data. Called by
+# `prepare.py`.
+#
+# Both are byte-level (Radford et al. 2019): every text can be written, and `cumulo.models.text.tokenizer` and
+# `transformers` read the saved folder.
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+
+# A model that has only read texts continues what it is given; a conversation is one text to it.
+CONTINUE_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """256 bytes and the special tokens: nothing to train, sequences are as long as the text."""
+    byte_of = byte_alphabet()
+    alphabet = sorted(byte_of, key=byte_of.__getitem__)
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    return _finished(backend, use_regex=False)
+
+
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-pair encoding (Sennrich et al. 2016) with at most `vocab_size` entries, special tokens included."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
+        initial_alphabet=sorted(byte_alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _finished(backend, use_regex=True)
+
+
+def _finished(backend: tokenizers.Tokenizer, use_regex: bool) -> tokenizers.Tokenizer:
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    return backend
+
+
+def save_tokenizer(backend: tokenizers.Tokenizer, folder: Path, chat: bool) -> None:
+    """tokenizer.json and what readers want beside it. `chat`: the model is taught to answer in turns."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END if chat else END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**9,
+    }
+    write_json(folder / "tokenizer_config.json", config)
+    template = CHAT_TEMPLATE if chat else CONTINUE_TEMPLATE
     (folder / "chat_template.jinja").write_text(template, "utf-8")

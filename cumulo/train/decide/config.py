@@ -17,8 +17,7 @@ from cumulo.collectives.decide.choices import parse_choices
 from cumulo.collectives.decide.measured import read_collective_profile
 from cumulo.errors import ConfigError
 from cumulo.layout.check import batch_problem, layout_problems
-from cumulo.layout.divide import nearest_divisor
-from cumulo.layout.layout import Layout
+from cumulo.layout.layout import Layout, nearest_divisor
 from cumulo.spec.model import ModelSpec, MoESpec
 
 

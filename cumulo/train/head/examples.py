@@ -12,7 +12,7 @@ from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.heads.eagle import eagle_layers
 from cumulo.train.head.answers import OwnAnswer
-from cumulo.train.head.states import hidden_states, one_sequence
+from cumulo.train.head.writer import hidden_states, one_sequence
 
 _AT_ONCE = 65_536  # places whose states are computed at the same time
 _SPARE_BYTES = 24 << 30  # of a GPU's memory: not for states

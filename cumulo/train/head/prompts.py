@@ -7,8 +7,18 @@ Neither the prompts of `cumulo bench speculate` nor their forms are among them (
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 
-from cumulo.train.head import words
+import yaml
+
+
+@cache
+def _words() -> dict[str, list[str]]:
+    """What conversations are made of: forms with places to fill, and what fills them."""
+    text = (resources.files("cumulo.train.head") / "words.yaml").read_text("utf-8")
+    found: dict[str, list[str]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +29,10 @@ class AskedTurns:
 
 class Grammar:
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+        self._random, self._words = random.Random(seed), _words()
 
     def conversations(self, count: int) -> list[AskedTurns]:
-        """So many, all different, of all kinds in fixed shares."""
+        """`count` conversations, all different, of all kinds in fixed shares."""
         names, shares = zip(*_SHARES.items(), strict=True)
         found: dict[AskedTurns, None] = {}
         tries = 0
@@ -33,75 +43,73 @@ class Grammar:
         return list(found)[:count]
 
     def _conversation(self, first: str) -> AskedTurns:
-        turns = (first, self.one(words.FOLLOW_UPS)) if self._random.random() < 0.12 else (first,)
-        return AskedTurns(turns, self.one(words.SYSTEMS) if self._random.random() < 0.1 else None)
+        turns = (first, self.one("follow_ups")) if self._random.random() < 0.12 else (first,)
+        return AskedTurns(turns, self.one("systems") if self._random.random() < 0.1 else None)
 
-    def one(self, choices: tuple[str, ...]) -> str:
-        return self._random.choice(choices)
+    def one(self, kind: str) -> str:
+        """A form or a word of a kind."""
+        return self._random.choice(self._words[kind])
 
     def number(self, low: int, high: int) -> int:
         return self._random.randrange(low, high)
 
     # -- kinds ------------------------------------------------------------------------------------------------
     def asked(self) -> str:
-        return self.one(words.QUESTIONS).format(self.one(words.TOPICS))
+        return self.one("questions").format(self.one("topics"))
 
     def written(self) -> str:
-        text = self.one(words.TEXTS).format(self.one(words.TOPICS))
-        return f"{text} {self.one(words.MANNERS)}" if self._random.random() < 0.4 else text
+        text = self.one("texts").format(self.one("topics"))
+        return f"{text} {self.one('manners')}" if self._random.random() < 0.4 else text
 
     def advised(self) -> str:
-        return self.one(words.ADVICE).format(self.one(words.ACTIVITIES))
+        return self.one("advice").format(self.one("activities"))
 
     def who_and_where(self) -> str:
         if self._random.random() < 0.5:
-            return self.one(words.OF_PERSONS).format(self.one(words.PERSONS))
-        return self.one(words.OF_PLACES).format(self.one(words.PLACES))
+            return self.one("of_persons").format(self.one("persons"))
+        return self.one("of_places").format(self.one("places"))
 
     def coded(self) -> str:
-        form = self.one(words.CODE)
-        return form.format(task=self.one(words.PROGRAMS), language=self.one(words.LANGUAGES_OF_CODE))
+        form = self.one("code")
+        return form.format(task=self.one("programs"), language=self.one("languages_of_code"))
 
     def explained_code(self) -> str:
-        return f"{self.one(words.ABOUT_CODE)}\n\n{self.one(words.SNIPPETS)}"
+        return f"{self.one('about_code')}\n\n{self.one('snippets')}"
 
     def sentence(self) -> str:
-        return (
-            f"{self.one(words.SUBJECTS)} {self.one(words.VERBS)} {self.one(words.OBJECTS)}"
-            f"{self.one(words.CIRCUMSTANCES)}."
-        )
+        return f"{self.one('subjects')} {self.one('verbs')} {self.one('objects')}{self.one('circumstances')}."
 
     def paragraph(self) -> str:
         return " ".join(self.sentence() for _ in range(self.number(3, 8)))
 
     def translated(self) -> str:
-        form = self.one(words.TRANSLATE)
-        return form.format(language=self.one(words.LANGUAGES), text=self.sentence())
+        form = self.one("translate")
+        return form.format(language=self.one("languages"), text=self.sentence())
 
     def edited(self) -> str:
         text = self.sentence() if self._random.random() < 0.6 else self.paragraph()
         if self._random.random() < 0.4:  # with the mistakes of a hasty writer
             text = text.replace("the ", "teh ", 1).replace("ed ", " ", 1).lower()
-        return self.one(words.EDIT).format(text)
+        return self.one("edit").format(text)
 
     def summarised(self) -> str:
-        return self.one(words.SUMMARISE).format(self.paragraph())
+        return self.one("summarise").format(self.paragraph())
 
     def sorted_out(self) -> str:
-        return self.one(words.CLASSIFY).format(self.sentence())
+        return self.one("classify").format(self.sentence())
 
     def calculated(self) -> str:
         a, b, c = self.number(2, 20), self.number(3, 120), self.number(2, 12)
-        return self.one(words.SUMS).format(a=a, b=b, c=c, big=a * b * 10, thing=self.one(words.GOODS))
+        return self.one("sums").format(a=a, b=b, c=c, big=a * b * 10, thing=self.one("goods"))
 
     def played(self) -> str:
-        return self.one(words.PLAY).format(role=self.one(words.ROLES), topic=self.one(words.TOPICS))
+        return self.one("play").format(role=self.one("roles"), topic=self.one("topics"))
 
     def compared(self) -> str:
-        return self.one(words.COMPARE).format(*self._random.sample(words.TOPICS, 2))
+        return self.one("compare").format(*self._random.sample(self._words["topics"], 2))
 
     def chatted(self) -> str:
-        return self.one(words.SMALL_TALK).format(self.one(words.ACTIVITIES))
+        return self.one("small_talk").format(self.one("activities"))
 
 
 _SHARES: dict[Callable[[Grammar], str], float] = {

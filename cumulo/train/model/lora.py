@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from cumulo.layout.adapters import adapter_shapes, is_adapter
 from cumulo.models.linear import Linear
 from cumulo.train.decide.config import LoraConfig
-from cumulo.train.model.initialise import seeded_normal
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.model import TrainingDecoder, seeded_normal
 
 
 class AdaptedLinear(nn.Module):

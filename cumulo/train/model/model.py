@@ -7,26 +7,103 @@ It can be a part of the model: some of its layers (a pipeline's chunk), slices o
 Parameters keep the names they have in the whole model; what happens where it is cut, a `Split` says.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cumulo.layout.local_spec import local_spec
+from cumulo.layout.layout import local_spec
 from cumulo.layout.pieces import ChunkPart
 from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.rope import RotaryTable, Rotation
+from cumulo.ranks.tensor_parallel import VocabularySlice
 from cumulo.spec.check import refuse_unplayable
 from cumulo.spec.model import ModelSpec
 from cumulo.train.data.loader import DeviceBatch
+from cumulo.train.data.packing import IGNORED
 from cumulo.train.model.arithmetic import WIDE, Arithmetic, use_arithmetic
 from cumulo.train.model.attention import TrainingAttention, TrainingLatentAttention
 from cumulo.train.model.document_mask import Documents, OwnTokens
 from cumulo.train.model.experts import ExpertUsage, TrainingFeedForward, TrainingMixture, balance_sum
-from cumulo.train.model.loss import cross_entropy_sum
 from cumulo.train.model.recompute import Recompute
 from cumulo.train.model.split import WHOLE, Split
+
+# Cross-entropy of a model's last product without all its logits at once. Called by `TrainingDecoder`.
+#
+# On a GPU by kernels/cuda/loss/linear_cross_entropy.py; elsewhere by the same idea in torch: some rows at a time,
+# logits become the loss and at once their own gradient, so that backward only scales what is ready.
+
+_LOGIT_BYTES = 32 << 20  # of a chunk: stays near the caches, and long enough for the products
+_LOGIT_BYTES_GPU = 512 << 20  # of a chunk of a slice of the vocabulary: long enough to hide the exchange
+
+
+def cross_entropy_sum(
+    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularySlice | None = None
+) -> Tensor:
+    """Cross-entropy of x [T, H] · weightᵀ [V, H], summed over the targets [T] that are not IGNORED."""
+    if x.is_cuda and vocabulary is None:
+        from cumulo.kernels.cuda.loss.linear_cross_entropy import linear_cross_entropy
+
+        return linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, reduction="sum")
+    total: Tensor = _ChunkedCrossEntropy.apply(x, weight, targets, vocabulary)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularySlice | None
+    ) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        limit_bytes = _LOGIT_BYTES_GPU if x.is_cuda else _LOGIT_BYTES
+        rows = max(1, limit_bytes // (len(weight) * wide.itemsize))
+        total = torch.zeros((), dtype=wide, device=x.device)
+        for begin in range(0, len(x), rows):
+            part = slice(begin, begin + rows)
+            logits = (x[part] @ weight.T).to(wide)
+            wanted, kept = targets[part].clamp(min=0), targets[part] != IGNORED
+            minus_one = logits.new_full((len(wanted), 1), -1.0)
+            log_sum = logits.logsumexp(-1)
+            if vocabulary is None:
+                found = logits.gather(-1, wanted[:, None])[:, 0]
+            else:
+                here = (wanted >= vocabulary.first) & (wanted < vocabulary.first + len(weight))
+                wanted = (wanted - vocabulary.first).masked_fill(~here, 0)
+                minus_one = minus_one * here[:, None]
+                log_sum, found = vocabulary.merge(log_sum, logits.gather(-1, wanted[:, None])[:, 0] * here)
+            total += ((log_sum - found) * kept).sum()
+            if grad_x is None and grad_weight is None:
+                continue
+            # softmax minus one at the target, and nothing where the target is ignored
+            gradient = logits.sub_(log_sum[:, None]).exp_()
+            gradient.scatter_add_(1, wanted[:, None], minus_one)
+            gradient.mul_(kept[:, None])
+            if grad_x is not None:
+                grad_x[part] = gradient.to(x.dtype) @ weight
+            if grad_weight is not None:
+                if x.is_cuda and x.dtype != wide:  # whose matrix units take half types only, and sum wide
+                    grad_weight += gradient.to(x.dtype).T @ x[part]
+                else:
+                    grad_weight.addmm_(gradient.T, x[part].to(wide))
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_x, grad_weight = ctx.saved_tensors
+        scale = upstream[0]
+        return (
+            None if grad_x is None else grad_x * scale.to(grad_x.dtype),
+            None if grad_weight is None else (grad_weight * scale).to(ctx.dtype),
+            None,
+            None,
+        )
 
 
 class Losses(NamedTuple):
@@ -204,3 +281,28 @@ class TrainingDecoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.output_weight)
+
+
+DEVIATION = 0.02  # GPT-2 (Radford et al. 2019)
+
+
+@torch.no_grad()
+def initialise(parameters: Mapping[str, Tensor], spec: ModelSpec, seed: int) -> None:
+    """Norms one, biases zero, matrices normal; those that write to the residual stream divided by √(2 layers)."""
+    for name, parameter in parameters.items():
+        if name.endswith(("bias", "selection_bias")):
+            parameter.zero_()
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            deviation = DEVIATION
+            if name.endswith(("attention.output.weight", "down.weight", "experts.down")):
+                deviation /= (2 * spec.layers) ** 0.5
+            parameter.copy_(seeded_normal(name, parameter, seed) * deviation)
+
+
+def seeded_normal(name: str, parameter: Tensor, seed: int) -> Tensor:
+    # Each parameter has a generator of its own, so a device that holds only some of them draws the same numbers.
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.randn(parameter.shape, generator=generator).to(parameter.device)

@@ -9,22 +9,48 @@ With float32 master weights the shared-out rows are the masters, and what is gat
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.models.moe import Experts
-from cumulo.ranks.collectives import all_reduce
-from cumulo.ranks.groups import Groups
-from cumulo.train.optimizer.fsdp_messages import GatherThroughDoor, ScatterThroughDoor
+from cumulo.ranks.collectives import Work, all_gather, all_reduce, reduce_scatter, start_all_gather
+from cumulo.ranks.groups import Group, Groups
 from cumulo.train.optimizer.sink import FsdpPrefetch, RestGroups, Shard, layers_of
 from cumulo.train.optimizer.zero1 import Zero1
+
+
+class GatherThroughDoor(AllGather):
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, async_op: bool = False
+    ) -> Work | None:
+        if async_op:
+            return start_all_gather(output_tensor, input_tensor, group)
+        all_gather(output_tensor, input_tensor, group)
+        return None
+
+
+class ScatterThroughDoor(ReduceScatter):
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
+    ) -> Work | None:
+        """Of sums: `FullySharded` asks for no other."""
+        reduce_scatter(output_tensor, input_tensor, group)
+        return None
 
 
 class FullySharded:

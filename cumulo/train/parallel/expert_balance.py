@@ -10,17 +10,56 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from cumulo.layout.box import Box
 from cumulo.layout.expert_placement import heaviest_share, place_experts
-from cumulo.layout.pieces import Piece, zero_rows
+from cumulo.layout.layout import Axis
+from cumulo.layout.pieces import Box, Piece, zero_rows
+from cumulo.ranks.collectives import all_reduce, all_to_all
 from cumulo.ranks.groups import Group, Groups
 from cumulo.spec.model import MoESpec
 from cumulo.train.model.experts import TrainingMixture
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer
 from cumulo.train.optimizer.sink import Shard
-from cumulo.train.parallel.expert_moves import exchange_rows
 from cumulo.train.parallel.expert_parallel import ExpertParallel
+
+Rows = Sequence[Sequence[int]]  # by rank of a group: which expert each of its rows is
+
+
+@torch.no_grad()
+def exchange_rows(
+    tensors: Sequence[Tensor], before: Rows, after: Rows, group: Group, device: torch.device
+) -> None:
+    """In place: row n of each tensor is of expert `before[own][n]` and becomes of expert `after[own][n]`.
+
+    Every rank of the group calls it with the same two; a rank without rows may have no tensors. `device`: whose
+    memory the group can send from, wherever the tensors are.
+    """
+    rank = group.rank()
+    own, wanted = list(before[rank]), after[rank]
+    leaving = [[own.index(expert) for expert in theirs if expert in own] for theirs in after]
+    arriving = [[expert for expert in wanted if expert in theirs] for theirs in before]
+    came = {expert: row for row, expert in enumerate(expert for experts in arriving for expert in experts)}
+    tensors = tensors if own else []
+    parts = [_bytes(tensor.to(device)) for tensor in tensors]
+    index = _index([row for rows in leaving for row in rows], device)
+    sent = torch.cat(parts, 1)[index] if parts else torch.empty((0, 1), dtype=torch.uint8, device=device)
+    received = sent.new_empty(len(wanted), sent.shape[1])
+    all_to_all(received, sent, group, [len(experts) for experts in arriving], [len(rows) for rows in leaving])
+    in_order, begin = received[_index([came[expert] for expert in wanted], device)], 0
+    for tensor, part in zip(tensors, parts, strict=True):
+        end = begin + part.shape[1]
+        tensor.copy_(in_order[:, begin:end].contiguous().view(tensor.dtype).view(tensor.shape))
+        begin = end
+
+
+def _index(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """[rows, bytes of a row]."""
+    return tensor.detach().reshape(len(tensor), -1).contiguous().view(torch.uint8)
+
 
 LEAST_GAIN = 0.05  # of the busiest rank's load in units of the mean: less is not worth a move
 
@@ -129,3 +168,41 @@ class ExpertBalance:
             for row, expert in enumerate(order[first : first + piece.shape[0]])
         )
         return replace(piece, boxes=boxes)
+
+
+# Balance without a loss: the routers' selection biases move against the experts' load. Called after each step.
+#
+# An expert that was chosen more often than the mean of its layer becomes a little less attractive, one that was
+# chosen less often a little more (Wang et al. 2024; DeepSeek-V3, section 2.1.2). Loads are those of the whole
+# batch, so that all ranks move their copies alike.
+def steer_selection_biases(models: Sequence[TrainingDecoder], rate: float, groups: Groups | None) -> None:
+    """`models`: this rank's chunks, whose loads since the last time are used up; `groups`: None in one process."""
+    moe = models[0].spec.moe
+    if moe is not None and moe.selection_bias:
+        move_biases(models, rate, take_loads(models, groups))
+
+
+def take_loads(models: Sequence[TrainingDecoder], groups: Groups | None) -> Tensor:
+    """How often each expert was chosen since the last time, by all ranks' tokens: [layers, experts]."""
+    spec = models[0].spec
+    experts = 0 if spec.moe is None else spec.moe.experts
+    device = next(models[0].parameters()).device
+    loads = torch.zeros(spec.layers, experts, dtype=torch.float64, device=device)
+    for model in models:
+        for layer, load in model.take_loads().items():
+            loads[layer] += load
+    # Stages too: in a bidirectional pipeline two of them have the same layers and other micro-batches.
+    axes: tuple[Axis, ...] = ("pp", "dp")
+    for axis in axes:
+        if groups is not None:
+            all_reduce(loads, groups.group_of_several(axis))
+    return loads
+
+
+@torch.no_grad()
+def move_biases(models: Sequence[TrainingDecoder], rate: float, loads: Tensor) -> None:
+    steps = rate * (loads.mean(1, keepdim=True) - loads).sign()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if name.endswith("selection_bias"):
+                parameter.add_(steps[int(name.split(".")[1])])

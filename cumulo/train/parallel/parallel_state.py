@@ -7,9 +7,8 @@ from functools import lru_cache
 from torch import Tensor
 
 from cumulo.checkpoint.play.held import Held
-from cumulo.layout.box import whole_box
 from cumulo.layout.layout import Axis, Layout
-from cumulo.layout.pieces import Piece, zero_rows
+from cumulo.layout.pieces import Piece, whole_box, zero_rows
 from cumulo.train.optimizer.sink import Shard
 
 

@@ -2,21 +2,26 @@
 the trainer."""
 
 import dataclasses
+from dataclasses import dataclass
+from types import TracebackType
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from cumulo.base.machine import available_memory
 from cumulo.base.quantities import LedgerLine
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.device_memory import gpu_memory
+from cumulo.layout.pieces import pieces
 from cumulo.ranks.launch import local_ranks
 from cumulo.ranks.team import Team
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
 from cumulo.train.data.packing import Batch
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.ledger import entries, predict, refuse_if_too_large
-from cumulo.train.model.products_check import refuse_products
-from cumulo.train.run.kept import KeptActivations
+from cumulo.train.model.arithmetic import ARITHMETICS
 from cumulo.train.run.meter import Ceiling, peak_memory_bytes, training_flops_per_token
 from cumulo.train.run.model_run import ModelRun, StepLoss
 
@@ -82,3 +87,96 @@ def training_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, and torch finds no GPU here; use cpu or auto")
     return device
+
+
+# Ada has 8-bit products; scales for blocks of 128 came with Hopper.
+_LEAST_CAPABILITY = {"fp8": (8, 9), "fp8_blocks": (9, 0)}
+
+
+def refuse_products(config: TrainConfig, spec: ModelSpec, device: torch.device) -> None:
+    products = config.products
+    if products == "wide":
+        return
+    found = "a CPU"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        found = (
+            f"{torch.cuda.get_device_name(device)}, of compute capability {'.'.join(map(str, capability))}"
+        )
+    if device.type != "cuda" or capability < _LEAST_CAPABILITY[products]:
+        least = ".".join(map(str, _LEAST_CAPABILITY[products]))
+        raise ConfigError(
+            f"products: {products} needs a GPU with 8-bit products (compute capability {least} or more), and this "
+            f"run is on {found}; leave it wide"
+        )
+    divisor = ARITHMETICS[products].divisor
+    tokens = config.micro_batch * config.data.sequence_length // config.layout.cp
+    if tokens % divisor:
+        raise ConfigError(
+            f"products: {products} needs tokens in multiples of {divisor}; a micro-batch has {tokens} a rank"
+        )
+    for name, piece in pieces(spec, config.layout, 0, parameter_shapes(spec)).items():
+        inner = name.startswith("layers.") and ".router." not in name and ".experts." not in name
+        if inner and len(piece.shape) == 2 and any(size % divisor for size in piece.shape):
+            rows, columns = piece.shape
+            raise ConfigError(
+                f"products: {products} needs matrices whose sizes divide by {divisor}; {name} of a rank is "
+                f"{rows} x {columns}"
+            )
+
+
+# KeptActivations: counts what autograd keeps from forward to backward. The trainer measures a run's first step.
+#
+#     with KeptActivations() as kept:
+#         run.gradients(batch, loss_tokens)
+#     kept.peak_bytes
+#
+# Exact: every storage that some graph still needs counts once, however many tensors of it were saved; weights,
+# which are there anyway, do not. What a recomputed layer makes again in backward is not kept and does not count.
+@dataclass(slots=True, eq=False)
+class _Saved:
+    """In a graph, instead of the tensor; gone when the graph lets it go."""
+
+    tensor: Tensor
+    counted_in: "KeptActivations"
+
+    def __del__(self) -> None:
+        self.counted_in.let_go(self.tensor)
+
+
+def _tensor(saved: _Saved | Tensor) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.tensor
+
+
+class KeptActivations:
+    def __init__(self) -> None:
+        self.bytes = self.peak_bytes = 0
+        # Of each storage, by its address: it cannot change while it is in use.
+        self._uses: dict[int, int] = {}
+        self._hooks = saved_tensors_hooks(self._keep, _tensor)
+
+    def __enter__(self) -> "KeptActivations":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def _keep(self, tensor: Tensor) -> _Saved | Tensor:
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return tensor
+        address = tensor.untyped_storage().data_ptr()
+        self._uses[address] = self._uses.get(address, 0) + 1
+        if self._uses[address] == 1:
+            self.bytes += tensor.untyped_storage().nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return _Saved(tensor.detach(), self)  # detached: a graph that held its own output would never end
+
+    def let_go(self, tensor: Tensor) -> None:
+        address = tensor.untyped_storage().data_ptr()
+        self._uses[address] -= 1
+        if not self._uses[address]:
+            del self._uses[address]
+            self.bytes -= tensor.untyped_storage().nbytes()

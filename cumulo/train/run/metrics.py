@@ -1,10 +1,12 @@
 """TrainMetrics: a run's figures as Prometheus reads them, at http://HOST:PORT/metrics of its first rank. The
 trainer updates it after each step; the text is made when somebody asks."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from cumulo.base.chart import Chart, Series, chart_file
 from cumulo.errors import ConfigError
 from cumulo.train.run.collective_log import CollectiveRecord
 from cumulo.train.run.log import TrainRecord
@@ -108,3 +110,24 @@ def _handler(text: Callable[[], str]) -> type[BaseHTTPRequestHandler]:
             """The terminal is the run's."""
 
     return Handler
+
+
+def loss_plot(
+    title: str, points: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]] = ()
+) -> str:
+    """Loss by step, raw and smoothed; held-out losses as dots."""
+    finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+    series = [Series("loss", finite, color=7), Series("smoothed", _smoothed(finite), color=0)]
+    if held_out:
+        tips = [f"held out: {loss:.4f}" for _, loss in held_out]
+        series.append(Series("held out", held_out, "both", 2, tips))
+    return chart_file(Chart(title, "step", "loss", series, y_from_zero=False))
+
+
+def _smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """An exponential mean that forgets over about a twentieth of the run."""
+    share, mean, result = 1 / max(1.0, len(points) / 20), None, []
+    for step, loss in points:
+        mean = loss if mean is None else mean + share * (loss - mean)
+        result.append((step, mean))
+    return result

@@ -12,9 +12,10 @@ rank, which sends nothing and copies nothing.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,23 +29,21 @@ from cumulo.pipeline.decide.actions import Action, PipelineSchedule
 from cumulo.pipeline.play.run import Wire, play
 from cumulo.ranks.collectives import Peers, all_reduce
 from cumulo.ranks.groups import Groups, SecondLane
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.data.loader import DeviceBatch, to_device
-from cumulo.train.data.packing import Batch
+from cumulo.train.data.packing import IGNORED, Batch, Packing
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.model.arithmetic import ARITHMETICS
-from cumulo.train.model.initialise import initialise
 from cumulo.train.model.lora import add_adapters, initialise_adapter
-from cumulo.train.model.model import TrainingDecoder, joins_operations
+from cumulo.train.model.model import TrainingDecoder, initialise, joins_operations
 from cumulo.train.model.offload import offload_activations
 from cumulo.train.model.split import split_for
 from cumulo.train.optimizer.data_parallel import DataParallel
 from cumulo.train.optimizer.postponed import PostponedUpdates
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
 from cumulo.train.optimizer.sink import Shard
-from cumulo.train.parallel.expert_balance import ExpertBalance
-from cumulo.train.parallel.expert_bias import move_biases, take_loads
+from cumulo.train.parallel.expert_balance import ExpertBalance, move_biases, take_loads
 from cumulo.train.parallel.expert_parallel import ExpertParallel
 from cumulo.train.parallel.parallel_state import held_state
 from cumulo.train.parallel.pipelined import ChunkLoss, forward_schedule, training_schedule
@@ -325,3 +324,28 @@ def stored_parameters(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
     read_parts(folder, all_parts(held_whole(found)))
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+def held_out_loss(run: ModelRun, packing: Packing, config: TrainConfig) -> float:
+    """Nats per token over the first `evaluate_sequences`; what fills up the last micro-batches does not count."""
+    part, parts = run.data_place
+    count = min(config.evaluate_sequences, packing.samples_per_epoch)
+    # Cuts of a sequence and 8-bit products need the tokens of a whole micro-batch; others do with fewer.
+    whole = config.layout.world > parts or config.products != "wide"
+    micro = config.micro_batch if whole else min(config.micro_batch, count)
+    own = -(-count // (parts * micro)) * micro
+    total, loss_tokens = 0.0, 0
+    for first in range(part * own, (part + 1) * own, micro):
+        batch = _only(packing.batch(first, micro), count - first)
+        total += run.token_sum(batch, micro)
+        loss_tokens += run.agree(batch.loss_tokens, False)[0]
+    return total / max(1, loss_tokens)
+
+
+def _only(batch: Batch, rows: int) -> Batch:
+    """The batch with no loss after its first `rows`."""
+    if rows >= len(batch.tokens):
+        return batch
+    targets = batch.targets.copy()
+    targets[max(0, rows) :] = IGNORED
+    return replace(batch, targets=targets, loss_tokens=int(np.count_nonzero(targets != IGNORED)))

@@ -14,22 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cumulo.layout.box import Box
 from cumulo.layout.layout import Layout
+from cumulo.layout.pieces import Box
 from cumulo.models.files.load import inspect_model
 from cumulo.ranks.groups import Groups
 from cumulo.ranks.start import run_ranks
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.parameters import parameter_shapes
 from cumulo.train.data.loader import to_device
 from cumulo.train.data.packing import IGNORED, Batch
 from cumulo.train.decide.config import TrainConfig, check_layout, new_spec
 from cumulo.train.decide.shrink import shrink
-from cumulo.train.model.initialise import initialise, seeded_normal
 from cumulo.train.model.lora import adapt
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.model import TrainingDecoder, initialise, seeded_normal
 from cumulo.train.optimizer.optimizer import Optimizer
-from cumulo.train.parallel.expert_bias import steer_selection_biases
+from cumulo.train.parallel.expert_balance import steer_selection_biases
 from cumulo.train.run.model_run import ModelRun, StepLoss
 
 TOLERANCE = 1e-9  # float64 rounding, after 20 steps, is a thousandth of it

@@ -12,8 +12,7 @@ from cumulo.spec.model import ModelSpec
 from cumulo.train.data.loader import DeviceBatch, to_device
 from cumulo.train.data.packing import Batch
 from cumulo.train.model.arithmetic import FP8, FP8_BLOCKS, WIDE, Arithmetic, product
-from cumulo.train.model.initialise import initialise
-from cumulo.train.model.model import TrainingDecoder
+from cumulo.train.model.model import TrainingDecoder, initialise
 from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.tolerance import relative_error
 from tests.thorough import rare
