@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cumulo.base.report import machine
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.routing import ROUTERS, router
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.outputs import Delta
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.fleet import simulate_fleet

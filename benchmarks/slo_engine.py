@@ -133,7 +133,7 @@ def _play(
         engine = llm.engine
         if promise:
             # As the server does before it is ready.
-            for length in learning_prompts(lambda: engine.scheduler.books.promises, llm.max_context):
+            for length in learning_prompts(lambda: engine.scheduler.slo.promises, llm.max_context):
                 engine.add([300] * length, SamplingParams(max_tokens=3, ignore_eos=True))
                 while engine.has_work:
                     engine.step()

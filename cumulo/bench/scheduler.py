@@ -10,11 +10,11 @@ import tracemalloc
 from collections.abc import Callable
 
 from cumulo.base.report import Row
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 
 BLOCK_SIZE = 16
 STEPS = 200

@@ -4,7 +4,7 @@ served; `LLM` and the engine's process ask."""
 from collections.abc import Callable
 from pathlib import Path
 
-from cumulo.engine.decide.adapters.book import Adapter, AdapterBook
+from cumulo.engine.decide.adapters import Adapter, AdapterSlots
 from cumulo.models.adapters.files import AdapterWeights, read_adapter
 from cumulo.spec.model import ModelSpec
 
@@ -13,12 +13,12 @@ class AdapterStore:
     def __init__(
         self,
         spec: ModelSpec,
-        book: AdapterBook,
+        slots: AdapterSlots,
         max_rank: int,
         install: Callable[[int, AdapterWeights], None],
     ) -> None:
         """`spec`: of the whole model. `install` puts an adapter's weights into a slot that nobody uses."""
-        self._spec, self.book, self.max_rank, self._install = spec, book, max_rank, install
+        self._spec, self.slots, self.max_rank, self._install = spec, slots, max_rank, install
 
     def read(self, folder: Path | str) -> AdapterWeights:
         """Takes time and changes nothing: it may be called beside the engine's loop."""
@@ -26,16 +26,16 @@ class AdapterStore:
 
     def add(self, key: str, weights: AdapterWeights, name: str = "") -> Adapter:
         """Between two steps: requests may name it from now on. InvalidRequest where there is no room."""
-        adapter = self.book.place(
+        adapter = self.slots.place(
             key, name or key, weights.rank, weights.fingerprint, str(weights.folder.absolute())
         )
         try:
             self._install(adapter.slot, weights)
         except BaseException:
-            self.book.drop(key)
+            self.slots.drop(key)
             raise
         return adapter
 
     def drop(self, key: str) -> int:
         """It takes no more requests; how many still use it."""
-        return self.book.drop(key)
+        return self.slots.drop(key)

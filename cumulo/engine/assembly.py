@@ -19,18 +19,16 @@ from cumulo.base.quantities import GIB
 from cumulo.base.report import available_cores
 from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.adapters.book import AdapterBook
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.rank_backend import RankPlaces, choose_backend
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import scheduler_config
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import connect
 from cumulo.engine.memory.ledger import Ledger
 from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
 from cumulo.engine.memory.ledger_ranks import plan_rank_memory
-from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory
+from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, scheduler_config
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
@@ -183,7 +181,6 @@ def _engine(
     guidance: Guidance | None,
 ) -> Engine:
     scheduler = Scheduler(scheduler_config(config, memory))
-    scheduler.books.adapters = AdapterBook(config.max_loras)
     if memory.all_host_blocks:
         scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
     return Engine(
@@ -292,8 +289,8 @@ def _why_no_role(config: EngineConfig) -> str:
 
 def _serve_adapters(engine: Engine, player: Player, config: EngineConfig, spec: ModelSpec) -> None:
     if config.max_loras:
-        book, install = engine.scheduler.books.adapters, player.runner.load_adapter
-        engine.adapters = AdapterStore(spec, book, config.max_lora_rank, install)
+        slots, install = engine.scheduler.adapters, player.runner.load_adapter
+        engine.adapters = AdapterStore(spec, slots, config.max_lora_rank, install)
 
 
 def _mover(engine: Engine, player: Player, config: EngineConfig, files: ModelFiles) -> TierMover:

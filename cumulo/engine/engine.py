@@ -14,12 +14,12 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
 from cumulo.engine.adapters import AdapterStore
-from cumulo.engine.decide.adapters.book import salted
+from cumulo.engine.decide.adapters import salted
+from cumulo.engine.decide.core.extension import StepTiming
+from cumulo.engine.decide.core.request import DrawnSample, Request, Sequence, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
-from cumulo.engine.decide.request import DrawnSample, Request, Sequence, State
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.step_result import take_back
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import EngineLink
 from cumulo.engine.outputs import Delta, RequestOutput, Sample
@@ -101,7 +101,7 @@ class Engine:
         `resumed`: output tokens that another engine has drawn already, or `samples` where there are several. What
         follows is what that engine would have drawn.
         """
-        held = self.scheduler.books.adapters.find(adapter) if adapter else None
+        held = self.scheduler.adapters.find(adapter) if adapter else None
         request = Request(
             request_id if request_id is not None else f"request-{next(self._ids)}",
             prompt,
@@ -116,7 +116,7 @@ class Engine:
             resumed=resumed,
             samples=samples,
             slo=slo,
-            adapter=held,
+            adapter=-1 if held is None else held.slot,
         )
         self._check_tokens(request)
         self.scheduler.add(request)
@@ -224,12 +224,16 @@ class Engine:
             return
         if self.link is not None:
             self.link.step_done(plan)
-        elapsed_s = result.finished_s - result.started_s
         now_s = time.perf_counter()
-        proposed = sum(map(len, result.proposed.values())) if result.proposed else 0
-        self.scheduler.observe(plan, elapsed_s, now_s, result.proposing_s, proposed, result.busy_s)
+        timing = StepTiming(
+            result.finished_s - result.started_s,
+            result.busy_s,
+            result.proposing_s,
+            sum(map(len, result.proposed.values())) if result.proposed else 0,
+        )
+        self.scheduler.observe(plan, timing, now_s)
         advanced = self.scheduler.apply(plan, result, now_s)
-        gained = self.scheduler.books.gained if plan.may_accept else {}
+        gained = self.scheduler.batch.gained if plan.may_accept else {}
         # This loop runs for every sequence at every step: keep it lean.
         for sequence in advanced:
             request = sequence.request
@@ -257,7 +261,7 @@ class Engine:
         for index, token in enumerate(fresh if sequence.finish_reason != "stop" else fresh[:-1], 1):
             text += stream.push(token)
             if stream.matched is not None:
-                take_back(sequence, len(fresh) - index)
+                self.scheduler.take_back(sequence, len(fresh) - index)
                 del fresh[index:]
                 break
         if stream.matched is not None:
@@ -285,7 +289,7 @@ class Engine:
     # -- ends -------------------------------------------------------------------------------------------
     def _close(self, request: Request, output: StepOutput) -> None:
         """Everything about an ended request, and for a stream the last Delta of samples not yet told."""
-        if request.sends:
+        if request.prefill_only:
             return  # the engine that ordered it knows
         client: _Client = request.tag
         if client.stream:

@@ -1,15 +1,14 @@
 """Links to other engines: what passes between an engine's scheduler and its transfer thread. Called by the engine's
-loop between two steps, so that the scheduler's books are changed by one thread only.
+loop between two steps, so that the scheduler is changed by one thread only.
 """
 
 from collections.abc import Callable
 from typing import Protocol
 
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide import handover
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.address import named_addresses
 from cumulo.engine.decide.transfer.orders import LOAD_EVERY_S, Ordered, OrderFailed
@@ -36,7 +35,6 @@ def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model:
         raise ConfigError(
             f"role={config.role} needs an engine whose KV cache is in its own process: omit role"
         )
-    scheduler.transfers.stall_s = config.transfer_stall_s
     if config.role == "prefill":
         sender = TransferSender(cache, model, config.transfer_address, config.transfer_key)
         # On one host all layers of a GPU's step go in one copy; over a network each leaves when it is computed.
@@ -47,7 +45,8 @@ def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model:
         return
     peers = named_addresses(config.prefill_engines)
     receiver = TransferReceiver(cache, model, peers, config.transfer_key)
-    engine.link = DecodeLink(scheduler, receiver, cache.spec.layers)
+    scheduler.handover.receive(cache.spec.layers, config.transfer_stall_s)
+    engine.link = DecodeLink(scheduler, receiver)
 
 
 class LinkedEngine(Protocol):
@@ -91,14 +90,14 @@ class PrefillLink:
             if isinstance(event, Ordered):
                 self._accept(event, now_s)
             else:
-                handover.release(self._scheduler.books, event.key, now_s)
+                self._scheduler.handover.release(event.key, now_s)
         transfers = self._scheduler.transfers
         if transfers.answers:
             self._sender.give(transfers.answers[:])
             transfers.answers.clear()
         if now_s - self._told_s >= LOAD_EVERY_S:
             self._told_s = now_s
-            self._sender.tell_load(handover.load(self._scheduler.books))
+            self._sender.tell_load(self._scheduler.handover.load())
 
     def step_done(self, plan: StepPlan) -> None:
         """For runners that do not tell of single layers."""
@@ -113,14 +112,14 @@ class PrefillLink:
             request = Request(
                 event.key, order.tokens, _NOTHING_DRAWN, seed=0, priority=order.priority,
                 cache_salt=order.cache_salt, tenant=order.tenant, arrived_s=now_s,
-                adapter=self._scheduler.books.adapters.of_print(order.adapter) if order.adapter else None,
+                adapter=self._scheduler.adapters.of_print(order.adapter).slot if order.adapter else -1,
             )  # fmt: skip
-            request.sends = True
+            request.prefill_only = True
             self._scheduler.add(request)
         except InvalidRequest as error:
             self._sender.give([(event.key, OrderFailed(order.number, str(error)))])
         else:
-            handover.accept(self._scheduler.books, request.sequences[0], order.number)
+            self._scheduler.handover.accept(request.sequences[0], order.number)
 
     def fileno(self) -> int:
         return self._sender.news.fileno()
@@ -132,13 +131,12 @@ class PrefillLink:
 class DecodeLink:
     """Of an engine whose prompts are computed by others."""
 
-    def __init__(self, scheduler: Scheduler, receiver: TransferReceiver, layers: int) -> None:
+    def __init__(self, scheduler: Scheduler, receiver: TransferReceiver) -> None:
         self._scheduler, self._receiver = scheduler, receiver
-        scheduler.transfers.receives, scheduler.transfers.layers = True, layers
 
     def exchange(self, now_s: float) -> None:
         for event in self._receiver.news.take_all():
-            handover.enter_event(self._scheduler.books, event, now_s)
+            self._scheduler.handover.enter_event(event, now_s)
         transfers = self._scheduler.transfers
         if transfers.orders:
             self._receiver.give(transfers.orders[:])

@@ -108,7 +108,7 @@ class LLM:
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the loaded adapters."""
-        return tuple(self.engine.scheduler.books.adapters.loaded)
+        return tuple(self.engine.scheduler.adapters.loaded)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Requests may name the adapter in `folder` from now on. ModelError if it is not one of this model,
@@ -125,7 +125,7 @@ class LLM:
     def drop_adapter(self, name: str) -> None:
         """New requests cannot name it; its memory is used again when its last request has ended."""
         with self._lock:
-            self.engine.scheduler.books.adapters.drop(name)
+            self.engine.scheduler.adapters.drop(name)
 
     # -- asking -----------------------------------------------------------------------------------------
     def generate(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from cumulo.engine.decide.core.request import FinishReason
 from cumulo.engine.decide.plan import TokenLogprobs
-from cumulo.engine.decide.request import FinishReason
 from cumulo.engine.decide.story import Story
 
 

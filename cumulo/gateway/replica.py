@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.engine.decide.routing import ReplicaView
 from cumulo.gateway.decide.breaker import Breaker
 from cumulo.gateway.decide.membership import Told

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cumulo.engine.decide.adapters.book import salted
+from cumulo.engine.decide.adapters import salted
 from cumulo.errors import CumuloError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")

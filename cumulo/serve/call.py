@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from cumulo.engine.decide.adapters.book import salted
+from cumulo.engine.decide.adapters import salted
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import caller_of

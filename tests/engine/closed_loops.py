@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.extension import StepTiming
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 
 Asked = list[tuple[list[int], SamplingParams]]  # prompts that are sent together
 
@@ -73,8 +74,8 @@ def play(clients: list[Client], until_s: float, **config: Any) -> Scheduler:
         if in_flight and (plan is None or len(in_flight) > 1):
             finished, done_s = in_flight.pop(0)
             clock_s = max(clock_s, done_s)
-            draws = scheduler.books.in_flight[finished.index].draws
-            scheduler.observe(finished, step_s(finished), clock_s)
+            draws = scheduler.batch.in_flight[finished.index].draws
+            scheduler.observe(finished, StepTiming(step_s(finished)), clock_s)
             scheduler.apply(finished, StepResult(tokens=[7] * len(finished.draw_rows)), clock_s)
             for request in {sequence.request.id: sequence.request for sequence in draws}.values():
                 asker = whose.get(request.id)  # None: it ended while this step ran

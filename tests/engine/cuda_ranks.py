@@ -19,10 +19,10 @@ from tests.engine.tiny_cuda_engine import DEVICE, EOS, HAS_GPU, SPECS, make_deco
 from torch.distributed.distributed_c10d import _get_default_store
 
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.play import rank_player_cuda
 from cumulo.engine.play.cuda.step import CudaStep
@@ -131,7 +131,7 @@ def play_rank(
             runner.submit(told).result()
             plans += 1
         return []
-    config = SchedulerConfig(**{**SIZES, "blocks": SIZES["blocks"] * layout.dp}, homes=layout.dp)
+    config = SchedulerConfig(**{**SIZES, "blocks": SIZES["blocks"] * layout.dp}, dp=layout.dp)
     teller = ToldRunner(runner)
     engine = Engine(
         Scheduler(config), teller, None, vocab_size=spec.vocab_size, eos_ids=(EOS,), depth=layout.pp

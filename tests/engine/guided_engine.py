@@ -8,9 +8,9 @@ from typing import Any
 import tokenizers
 import torch
 
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.runner_torch import TorchRunner

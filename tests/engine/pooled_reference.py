@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.params import Pooling, SamplingParams
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.models.batch import KVCache

@@ -69,8 +69,8 @@ class PrefillThread:
 def decode_engine(decoder: Decoder, peers: list[tuple[str, str]], **options) -> Engine:
     engine = make_engine(decoder, **options)
     receiver = TransferReceiver(engine.runner.cache, "tiny", peers)
-    engine.link = DecodeLink(engine.scheduler, receiver, decoder.spec.layers)
-    engine.scheduler.transfers.stall_s = PATIENCE_S
+    engine.scheduler.handover.receive(decoder.spec.layers, PATIENCE_S)
+    engine.link = DecodeLink(engine.scheduler, receiver)
     return engine
 
 

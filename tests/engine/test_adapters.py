@@ -14,7 +14,6 @@ from cumulo.engine.adapter_room import room_for
 from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.assembly import assemble
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.adapters.book import AdapterBook
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.engine import Engine
 from cumulo.engine.llm import LLM
@@ -66,14 +65,14 @@ class Family:
             self.merged[f"a{slot}"] = merged(plain, self.weights[-1])
 
     def engine(self, **options) -> Engine:
-        engine = make_engine(self.decoder, **options)
+        engine = make_engine(self.decoder, max_loras=self.bank.slots, **options)
         self.give(engine)
         return engine
 
     def give(self, engine: Engine) -> None:
         engine.runner.bank, engine.runner.table.serves_adapters = self.bank, True
-        book = engine.scheduler.books.adapters = AdapterBook(self.bank.slots)
-        engine.adapters = AdapterStore(self.decoder.spec, book, max(RANKS), self.bank.install)
+        slots = engine.scheduler.adapters
+        engine.adapters = AdapterStore(self.decoder.spec, slots, max(RANKS), self.bank.install)
         for slot, weights in enumerate(self.weights):
             engine.adapters.add(f"a{slot}", weights)
 
@@ -137,7 +136,7 @@ def test_adapters_change_what_is_said(families) -> None:
 def test_a_dropped_adapter_ends_what_it_began_and_its_slot_is_used_again(families) -> None:
     family = families["dense"]
     engine = family.engine(blocks=64)
-    store, book = engine.adapters, engine.scheduler.books.adapters
+    store, slots = engine.adapters, engine.scheduler.adapters
     expected = engine.add([3, 5, 9], GREEDY, request_id="before", adapter="a1")
     first = run(engine)["before"]
     engine.add([3, 5, 9], GREEDY, request_id="running", adapter="a1")
@@ -155,7 +154,7 @@ def test_a_dropped_adapter_ends_what_it_began_and_its_slot_is_used_again(familie
     whole = make_engine(family.merged["a3"], blocks=64)
     whole.add([3, 5, 9], GREEDY, request_id="one")
     assert_same(outputs["anew"], run(whole)["one"], 1e-10)
-    assert not book.leaving and expected.adapter.slot == 1
+    assert not slots.leaving and expected.adapter == 1
     assert store.add("more", family.weights[0]).slot == 1
     family.bank.install(1, family.weights[1])
 
@@ -165,11 +164,11 @@ def test_an_aborted_request_lets_go_of_its_adapter(families) -> None:
     for name in ("queued", "running"):
         engine.add([3, 5, 9], GREEDY, request_id=name, adapter="a0")
     engine.step()
-    assert engine.scheduler.books.adapters.running("a0") == 2
+    assert engine.scheduler.adapters.running("a0") == 2
     for name in ("queued", "running"):
         engine.abort(name)
     run(engine)
-    assert engine.scheduler.books.adapters.running("a0") == 0
+    assert engine.scheduler.adapters.running("a0") == 0
 
 
 def test_kv_blocks_are_found_by_the_weights_of_an_adapter_not_by_its_name(families) -> None:
@@ -207,8 +206,8 @@ def test_prompts_are_computed_elsewhere_with_the_same_adapter_or_here_if_it_is_n
 ) -> None:
     family, address = families["dense"], f"unix:{tmp_path}/prefill.sock"
     other = Family("dense", tmp_path)  # a decoder of its own, as another process has
-    prefill = PrefillThread(other.decoder, address, blocks=64, block_size=4)
-    decode = decode_engine(family.decoder, [("prefill-0", address)], blocks=64, block_size=4)
+    prefill = PrefillThread(other.decoder, address, blocks=64, block_size=4, max_loras=6)
+    decode = decode_engine(family.decoder, [("prefill-0", address)], blocks=64, block_size=4, max_loras=6)
     other.give(prefill.engine)
     family.give(decode)
     prefill.engine.adapters.drop("a1")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.decide.beam import BeamSearch, candidates_per_beam
+from cumulo.engine.decide.beams import BeamSearch, candidates_per_beam
 from tests import peers, thorough
 
 VOCABULARY = 12

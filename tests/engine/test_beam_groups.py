@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.decide.beam import BeamSearch
-from cumulo.engine.decide.request import Request
+from cumulo.engine.decide.beams import BeamSearch
+from cumulo.engine.decide.core.request import Request
 from tests import thorough
 from tests.engine.cell_runner import candidates
 from tests.engine.test_scheduler import VOCAB, expected_outputs, make, outputs_of, request, run

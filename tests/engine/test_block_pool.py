@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.decide.block_pool import BlockPool, chain_hashes, root_hash
+from cumulo.engine.decide.core.block_pool import BlockPool, chain_hashes, root_hash
 from tests import thorough
 
 

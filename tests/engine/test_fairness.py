@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.base.quantiles import jain_index
-from cumulo.engine.decide.fairness import (
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import Request
+from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.plan import StepResult
+from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.sharing.tenants import (
     OUTPUT_WEIGHT,
     PROMPT_WEIGHT,
     WINDOW_S,
     FairShares,
     Tenant,
 )
-from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.plan import StepResult
-from cumulo.engine.decide.request import Request
-from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from tests import thorough
 
 
@@ -27,7 +27,7 @@ def make(**options: object) -> Scheduler:
         blocks=400, block_size=4, max_context=200, max_running=4, max_tokens_per_step=16, prefix_cache=False
     )
     scheduler = Scheduler(SchedulerConfig(**{**defaults, **options}))  # type: ignore[arg-type]
-    scheduler.shared_steps.pace.s_per_row = 1e-6  # all draw in every step
+    scheduler.sharing.pace.s_per_row = 1e-6  # all draw in every step
     return scheduler
 
 
@@ -138,7 +138,9 @@ def test_nobody_is_kept_waiting_while_there_is_room(seed: int, tenants: int, blo
         )
         if first is not None and plan.tokens < scheduler.config.max_tokens_per_step and not preempted:
             stalled = any(s.last_step != plan.index for s in scheduler.running if s.slot >= 0)
-            assert stalled or max(scheduler.residency.shortage(first, len(scheduler.running))) > 0
+            # A tenant that runs leaves an eighth of all blocks to the others (sharing/places.py).
+            stalled = stalled or first.request.story.waits_for == "fair_share"
+            assert stalled or max(scheduler.kv.shortage(first, len(scheduler.running))) > 0
         scheduler.apply(plan, StepResult(tokens=[7] * len(plan.draw_rows)), now_s)
         assert scheduler.problems() == []
     assert all(len(one.sequences[0].output_tokens) == one.output_limit for one in made)

@@ -4,10 +4,9 @@ steps that somebody waits for."""
 import pytest
 
 from tests.engine.tiny_cuda_engine import SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
-from cumulo.engine.decide import handover
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import Send
-from cumulo.engine.decide.request import Request
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,7 @@ def test_every_layer_of_a_step_that_is_waited_for_is_told_of(monkeypatch: pytest
         request.sends = sends
         scheduler.add(request)
         if sends:
-            handover.accept(scheduler.books, request.sequences[0], 7)
+            scheduler.handover.accept(request.sequences[0], 7)
         plan = scheduler.plan(0.0)
         assert plan is not None
         runner.submit(plan).result()

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 
 
 def decoding(seed: int, count: int = 6, **params: object) -> tuple[Scheduler, StepPlan]:
@@ -33,7 +33,7 @@ def decoding(seed: int, count: int = 6, **params: object) -> tuple[Scheduler, St
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_plan_repeats_as_often_as_the_scheduler_makes_it_again(seed: int) -> None:
-    lockstep = Lockstep(decoding(seed)[0].books)
+    lockstep = Lockstep(decoding(seed)[0].batch)
     assert lockstep.join({})
     repeat = lockstep.plan()
     assert repeat is not None
@@ -49,7 +49,7 @@ def test_a_plan_repeats_as_often_as_the_scheduler_makes_it_again(seed: int) -> N
     first, *again = made[: repeat.steps]
     assert (first.index, len(first.slots)) == (repeat.first_index, repeat.rows)
     assert sum(first.starts) + repeat.rows == repeat.context_tokens
-    assert first.extend == lockstep.books.next_plan.extend
+    assert first.extend == lockstep.batch.next_plan.extend
     for number, plan in enumerate(again, start=1):
         assert plan.slots == first.slots and not (plan.extend or plan.begin)
         assert plan.starts == [start + number for start in first.starts]
@@ -60,17 +60,17 @@ def test_a_plan_repeats_as_often_as_the_scheduler_makes_it_again(seed: int) -> N
 
 
 def test_who_may_be_ended_by_a_token_is_in_no_lockstep() -> None:
-    assert not Lockstep(decoding(0, ignore_eos=False)[0].books).join({})
-    assert not Lockstep(decoding(0, stop_token_ids=(5,))[0].books).join({})
+    assert not Lockstep(decoding(0, ignore_eos=False)[0].batch).join({})
+    assert not Lockstep(decoding(0, stop_token_ids=(5,))[0].batch).join({})
 
 
 def test_a_plan_that_needs_more_blocks_than_are_free_is_left_to_the_scheduler() -> None:
     scheduler, _ = decoding(1)
-    lockstep = Lockstep(scheduler.books)
+    lockstep = Lockstep(scheduler.batch)
     assert lockstep.join({})
     scheduler.pool.allocate_many(scheduler.pool.free_count)
     while (repeat := lockstep.plan()) is not None:
         lockstep.advance(repeat.steps)
         lockstep.apply(repeat.first_index + repeat.steps - 2, 0.0)
-    position = lockstep.books.next_plan.index
+    position = lockstep.batch.next_plan.index
     assert any((position - offset) % 8 == 0 for offset in lockstep._offsets)

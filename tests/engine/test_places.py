@@ -2,17 +2,17 @@
 
 from typing import Any
 
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import Request, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import Request, State
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 
 
 def make(**chosen: Any) -> Scheduler:
     usual: dict[str, Any] = dict(blocks=400, max_context=2048, max_running=16, prefix_cache=False)
     scheduler = Scheduler(SchedulerConfig(**(usual | chosen)))
-    scheduler.shared_steps.pace.s_per_prompt_token = scheduler.shared_steps.pace.s_per_row = 1e-6
+    scheduler.sharing.pace.s_per_prompt_token = scheduler.sharing.pace.s_per_row = 1e-6
     return scheduler
 
 
@@ -72,7 +72,7 @@ def test_while_others_are_about_an_eighth_of_the_places_is_left_to_them() -> Non
         ask(scheduler, f"one-{number}", "heavy")
     for _ in range(4):
         step(scheduler)
-    assert len(scheduler.residency.free_slots) == 2
+    assert len(scheduler.kv.free_slots) == 2
     waiting = next(one for one in scheduler.requests.values() if one.story.admitted_s is None)
     assert "waits for places and KV blocks that are left to other keys" in waiting.story.describe()
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cumulo.engine.decide.core.pooling import Pooled
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.pooling import Pooled
 from cumulo.engine.play.embedding import normalised, shortened
 from cumulo.errors import InvalidRequest
 from cumulo.models.decoder import Decoder

@@ -14,10 +14,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from cumulo.engine.assembly import assemble
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.play import rank_player
 from cumulo.engine.play.cuda.step import CudaStep

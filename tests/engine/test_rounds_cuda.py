@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
+from cumulo.engine.decide.core.batch import RequestBatch
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.extension import StepTiming
+from cumulo.engine.decide.core.queue import WaitingQueue
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.plan import Rounds
+from cumulo.engine.decide.plan import Rounds, StepPlan
 from cumulo.engine.decide.speculation import rounds
+from cumulo.engine.decide.speculation.rounds import DRAFTS, RoundPolicy
 from cumulo.engine.play.cuda import rounds as cuda_rounds
 from cumulo.engine.play.cuda.step_words import StepShape
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds
@@ -255,13 +260,18 @@ def test_accepting_and_proposing_follow_their_references() -> None:
     assert rows.chain_starts[:4].tolist() == (rows.starts[:4] + 1).tolist()
 
 
+def round_policy(levels: int = 0) -> RoundPolicy:
+    """The policy of an engine whose head may grow trees of so many levels."""
+    config = SchedulerConfig(blocks=64, max_context=1000, speculate="rounds", draft_tree=levels)
+    return RoundPolicy(RequestBatch(config, WaitingQueue()))
+
+
 def test_rounds_are_chosen_where_they_pay() -> None:
     """From what steps took and how often drafts were right: long drafts where they are cheap and right, none where
     a round costs more than it yields."""
-    from cumulo.engine.decide.speculation.rounds import DRAFTS, RoundPolicy
 
     def chosen(rate: float, draft_share: float) -> Rounds | None:
-        policy = RoundPolicy(1000)
+        policy = round_policy()
         learnt = policy._learnt(1)
         for _ in range(4):
             learnt.see(0, 1e-3)
@@ -274,7 +284,7 @@ def test_rounds_are_chosen_where_they_pay() -> None:
     assert chosen(0.9, 0.02).drafts == 7
     assert chosen(0.5, 0.2).drafts == 1
     assert chosen(0.2, 0.3) is None
-    policy = RoundPolicy(1000)
+    policy = round_policy()
     learnt = policy._learnt(1)
     for _ in range(4):
         for drafts, seconds in ((0, 1e-3), (1, 1.2e-3), (3, 1.6e-3)):
@@ -285,20 +295,18 @@ def test_rounds_are_chosen_where_they_pay() -> None:
     for known in policy._right:
         known[:] = [90, 100]
     assert policy._choose(1).drafts == 7  # not known yet, and may win
-    policy = RoundPolicy(1000)
+    policy = round_policy()
     policy.fixed_count = 16
     assert policy._choose(1) == Rounds(2, 8)  # a runner has room for no more
 
 
 def test_steps_that_arrive_together_are_not_thought_shorter_than_the_device_took() -> None:
-    from cumulo.engine.decide.plan import StepPlan
-    from cumulo.engine.decide.speculation.rounds import RoundPolicy
 
-    policy = RoundPolicy(1000)
+    policy = round_policy()
     ends = [0.0, 1e-3, 4e-3, 4.1e-3, 4.2e-3, 5e-3]  # the host was late for the third
     for index, end_s in enumerate(ends):
         plan = StepPlan(index=index, slots=[0], starts=[index], counts=[1])
-        policy.observe(plan, 0.8e-3, end_s, 0, 0.0)
+        policy.observe(plan, StepTiming(0.8e-3), end_s)
     assert policy._learnt(1).plain[0] == pytest.approx(0.8e-3, rel=0.05)
 
 

@@ -13,7 +13,6 @@ import torch
 
 from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
 from cumulo.engine.adapters import AdapterStore
-from cumulo.engine.decide.adapters.book import AdapterBook
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.engine import Engine
@@ -150,9 +149,8 @@ def test_adapters_of_a_batch_give_the_torch_runners_tokens(tmp_path: Path) -> No
     for on_kernels in (False, True):
         decoder = make_decoder(spec)
         bank = AdapterBank(decoder, spec, 3, 16)
-        engine = make_engine(decoder, on_kernels, bank=bank, max_tokens_per_step=8)
-        book = engine.scheduler.books.adapters = AdapterBook(bank.slots)
-        engine.adapters = AdapterStore(spec, book, 16, engine.runner.load_adapter)
+        engine = make_engine(decoder, on_kernels, bank=bank, max_tokens_per_step=8, max_loras=bank.slots)
+        engine.adapters = AdapterStore(spec, engine.scheduler.adapters, 16, engine.runner.load_adapter)
         for index, weights in enumerate(found):
             engine.adapters.add(f"a{index}", weights)
         for index, adapter in enumerate(("a0", "", "a1")):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import Request, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.request import Request, State
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.errors import CumuloError, InvalidRequest
 from tests import thorough
 from tests.engine.cell_runner import CellRunner, next_token
@@ -113,7 +113,7 @@ workload = st.fixed_dictionaries(
         "preemption": st.sampled_from(["auto", "recompute", "swap"]),
         "host_blocks": st.sampled_from([0, 3, 40]),
         "count": st.integers(1, 9),
-        "homes": st.sampled_from([1, 1, 2, 3]),
+        "dp": st.sampled_from([1, 1, 2, 3]),
         "stages": st.sampled_from([1, 1, 2, 4]),
     }
 )
@@ -142,10 +142,10 @@ def test_tokens_do_not_depend_on_how_the_work_was_cut_shared_or_preempted(case):
         )  # fmt: skip
     longest = max(len(r.prompt) + r.params.max_tokens for r in made)
     scheduler, runner = make(
-        blocks=case["homes"] * (-(-longest // size) + case["room"]), block_size=size,
+        blocks=case["dp"] * (-(-longest // size) + case["room"]), block_size=size,
         max_running=case["max_running"], max_tokens_per_step=case["max_running"] + case["budget"],
         prefix_cache=case["prefix_cache"], preemption=case["preemption"], priority_step_s=5.0,
-        host_blocks=case["host_blocks"] if case["homes"] == 1 else 0, homes=case["homes"], stages=case["stages"],
+        host_blocks=case["host_blocks"] if case["dp"] == 1 else 0, dp=case["dp"], stages=case["stages"],
     )  # fmt: skip
     late = made[len(made) // 2 :]
     aborted = {r.id for r in made if rng.random() < 0.15}
@@ -318,14 +318,14 @@ def test_any_number_of_queued_requests_costs_a_step_nothing():
     queued = 100_000 if thorough.chosen else 10_000
     scheduler, runner = make(blocks=8, max_running=2, max_tokens_per_step=8)
     looked = 0
-    original = scheduler.residency.blocks_wanted
+    original = scheduler.kv.blocks_wanted
 
     def counting(sequence):
         nonlocal looked
         looked += 1
         return original(sequence)
 
-    scheduler.residency.blocks_wanted = counting
+    scheduler.kv.blocks_wanted = counting
     for index in range(queued):
         scheduler.add(request(f"r{index}", [1, 2], max_tokens=8, ignore_eos=True))
     for step in range(8):

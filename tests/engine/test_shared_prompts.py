@@ -3,13 +3,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.decide.fairness import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.decide.sharing.prompts import Turns, Want, by_share, shared_step_tokens
+from cumulo.engine.decide.sharing.tenants import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
 from tests import thorough
 
 
@@ -143,7 +143,7 @@ def make() -> Scheduler:
             prefix_cache=False,
         )
     )
-    scheduler.shared_steps.pace.s_per_prompt_token = 2.5e-3  # 16 tokens in a shared step
+    scheduler.sharing.pace.s_per_prompt_token = 2.5e-3  # 16 tokens in a shared step
     return scheduler
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.decide.fairness import Tenant
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.decide.sharing.rows import StepPace, even_quotas
+from cumulo.engine.decide.sharing.tenants import Tenant
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
 from tests import thorough
@@ -60,8 +60,8 @@ def test_what_a_prompt_token_takes_is_learnt_from_steps_of_any_mix() -> None:
 def make(**chosen: Any) -> Scheduler:
     usual: dict[str, Any] = dict(blocks=2000, max_context=4096, max_running=32, prefix_cache=False)
     scheduler = Scheduler(SchedulerConfig(**(usual | chosen)))
-    scheduler.shared_steps.pace.s_per_row = 7e-3  # 5 rows in a shared step
-    scheduler.shared_steps.pace.s_per_prompt_token = 5e-3
+    scheduler.sharing.pace.s_per_row = 7e-3  # 5 rows in a shared step
+    scheduler.sharing.pace.s_per_prompt_token = 5e-3
     return scheduler
 
 
@@ -125,7 +125,7 @@ def test_long_steps_are_not_planned_ahead_where_others_may_come() -> None:
     assert plan.tokens == 5 and scheduler.plans_ahead(plan, 0.0)  # alone: 35 ms twice
     ask(scheduler, "one", "light", 20, 0.0)
     assert not scheduler.plans_ahead(plan, 0.0)
-    scheduler.shared_steps.pace.s_per_row = 1e-3
+    scheduler.sharing.pace.s_per_row = 1e-3
     assert scheduler.plans_ahead(plan, 0.0)  # a fast device: 5 ms twice
 
 

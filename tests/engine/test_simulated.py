@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cumulo.engine import engine as engine_module
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import State
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, DecodeTime, Run, StepTime
@@ -123,7 +123,7 @@ def outcome(run: Run) -> tuple[Any, ...]:
 
 def state(scheduler: Scheduler) -> tuple[Any, ...]:
     """Everything later decisions depend on."""
-    pool, residency = scheduler.pool, scheduler.residency
+    pool, kv = scheduler.pool, scheduler.kv
     running = [
         (one.slot, one.computed, one.pending, one.tokens, one.blocks, one.request.tag.last_token_s)
         for one in scheduler.running
@@ -136,8 +136,8 @@ def state(scheduler: Scheduler) -> tuple[Any, ...]:
         served,
         cached,
         free,
-        residency.free_slots,
-        scheduler.books.next_plan.index,
+        kv.free_slots,
+        scheduler.batch.next_plan.index,
         pool.evictions,
     )
 
@@ -153,23 +153,23 @@ def test_a_stretch_played_at_once_ends_as_if_the_scheduler_had_been_asked_at_eve
     cost = LinearCost(submit_s=rng.choice((0.0, 1e-4, 2e-3)), apply_s=rng.choice((0.0, 3e-4)))
     longest = min(200, settings.blocks * settings.block_size - 60)
     arrivals = traffic(seed, rate=rng.choice((1.0, 20.0, 200.0)), longest=max(2, longest))
-    books = [Scheduler(settings), Scheduler(settings)]
-    slow = simulate(arrivals, books[0], cost, step_by_step=True)
-    fast = simulate(arrivals, books[1], cost)
+    schedulers = [Scheduler(settings), Scheduler(settings)]
+    slow = simulate(arrivals, schedulers[0], cost, step_by_step=True)
+    fast = simulate(arrivals, schedulers[1], cost)
     assert outcome(fast) == outcome(slow)
     assert fast.device_busy_s == pytest.approx(slow.device_busy_s, rel=1e-12)
     assert all(one.finished for one in fast.served)
-    assert books[1].problems() == []
-    assert state(books[0]) == state(books[1])
+    assert schedulers[1].problems() == []
+    assert state(schedulers[0]) == state(schedulers[1])
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_run_that_is_stopped_in_a_stretch_leaves_the_scheduler_as_step_by_step_does(seed: int) -> None:
     settings, cost = config(blocks=(40, 512)[seed % 2]), LinearCost(submit_s=1e-4)
-    books = [Scheduler(settings), Scheduler(settings)]
-    for scheduler, step_by_step in zip(books, (True, False), strict=True):
+    schedulers = [Scheduler(settings), Scheduler(settings)]
+    for scheduler, step_by_step in zip(schedulers, (True, False), strict=True):
         simulate(traffic(seed), scheduler, cost, stop_s=1.0 + seed / 3, step_by_step=step_by_step)
-    assert books[0].running and state(books[0]) == state(books[1])
+    assert schedulers[0].running and state(schedulers[0]) == state(schedulers[1])
 
 
 def test_small_pools_preempt_in_the_simulation_too() -> None:

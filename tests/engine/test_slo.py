@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.extension import StepTiming
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.decide.slo.promises import Promises, learning_prompts
 from cumulo.engine.decide.slo.step_model import StepMix, StepModel
 from cumulo.engine.simulate.engine import SimulatedEngine
@@ -117,7 +118,7 @@ def test_drafts_make_no_step_longer_than_the_itl_allows(drafts: str) -> None:
     engine = SimulatedEngine(
         Scheduler(config(slo=slo, speculate=drafts)), COST, step_by_step=True, acceptance=0.7
     )
-    for tokens in learning_prompts(lambda: engine.scheduler.books.promises, 4096):
+    for tokens in learning_prompts(lambda: engine.scheduler.slo.promises, 4096):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
     began, engine.run.itl_bound_s = len(engine.arrivals), slo.itl_s
@@ -151,7 +152,7 @@ def test_an_itl_that_no_step_can_keep_is_refused_and_keeps_nobody_else_out() -> 
     quick = _ask(scheduler, "quick", 10, 100.0, slo=Slo(itl_s=0.01))
     plan = scheduler.plan(100.0)
     assert plan is not None and quick.sequences[0].slot in plan.slots
-    scheduler.observe(plan, 0.01, 100.01)
+    scheduler.observe(plan, StepTiming(0.01), 100.01)
     scheduler.apply(plan, StepResult([1]), 100.01)
     assert _ask(scheduler, "next", 300, 100.01).story.promise is not None
 
@@ -170,12 +171,12 @@ def test_a_tighter_deadline_overtakes_unless_that_breaks_a_promise() -> None:
 
 def test_many_short_prompts_do_not_make_a_step_longer_than_the_itl_allows() -> None:
     scheduler = _taught()
-    promises = scheduler.books.promises
+    promises = scheduler.slo.promises
     assert promises is not None
     _ask(scheduler, "decodes", 12, 100.0)
     plan = scheduler.plan(100.0)
     assert plan is not None
-    scheduler.observe(plan, 0.01, 100.01)
+    scheduler.observe(plan, StepTiming(0.01), 100.01)
     scheduler.apply(plan, StepResult([1]), 100.01)
     for number in range(120):
         _ask(scheduler, f"short {number}", 12, 100.01)
@@ -226,7 +227,7 @@ def test_stories_say_what_was_promised_and_what_became_of_it() -> None:
         plan = scheduler.plan(now_s)
         assert plan is not None
         now_s += 0.02 if request.sequences[0].output_length < 4 else 0.2
-        scheduler.observe(plan, 0.02, now_s)
+        scheduler.observe(plan, StepTiming(0.02), now_s)
         scheduler.apply(plan, StepResult([1] * len(plan.draw_rows)), now_s)
     words = request.story.describe()
     assert "is promised TTFT 600 ms and ITL 50 ms" in words
@@ -244,8 +245,8 @@ def test_the_first_long_prompts_keep_their_promises_where_short_ones_cost_nothin
     engine = SimulatedEngine(
         Scheduler(config(max_context=16384)), RooflineCost(0.006, 2e-5), step_by_step=True
     )
-    books, learnt = engine.scheduler.books, []
-    for tokens in learning_prompts(lambda: books.promises, 16384):
+    slo, learnt = engine.scheduler.slo, []
+    for tokens in learning_prompts(lambda: slo.promises, 16384):
         learnt.append(tokens)
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
@@ -276,7 +277,7 @@ def test_without_an_slo_nothing_is_promised_and_nothing_is_learnt() -> None:
     scheduler = Scheduler(replace(config(), slo=None))
     request = Request("a", [1] * 10, SamplingParams(max_tokens=2), seed=0)
     scheduler.add(request)
-    assert scheduler.books.promises is None and request.story.promise is None
+    assert scheduler.slo.promises is None and request.story.promise is None
 
 
 @settings(max_examples=20, deadline=None)

@@ -113,10 +113,11 @@ def test_following_a_prompt_is_not_taken_for_what_a_proposal_costs():
     speculation = engine.scheduler.speculation
     observe, known = speculation.observe, []
 
-    def observe_slow_prompts(plan, seconds, now_s, proposed, proposing_s):
+    def observe_slow_prompts(plan, timing, now_s):
         begins = any(start == 0 for start in plan.starts)
         before = speculation.proposal_s
-        observe(plan, seconds, now_s, proposed, proposed * (5.0 if begins else 0.001))
+        slow_s = timing.proposed * (5.0 if begins else 0.001)
+        observe(plan, timing._replace(proposing_s=slow_s), now_s)
         if begins:
             known.append((before, speculation.proposal_s))
 
@@ -188,7 +189,7 @@ def test_streamed_pieces_carry_all_tokens_once():
     assert max(len(piece.token_ids) for piece in pieces) > 1
 
 
-def test_an_abort_while_drafts_are_verified_keeps_the_books_right():
+def test_an_abort_while_drafts_are_verified_leaves_nothing_inconsistent():
     engine = speculating("dense", overlap=True, block_size=1)
     for index in range(3):
         engine.add(COPY * 3, copying(), request_id=f"r{index}")

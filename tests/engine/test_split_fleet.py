@@ -1,8 +1,8 @@
 """Split roles in virtual time: the real decisions, every request answered, and transfers that take their time."""
 
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.routing import router
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, DecodeTime, StepTime
 from cumulo.engine.simulate.split_fleet import KVLink, SplitDecode, SplitFleet, SplitPrefill
@@ -54,7 +54,7 @@ def test_every_request_is_answered_and_nothing_is_left_of_its_transfer() -> None
     assert all(one.finished for run in runs for one in run.served)
     assert sum(one.scheduler.transfers.landed for one in fleet.decode) > 10
     for engine in (*fleet.prefill, *fleet.decode):
-        engine.scheduler.books.drop_ended()
+        engine.scheduler.batch.drop_ended()
         assert engine.scheduler.problems() == [] and not engine.scheduler.transfers.active
         assert engine.scheduler.pool.used_count == 0
 

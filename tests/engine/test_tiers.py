@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.engine.decide.block_pool import chain_hashes, root_hash
+from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.tiers.choice import choose_fetch
-from cumulo.engine.decide.tiers.host_tier import HostTier
+from cumulo.engine.decide.tiers.host_tier import HostTier, choose_fetch
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
 from cumulo.engine.play.tiers.kv_files import KvFiles
@@ -34,7 +33,7 @@ def engine_with(
         engine.mover = TierMover(
             KvFiles(folder, model, limit), host_block_of(engine.runner), engine.scheduler
         )
-        engine.scheduler.residency.tiers.costs.disk_s_per_block = 0.0
+        engine.scheduler.tiers.costs.disk_s_per_block = 0.0
     return engine
 
 
@@ -45,7 +44,7 @@ def ask(engine: Engine, prompt: list[int], salt: str = "") -> RequestOutput:
 
 def settle(engine: Engine) -> None:
     """Until everything ordered is on disk."""
-    tiers, mover = engine.scheduler.residency.tiers, engine.mover
+    tiers, mover = engine.scheduler.tiers, engine.mover
     mover.exchange(0.0)
     while tiers.writing:
         mover.news.wait(1.0)
@@ -114,7 +113,7 @@ def test_a_file_under_another_models_name_is_refused_by_its_header(tmp_path: Pat
     (tmp_path / MODEL.hex()).rename(tmp_path / OTHER_MODEL.hex())
     engine = engine_with(tmp_path, model=OTHER_MODEL)
     output = ask(engine, PROMPTS[0])
-    assert fetched(output) == [] and engine.scheduler.residency.tiers.counts.bad_files
+    assert fetched(output) == [] and engine.scheduler.tiers.counts.bad_files
     same(output, PROMPTS[0])
     engine.mover.close()
 
@@ -138,8 +137,8 @@ def test_a_damaged_file_is_noticed_and_its_tokens_are_computed(tmp_path: Path, d
     assert fetched(output) == []
     assert "damaged or missing" in output.story.describe()
     same(output, PROMPTS[0])
-    assert engine.scheduler.residency.tiers.counts.bad_files == 4
-    assert not engine.scheduler.residency.tiers.on_disk & set(_hashes(PROMPTS[0]))
+    assert engine.scheduler.tiers.counts.bad_files == 4
+    assert not engine.scheduler.tiers.on_disk & set(_hashes(PROMPTS[0]))
     engine.mover.close()
 
 
@@ -154,7 +153,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for prompt in PROMPTS * 2:
         same(ask(engine, prompt), prompt)
     settle(engine)
-    assert engine.scheduler.residency.tiers.counts.failed_writes
+    assert engine.scheduler.tiers.counts.failed_writes
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     monkeypatch.setattr(Path, "replace", replace)
     engine.mover.save(lambda plan: engine.runner.submit(plan).result(), 5.0)

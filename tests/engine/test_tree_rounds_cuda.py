@@ -8,17 +8,18 @@ import torch
 
 from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.extension import Flight
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
 from cumulo.engine.decide.speculation import rounds
-from cumulo.engine.decide.speculation.rounds import RoundPolicy, kinds_of_rounds
+from cumulo.engine.decide.speculation.rounds import kinds_of_rounds
 from cumulo.engine.play.cuda import rounds as cuda_rounds
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.sampling.tree_growth import PART, grow
 from cumulo.kernels.cuda.sampling.trees import tree_words
 from cumulo.train.head.writer import hidden_states
-from tests.engine.test_rounds_cuda import SPEC, engine_with_head, make_head
+from tests.engine.test_rounds_cuda import SPEC, engine_with_head, make_head, round_policy
 from tests.engine.test_runner_cuda import prompt, run
 from tests.kernels.cuda.test_trees import grown
 from tests.thorough import rare
@@ -184,7 +185,7 @@ def test_a_tree_is_chosen_where_its_rounds_yield_most() -> None:
     much, and where nobody has asked for trees."""
 
     def chosen(tree_s: float, right_in_trees: float, levels: int = 3) -> Rounds | None:
-        policy = RoundPolicy(1000, levels)
+        policy = round_policy(levels)
         learnt = policy._learnt(1)
         for _ in range(4):
             learnt.see(0, 1e-3)
@@ -203,11 +204,11 @@ def test_a_tree_is_chosen_where_its_rounds_yield_most() -> None:
 
 
 def test_what_trees_keep_says_nothing_about_chains() -> None:
-    policy = RoundPolicy(1000, 3)
+    policy = round_policy(3)
     chains = [policy.rate(place) for place in range(3)]
     plan = StepPlan(0, slots=[0], starts=[4], counts=[1], rounds=Rounds(2, 7, 3))
     for _ in range(100):
-        policy.learn(plan, [], StepResult([0], round_hits={0: [3, 1]}))
+        policy.after_result(plan, Flight(), StepResult([0], round_hits={0: [3, 1]}), 0.0)
     assert [policy.rate(place) for place in range(3)] == chains
     assert policy.rate(0, 3) > 0.95 and policy.rate(1, 3) == pytest.approx(0.5, abs=0.05)
     assert policy.rate(2, 3) > 0.95  # of the rounds that came so far

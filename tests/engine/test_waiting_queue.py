@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.decide.fairness import FairShares, Tenant
+from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.request import Request, Sequence, State
-from cumulo.engine.decide.waiting_queue import WaitingQueue
+from cumulo.engine.decide.sharing.queue import TenantQueue
+from cumulo.engine.decide.sharing.tenants import FairShares, Tenant
 from tests import thorough
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -29,7 +29,7 @@ class Searching:
     def first(self) -> Sequence | None:
         heads: dict[str, tuple[tuple[tuple[float, int], int], Sequence]] = {}
         for push, sequence in self.waiting:
-            key, name = (sequence.request.order, push), sequence.request.share.name
+            key, name = (sequence.request.order, push), sequence.request.tenant
             if name not in heads or key < heads[name][0]:
                 heads[name] = (key, sequence)
         if not heads:
@@ -50,7 +50,7 @@ class Searching:
 def test_the_queue_agrees_with_one_that_searches(seed: int, tenants: int, priorities: int) -> None:
     rng = random.Random(seed)
     shares = FairShares()
-    queue, searching = WaitingQueue(shares), Searching()
+    queue, searching = TenantQueue(shares), Searching()
     waiting: list[Sequence] = []
     admitted: list[Sequence] = []
 
@@ -65,7 +65,7 @@ def test_the_queue_agrees_with_one_that_searches(seed: int, tenants: int, priori
                 f"r{step}", [1], PARAMS, seed=0, tenant=str(rng.randrange(tenants)),
                 priority=rng.randrange(priorities),
             )  # fmt: skip
-            made.share = shares.tenant(made.share.name)
+            made.share = shares.tenant(made.tenant)
             made.order = (step + 40.0 * made.priority, step)
             sequence = made.sequences[0]
             queue.arrive(sequence)
@@ -110,7 +110,7 @@ def test_the_queue_agrees_with_one_that_searches(seed: int, tenants: int, priori
 
 def test_one_tenants_requests_come_in_order() -> None:
     shares, rng = FairShares(), random.Random(1)
-    queue = WaitingQueue(shares)
+    queue = TenantQueue(shares)
     orders = [(rng.random(), number) for number in range(300)]
     for number, order in enumerate(orders):
         made = Request(f"r{number}", [1], PARAMS, seed=0, priority=rng.randrange(5))
@@ -129,10 +129,10 @@ def test_one_tenants_requests_come_in_order() -> None:
 def test_many_tenants_cost_no_more_than_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in looks at counters: choosing among 5,000 tenants looks at a handful."""
     shares = FairShares()
-    queue = WaitingQueue(shares)
+    queue = TenantQueue(shares)
     for number in range(5_000):
         made = Request(f"r{number}", [1], PARAMS, seed=0, tenant=f"tenant {number}")
-        made.share, made.order = shares.tenant(made.share.name), (float(number), number)
+        made.share, made.order = shares.tenant(made.tenant), (float(number), number)
         queue.arrive(made.sequences[0])
     looked = 0
 

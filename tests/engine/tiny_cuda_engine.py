@@ -20,8 +20,8 @@ if find_spec("triton") is None:
 
 from triton import next_power_of_2  # noqa: E402
 
+from cumulo.engine.decide.core.config import SchedulerConfig  # noqa: E402
 from cumulo.engine.decide.scheduler import Scheduler  # noqa: E402
-from cumulo.engine.decide.scheduler_config import SchedulerConfig  # noqa: E402
 from cumulo.engine.decide.speculation.choose import most_draws  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.play.cuda import step_words  # noqa: E402

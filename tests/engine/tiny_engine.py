@@ -2,8 +2,8 @@
 
 import torch
 
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
 from cumulo.engine.play.runner_torch import TorchRunner

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
-from cumulo.engine.decide.slo.promise import Promise
-from cumulo.engine.decide.story import Story
+from cumulo.engine.decide.story import Promise, Story
 from cumulo.engine.simulate.run import Arrival, Served
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.fleet.simulate.autoscaled_fleet import RequestJudge, ScaledRun

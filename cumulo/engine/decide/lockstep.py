@@ -1,5 +1,5 @@
 """Lockstep: sequences that each draw one token in every step, so that a plan repeats. A decision on the scheduler's
-books that any player may use; `simulate` does.
+batch that any player may use; `simulate` does.
 
 While nobody waits and everybody only decodes, each plan is the one before, one token further, until a sequence
 needs a block or draws its last token. `plan` says how many times: what happens on the way is done as the scheduler
@@ -16,10 +16,11 @@ members, so it is all the same which tokens are entered; the simulator's are zer
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cumulo.engine.decide.books import Books, Flight
+from cumulo.engine.decide.core.batch import RequestBatch
+from cumulo.engine.decide.core.extension import Flight
+from cumulo.engine.decide.core.request import Sequence, State
+from cumulo.engine.decide.core.step_result import enter_result
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.request import Sequence, State
-from cumulo.engine.decide.step_result import enter_result
 
 
 class Member(NamedTuple):
@@ -30,7 +31,7 @@ class Member(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """`steps` plans of the same rows, one token each. What changes before them is in the books' next plan."""
+    """`steps` plans of the same rows, one token each. What changes before them is in the batch' next plan."""
 
     first_index: int
     steps: int
@@ -40,8 +41,8 @@ class Repeat(NamedTuple):
 
 
 class Lockstep:
-    def __init__(self, books: Books) -> None:
-        self.books = books
+    def __init__(self, batch: RequestBatch) -> None:
+        self.batch = batch
         self.settled: list[Sequence] = []  # got tokens late since the player last looked; it empties the list
         self._clear()
 
@@ -57,8 +58,8 @@ class Lockstep:
     def join(self, shared: Mapping[int, int]) -> bool:
         """Everybody who runs, if all of them only decode: have nothing to compute but the token in flight.
         `shared`: by slot, tokens of its context that an earlier sequence holds, too."""
-        index, size = self.books.next_plan.index, self.books.config.block_size
-        running = [sequence for sequence in self.books.running if sequence.state == State.RUNNING]
+        index, size = self.batch.next_plan.index, self.batch.config.block_size
+        running = [sequence for sequence in self.batch.running if sequence.state == State.RUNNING]
         if running[: len(self._sequences)] != self._sequences:
             self.settle()
         newcomers = running[len(self._sequences) :]
@@ -90,14 +91,14 @@ class Lockstep:
         del self._sequences[position], self._offsets[position]
         self._offset_sum -= member.offset
         self._shared_tokens -= member.shared_tokens
-        phase = member.offset % self.books.config.block_size
+        phase = member.offset % self.batch.config.block_size
         self._at_block_end[phase].remove(member)
         if not self._at_block_end[phase]:
             del self._at_block_end[phase]
 
     def settle(self) -> None:
         """Enter all tokens that have been drawn; nobody is in lockstep any more."""
-        entered = self.books.next_plan.index - 1 - len(self.books.in_flight)
+        entered = self.batch.next_plan.index - 1 - len(self.batch.in_flight)
         for sequence, offset in zip(self._sequences, self._offsets, strict=True):
             if entered - offset + 2 > len(sequence.tokens):
                 _enter(sequence, entered - offset + 2)
@@ -107,19 +108,19 @@ class Lockstep:
     # -- plans that repeat --------------------------------------------------------------------------------
     def plan(self) -> Repeat | None:
         """How many times the next plan repeats; its blocks are given. None where the scheduler has to decide."""
-        plan, residency, size = self.books.next_plan, self.books.residency, self.books.config.block_size
+        plan, kv, size = self.batch.next_plan, self.batch.kv, self.batch.config.block_size
         index, ending, at_block_end = plan.index, self._ending, self._at_block_end
         leaving = ending.get(index - 1, ())
         rows = len(self._sequences) - len(leaving)
         wanting = [
             member.sequence
             for member in at_block_end.get(index % size, ())
-            if member not in leaving and residency.needs_block(member.sequence, index - member.offset)
+            if member not in leaving and kv.needs_block(member.sequence, index - member.offset)
         ]
-        if not rows or len(wanting) > self.books.pool.free_count:
+        if not rows or len(wanting) > self.batch.pool.free_count:
             return None
         for sequence in wanting:
-            residency.give_block(sequence, sequence.capacity, plan)
+            kv.give_block(sequence, sequence.capacity, plan)
         offset_sum, shared_tokens = self._offset_sum, self._shared_tokens
         for member in leaving:
             offset_sum -= member.offset
@@ -131,36 +132,36 @@ class Lockstep:
 
     def advance(self, steps: int) -> None:
         """So many plans have been made, and the results of all but the last are in or are entered next."""
-        self.books.next_plan.index += steps
+        self.batch.next_plan.index += steps
 
     def apply(self, index: int, now_s: float) -> None:
         """A plan's result: what it filled can be found from now on, and who drew the last token ends."""
-        books, size = self.books, self.books.config.block_size
-        if books.pool.prefix_cache:
+        batch, size = self.batch, self.batch.config.block_size
+        if batch.pool.prefix_cache:
             for sequence, offset, _, since in self._at_block_end.get((index + 1) % size, ()):
                 if since <= index:
                     known = index + 1 - offset
                     _enter(sequence, known)
-                    books.residency.register_blocks(sequence, known - 1, known)
+                    batch.kv.register_blocks(sequence, known - 1, known)
         for member in self._ending.pop(index, ()):
             self._leave(member)
             sequence = member.sequence
             _enter(sequence, sequence.limit)
             sequence.computed, sequence.pending = sequence.limit - 1, 0
-            books.finish(sequence, "length", now_s)
+            batch.finish(sequence, "length", now_s)
 
     def last_plan(self) -> StepPlan:
-        """The last plan that was made, in flight from now on; the books are as if the scheduler had made all."""
-        books, rows = self.books, self._sequences[:]
-        next_index = books.next_plan.index
+        """The last plan that was made, in flight from now on; the batch are as if the scheduler had made all."""
+        batch, rows = self.batch, self._sequences[:]
+        next_index = batch.next_plan.index
         for sequence, offset in zip(rows, self._offsets, strict=True):
             sequence.computed = computed = next_index - offset
             sequence.pending = computed + 1 - len(sequence.tokens)
         starts = [next_index - 1 - offset for offset in self._offsets]
         plan = StepPlan(next_index - 1, slots=[sequence.slot for sequence in rows], starts=starts)
         plan.draw_one_each()
-        books.running[:] = rows
-        books.in_flight[plan.index] = Flight(rows, rows)
+        batch.running[:] = rows
+        batch.in_flight[plan.index] = Flight(rows, rows)
         self._rows_in[plan.index] = len(rows)
         return plan
 
@@ -176,7 +177,7 @@ class Lockstep:
         if leaving:
             starts = [start for start, one in zip(starts, sequences, strict=True) if one not in leaving]
             sequences = [one for one in sequences if one not in leaving]
-        count, rows = len(sequences), self.books.in_flight[index].rows
+        count, rows = len(sequences), self.batch.in_flight[index].rows
         stayed = all(one.state == State.RUNNING for one in leaving)
         if stayed and plan.starts[:count] == starts and rows[:count] == sequences:
             self._rows_in[index] = count
@@ -185,7 +186,7 @@ class Lockstep:
 
     def enter_result(self, plan: StepPlan, now_s: float) -> tuple[int, list[Sequence]]:
         """A plan's tokens arrive: how many members gained one, and which of the others."""
-        flight, members = self.books.in_flight.pop(plan.index), self._rows_in.pop(plan.index, 0)
+        flight, members = self.batch.in_flight.pop(plan.index), self._rows_in.pop(plan.index, 0)
         if members:
             self.apply(plan.index, now_s)
         if members == len(flight.rows):
@@ -193,7 +194,7 @@ class Lockstep:
         rest = StepPlan(plan.index, starts=plan.starts[members:], counts=plan.counts[members:])
         rest.sends = [send._replace(row=send.row - members) for send in plan.sends]
         others = Flight(flight.rows[members:], flight.draws[members:])
-        return members, enter_result(self.books, others, rest, StepResult([0] * len(others.draws)), now_s)
+        return members, enter_result(self.batch, others, rest, StepResult([0] * len(others.draws)), now_s)
 
 
 def _enter(sequence: Sequence, known: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from cumulo.engine.decide.params import SamplingParams
 
 if TYPE_CHECKING:
-    from cumulo.engine.decide.pooling import Vector
+    from cumulo.engine.decide.core.pooling import Vector
 
 
 class NewSlot(NamedTuple):

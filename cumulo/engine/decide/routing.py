@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.errors import ConfigError, CumuloError
 
 

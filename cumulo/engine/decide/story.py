@@ -6,7 +6,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from cumulo.engine.decide.slo.promise import Promise
+from cumulo.spec.slo import ServedTimes, Slo, missed_bound
 
 # What a request waits for. behind_others: its turn by order; fair_share: it is first in order, but others have been
 # served less; prefill, transfer: another engine computes its prompt, its KV arrives; kv_fetch: it comes from disk.
@@ -73,6 +73,44 @@ _WORDS = {
     "finished": "sample {sample} finished: {reason} after {tokens} tokens",
     "failed": "failed: {error}",
 }
+
+
+Outcome = Literal["kept", "missed_ttft", "missed_itl"]
+
+
+@dataclass(slots=True)
+class Promise:
+    """The TTFT and ITL that a request was promised, and what became of it."""
+
+    ttft_s: float | None
+    itl_s: float | None
+    tokens: int = 0  # of its first sample, after the first one
+    late_tokens: int = 0  # of these, that came later than itl_s after the one before
+    worst_itl_s: float = 0.0
+    last_token_s: float | None = None
+
+    @staticmethod
+    def from_slo(slo: Slo) -> "Promise":
+        return Promise(slo.ttft_s, slo.itl_s)
+
+    def note_token(self, now_s: float) -> None:
+        if self.last_token_s is not None:
+            waited_s = now_s - self.last_token_s
+            self.tokens += 1
+            self.worst_itl_s = max(self.worst_itl_s, waited_s)
+            if self.itl_s is not None and waited_s > self.itl_s:
+                self.late_tokens += 1
+        self.last_token_s = now_s
+
+    def outcome(self, ttft_s: float | None) -> Outcome:
+        """`ttft_s`: as it was; None if it ended before its first token."""
+        bounds = {"ttft": self.ttft_s, "itl": self.itl_s}
+        promised = {name: bound_s for name, bound_s in bounds.items() if bound_s is not None}
+        times = ServedTimes(ttft_s, gaps=self.tokens, late_gaps=self.late_tokens)
+        missed = missed_bound(promised, times)
+        if missed is None:
+            return "kept"
+        return "missed_ttft" if missed == "ttft" else "missed_itl"
 
 
 @dataclass(slots=True)
@@ -143,12 +181,6 @@ class Story:
         self.finished_s, self.output_tokens = now_s, output_tokens
         if self.drafted_tokens:
             self.add(now_s, "speculated", accepted=self.accepted_tokens, drafted=self.drafted_tokens)
-        if self.promise is not None and self.ttft_s is not None:
-            one = self.promise
-            self.add(
-                now_s, one.outcome(self.ttft_s), ttft_ms=1e3 * self.ttft_s, worst_itl_ms=1e3 * one.worst_itl_s,
-                late=one.late_tokens, tokens=one.tokens,
-            )  # fmt: skip
 
     def admit(self, now_s: float, step: int, tokens: int, cached: int, lost: int, how: str) -> None:
         """A sequence starts, or comes back after preemption with `lost` tokens to make up for."""

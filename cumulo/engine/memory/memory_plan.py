@@ -7,9 +7,11 @@ naming the largest setting that would.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from cumulo.base.quantities import GIB
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.memory.ledger import Ledger, format_bytes
 from cumulo.engine.memory.needs import DraftNeeds, Needs
 from cumulo.errors import CumuloError, OutOfMemory
@@ -147,3 +149,34 @@ def largest(fit: Callable[[int], bool], low: int, high: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fit(middle) else (low, middle - 1)
     return low
+
+
+def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfig:
+    """From the engine's options, settled for its device, and what the memory ledger gives it."""
+    return SchedulerConfig(
+        blocks=memory.kv_blocks,
+        block_size=config.block_size,
+        max_context=memory.max_context,
+        max_running=config.max_running,
+        max_tokens_per_step=config.max_tokens_per_step,
+        prefix_cache=config.prefix_cache,
+        preemption=config.preemption,
+        host_blocks=memory.host_blocks,
+        tier_blocks=memory.tier_blocks,
+        disk=bool(config.kv_disk),
+        priority_step_s=config.priority_step_s,
+        shared_step_s=config.shared_step_s,
+        max_loras=config.max_loras,
+        speculate=_drafts(config),
+        draft_tree=config.draft_tree,
+        stages=config.pp,
+        dp=config.dp,
+        slo=config.slo,
+        late=config.slo_late,
+    )
+
+
+def _drafts(config: EngineConfig) -> Literal["", "ngram", "model", "rounds"]:
+    if config.speculate in ("", "ngram"):
+        return "ngram" if config.speculate else ""
+    return "rounds" if config.device == "cuda" else "model"

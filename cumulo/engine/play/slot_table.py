@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cumulo.engine.decide.beam import candidates_per_beam
+from cumulo.engine.decide.beams import candidates_per_beam
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.guides.guided import Guidance, GuidedSlots

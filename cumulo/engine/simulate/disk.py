@@ -9,9 +9,7 @@ import heapq
 import itertools
 from collections import OrderedDict
 
-from cumulo.engine.decide.block_pool import BlockHash
-from cumulo.engine.decide.books import Books
-from cumulo.engine.decide.tiers.fetch import enter_tier_event
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.engine.decide.tiers.tiers import (
     KEPT_FILES,
     FilesRead,
@@ -20,6 +18,7 @@ from cumulo.engine.decide.tiers.tiers import (
     ReadFiles,
     TierEvent,
     TierOrder,
+    Tiers,
 )
 from cumulo.errors import ConfigError
 
@@ -40,15 +39,14 @@ class SimulatedDisk:
         """When the next order is done; infinity: none is under way."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
-    def exchange(self, books: Books, now_s: float) -> None:
+    def exchange(self, tiers: Tiers | None, now_s: float) -> None:
         """Take in what was written and read, and begin what is ordered."""
-        tiers = books.residency.tiers
         if tiers is None:
             return
         while self._under_way and self._under_way[0][0] <= now_s:
             _, _, order, seconds = heapq.heappop(self._under_way)
             for event in self._done(order, seconds):
-                enter_tier_event(books, event, now_s)
+                tiers.enter_event(event, now_s)
         for order in tiers.orders:
             if isinstance(order, ReadFiles):
                 seconds = self._read_s * len(order.blocks)
@@ -59,10 +57,10 @@ class SimulatedDisk:
             heapq.heappush(self._under_way, (done_s, next(self._numbers), order, seconds))
         tiers.orders.clear()
 
-    def finish(self, books: Books, now_s: float) -> None:
+    def finish(self, tiers: Tiers | None, now_s: float) -> None:
         """Whatever is ordered is done, as if there were time for it."""
-        self.exchange(books, now_s)
-        self.exchange(books, float("inf"))
+        self.exchange(tiers, now_s)
+        self.exchange(tiers, float("inf"))
 
     def _done(self, order: TierOrder, seconds: float) -> list[TierEvent]:
         if isinstance(order, ReadFiles):

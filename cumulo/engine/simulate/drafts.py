@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
-from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.speculation.rounds import TREE_DRAFTS
 from cumulo.engine.simulate.run import Arrival, StepCost, StepTime
 

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Sequence as ListLike
 from functools import lru_cache
 
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.disk import SimulatedDisk
 from cumulo.engine.simulate.drafts import SimulatedHead, rounds_time
@@ -73,7 +73,7 @@ class SimulatedEngine:
         self.scheduler, self.cost, self.overlap = scheduler, cost, overlap
         self.acceptance, self.head = acceptance, head
         self.disk, self._until_s = disk, float("inf")
-        self.run, self._lockstep = Run(), Lockstep(scheduler.books)
+        self.run, self._lockstep = Run(), Lockstep(scheduler.batch)
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
         self.clock_s = 0.0
         stages = scheduler.config.stages
@@ -82,7 +82,7 @@ class SimulatedEngine:
         self._coming = 0
         self._shared: dict[int, int] = {}
         # Blocks of tiers move, and promises are learnt from, in the middle of a stretch.
-        plain = scheduler.residency.tiers is None and scheduler.config.slo is None
+        plain = scheduler.tiers is None and scheduler.config.slo is None
         plain = plain and scheduler.speculation is None
         self._may_stretch = overlap and not step_by_step and stages == 1 and plain
 
@@ -92,7 +92,7 @@ class SimulatedEngine:
         count, self._until_s = len(arrivals), until_s
         while self.clock_s < until_s:
             if self.disk is not None:
-                self.disk.exchange(scheduler.books, self.clock_s)
+                self.disk.exchange(scheduler.tiers, self.clock_s)
             while self._coming < count and arrivals[self._coming].arrived_s <= self.clock_s:
                 self.clock_s += take_in(arrivals[self._coming], self._coming, scheduler, self.cost, run)
                 self._coming += 1
@@ -106,7 +106,7 @@ class SimulatedEngine:
                 and run.itl_bound_s is None
                 and self._in_flight
                 and scheduler.queue.count == 0
-                and not scheduler.shared_steps.begin(self.clock_s)
+                and not scheduler.sharing.begin(self.clock_s)
             ):
                 next_s = min(until_s, arrivals[self._coming].arrived_s if self._coming < count else until_s)
                 stretched = play_stretch(
@@ -164,7 +164,7 @@ class SimulatedEngine:
     def _wait_for_others(self) -> None:
         """Nothing can be computed and nothing is in flight. An engine alone has only its disk to wait for."""
         if self.disk is not None:
-            self.disk.exchange(self.scheduler.books, self.clock_s)
+            self.disk.exchange(self.scheduler.tiers, self.clock_s)
         if self.disk is not None and self.disk.next_s < float("inf"):
             coming = (one.arrived_s for one in self.arrivals[self._coming : self._coming + 1])
             self.clock_s = min(self.disk.next_s, self._until_s, *coming)
@@ -214,7 +214,7 @@ def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepCost,
 
 def _receive(request: Request, first_token_s: float, scheduler: Scheduler) -> None:
     """Its keys and values lie where swapped-out blocks do, until the scheduler has room for them on the device."""
-    sequence, landing = request.sequences[0], scheduler.residency.free_host_blocks
+    sequence, landing = request.sequences[0], scheduler.kv.free_host_blocks
     blocks = -(-request.prompt_length // scheduler.config.block_size)
     if blocks > len(landing):
         raise RuntimeError(

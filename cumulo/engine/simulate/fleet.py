@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
-from cumulo.engine.decide.block_pool import BlockHash, chain_hashes, root_hash
+from cumulo.engine.decide.core.block_pool import BlockHash, chain_hashes, root_hash
 from cumulo.engine.decide.routing import Ask, ReplicaView, Router
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run

@@ -2,8 +2,9 @@
 `simulate`, step by step and in stretches.
 """
 
+from cumulo.engine.decide.core.extension import StepTiming
+from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.lockstep import Lockstep
-from cumulo.engine.decide.request import Sequence
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.drafts import SimulatedHead, drafted_result
 from cumulo.engine.simulate.run import Run, Served, StepInFlight
@@ -20,12 +21,12 @@ def enter_result(
 ) -> None:
     """A step's tokens arrive: who gained one, or several with speculation, and who has ended."""
     run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
-    scheduler.observe(ready.plan, ready.time.device_s, now_s)
+    scheduler.observe(ready.plan, StepTiming(ready.time.device_s), now_s)
     same_s = run.last_result_s
     if scheduler.speculation is None:
         same, advanced = lockstep.enter_result(ready.plan, now_s)
     else:
-        flight = scheduler.books.in_flight[ready.plan.index]
+        flight = scheduler.batch.in_flight[ready.plan.index]
         by_lookup = scheduler.config.speculate == "ngram"
         result = drafted_result(
             ready.plan, flight.rows, flight.draws, acceptance, by_lookup=by_lookup, head=head
@@ -33,7 +34,7 @@ def enter_result(
         same, advanced = 0, scheduler.apply(ready.plan, result, now_s)
         at_once = 0
         if ready.plan.may_accept:
-            at_once = sum(count - 1 for count in scheduler.books.gained.values())
+            at_once = sum(count - 1 for count in scheduler.batch.gained.values())
         if at_once:  # tokens that came together with the next one
             run.itl_s.append(0.0)
             run.itl_counts.append(at_once)

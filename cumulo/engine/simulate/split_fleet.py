@@ -2,7 +2,7 @@
 --prefill --decode`.
 
 Every engine has the real scheduler, and decode engines order prompts from prefill engines by the real decisions
-(engine/decide/transfer.py, handover.py); only steps and copies take their time from models. Engines are played in
+(engine/decide/transfer); only steps and copies take their time from models. Engines are played in
 the order of their clocks, a step at a time. A copy follows its prompt layer by layer: a layer of a step is done
 when its share of the step's time has passed. Blocks come over one link of each decode engine, one order after the
 other.
@@ -15,9 +15,8 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cumulo.engine.decide import handover
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.request import Request
 from cumulo.engine.decide.routing import Ask, ReplicaView, Router
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
@@ -87,7 +86,7 @@ class SplitEngine(SimulatedEngine):
             self._step()
         else:
             self._can_plan = False
-        handover.issue_fetches(self.scheduler.books, self.clock_s)
+        self.scheduler.handover.issue_fetches(self.clock_s)
 
     def _wait_for_others(self) -> None:
         self._can_plan = False
@@ -112,13 +111,13 @@ class SplitPrefill(SplitEngine):
             key, order.tokens, _NOTHING_DRAWN, seed=0, arrived_s=self.clock_s, tag=Served(arrival),
             cache_salt=order.cache_salt, priority=order.priority, tenant=order.tenant,
         )  # fmt: skip
-        request.sends = True
+        request.prefill_only = True
         self.clock_s += self.cost.arrival_s(len(order.tokens))
         try:
             self.scheduler.add(request)
         except InvalidRequest as error:
             return str(error)
-        handover.accept(self.scheduler.books, request.sequences[0], order.number)
+        self.scheduler.handover.accept(request.sequences[0], order.number)
         self.chunks[key] = []
         self.ordered_tokens += len(order.tokens)
         return None
@@ -140,8 +139,7 @@ class SplitDecode(SplitEngine):
         self.link_free_s = 0.0
         self._first = number * _NUMBERS
         self.before_arrival: Callable[[], None] = lambda: None
-        scheduler.transfers.receives, scheduler.transfers.layers = True, layers
-        scheduler.transfers.stall_s = float("inf")  # nothing stands still here
+        scheduler.handover.receive(layers, stall_s=float("inf"))  # nothing stands still here
 
     def _take(self, arrival: Arrival) -> None:
         self.before_arrival()
@@ -202,8 +200,8 @@ class SplitFleet:
     def _tell_loads(self, decode: SplitDecode) -> None:
         """Prefill engines' loads as of now. Real engines hear them a few times a second."""
         for one in self.prefill:
-            word = replace(handover.load(one.scheduler.books), peer=one.name)
-            handover.enter_event(decode.scheduler.books, word, decode.clock_s)
+            word = replace(one.scheduler.handover.load(), peer=one.name)
+            decode.scheduler.handover.enter_event(word, decode.clock_s)
 
     def _carry_out(self, decode: SplitDecode) -> None:
         transfers = decode.scheduler.transfers
@@ -235,7 +233,7 @@ class SplitFleet:
 
     def _release(self, made: _Ordering) -> None:
         made.prefill.chunks.pop(made.key, None)
-        handover.release(made.prefill.scheduler.books, made.key, made.prefill.clock_s)
+        made.prefill.scheduler.handover.release(made.key, made.prefill.clock_s)
 
     def _answer(self, prefill: SplitPrefill) -> None:
         transfers = prefill.scheduler.transfers
@@ -249,7 +247,7 @@ class SplitFleet:
         when_s = made.prefill.clock_s if time_s is None else time_s
         decode.post(
             when_s + self.link.latency_s,
-            lambda: handover.enter_event(decode.scheduler.books, event, decode.clock_s),
+            lambda: decode.scheduler.handover.enter_event(event, decode.clock_s),
         )
 
     # -- copies -------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.routing import ReplicaView
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.fleet import Placed, replica_view
 from cumulo.engine.simulate.run import Arrival, Served

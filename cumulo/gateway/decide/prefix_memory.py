@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain as joined
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.gateway.decide.prompt_text import TEXT_BLOCK
 
 _USUAL_TOKENS_PER_BYTE = 0.25

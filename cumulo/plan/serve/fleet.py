@@ -5,7 +5,7 @@ serve --replicas` prints it.
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.engine.decide.routing import router
 from cumulo.engine.simulate.fleet import PromptHashes, simulate_fleet
 from cumulo.engine.simulate.run import Run

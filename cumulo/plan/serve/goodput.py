@@ -75,11 +75,11 @@ def play_goodput(
 def _learn(scheduler: Scheduler, replica: Replica, slower: float) -> None:
     """What a server does before it is ready."""
     engine = replica.engine_of(scheduler, replica.cost(slower=slower))
-    for tokens in learning_prompts(lambda: scheduler.books.promises, scheduler.config.max_context):
+    for tokens in learning_prompts(lambda: scheduler.slo.promises, scheduler.config.max_context):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
     if engine.disk is not None:
-        engine.disk.finish(scheduler.books, engine.clock_s)
+        engine.disk.finish(scheduler.tiers, engine.clock_s)
     scheduler.pool.clear_cache()
 
 

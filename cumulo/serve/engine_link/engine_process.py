@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from cumulo.engine.assembly import Assembly, assemble
+from cumulo.engine.decide.core.request import DrawnSample, State
 from cumulo.engine.decide.params import Guide, SamplingParams
-from cumulo.engine.decide.request import DrawnSample, State
 from cumulo.engine.decide.slo.promises import learning_prompts
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import is_fault_of_guide
@@ -228,7 +228,7 @@ class EngineLoop:
         )
 
     def _tiers(self) -> TierStats | None:
-        tiers = self.engine.scheduler.residency.tiers
+        tiers = self.engine.scheduler.tiers
         if tiers is None:
             return None
         one, mover = tiers.counts, self.engine.mover
@@ -331,8 +331,8 @@ def warm_up(engine: Engine) -> None:
 def _learn_pace(engine: Engine) -> None:
     """An engine that promises a latency knows how long its steps take before anyone is promised anything."""
     scheduler = engine.scheduler
-    scheduler.books.promises = None  # steps that made something say nothing about later ones
-    for length in learning_prompts(lambda: scheduler.books.promises, scheduler.config.max_context):
+    scheduler.slo.forget()  # steps that made something say nothing about later ones
+    for length in learning_prompts(lambda: scheduler.slo.promises, scheduler.config.max_context):
         params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
         engine.add([0] * length, params, cache_salt=f"learning {length}")
         while engine.has_work:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cumulo.engine.decide.block_pool import chain_hashes, root_hash
+from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.routing import Ask, NoReplica, ReplicaView, router
 from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.engine_client import EngineClient

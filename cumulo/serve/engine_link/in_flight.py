@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from cumulo.engine.decide.request import DrawnSample
+from cumulo.engine.decide.core.request import DrawnSample
 from cumulo.engine.decide.routing import Route
 from cumulo.engine.outputs import Delta
 from cumulo.serve.engine_link.messages import Finished, Stats, Submit

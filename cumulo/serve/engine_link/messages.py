@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.request import FinishReason
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
-from cumulo.engine.decide.request import FinishReason
 from cumulo.engine.decide.story import Story
 from cumulo.engine.outputs import Delta, Sample
 from cumulo.ranks.rank_meter import RankState

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.serve.engine_link.messages import RoutingNews, Submit
 

@@ -3,7 +3,7 @@
 import statistics
 from collections import Counter, deque
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.engine.decide.routing import ReplicaView, Route
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.in_flight import InFlight

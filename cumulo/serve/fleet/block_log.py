@@ -6,7 +6,7 @@ A gateway is told what came and went since it was told last; one that is too far
 from collections import deque
 from collections.abc import Set
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.serve.fleet.wire import HASH_BYTES, packed_hashes
 
 _ENGINE_HASH_BYTES = 16

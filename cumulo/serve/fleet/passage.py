@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cumulo.engine.decide.block_pool import chain_hashes, root_hash
+from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Dispatch
 from cumulo.serve.engine_link.messages import Stats

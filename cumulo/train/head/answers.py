@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.block_pool import chain_hashes, root_hash
+from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
 from cumulo.engine.play.runner_torch import TorchRunner

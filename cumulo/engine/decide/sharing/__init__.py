@@ -1,1 +1,1 @@
-"""How tenants share an engine: whose tokens a step computes, and who may hold how many places."""
+"""How tenants share an engine: whose tokens a step computes, and who may hold how many slots and KV blocks."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
-from cumulo.engine.decide.fairness import Tenant
+from cumulo.engine.decide.sharing.tenants import Tenant
 
 _SHORT = 4  # a prompt that takes so many shared steps, or
 _SHORT_TOKENS = 64  # has so many tokens (a question with its chat template), is short

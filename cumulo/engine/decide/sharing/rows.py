@@ -10,8 +10,8 @@ it, because the rows left out would have made that step longer, and come right a
 from collections.abc import Sequence as ListLike
 from operator import attrgetter
 
-from cumulo.engine.decide.fairness import Tenant
-from cumulo.engine.decide.request import Sequence
+from cumulo.engine.decide.core.request import Sequence
+from cumulo.engine.decide.sharing.tenants import Tenant
 
 _LEARN = 0.5  # share of the news in the average: steps that took longer than expected,
 _LEARN_LESS = 0.2  # ... and others

@@ -1,5 +1,5 @@
-"""Shared steps: how long a step may be, and whose tokens it computes, so that no tenant waits long for another's.
-Asked by the scheduler for every step.
+"""Sharing: how long a step may be, and whose tokens it computes, so that no tenant waits long for another's. An
+extension of the scheduler.
 
 Nothing is bounded where there are no API keys. With keys, another key's request may come at any moment, and it
 waits for the step that runs: a step takes `shared_step_s` while several are about, and twice as long at most while
@@ -7,11 +7,15 @@ one is here alone. That time is split between sequences that draw a token (rows.
 (prompts.py); places.py says who may hold how many slots and KV blocks.
 """
 
-from cumulo.engine.decide import admission
-from cumulo.engine.decide.books import Books
-from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.request import Sequence
-from cumulo.engine.decide.sharing import places
+from collections.abc import Collection, Iterable
+from operator import attrgetter
+
+from cumulo.engine.decide.core import admission
+from cumulo.engine.decide.core.batch import RequestBatch
+from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, Prompts, StepTiming
+from cumulo.engine.decide.core.request import Request, Sequence, State
+from cumulo.engine.decide.plan import StepPlan, StepResult
+from cumulo.engine.decide.sharing.places import Places
 from cumulo.engine.decide.sharing.prompts import (
     Turns,
     Want,
@@ -20,8 +24,11 @@ from cumulo.engine.decide.sharing.prompts import (
     short_tokens,
     whose_turn,
 )
+from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.rows import StepPace, decoding, rows_to_leave_out
+from cumulo.engine.decide.sharing.tenants import FairShares, Tenant
 
+_by_counter = attrgetter("request.share.counter")
 _ALONE = 2.0  # times shared_step_s, for a key whose steps nobody shares at present
 _LEAST_FOR_PROMPTS = 4  # a quarter of a step, however many sequences draw tokens
 _ROWS_WITH_PROMPTS = 0.5  # of a step's time that has prompts, too,
@@ -30,23 +37,75 @@ _FEW_REQUESTS = 2  # of a tenant: with more, none of them is urgent because it i
 _MOST_NEWCOMERS = 4  # whose prompts are looked at when a step's rows are chosen
 
 
-class SharedSteps:
-    def __init__(self, books: Books) -> None:
-        self.pace = StepPace(books.config.shared_step_s)
-        self._books, self._turns = books, Turns()
-        self._several, self._most_s = False, books.config.shared_step_s  # of the step that is planned
+class Sharing(Extension):
+    def __init__(self, batch: RequestBatch, shares: FairShares, queue: TenantQueue) -> None:
+        self.shares, self.queue = shares, queue
+        self.places = Places(batch, shares, queue)
+        self.pace = StepPace(batch.config.shared_step_s)
+        self.bounds_steps = True  # not where an SLO does
+        self._batch, self._turns = batch, Turns()
+        self._several, self._most_s = False, batch.config.shared_step_s  # of the step that is planned
+        self._bounded = False
+
+    # -- what tenants are served ------------------------------------------------------------------------------
+    def arrive(self, request: Request) -> None:
+        request.share = self.shares.tenant(request.tenant)
+        self.shares.came(request.share, request.arrived_s)
+
+    def order_victims(self, victims: list[Sequence]) -> list[Sequence]:
+        """Of the tenant served most, the youngest first."""
+        if len(self.shares.tenants) == 1:
+            return victims
+        return sorted(victims, key=_by_counter, reverse=True)
+
+    def admitted(self, sequence: Sequence, cached: int, plan: StepPlan, now_s: float) -> int:
+        request = sequence.request
+        if request.story.admitted_s is None:  # recomputation is not the tenant's doing
+            request.share.prompt_tokens += sequence.to_compute
+        return 0
+
+    def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:
+        for row in range(flight.decoding, len(flight.rows)):
+            request = flight.rows[row].request
+            if not request.story.preemptions:
+                request.share.computed_tokens += plan.counts[row]
+        passed_over, self.queue.passed_over = self.queue.passed_over, None
+        if passed_over is not None and passed_over.queued:
+            passed_over.request.story.block(now_s, "fair_share", "those whose keys have been served less")
+
+    def before_result(
+        self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float
+    ) -> Iterable[Sequence]:
+        finished = State.FINISHED
+        for sequence in flight.draws:
+            if sequence.state != finished:
+                sequence.request.share.output_tokens += 1
+        if plan.may_accept:
+            for sequence, count in self._batch.gained.items():  # the drawn token is counted already
+                sequence.request.share.output_tokens += count - (sequence.state != finished)
+        return ()
+
+    def request_ended(self, request: Request, now_s: float) -> None:
+        self.shares.went(request.share, now_s)
+
+    # -- how long steps are, and whose tokens they compute ----------------------------------------------------
+    def begin_step(self, plan: StepPlan, now_s: float) -> None:
+        self.shares.tick(now_s)
+        self._bounded = self.bounds_steps and self.shares.ever_keys and self.begin(now_s)
 
     def begin(self, now_s: float) -> bool:
         """A step is planned: whether it is bounded."""
-        shares, shared_s = self._books.shares, self._books.config.shared_step_s
+        shares, shared_s = self.shares, self._batch.config.shared_step_s
         self._several = shares.several_about(now_s)
         self._most_s = shared_s if self._several else _ALONE * shared_s
         return self._several or shares.has_keys
 
-    def rows(self, plan: StepPlan, now_s: float) -> list[Sequence]:
+    def choose_rows(self, plan: StepPlan, now_s: float) -> list[Sequence] | None:
         """Those who run, without the sequences that do not draw a token in this step."""
-        places.make_room(self._books, plan, now_s)
-        running = self._books.running
+        if not self._bounded:
+            return None
+        self.places.make_room(plan, now_s)
+        running = self._batch.running
         prompts = self._prompts_wanted()
         turn = None if self._turns.others_wait else whose_turn(prompts, now_s)
         part = _ROWS_IN_A_TURN if turn is not None else _ROWS_WITH_PROMPTS if prompts else 1.0
@@ -63,18 +122,18 @@ class SharedSteps:
 
     def _prompts_wanted(self) -> list[Want]:
         """What the step could compute: of those who run and of the next to be admitted."""
-        books = self._books
+        batch = self._batch
         wanted = [
-            self._want(one, one.to_compute) for one in books.running if one.computed < one.prompt_length
+            self._want(one, one.to_compute) for one in batch.running if one.computed < one.prompt_length
         ]
         tenants = {want.tenant for want in wanted}
         for _ in range(_MOST_NEWCOMERS):
-            first = books.queue.first(tenants)
+            first = self.queue.first(tenants)
             if first is None:
                 break
             tenants.add(first.request.share)
-            if admission.obstacle(books, first) is None:
-                wanted.append(self._want(first, books.residency.tokens_to_compute(first)))
+            if admission.obstacle(batch, first) is None:
+                wanted.append(self._want(first, admission.tokens_to_compute(batch, first)))
         return wanted
 
     def _want(self, sequence: Sequence, tokens: int) -> Want:
@@ -91,22 +150,24 @@ class SharedSteps:
     def _tokens(self, rows: int) -> int:
         """Prompt tokens for which a step with so many rows has time."""
         left_s = max(self._most_s - rows * self.pace.s_per_row, self._most_s / _LEAST_FOR_PROMPTS)
-        budget = self._books.config.max_tokens_per_step
+        budget = self._batch.config.max_tokens_per_step
         return shared_step_tokens(budget, left_s, self.pace.s_per_prompt_token)
 
-    def prompts(
-        self, chunks: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
-    ) -> list[tuple[Sequence, int, bool]]:
-        """Sequences with their tokens in this step, and whether they would have had more alone. Tenants that have
-        no prompt in the step yet come in, one request each."""
-        books, bound = self._books, min(budget, self._tokens(len(plan.slots)))
-        seated, running, new = chunks[:], sum(sequence.to_compute for sequence in chunks), 0
-        served = {sequence.request.share for sequence in chunks}
-        admit = places.admit if self._several else admission.admit_next
+    def share_prompts(
+        self, waiting: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
+    ) -> Prompts | None:
+        """Tenants that have no prompt in the step yet come in, one request each."""
+        if not self._bounded:
+            return None
+        if not budget:
+            return Prompts([])
+        bound = min(budget, self._tokens(len(plan.slots)))
+        seated, running, new = waiting[:], sum(sequence.to_compute for sequence in waiting), 0
+        served = {sequence.request.share for sequence in waiting}
         while may_admit and new < short_tokens(bound):
-            newcomer = admit(books, plan, now_s, served)
+            newcomer = self._admit(plan, now_s, served)
             if newcomer is None and running + new < bound:
-                newcomer = admit(books, plan, now_s)
+                newcomer = self._admit(plan, now_s)
             if newcomer is None:
                 break
             seated.append(newcomer)
@@ -114,19 +175,39 @@ class SharedSteps:
             new += newcomer.to_compute
         wants = [self._want(sequence, sequence.to_compute) for sequence in seated]
         given = by_share(wants, budget, bound, now_s, self._turns)
-        return [(s, count, count < min(s.to_compute, budget)) for s, count in zip(seated, given, strict=True)]
+        chunks = [
+            PromptChunk(sequence, count, count < min(sequence.to_compute, budget))
+            for sequence, count in zip(seated, given, strict=True)
+        ]
+        return Prompts(chunks, full=any(chunk.cut for chunk in chunks))
+
+    def _admit(self, plan: StepPlan, now_s: float, passing: Collection[Tenant] = ()) -> Sequence | None:
+        if self._several:
+            return self.places.admit(plan, now_s, passing)
+        first = self.queue.first(passing)
+        return None if first is None else admission.admit(self._batch, first, plan, now_s)
 
     def plans_ahead(self, in_flight: StepPlan, now_s: float) -> bool:
         """Whether to plan the next step while this one is computed. A newcomer waits for both, so they may take no
         longer together than one step may. Planning late costs the host's time per step, which is little of a long
         one."""
+        if self._batch.config.stages > 1 or not self.bounds_steps or not self.shares.ever_keys:
+            return True  # the stages of a pipeline always have steps behind each other
         if not self.begin(now_s):
             return True
         return 2 * self._expected_s(in_flight) <= self._most_s
 
-    def spare_tokens(self, plan: StepPlan) -> int:
-        """For how many more tokens a planned step has time."""
-        return max(0, int((self._most_s - self._expected_s(plan)) / self.pace.s_per_prompt_token))
+    def bound_tokens(self, plan: StepPlan, tokens: int) -> int:
+        if not self._bounded:
+            return tokens
+        left_s = self._most_s - self._expected_s(plan)
+        return min(tokens, max(0, int(left_s / self.pace.s_per_prompt_token)))
+
+    def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
+        tokens, times = plan.tokens, 1 if plan.rounds is None else plan.rounds.times
+        if tokens and timing.seconds > 0:
+            single = plan.counts.count(1)
+            self.pace.observe(single, tokens - single, timing.seconds / times)
 
     def _expected_s(self, plan: StepPlan) -> float:
         rows = len(plan.slots)

@@ -1,17 +1,17 @@
-"""Promises: how long steps may be, and what those who wait for a first token can expect. Owned by the scheduler of
-an engine that has an SLO; without one it does not exist.
+"""Promises: how long steps may be, and what those who wait for a first token can expect. Owned by
+`SloScheduling`, from the first request on that has an SLO.
 
 A step may take as long as the strictest ITL of those who decode, less the error of the learnt StepModel: what
-decoding leaves of that is spent on prompts, earliest deadline first (Liu and Layland 1973). So a request is let in
-at the door exactly if all deadlines hold in that order.
+decoding leaves of that is spent on prompts, earliest deadline first (Liu and Layland 1973). So a request is
+admitted exactly if all deadlines hold in that order.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.request import Request, Sequence, State
 from cumulo.engine.decide.slo.step_model import StepMix, StepModel
 from cumulo.spec.slo import Slo
 

@@ -1,5 +1,5 @@
-"""Speculation: decides whose rows carry drafted tokens, and whether the next step waits to know them. Owned by the
-scheduler, which asks it once a plan's rows are settled.
+"""Speculation: decides whose rows carry drafted tokens, and whether the next step waits to know them. An
+extension of the scheduler.
 
 A draft continues tokens that are known, so a sequence whose token is still being drawn cannot have one: planning
 ahead and drafting exclude each other. Drafts by n-gram lookup take no model, so what they would have been is noted
@@ -10,10 +10,14 @@ A drafted token is accepted if it is the token that is drawn at its place, with 
 tokens are those of a run without drafts, each of them, sampled or greedy.
 """
 
+from collections.abc import Iterable
+
+from cumulo.engine.decide.core.batch import RequestBatch
+from cumulo.engine.decide.core.extension import Extension, Flight, StepTiming
+from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.plan import Draft, StepPlan, StepResult
-from cumulo.engine.decide.request import Sequence, State
-from cumulo.engine.decide.residency import Residency
 from cumulo.engine.decide.speculation.acceptance import Acceptance
+from cumulo.engine.decide.speculation.accepted import draft_budget, enter_accepted
 from cumulo.engine.decide.speculation.choose import (
     MOST_DRAFTED,
     AskedGain,
@@ -81,9 +85,10 @@ class Drafting:
             self.worth += _NEWS * ((index < hits) - self.worth)
 
 
-class Speculation:
-    def __init__(self, by_model: bool = False) -> None:
+class Speculation(Extension):
+    def __init__(self, batch: RequestBatch, by_model: bool = False) -> None:
         """`by_model`: drafts come from the runner, which has a model for them."""
+        self._batch = batch
         self.by_model = by_model
         self.cost = LearntCost()
         self.proposal_s = 0.0  # for one token that a model proposes; measured
@@ -103,19 +108,39 @@ class Speculation:
         drafting.follow(sequence)
         return drafting
 
-    def observe(
-        self, plan: StepPlan, seconds: float, now_s: float, proposed: int, proposing_s: float
-    ) -> None:
-        """A step took `seconds`, of which proposing took `proposing_s`."""
+    # -- the points of a step ---------------------------------------------------------------------------------
+    def plans_ahead(self, in_flight: StepPlan, now_s: float) -> bool:
+        """Drafts continue tokens that are known: where they pay, the next step waits for these tokens."""
+        return not in_flight.may_accept and not self.waits(self._batch.in_flight[in_flight.index].rows)
+
+    def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:
+        budget = draft_budget(self._batch, plan, flight)
+        if self.cost.known and budget > 0:
+            self._verify(plan, flight.rows, budget, now_s)
+        if self.by_model and flight.draws:
+            self._ask(plan, flight.draws)
+
+    def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
+        # Drafts make steps longer by less than another program on the same cores does.
+        seconds, proposing_s = timing.busy_s or timing.seconds, timing.proposing_s
         verified = len(plan.slots) + sum(len(draft.tokens) for draft in plan.drafts)
         self.cost.observe(plan.tokens, seconds - proposing_s, has_prompts=plan.tokens > verified)
         if plan.index in self._catches_up:  # says what following a prompt takes, not a proposal
             self._catches_up.discard(plan.index)
-        elif proposed and proposing_s > 0:
-            measured = proposing_s / proposed
+        elif timing.proposed and proposing_s > 0:
+            measured = proposing_s / timing.proposed
             # Others on the machine only make it longer.
             news = 1.0 if not self.proposal_s else _SHORTER if measured < self.proposal_s else _LONGER
             self.proposal_s += news * (measured - self.proposal_s)
+
+    def before_result(
+        self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float
+    ) -> Iterable[Sequence]:
+        return enter_accepted(self._batch, flight, plan, result, now_s) if plan.may_accept else ()
+
+    def after_result(self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float) -> None:
+        if result.proposed:
+            self._learn(flight.draws, result)
 
     # -- whether tokens must be known -------------------------------------------------------------------------
     def waits(self, rows: list[Sequence]) -> bool:
@@ -161,19 +186,8 @@ class Speculation:
         return drafting.offer.rate if drafting.draft.expects else drafting.worth
 
     # -- planning ---------------------------------------------------------------------------------------------
-    def extend(
-        self, plan: StepPlan, rows: list[Sequence], draws: list[Sequence], residency: Residency, budget: int,
-        now_s: float,
-    ) -> None:  # fmt: skip
+    def _verify(self, plan: StepPlan, rows: list[Sequence], budget: int, now_s: float) -> None:
         """Add drafts to the plan's rows of one token that is known. Never takes a block from anybody."""
-        if self.cost.known and budget > 0:
-            self._verify(plan, rows, residency, budget, now_s)
-        if self.by_model and draws:
-            self._ask(plan, draws, residency)
-
-    def _verify(
-        self, plan: StepPlan, rows: list[Sequence], residency: Residency, budget: int, now_s: float
-    ) -> None:
         fixed_s, token_s = self.cost.line
         members: list[int] = []
         offers: list[Offer] = []
@@ -198,7 +212,7 @@ class Speculation:
         else:
             counts = [min(self.fixed_count, offer.length, budget // len(offers)) for offer in offers]
         for row, offer, count in zip(members, offers, counts, strict=True):
-            count = residency.room_ahead(rows[row], plan.starts[row], count, len(rows), plan)
+            count = self._batch.kv.room_ahead(rows[row], plan.starts[row], count, len(rows), plan)
             if count > 0:
                 self._add(plan, rows[row], row, count, offer.rate, now_s)
 
@@ -212,7 +226,7 @@ class Speculation:
             story.add(now_s, "drafting", step=plan.index, count=count, rate=f"{rate:.0%}")
         story.drafted_tokens += count
 
-    def _ask(self, plan: StepPlan, draws: list[Sequence], residency: Residency) -> None:
+    def _ask(self, plan: StepPlan, draws: list[Sequence]) -> None:
         """Ask for drafts behind the tokens that this plan draws, for whom they are worth it."""
         if self.fixed_count is not None:
             counts = [self.fixed_count] * len(draws)
@@ -237,13 +251,13 @@ class Speculation:
             ):
                 continue
             # Of the tokens drafted now, all or none may be accepted: room for the drafts behind all of them.
-            residency.room_ahead(sequence, end - 1, count + 1, len(draws), plan)
+            self._batch.kv.room_ahead(sequence, end - 1, count + 1, len(draws), plan)
             plan.proposals.append((draw, count))
             drafting: Drafting | None = sequence.drafting
             if self.proposal_s and (drafting is None or end - drafting.proposed_to > _MOST_FOLLOWED):
                 self._catches_up.add(plan.index)
 
-    def learn(self, plan: StepPlan, draws: list[Sequence], result: StepResult) -> None:
+    def _learn(self, draws: list[Sequence], result: StepResult) -> None:
         """What the runner's model expects behind the tokens that were just entered."""
         for draw, tokens in result.proposed.items():
             sequence = draws[draw]

@@ -3,19 +3,21 @@
 On a GPU a step is shorter than the host's time between two steps, so drafts that wait for the host gain nothing. A
 plan with `rounds` leaves both to the device: it verifies what its head has drafted, keeps what agrees, drafts
 behind that, and goes on; the host sees the tokens of all rounds at once. While it takes them in, the device plays
-the first rounds of the next step (`rounds_ahead`). Owned by the scheduler, in the place of
-`Speculation` where the runner has a head on a GPU.
+the first rounds of the next step (`rounds_ahead`). An extension of the scheduler, in
+the place of `Speculation` where the runner has a head on a GPU.
 
 Drafts are a chain, or, where the runner was told to grow some, a tree of the head's likeliest continuations. What a
 round takes is learnt for each kind; how often a draft is right, place by place, in trees level by level.
 """
 
+from collections.abc import Iterable
 from math import ceil
 
+from cumulo.engine.decide.core.batch import RequestBatch
+from cumulo.engine.decide.core.extension import Extension, Flight, StepTiming
+from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
-from cumulo.engine.decide.request import Sequence
-from cumulo.engine.decide.residency import Residency
-from cumulo.engine.decide.transfer.under_way import Transfers
+from cumulo.engine.decide.speculation.accepted import draft_budget, enter_accepted
 
 DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made for such numbers
 TREE_DRAFTS, MOST_LEVELS = 7, 4  # of a tree
@@ -66,12 +68,11 @@ class _Learnt:
         return seconds if steps >= _SEEN else None
 
 
-class RoundPolicy:
-    def __init__(self, max_context: int, levels: int = 0, transfers: Transfers | None = None) -> None:
-        """`levels`: of the trees that the runner can grow; 0: chains only."""
-        self._transfers = transfers
+class RoundPolicy(Extension):
+    def __init__(self, batch: RequestBatch) -> None:
+        self._batch = batch
         self._ahead: tuple[int, tuple[int, int], list[int], int] | None = None  # plan, kind, slots, rounds
-        self.max_context, self._kinds = max_context, kinds_of_rounds(levels)
+        self.max_context, self._kinds = batch.config.max_context, kinds_of_rounds(batch.config.draft_tree)
         self._by_rows: dict[int, _Learnt] = {}
         self._right = [list(_LIKELY) for _ in range(MOST_DRAFTS)]  # by place: hits, tries
         self._right_in_trees = [list(_LIKELY) for _ in range(MOST_LEVELS)]  # by level
@@ -81,7 +82,11 @@ class RoundPolicy:
         # For measurements: drafts of every row, in trees of so many levels (0: chains); None: as many as pay.
         self.fixed_count: int | None = None
         self.fixed_levels = 0
-        self.step_s = STEP_S  # or less, where a shorter ITL is promised
+
+    @property
+    def step_s(self) -> float:
+        """How long a step of several rounds may take: less where a shorter ITL is promised."""
+        return min(STEP_S, self._batch.longest_step_s)
 
     # -- what a step brings -----------------------------------------------------------------------------------
     def rate(self, place: int, levels: int = 0) -> float:
@@ -151,18 +156,20 @@ class RoundPolicy:
         learnt.hopeless = gain < _LEAST_GAIN and learnt.idle < _TRY_AGAIN
         return None if learnt.hopeless else chosen
 
-    # -- the scheduler's questions ----------------------------------------------------------------------------
+    # -- the points of a step ---------------------------------------------------------------------------------
     def waits(self, rows: list[Sequence]) -> bool:
         """Whether the next step is to be planned only when the tokens of these rows, in flight, are known."""
         return self._choose(len(rows)) is not None and all(map(_drawn_on_device, rows))
 
-    def extend(
-        self, plan: StepPlan, rows: list[Sequence], draws: list[Sequence], residency: Residency, budget: int,
-        now_s: float,
-    ) -> None:  # fmt: skip
+    def plans_ahead(self, in_flight: StepPlan, now_s: float) -> bool:
+        return not in_flight.may_accept and not self.waits(self._batch.in_flight[in_flight.index].rows)
+
+    def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:
         """Let a plan of decoding alone, whose tokens are known, go on by itself. Takes no block from anybody."""
-        if not rows or len(draws) != len(rows) or len(plan.counts) != plan.tokens:
+        rows, kv = flight.rows, self._batch.kv
+        if not rows or len(flight.draws) != len(rows) or len(plan.counts) != plan.tokens:
             return  # prompts are computed
+        budget = draft_budget(self._batch, plan, flight)
         chosen = self._choose(len(rows))
         if chosen is None:
             self._learnt(len(rows)).idle += 1
@@ -181,11 +188,11 @@ class RoundPolicy:
             count = max(
                 count, self._ahead[3] + 1
             )  # those are under way, and only a step with more can take them
-        ahead = self._rounds_ahead(count, needed, chosen, len(rows), residency)
+        ahead = self._rounds_ahead(count, needed, chosen, len(rows))
         for sequence, start in zip(rows, plan.starts, strict=True):
             # Behind the last round's tokens lie the drafts for the next step.
             most = min((count + ahead + 1) * (drafts + 1), self.max_context - 1 - start)
-            room = residency.room_ahead(sequence, start, most, len(rows), plan)
+            room = kv.room_ahead(sequence, start, most, len(rows), plan)
             if (count + ahead + 1) * (drafts + 1) > room:
                 ahead = 0
             while count and (count + 1) * (drafts + 1) > room:
@@ -202,30 +209,34 @@ class RoundPolicy:
                 story.add(now_s, "drafting", step=plan.index, count=count * drafts, rate=rate)
             story.drafted_tokens += count * drafts
 
-    def _rounds_ahead(self, count: int, needed: int, chosen: Rounds, rows: int, residency: Residency) -> int:
+    def _rounds_ahead(self, count: int, needed: int, chosen: Rounds, rows: int) -> int:
         """How many rounds the device may play behind a step of `count`, of which the answers need so many. None
         where others than the device write into blocks that an answer has left."""
-        if needed <= count or residency.tiers is not None or (self._transfers and self._transfers.receives):
+        if needed <= count or self._batch.kv.written_by_others:
             return 0
         learnt = self._learnt(rows)
         round_s = learnt.rounds.get(chosen[1:], [0.0])[0] or _UNKNOWN_ROUND * learnt.plain[0]
         return min(_AHEAD, needed - count, max(0, int(self.step_s / round_s) - count) if round_s else _AHEAD)
 
-    def observe(
-        self, plan: StepPlan, seconds: float, now_s: float, proposed: int, proposing_s: float
-    ) -> None:
+    def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
         """A step ended now. What counts is the time since the one before of its kind: it includes the host's, where
-        the device waits for it. Never less than the device's own `seconds` (of one round): where the host was
+        the device waits for it. Never less than the device's own seconds (of one round): where the host was
         late, the results of several steps are there at once."""
         rows, before = len(plan.slots), self._before
         _, drafts, levels = plan.rounds or (1, 0, 0)
         kind = (rows, drafts, levels) if rows and plan.tokens == rows else None
         if kind is not None and before is not None and before[:2] == (kind, plan.index - 1):
             times = 1 if plan.rounds is None else plan.rounds.times
-            self._learnt(rows).see(drafts, max(seconds, (now_s - before[2]) / times), levels)
+            seconds = max(timing.busy_s or timing.seconds, now_s - before[2])
+            self._learnt(rows).see(drafts, seconds / times, levels)
         self._before = (kind, plan.index, now_s)
 
-    def learn(self, plan: StepPlan, draws: list[Sequence], result: StepResult) -> None:
+    def before_result(
+        self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float
+    ) -> Iterable[Sequence]:
+        return enter_accepted(self._batch, flight, plan, result, now_s) if plan.may_accept else ()
+
+    def after_result(self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float) -> None:
         """How many drafts of each round were right."""
         if plan.rounds is None:
             return
@@ -244,7 +255,7 @@ def _drawn_on_device(sequence: Sequence) -> bool:
     params = request.params
     return (
         request.beam is None
-        and request.adapter is None
+        and request.adapter < 0
         and params.guide is None
         and params.logprobs is None
         and params.best_of is None

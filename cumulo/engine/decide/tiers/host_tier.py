@@ -1,14 +1,46 @@
-"""HostTier: which prefix blocks lie in host memory. Kept by Tiers.
-
-Least recently used first, as on the device. A block is pinned while a step in flight or a file reads or writes it.
+"""Host memory as a tier of the KV cache: which prefix blocks lie there, and whether fetching blocks is worth it.
+Used by Tiers.
 """
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.block_pool import BlockHash
+
+_LEARN = 0.2
+
+
+@dataclass(slots=True)
+class TierCosts:
+    """Measured while the engine runs; the starting value matters only before the first block is read."""
+
+    disk_s_per_block: float = 2e-3
+
+    def observe_disk(self, blocks: int, seconds: float) -> None:
+        if blocks and seconds > 0:
+            self.disk_s_per_block += _LEARN * (seconds / blocks - self.disk_s_per_block)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchChoice:
+    fetch: bool
+    fetch_s: float
+    compute_s: float
+
+
+def choose_fetch(
+    *, blocks: int, block_size: int, move_s_per_block: float, compute_s_per_token: float, ahead_s: float = 0.0
+) -> FetchChoice:
+    """A run of blocks is fetched if that is sooner than computing it. `ahead_s`: what is fetched before."""
+    fetch_s = ahead_s + blocks * move_s_per_block
+    compute_s = blocks * block_size * compute_s_per_token
+    return FetchChoice(fetch_s < compute_s, fetch_s, compute_s)
 
 
 class HostTier:
+    """Least recently used first, as on the device. A block is pinned while a step in flight or a file reads or
+    writes it."""
+
     def __init__(self, first: int, count: int) -> None:
         """Host blocks [first, first + count); those before are the swap pool's."""
         self.first, self.count = first, count

@@ -1,5 +1,5 @@
-"""Tiers: the books of KV blocks beyond the device. Owned by residency; carried out by the runner's block copies
-and, for files, by play/tiers/mover.py.
+"""Tiers: KV blocks beyond the device, in host memory and on disk, as an extension of the scheduler. Carried out by
+the runner's block copies and, for files, by play/tiers.
 
 A block that is evicted on the device is copied to host memory in the step that overwrites it (`StepPlan.swap_out`),
 and back by `swap_in`. It can be found there only after that step was played, so that a step that failed leaves
@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cumulo.engine.decide.block_pool import BlockHash
+from cumulo.engine.decide.core.batch import RequestBatch
+from cumulo.engine.decide.core.block_pool import BlockHash
+from cumulo.engine.decide.core.extension import Extension, Flight, StepTiming
+from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.request import Sequence
-from cumulo.engine.decide.tiers.choice import TierCosts
-from cumulo.engine.decide.tiers.host_tier import HostTier
+from cumulo.engine.decide.tiers.host_tier import HostTier, TierCosts, choose_fetch
 
 KEPT_FILES = 0.95  # of the disk's limit is left when files are deleted, so that it is not done for every file
 _MOST_WRITES = 64  # ordered and not done: a disk that is slower than the device evicts gets every nth block
@@ -68,7 +69,7 @@ class Arriving(NamedTuple):
 
 @dataclass(slots=True)
 class _Unplayed:
-    """What one plan moves."""
+    """The blocks that one plan moves."""
 
     spilled: list[tuple[BlockHash, int]] = field(default_factory=list)
     arriving: list[Arriving] = field(default_factory=list)
@@ -98,10 +99,12 @@ class TierCounts:
     bad_files: int = 0  # damaged, or of another model
 
 
-class Tiers:
-    def __init__(self, first_host_block: int, host_blocks: int, disk: bool) -> None:
-        self.host = HostTier(first_host_block, host_blocks)
-        self.disk = disk
+class Tiers(Extension):
+    def __init__(self, batch: RequestBatch) -> None:
+        config = batch.config
+        self._batch = batch
+        self.host = HostTier(config.host_blocks, config.tier_blocks)
+        self.disk = config.disk
         self.on_disk: set[BlockHash] = set()
         self.costs, self.counts = TierCosts(), TierCounts()
         self.orders: list[TierOrder] = []  # the mover empties it
@@ -109,6 +112,180 @@ class Tiers:
         self.writing = 0
         self._unplayed: dict[int, _Unplayed] = {}
         self._numbers = 0
+        self._evicted: list[tuple[BlockHash, int]] = []
+        batch.pool.evicted = self._evicted
+        batch.kv.written_by_others = True
+
+    # -- the points of a step -----------------------------------------------------------------------------
+    def hold_back(self, sequence: Sequence, now_s: float) -> bool:
+        """Have the sequence's prefix read from disk where that is sooner than computing it."""
+        return (
+            bool(self.on_disk or self.reading)
+            and self._batch.pool.prefix_cache
+            and self._fetch(sequence, now_s)
+        )
+
+    def tokens_elsewhere(self, sequence: Sequence, cached: int) -> int:
+        size = self._batch.pool.block_size
+        return len(self._in_host_memory(sequence, cached // size)) * size
+
+    def admitted(self, sequence: Sequence, cached: int, plan: StepPlan, now_s: float) -> int:
+        """Blocks in host memory that continue the cached ones are moved to the device by this plan."""
+        if sequence.computed != cached:
+            return 0  # its own blocks were swapped in
+        size = self._batch.pool.block_size
+        first = cached // size
+        blocks = self._in_host_memory(sequence, first)
+        if not blocks:
+            return 0
+        self.hold(sequence, first, blocks, plan)
+        plan.swap_in.extend(zip(blocks, sequence.blocks[first:], strict=False))
+        sequence.computed += len(blocks) * size
+        self._tell_fetched(sequence, len(blocks), now_s)
+        return len(blocks) * size
+
+    def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:
+        if self._evicted:
+            self.spill(self._evicted, plan)
+            self._evicted.clear()
+
+    def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
+        """A step's copies between tiers are done: what came back can be shared."""
+        size = self._batch.pool.block_size
+        for sequence, first, blocks in self.played(plan.index):
+            end = (first + len(blocks)) * size
+            if sequence.state == State.RUNNING and sequence.computed >= end:
+                self._batch.kv.register_blocks(sequence, first * size, end)
+
+    def step_failed(self, plan: StepPlan, now_s: float) -> None:
+        self.failed(plan.index)
+
+    # -- what a sequence gets -----------------------------------------------------------------------------
+    def _in_host_memory(self, sequence: Sequence, cached: int) -> list[int]:
+        """Host blocks that continue a sequence's cached ones, where moving them is sooner than computing them."""
+        batch, size = self._batch, self._batch.pool.block_size
+        if sequence.host_blocks or not batch.pool.prefix_cache:
+            return []
+        hashes = sequence.extend_hashes(batch.kv.usable_blocks(sequence), size)
+        found = self.run_of(hashes[cached:])
+        choice = choose_fetch(
+            blocks=len(found), block_size=size, move_s_per_block=batch.kv.costs.swap_s_per_block,
+            compute_s_per_token=batch.kv.costs.recompute_s_per_token,
+        )  # fmt: skip
+        return found if choice.fetch else []
+
+    def _tell_fetched(self, sequence: Sequence, blocks: int, now_s: float) -> None:
+        """What came from host memory; what was read from disk before that has been told."""
+        costs, story = self._batch.kv.costs, sequence.request.story
+        if any(event.kind == "fetched" for event in story.events):
+            return
+        tokens = blocks * self._batch.config.block_size
+        self.counts.host_hit_tokens += tokens
+        story.add(
+            now_s, "fetched", where="in host memory", tokens=tokens, fetch_ms=1e3 * blocks * costs.swap_s_per_block,
+            compute_ms=1e3 * tokens * costs.recompute_s_per_token,
+        )  # fmt: skip
+
+    def _fetch(self, sequence: Sequence, now_s: float) -> bool:
+        batch, host, story = self._batch, self.host, sequence.request.story
+        size = batch.config.block_size
+        hashes = sequence.extend_hashes(batch.kv.usable_blocks(sequence), size)
+        device = len(batch.pool.cached_prefix(hashes))
+        wanted, held = list[bytes](), list[int]()
+        for block_hash in hashes[device:]:
+            if (block := host.find(block_hash)) is not None:
+                held.append(block)
+                host.touch(block_hash)
+            elif block_hash in self.on_disk:
+                wanted.append(block_hash)
+            else:
+                break
+        if (joined := self._being_read(wanted)) is not None:
+            self.reading[joined].waiters.append(sequence)
+            story.wait_for(now_s, "kv_fetch")
+            return True
+        waiting = sum(len(one.order.blocks) for one in self.reading.values())
+        choice = choose_fetch(
+            blocks=len(wanted), block_size=size,
+            move_s_per_block=self.costs.disk_s_per_block + batch.kv.costs.swap_s_per_block,
+            compute_s_per_token=batch.kv.costs.recompute_s_per_token,
+            ahead_s=waiting * self.costs.disk_s_per_block,
+        )  # fmt: skip
+        if not wanted:
+            return False
+        tokens = len(wanted) * size
+        if not choice.fetch:
+            story.add(
+                now_s,
+                "not_fetched",
+                tokens=tokens,
+                fetch_ms=1e3 * choice.fetch_s,
+                compute_ms=1e3 * choice.compute_s,
+            )
+            return False
+        for block in held:  # what is here already must not make room for what comes
+            host.pin(block)
+        ordered = self.order_reading(wanted, sequence, tokens, choice.compute_s)
+        for block in held:
+            host.unpin(block)
+        if ordered:
+            story.wait_for(now_s, "kv_fetch")
+        return ordered
+
+    def _being_read(self, wanted: list[BlockHash]) -> int | None:
+        """A reading under way that begins as this would."""
+        for number, one in self.reading.items():
+            if wanted and wanted[0] in one.order.hashes:
+                return number
+        return None
+
+    # -- news of the disk ---------------------------------------------------------------------------------
+    def enter_event(self, event: TierEvent, now_s: float) -> None:
+        if isinstance(event, FileWritten):
+            self._enter_written(event)
+        elif isinstance(event, FilesSeen):
+            self.on_disk.update(event.came)
+            self.on_disk.difference_update(event.went)
+        else:
+            self._enter_read(event, now_s)
+
+    def _enter_written(self, event: FileWritten) -> None:
+        self.writing -= 1
+        self.host.unpin(event.block)
+        if event.ok:
+            self.counts.written_blocks += 1
+            self.on_disk.add(event.block_hash)
+        else:
+            self.counts.failed_writes += 1
+
+    def _enter_read(self, event: FilesRead, now_s: float) -> None:
+        reading = self.reading.pop(event.number)
+        good, size = sum(event.good), self._batch.config.block_size
+        for block_hash, block, is_good in zip(
+            reading.order.hashes, reading.order.blocks, event.good, strict=True
+        ):
+            if is_good:
+                self.host.put(block_hash, block)
+            else:
+                self.host.give_back(block)
+                self.on_disk.discard(block_hash)
+                self.counts.bad_files += 1
+        self.counts.read_blocks += good
+        self.costs.observe_disk(len(event.good), event.seconds)
+        for sequence in reading.waiters:
+            if sequence.state != State.WAITING or sequence.queued:
+                continue  # it has ended meanwhile
+            story = sequence.request.story
+            if good:
+                self.counts.disk_hit_tokens += good * size
+                story.add(
+                    now_s, "fetched", where="on disk", tokens=good * size, fetch_ms=1e3 * event.seconds,
+                    compute_ms=1e3 * reading.compute_s * good / len(event.good),
+                )  # fmt: skip
+            if good < len(event.good):
+                story.add(now_s, "bad_files", files=len(event.good) - good)
+            self._batch.queue.push(sequence)
+            story.wait_for(now_s, "behind_others")
 
     # -- device and host memory ---------------------------------------------------------------------------
     def run_of(self, hashes: Iterable[BlockHash]) -> list[int]:
@@ -191,37 +368,7 @@ class Tiers:
         self.orders.append(order)
         return True
 
-    def enter_written(self, event: FileWritten) -> None:
-        self.writing -= 1
-        self.host.unpin(event.block)
-        if event.ok:
-            self.counts.written_blocks += 1
-            self.on_disk.add(event.block_hash)
-        else:
-            self.counts.failed_writes += 1
-
-    def enter_read(self, event: FilesRead) -> TierReading:
-        reading = self.reading.pop(event.number)
-        good = 0
-        for block_hash, block, is_good in zip(
-            reading.order.hashes, reading.order.blocks, event.good, strict=True
-        ):
-            if is_good:
-                good += 1
-                self.host.put(block_hash, block)
-            else:
-                self.host.give_back(block)
-                self.on_disk.discard(block_hash)
-                self.counts.bad_files += 1
-        self.counts.read_blocks += good
-        self.costs.observe_disk(len(event.good), event.seconds)
-        return reading
-
-    def enter_seen(self, event: FilesSeen) -> None:
-        self.on_disk.update(event.came)
-        self.on_disk.difference_update(event.went)
-
-    def problems(self) -> list[str]:
+    def problems(self, owned: list[list[int]]) -> list[str]:
         taken = sum(len(one.spilled) for one in self._unplayed.values())
         taken += sum(len(one.order.blocks) for one in self.reading.values())
         return self.host.problems(taken)

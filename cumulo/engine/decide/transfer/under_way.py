@@ -1,9 +1,9 @@
-"""Transfers: what an engine with a role has under way. Owned by the scheduler's books, changed by `handover.py`."""
+"""Transfers: what an engine with a role has under way. Owned and changed by `handover.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cumulo.engine.decide.request import Sequence
+from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.routing import PrefixAware, ReplicaView
 from cumulo.engine.decide.transfer.orders import (
     Answer,
@@ -54,7 +54,7 @@ class Peer:
 
 
 class Transfers:
-    """All transfers of one engine. Owned by the scheduler's books; changed by `handover.py`."""
+    """All transfers of one engine. Owned and changed by `handover.py`."""
 
     def __init__(self, layers: int = 0, stall_s: float = 10.0) -> None:
         self.layers, self.stall_s = layers, stall_s

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.tiers.fetch import enter_tier_event
 from cumulo.engine.decide.tiers.tiers import (
     FilesRead,
     FilesSeen,
@@ -37,7 +36,7 @@ class TierMover:
         self.files, self._host_block, self._scheduler = files, host_block, scheduler
         self.news: Mailbox[TierEvent] = Mailbox()
         self._known = files.scan()
-        tiers = scheduler.residency.tiers
+        tiers = scheduler.tiers
         assert tiers is not None
         self._tiers = tiers
         tiers.on_disk.update(self._known)
@@ -55,7 +54,7 @@ class TierMover:
     def exchange(self, now_s: float) -> None:
         """Take in what was written and read, and hand out what is ordered."""
         for event in self.news.take_all():
-            enter_tier_event(self._scheduler.books, event, now_s)
+            self._tiers.enter_event(event, now_s)
         orders = self._tiers.orders
         for order in orders:
             if isinstance(order, WriteFile):

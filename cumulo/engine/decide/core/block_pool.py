@@ -4,8 +4,8 @@ A block is free, or held by one or more sequences (its reference count). A full 
 all tokens up to its end; it keeps that hash when freed, so the prefix cache needs no storage of its own: the
 free blocks are the cache, reused least-recently-freed first.
 
-With data-parallel attention blocks lie on several ranks, their *homes*: equal runs of the blocks. All blocks of a
-sequence are in one home, since one rank computes its attention.
+With data-parallel attention blocks lie on several ranks, each of which has an equal run of them. All blocks of a
+sequence are on one rank, since one rank computes its attention.
 """
 
 from array import array
@@ -36,16 +36,16 @@ def chain_hashes(parent: BlockHash, tokens: "array[int]", block_size: int) -> li
 
 
 class BlockPool:
-    def __init__(self, blocks: int, block_size: int, *, prefix_cache: bool = True, homes: int = 1) -> None:
+    def __init__(self, blocks: int, block_size: int, *, prefix_cache: bool = True, ranks: int = 1) -> None:
         self.blocks, self.block_size, self.prefix_cache = blocks, block_size, prefix_cache
-        self.homes, self._home_blocks = homes, blocks // homes
+        self.ranks, self._rank_blocks = ranks, blocks // ranks
         self.references = [0] * blocks
         self.hash_of: list[BlockHash | None] = [None] * blocks
         self.block_of: dict[BlockHash, int] = {}
-        # By home, oldest first: the head is evicted next. Blocks without a hash are put back at the head.
+        # By rank, oldest first: the head is evicted next. Blocks without a hash are put back at the head.
         self._free: list[OrderedDict[int, None]] = [
-            OrderedDict.fromkeys(range(first, first + self._home_blocks))
-            for first in range(0, self._home_blocks * homes, self._home_blocks)
+            OrderedDict.fromkeys(range(first, first + self._rank_blocks))
+            for first in range(0, self._rank_blocks * ranks, self._rank_blocks)
         ]
         self.evictions = 0
         # Hashes that came (True) or went (False) since the reader emptied it; None: nobody reads it.
@@ -61,24 +61,24 @@ class BlockPool:
     def used_count(self) -> int:
         return self.blocks - self.free_count
 
-    def free_in(self, home: int) -> int:
-        return len(self._free[home])
+    def free_on(self, rank: int) -> int:
+        return len(self._free[rank])
 
-    def home_of(self, block: int) -> int:
-        return block // self._home_blocks
+    def rank_of(self, block: int) -> int:
+        return block // self._rank_blocks
 
     @property
-    def emptiest_home(self) -> int:
-        return max(range(self.homes), key=self.free_in)
+    def emptiest_rank(self) -> int:
+        return max(range(self.ranks), key=self.free_on)
 
     @property
     def cached_count(self) -> int:
         """Blocks, free or in use, that a new request with the same prefix could share."""
         return len(self.block_of)
 
-    def allocate(self, home: int = 0) -> int:
-        """Take the home's least recently freed block; the caller checked that there is one."""
-        block, _ = self._free[home].popitem(last=False)
+    def allocate(self, rank: int = 0) -> int:
+        """Take the rank's least recently freed block; the caller checked that there is one."""
+        block, _ = self._free[rank].popitem(last=False)
         block_hash = self.hash_of[block]
         if block_hash is not None:
             del self.block_of[block_hash]
@@ -91,19 +91,19 @@ class BlockPool:
         self.references[block] = 1
         return block
 
-    def allocate_many(self, count: int, home: int = 0) -> list[int]:
-        return [self.allocate(home) for _ in range(count)]
+    def allocate_many(self, count: int, rank: int = 0) -> list[int]:
+        return [self.allocate(rank) for _ in range(count)]
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for blocks that may be in use or free-but-cached."""
         for block in blocks:
             if self.references[block] == 0:
-                del self._free[block // self._home_blocks][block]
+                del self._free[block // self._rank_blocks][block]
             self.references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """One owner less. Freed from the last block backwards, so that prefixes outlive their tails."""
-        references, size = self.references, self._home_blocks
+        references, size = self.references, self._rank_blocks
         for block in reversed(blocks):
             remaining = references[block] - 1
             if remaining < 0:
@@ -116,14 +116,14 @@ class BlockPool:
                     free.move_to_end(block, last=False)
 
     def cached_prefix(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest cached prefix of a hash chain, as far as they are in one home; not yet owned by
+        """The blocks of the longest cached prefix of a hash chain, as far as they are on one rank; not yet owned by
         the caller."""
         found: list[int] = []
         if self.prefix_cache:
             for block_hash in hashes:
                 block = self.block_of.get(block_hash)
                 if block is None or (
-                    found and self.homes > 1 and self.home_of(block) != self.home_of(found[0])
+                    found and self.ranks > 1 and self.rank_of(block) != self.rank_of(found[0])
                 ):
                     break
                 found.append(block)
@@ -164,12 +164,12 @@ class BlockPool:
         for table in owners:
             for block in table:
                 expected[block] += 1
-            if len({self.home_of(block) for block in table}) > 1:
-                found.append(f"a sequence's blocks lie in several homes: {table}")
+            if len({self.rank_of(block) for block in table}) > 1:
+                found.append(f"a sequence's blocks lie in several ranks: {table}")
         for block in range(self.blocks):
             if self.references[block] != expected[block]:
                 found.append(f"block {block}: {self.references[block]} references, {expected[block]} owners")
-            free = block in self._free[self.home_of(block)]
+            free = block in self._free[self.rank_of(block)]
             if (self.references[block] == 0) != free:
                 found.append(f"block {block}: references {self.references[block]} but free={free}")
         for block_hash, block in self.block_of.items():

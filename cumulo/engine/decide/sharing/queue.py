@@ -1,8 +1,8 @@
-"""WaitingQueue: sequences that wait for room, and who of them is next. Owned by the scheduler.
+"""TenantQueue: sequences that wait for room, and whose turn it is. Takes the place of the core's WaitingQueue.
 
 Every tenant has a line of its own, first in order first. Whose turn it is: the request that is first in order
 over all lines (`Request.order`: by arrival and priority) names the *level*; among the tenants whose first request
-is as important as that or more, the one that has been served least goes first (fairness.py), and between equals
+is as important as that or more, the one that has been served least goes first (tenants.py), and between equals
 the order decides. With a single tenant that is the order and nothing else.
 
 Nothing here searches. Lines are heaps; entries of sequences that have ended are passed over when they come up.
@@ -15,8 +15,8 @@ import heapq
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from cumulo.engine.decide.fairness import FairShares, Tenant
-from cumulo.engine.decide.request import Sequence, State
+from cumulo.engine.decide.core.request import Sequence, State
+from cumulo.engine.decide.sharing.tenants import FairShares, Tenant
 
 Order = tuple[float, int]
 
@@ -66,11 +66,11 @@ class _Level:
         heapq.heappush(self.by_counter, (line.tenant.counter, order, line.number, line))
 
 
-class WaitingQueue:
+class TenantQueue:
     def __init__(self, shares: FairShares) -> None:
         self.count = 0  # sequences that wait, queued or (beams waiting for their fellows) not
         self.level = 0  # the priority whose turn it was when `first` was last asked
-        self.passed_over: Sequence | None = None  # first in order then, but its tenant had been served more
+        self.passed_over: Sequence | None = None  # first in order, but its tenant had been served more
         self.by_order = False  # whoever has been served more or less: promises are kept by deadline
         self._shares = shares
         self._lines: dict[str, _Line] = {}  # of tenants that have an entry
@@ -166,14 +166,14 @@ class WaitingQueue:
     def first(self, passing: Collection[Tenant] = ()) -> Sequence | None:
         """Whose turn it is, tenants in `passing` left out; None if nobody can be admitted."""
         if not self._lines:
-            self.passed_over = self._turn = None
+            self._turn = None
             return None
         if len(self._lines) == 1:
             (self._turn,) = self._lines.values()
             if self._turn.tenant in passing:
-                self.passed_over = self._turn = None
+                self._turn = None
                 return None
-            self.passed_over, first = None, self._turn.first()
+            first = self._turn.first()
             assert first is not None
             self.level = first.request.priority
             return first
@@ -181,16 +181,16 @@ class WaitingQueue:
         assert earliest.place is not None
         self.level = earliest.place[0]
         if self.by_order:
-            self._turn, self.passed_over = earliest, None
+            self._turn = earliest
             return earliest.first()
         found = [self._least(priority, passing) for priority in self._levels if priority <= self.level]
         *_, self._turn = min(
             (one for one in found if one is not None), default=(None,), key=lambda entry: entry[:3]
         )
         if self._turn is None:
-            self.passed_over = None
             return None
-        self.passed_over = earliest.first() if earliest is not self._turn else None
+        if earliest is not self._turn:
+            self.passed_over = earliest.first()
         return self._turn.first()
 
     def _earliest(self, priority: int) -> tuple[Order, int, _Line]:

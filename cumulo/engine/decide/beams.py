@@ -1,12 +1,21 @@
-"""Beam search as decisions: which beam continues with which token, and which hypotheses are kept.
+"""Beams: beam search, as an extension of the scheduler. `BeamSearch` decides which beam continues with which
+token and which hypotheses are kept; `Beams` makes these decisions sequences of the next plan.
 
-The engine feeds each live beam's candidates of a step to `advance` and turns the answer into sequences
-of the next plan. The rules are those of transformers' `generate(num_beams=...)`, so results agree.
+The rules are those of transformers' `generate(num_beams=...)`, so results agree. Every live beam is a sequence of
+its own. When all of a request's beams have been computed, the best continuations are chosen: a parent's first child
+goes on in its place, further children share its blocks (copy-on-write), childless beams end.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import Literal
+
+from cumulo.engine.decide.core.batch import RequestBatch
+from cumulo.engine.decide.core.extension import Extension, Flight
+from cumulo.engine.decide.core.kv_manager import new_slot
+from cumulo.engine.decide.core.request import Request, Sequence, State
+from cumulo.engine.decide.plan import StepPlan, StepResult
 
 EarlyStopping = bool | Literal["never"]
 
@@ -73,7 +82,7 @@ class BeamSearch:
         """Tokens in each live beam."""
         return len(self.live[0].tokens) if self.live else 0
 
-    def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> BeamStep:
+    def advance(self, candidates: ListLike[ListLike[tuple[int, float]]]) -> BeamStep:
         """Decide one step from each live beam's most likely (token, log-probability), likeliest first.
 
         Ties are broken towards the earlier beam and then the lower token id, so equal inputs give equal
@@ -130,3 +139,100 @@ class BeamSearch:
             length = self.max_tokens  # log-probabilities are negative: a longer divisor flatters them most
         best_possible: float = self.live[0].logprob / length**self.length_penalty
         return best_possible <= self.kept[-1].score
+
+
+class Beams(Extension):
+    def __init__(self, batch: RequestBatch) -> None:
+        self._batch = batch
+
+    def arrive(self, request: Request) -> None:
+        params = request.params
+        if params.beam_width is not None:
+            request.beam = BeamSearch(
+                width=params.beam_width,
+                n=params.n,
+                length_penalty=params.length_penalty,
+                stop_ids=request.stop_ids,
+                max_tokens=request.output_limit,
+            )
+            _one_token_at_a_time(request.sequences[0])
+
+    def after_result(self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float) -> None:
+        """Beams take their candidates from the log-probabilities at their places."""
+        searching: dict[str, Request] = {}
+        for index, found in result.logprobs.items():
+            sequence = flight.draws[index]
+            if sequence.state != State.FINISHED and sequence.request.beam is not None:
+                sequence.candidates = found.top
+                if sequence.state == State.WAITING:
+                    self._batch.queue.set_aside(sequence)
+                searching[sequence.request.id] = sequence.request
+        for request in searching.values():
+            _advance(self._batch, request, now_s)
+
+
+def _advance(batch: RequestBatch, request: Request, now_s: float) -> None:
+    """If all beams have candidates, choose the next generation; otherwise wait for the rest."""
+    beam, live = request.beam, [s for s in request.sequences if s.state != State.FINISHED]
+    assert beam is not None
+    if any(sequence.candidates is None for sequence in live):
+        return
+    step = beam.advance([sequence.candidates or [] for sequence in live])
+    if request.story.first_token_s is None:
+        request.story.first_token_s = now_s
+        request.story.add(now_s, "first_token")
+    for sequence in live:
+        sequence.candidates = None
+    if step.done:
+        for sequence in live:
+            batch.finish(sequence, "stop", now_s)
+        return
+    parents = [live[index] for index in step.parents]
+    for sequence in live:
+        if sequence not in parents:
+            _drop(batch, sequence)
+    generation: list[Sequence] = []
+    for index, parent in enumerate(parents):
+        # Forks before take-overs: a parent must not have grown when its other children are made.
+        if parent in parents[:index]:
+            generation.append(_fork(batch, parent, index))
+        else:
+            generation.append(parent)
+    for index, (sequence, token) in enumerate(zip(generation, step.tokens, strict=True)):
+        sequence.tokens.append(token)
+        sequence.sample_index = index
+        _one_token_at_a_time(sequence)
+        _restate(batch, sequence)
+    request.sequences = generation
+
+
+def _drop(batch: RequestBatch, sequence: Sequence) -> None:
+    """A beam without children: its blocks go, its slot stays with the request."""
+    slot = batch.remove(sequence)
+    if slot >= 0:
+        sequence.request.reserved_slots.append(slot)
+
+
+def _fork(batch: RequestBatch, parent: Sequence, sample_index: int) -> Sequence:
+    """A second child: shares the parent's blocks if those are here and a slot is, else waits."""
+    twin = parent.fork(sample_index)
+    if parent.state == State.RUNNING and parent.request.reserved_slots:
+        batch.kv.seat_twin(twin)
+        batch.add_running(twin)
+    else:
+        twin.blocks, twin.capacity, twin.computed, twin.lost = [], 0, 0, twin.computed
+        batch.queue.park(twin)
+    return twin
+
+
+def _restate(batch: RequestBatch, sequence: Sequence) -> None:
+    """A beam was given its next token: tell the runner, or queue it if it has to wait."""
+    if sequence.state == State.RUNNING:
+        batch.next_plan.begin.append(new_slot(sequence))
+    else:
+        batch.queue.push(sequence)
+
+
+def _one_token_at_a_time(sequence: Sequence) -> None:
+    """A beam's next token is not the one drawn but the one chosen: never plan past a draw in flight."""
+    sequence.limit = len(sequence.tokens) + 1

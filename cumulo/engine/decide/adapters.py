@@ -1,4 +1,5 @@
-"""AdapterBook: which adapters an engine has, in which slot, and how many requests use each. Owned by the scheduler.
+"""AdapterSlots: which adapters an engine has, in which slot, and how many requests use each. An extension of the
+scheduler.
 
 An adapter that is dropped takes no new requests from then on; its slot is free when its last request has ended. A
 name can be loaded again meanwhile: it is another adapter, in another slot.
@@ -7,6 +8,8 @@ name can be loaded again meanwhile: it is another adapter, in another slot.
 from dataclasses import dataclass
 
 from cumulo.base.nearest import did_you_mean
+from cumulo.engine.decide.core.extension import Extension
+from cumulo.engine.decide.core.request import Request
 from cumulo.errors import InvalidRequest
 
 
@@ -27,7 +30,7 @@ def salted(salt: str, fingerprint: str) -> str:
     return f"{salt}\0adapter {fingerprint}" if fingerprint else salt
 
 
-class AdapterBook:
+class AdapterSlots(Extension):
     def __init__(self, slots: int = 0) -> None:
         self.slots = slots
         self.loaded: dict[str, Adapter] = {}  # by key: those that take requests
@@ -77,17 +80,22 @@ class AdapterBook:
             raise InvalidRequest("the adapter of this request is not loaded here")
         return found
 
+    def in_slot(self, slot: int) -> Adapter:
+        """The adapter of a request that has not ended."""
+        return self.leaving.get(slot) or next(one for one in self.loaded.values() if one.slot == slot)
+
     # -- requests ---------------------------------------------------------------------------------------
-    def begin(self, adapter: Adapter | None) -> None:
-        if adapter is not None:
+    def arrive(self, request: Request) -> None:
+        if request.adapter >= 0:
+            adapter = self.in_slot(request.adapter)
+            request.story.add(request.arrived_s, "adapter", name=adapter.name, rank=adapter.rank)
             self._requests[adapter.slot] += 1
 
-    def end(self, adapter: Adapter | None) -> None:
-        if adapter is None:
-            return
-        self._requests[adapter.slot] -= 1
-        if not self._requests[adapter.slot]:
-            self.leaving.pop(adapter.slot, None)
+    def request_ended(self, request: Request, now_s: float) -> None:
+        if request.adapter >= 0:
+            self._requests[request.adapter] -= 1
+            if not self._requests[request.adapter]:
+                self.leaving.pop(request.adapter, None)
 
     def running(self, key: str) -> int:
         """Requests of a loaded adapter that have not ended."""

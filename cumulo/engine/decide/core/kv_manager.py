@@ -1,33 +1,28 @@
-"""Residency: who has a slot and blocks. Seats sequences, makes room for their next token, sends them away.
+"""KVManager: who has a slot and KV blocks. Seats sequences, makes room for their next token, sends them away.
 
-Owned by the scheduler, which decides *who*; here it is decided *where*, and written into the plan. Within one
+Owned by the batch. The scheduler decides *who*; here it is decided *where*, and written into the plan. Within one
 plan the runner applies changes in a fixed order, so a few things freed while planning are held back until the
 plan is complete: slots, swapped-in host blocks and the sources of copies.
 """
 
 from collections.abc import Iterable
 
-from cumulo.engine.decide.block_pool import BlockPool
+from cumulo.engine.decide.core.block_pool import BlockPool
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.preemption import PreemptionChoice, PreemptionCosts, choose_preemption
+from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.plan import NewSlot, StepPlan
-from cumulo.engine.decide.preemption import PreemptionChoice, PreemptionCosts, choose_preemption
-from cumulo.engine.decide.request import Request, Sequence, State
-from cumulo.engine.decide.scheduler_config import SchedulerConfig
-from cumulo.engine.decide.tiers.choice import choose_fetch
-from cumulo.engine.decide.tiers.tiers import Tiers
 
 
-class Residency:
+class KVManager:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(
-            config.blocks, config.block_size, prefix_cache=config.prefix_cache, homes=config.homes
+            config.blocks, config.block_size, prefix_cache=config.prefix_cache, ranks=config.dp
         )
         self.costs = PreemptionCosts()
-        self.tiers = (
-            Tiers(config.host_blocks, config.tier_blocks, config.disk) if config.tier_blocks else None
-        )
-        if self.tiers is not None:
-            self.pool.evicted = []
+        # Whether others than the runner's steps write into blocks: then no step may be played before it is planned.
+        self.written_by_others = False
         self.free_slots = list(range(config.max_running - 1, -1, -1))
         self.free_host_blocks = list(range(config.host_blocks - 1, -1, -1))
         self.slots_freed: list[int] = []  # these three: held back until the plan is complete
@@ -43,9 +38,9 @@ class Residency:
             return [], needed
         cached = pool.cached_prefix(sequence.extend_hashes(self.usable_blocks(sequence), pool.block_size))
         wanted = needed - len(cached) + pool.idle_among(cached)
-        if pool.homes > 1 and cached and wanted > pool.free_in(pool.home_of(cached[0])):
+        if pool.ranks > 1 and cached and wanted > pool.free_on(pool.rank_of(cached[0])):
             # Where its prefix is there is no room: if there is elsewhere, it is computed again there.
-            elsewhere = needed <= pool.free_in(pool.emptiest_home)
+            elsewhere = needed <= pool.free_on(pool.emptiest_rank)
             return ([], needed) if elsewhere else (cached, wanted)
         return cached, wanted
 
@@ -60,33 +55,12 @@ class Residency:
             len(sequence.tokens) - 1
         ) // self.pool.block_size  # one token is computed: its logits are wanted
 
-    def in_host_memory(self, sequence: Sequence, cached: int) -> list[int]:
-        """Host blocks that continue the cached ones of a waiting sequence, where moving them is sooner than
-        computing them."""
-        if self.tiers is None or sequence.host_blocks or not self.pool.prefix_cache:
-            return []
-        size = self.pool.block_size
-        found = self.tiers.run_of(sequence.extend_hashes(self.usable_blocks(sequence), size)[cached:])
-        choice = choose_fetch(
-            blocks=len(found), block_size=size, move_s_per_block=self.costs.swap_s_per_block,
-            compute_s_per_token=self.costs.recompute_s_per_token,
-        )  # fmt: skip
-        return found if choice.fetch else []
-
-    def home_for(self, cached: list[int]) -> int:
+    def rank_for(self, cached: list[int]) -> int:
         """Where a sequence is seated that shares these blocks, or none."""
         pool = self.pool
-        if pool.homes == 1:
+        if pool.ranks == 1:
             return 0
-        return pool.home_of(cached[0]) if cached else pool.emptiest_home
-
-    def tokens_to_compute(self, sequence: Sequence) -> int:
-        """Of a waiting sequence, what the prefix cache and host memory do not have."""
-        if sequence.host_blocks:
-            return len(sequence.tokens) - sequence.computed
-        cached = len(self.blocks_wanted(sequence)[0])
-        cached += len(self.in_host_memory(sequence, cached))
-        return len(sequence.tokens) - cached * self.pool.block_size
+        return pool.rank_of(cached[0]) if cached else pool.emptiest_rank
 
     def shortage(self, sequence: Sequence, running: int) -> tuple[int, int]:
         """How many slots and blocks are missing to seat the sequence; (0, 0) or less: it fits."""
@@ -94,58 +68,35 @@ class Residency:
         # Leave some blocks to those who run, so that a newcomer is not preempted in the next step.
         blocks += -(-running // 8)
         slots = 1 + max(0, sequence.request.slots_to_reserve)
-        return slots - len(self.free_slots), blocks - self.pool.free_in(self.home_for(cached))
+        return slots - len(self.free_slots), blocks - self.pool.free_on(self.rank_for(cached))
 
     # -- coming -------------------------------------------------------------------------------------------
-    def seat(self, sequence: Sequence, plan: StepPlan) -> tuple[int, str]:
-        """Give a slot, and blocks for all known tokens. Returns the tokens found in the cache, and how the
-        rest comes back."""
+    def allocate(self, sequence: Sequence) -> int:
+        """Give a slot, and blocks for all known tokens. Returns how many of the blocks were in the prefix cache."""
         request, pool = sequence.request, self.pool
         cached, _ = self.blocks_wanted(sequence)
-        in_host = self.in_host_memory(sequence, len(cached))
-        if in_host and self.tiers is not None:
-            self.tiers.hold(sequence, len(cached), in_host, plan)
         request.reserved_slots += [self.free_slots.pop() for _ in range(max(0, request.slots_to_reserve))]
         sequence.slot = self.free_slots.pop()
         pool.share(cached)
         needed = -(-len(sequence.tokens) // pool.block_size)
-        sequence.blocks = cached + pool.allocate_many(needed - len(cached), self.home_for(cached))
-        self._spill(plan)
+        sequence.blocks = cached + pool.allocate_many(needed - len(cached), self.rank_for(cached))
         sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
+        return len(cached)
+
+    def seat(self, sequence: Sequence, plan: StepPlan) -> tuple[int, str]:
+        """Let a sequence run. Returns the tokens found in the prefix cache, and how the rest comes back."""
+        cached = self.allocate(sequence) * self.pool.block_size
         if sequence.host_blocks:
             plan.swap_in.extend(zip(sequence.host_blocks, sequence.blocks, strict=False))
             self._host_blocks_freed += sequence.host_blocks
             sequence.host_blocks = []
             how = "swapping its blocks in"
         else:
-            plan.swap_in.extend(zip(in_host, sequence.blocks[len(cached) :], strict=False))
-            sequence.computed = (len(cached) + len(in_host)) * pool.block_size
+            sequence.computed = cached
             how = "recomputation"
         sequence.state = State.RUNNING
         plan.begin.append(new_slot(sequence))
-        return (len(cached) + len(in_host)) * pool.block_size, how
-
-    def _spill(self, plan: StepPlan) -> None:
-        """What was evicted for this plan goes to the next tier."""
-        if self.pool.evicted and self.tiers is not None:
-            self.tiers.spill(self.pool.evicted, plan)
-            self.pool.evicted.clear()
-
-    def seat_receiving(self, sequence: Sequence) -> int:
-        """The same for a sequence whose KV arrives from another engine: nothing of it is left to compute until it
-        has. Returns the blocks found in the cache; the runner learns of it when all is there."""
-        request, pool = sequence.request, self.pool
-        cached, _ = self.blocks_wanted(sequence)
-        request.reserved_slots += [self.free_slots.pop() for _ in range(max(0, request.slots_to_reserve))]
-        sequence.slot = self.free_slots.pop()
-        pool.share(cached)
-        needed = -(-len(sequence.tokens) // pool.block_size)
-        sequence.blocks = cached + pool.allocate_many(needed - len(cached), self.home_for(cached))
-        sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
-        if self.pool.evicted is not None:
-            self.pool.evicted.clear()  # another engine may write at once: there is no step to save them in
-        sequence.computed, sequence.state = len(sequence.tokens), State.RECEIVING
-        return len(cached)
+        return cached, how
 
     def seat_twin(self, twin: Sequence) -> None:
         """A fork takes one of its request's reserved slots and shares all blocks."""
@@ -162,16 +113,14 @@ class Residency:
         sequence.shares_tail = False
         return False
 
-    def home(self, sequence: Sequence) -> int:
+    def rank(self, sequence: Sequence) -> int:
         """Where the blocks of a seated sequence are."""
-        return 0 if self.pool.homes == 1 else self.pool.home_of(sequence.blocks[0])
+        return 0 if self.pool.ranks == 1 else self.pool.rank_of(sequence.blocks[0])
 
     def give_block(self, sequence: Sequence, position: int, plan: StepPlan) -> None:
         """A fresh block for `position`; if it was shared, a copy of it (copy-on-write)."""
         pool = self.pool
-        own = pool.allocate(self.home(sequence) if pool.homes > 1 else 0)
-        if pool.evicted:
-            self._spill(plan)
+        own = pool.allocate(self.rank(sequence) if pool.ranks > 1 else 0)
         if position >= sequence.capacity:
             sequence.blocks.append(own)
             sequence.capacity += pool.block_size
@@ -189,7 +138,7 @@ class Residency:
     def room_ahead(self, sequence: Sequence, position: int, count: int, spare: int, plan: StepPlan) -> int:
         """For how many of the `count` tokens after `position`, whose own block is there, there is room: in blocks
         that the sequence has, or in free ones while more than `spare` are left to others."""
-        while position + count >= sequence.capacity and self.pool.free_in(self.home(sequence)) > spare:
+        while position + count >= sequence.capacity and self.pool.free_on(self.rank(sequence)) > spare:
             self.give_block(sequence, sequence.capacity, plan)
         return max(0, min(count, sequence.capacity - 1 - position))
 
@@ -211,14 +160,6 @@ class Residency:
         first, hashes = start // size, sequence.extend_hashes(full, size)
         self.pool.register_many(sequence.blocks[first:full], hashes[first:])
 
-    def played(self, index: int) -> None:
-        """A step's copies between tiers are done: what came back can be shared."""
-        if self.tiers is not None:
-            for sequence, first, blocks in self.tiers.played(index):
-                end = (first + len(blocks)) * self.pool.block_size
-                if sequence.state == State.RUNNING and sequence.computed >= end:
-                    self.register_blocks(sequence, first * self.pool.block_size, end)
-
     # -- going --------------------------------------------------------------------------------------------
     def send_away(self, victim: Sequence, plan: StepPlan) -> PreemptionChoice:
         """Preemption: blocks go to host memory or are dropped, whichever is predicted cheaper."""
@@ -232,19 +173,13 @@ class Residency:
             plan.swap_out.extend(zip(victim.blocks, victim.host_blocks, strict=False))
         else:
             victim.lost, victim.computed = max(victim.lost, victim.computed), 0
-        self._release_blocks(victim)
+        self.release_blocks(victim)
         self.slots_freed.append(victim.slot)
         # Nobody who waits keeps a slot, or two that wait could keep each other out for ever.
         self.slots_freed += victim.request.reserved_slots
         victim.request.reserved_slots = []
         victim.slot = -1
         return choice
-
-    def vacate(self, sequence: Sequence) -> int:
-        """The sequence ended between two plans: its blocks are free at once. Returns its slot."""
-        self._release_blocks(sequence)
-        slot, sequence.slot = sequence.slot, -1
-        return slot
 
     def forget_swapped(self, sequence: Sequence) -> None:
         self.free_host_blocks += sequence.host_blocks
@@ -261,16 +196,15 @@ class Residency:
         self._copy_sources, self._host_blocks_freed = [], []
         self.reuse_slots()
 
-    def _release_blocks(self, sequence: Sequence) -> None:
+    def release_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.capacity, sequence.shares_tail = [], 0, False
 
     # -- invariants ---------------------------------------------------------------------------------------
-    def problems(
-        self, seated: list[Sequence], requests: list[Request], held: Iterable[list[int]] = ()
-    ) -> list[str]:
-        """Everything inconsistent in these books; empty when all is well. `held`: by transfers."""
-        found = self.pool.problems([*(sequence.blocks for sequence in seated), *held])
+    def problems(self, requests: list[Request], owned: list[list[int]]) -> list[str]:
+        """Everything inconsistent; empty when all is well. `owned`: blocks that extensions hold."""
+        seated = [one for request in requests for one in request.sequences if one.slot >= 0]
+        found = self.pool.problems([*(sequence.blocks for sequence in seated), *owned])
         reserved = [slot for request in requests for slot in request.reserved_slots]
         slots = sorted([sequence.slot for sequence in seated] + self.free_slots + reserved)
         if slots != list(range(self.config.max_running)):
@@ -278,8 +212,6 @@ class Residency:
         swapped = [block for r in requests for s in r.sequences for block in s.host_blocks]
         if sorted(swapped + self.free_host_blocks) != list(range(self.config.host_blocks)):
             found.append("host blocks are lost or doubled")
-        if self.tiers is not None:
-            found += self.tiers.problems()
         return found
 
 
@@ -288,5 +220,5 @@ def new_slot(sequence: Sequence) -> NewSlot:
     request = sequence.request
     return NewSlot(
         sequence.slot, sequence.tokens[:], sequence.prompt_length, sequence.blocks[:], request.params, request.seed,
-        sequence.sample_index, -1 if request.adapter is None else request.adapter.slot,
+        sequence.sample_index, request.adapter,
     )  # fmt: skip

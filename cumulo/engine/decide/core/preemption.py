@@ -1,50 +1,39 @@
 """Preemption: who gives way when room is short, and how: recomputed later, or swapped to host memory.
 
-Asked by the scheduler (who) and by residency (how).
+Asked by admission (who) and by the KVManager (how).
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Literal
 
-from cumulo.engine.decide.request import Sequence, State
+from cumulo.engine.decide.core.request import Sequence, State
 
 Way = Literal["recompute", "swap"]
 
-_by_counter = attrgetter("request.share.counter")
 
-
-def victim_for(sequence: Sequence, running: ListLike[Sequence], step: int, tenants: int) -> Sequence | None:
-    """Who gives a block to this sequence: among those younger and not yet in this step, of the tenant served most
-    the youngest. Only younger ones, so that the oldest always gets on, whoever it belongs to.
-    `running` is in order, oldest first."""
-    found: Sequence | None = None
+def younger(sequence: Sequence, running: ListLike[Sequence], step: int) -> Iterator[Sequence]:
+    """Who may give a block to this sequence, the youngest first: only younger ones, so that the oldest always gets
+    on, and none that is in this step already. `running` is in order, oldest first."""
     for other in reversed(running):
         if other.request.order < sequence.request.order:
-            break
-        if (
-            other.state != State.RUNNING
-            or other.last_step == step
-            or other is sequence
-            or other.request.sends
-        ):
-            continue  # (an order's blocks are the receiver's, too: it would not free them)
-        if found is None or other.request.share.counter > found.request.share.counter:
-            found = other
-        if tenants == 1:
-            break  # the youngest
-    return found
+            return
+        if other.state != State.RUNNING or other.last_step == step or other is sequence:
+            continue
+        if not other.request.prefill_only:  # its blocks are the receiver's, too: it would not free them
+            yield other
 
 
 def less_important(head: Sequence, running: ListLike[Sequence], level: int) -> list[Sequence]:
-    """Who may have to give way to the first in the queue; taken from the end, of the tenant served most the
-    youngest. Beyond the level whose turn it is and younger in order: any other would only come straight back."""
+    """Who may have to give way to the first in the queue, the youngest first. Beyond the level whose turn it is and
+    younger in order: any other would only come straight back."""
     order = head.request.order
-    found = [
-        s for s in running if s.request.priority > level and s.request.order > order and not s.request.sends
+    return [
+        s
+        for s in reversed(running)
+        if s.request.priority > level and s.request.order > order and not s.request.prefill_only
     ]
-    return sorted(found, key=_by_counter)  # stable
 
 
 @dataclass(slots=True)

@@ -10,13 +10,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from typing import Any, Final, Literal, NamedTuple
 
-from cumulo.engine.decide.adapters.book import Adapter
-from cumulo.engine.decide.beam import BeamSearch
-from cumulo.engine.decide.block_pool import BlockHash, chain_hashes, root_hash
-from cumulo.engine.decide.fairness import Tenant
+from cumulo.engine.decide.core.block_pool import BlockHash, chain_hashes, root_hash
+from cumulo.engine.decide.core.pooling import Pooled
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
-from cumulo.engine.decide.pooling import Pooled
 from cumulo.engine.decide.story import Story
 from cumulo.errors import InvalidRequest
 from cumulo.spec.slo import Slo
@@ -31,7 +28,7 @@ class State:
     WAITING: Final = 0  # queued, preempted or swapped out: holds no device block
     RUNNING: Final = 1  # has a slot and blocks
     FINISHED: Final = 2
-    RECEIVING: Final = 3  # has a slot and blocks, into which another engine's KV arrives
+    RECEIVING: Final = 3  # has a slot and blocks, which somebody else fills
 
 
 class DrawnSample(NamedTuple):
@@ -44,8 +41,8 @@ class DrawnSample(NamedTuple):
 class Request:
     __slots__ = (
         "adapter", "arrived_s", "beam", "cache_salt", "error", "forks_left", "id", "order", "output_limit",
-        "params", "pooled", "priority", "prompt_length", "prompt_logprobs", "reserved_slots", "seed", "sends",
-        "sequences", "share", "slo", "stop_ids", "story", "tag",
+        "params", "pooled", "prefill_only", "priority", "prompt_length", "prompt_logprobs", "reserved_slots",
+        "seed", "sequences", "share", "slo", "stop_ids", "story", "tag", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -64,10 +61,10 @@ class Request:
         resumed: Iterable[int] = (),
         samples: ListLike[DrawnSample] = (),
         slo: Slo | None = None,
-        adapter: Adapter | None = None,
+        adapter: int = -1,
     ) -> None:
         """`resumed`: output tokens that another engine has drawn already; this one draws what follows. `samples`:
-        the same where there are several."""
+        the same where there are several. `adapter`: the slot of its low-rank adapter in the runner; -1: none."""
         try:
             tokens, drawn = array("i", prompt), array("i", resumed)
         except (TypeError, OverflowError) as error:
@@ -80,13 +77,13 @@ class Request:
             )
         self.id, self.params, self.seed, self.prompt_length = request_id, params, seed, len(tokens)
         self.priority, self.cache_salt, self.arrived_s, self.tag = priority, cache_salt, arrived_s, tag
-        self.adapter = adapter
+        self.tenant, self.adapter = tenant, adapter
         stops = () if params.ignore_eos else eos_ids
         self.stop_ids = frozenset((*stops, *params.stop_token_ids))
         self.slo = slo  # asked for; bounds that it leaves out are the engine's
         self.output_limit = 0  # set when the scheduler accepts it
         self.order: tuple[float, int] = (0.0, 0)
-        self.share = Tenant(tenant)  # the scheduler puts the one it keeps under this name here
+        self.share: Any = None  # what the extension for sharing between keys keeps of its tenant
         self.story = Story(arrived_s, prompt_tokens=len(tokens))
         self.forks_left = params.samples - 1 if params.beam_width is None else 0
         self.reserved_slots: list[int] = []  # for samples or beams that do not exist yet
@@ -97,9 +94,9 @@ class Request:
             self._take_over(tokens, samples)
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.pooled = None if params.pooling is None else Pooled(params.pooling, len(tokens))
-        self.beam: BeamSearch | None = None
+        self.beam: Any = None  # the search that chooses its tokens, with beam_width
         self.error: str | None = None
-        self.sends = False  # it computes another engine's order: all tokens, and nothing is drawn
+        self.prefill_only = False  # all of its tokens are computed for another engine, and nothing is drawn
 
     def _take_over(self, prompt: "array[int]", samples: ListLike[DrawnSample]) -> None:
         if not self.params.can_resume_samples or len(samples) != self.params.n:

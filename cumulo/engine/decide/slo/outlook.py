@@ -1,5 +1,5 @@
-"""The door of an engine with an SLO: when a request's first token is expected, and whether all promises hold if it
-is let in. Asked by the scheduler on arrival.
+"""The outlook of a request in an engine with an SLO: when its first token is expected, and whether all promises
+hold if it is admitted. Asked on arrival.
 """
 
 from collections.abc import Iterable, Iterator
@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from cumulo.base.quantities import quantity
-from cumulo.engine.decide.books import Books
-from cumulo.engine.decide.fairness import Tenant
-from cumulo.engine.decide.request import Request, State
+from cumulo.engine.decide.core import admission
+from cumulo.engine.decide.core.batch import RequestBatch
+from cumulo.engine.decide.core.request import Request, State
+from cumulo.engine.decide.sharing.tenants import Tenant
 from cumulo.engine.decide.slo.promises import Promises
 from cumulo.errors import Overloaded
 
@@ -20,7 +21,7 @@ _LONGEST_RETRY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What letting a request in would mean."""
+    """What admitting a request would mean."""
 
     ttft_s: float  # expected
     kept: bool  # its own promise, and those of all who wait
@@ -30,24 +31,27 @@ class Outlook:
     why: str = ""  # not kept: in words
 
 
-def look_ahead(books: Books, promises: Promises, newcomer: Request, now_s: float) -> Outlook:
-    """Everybody who waits for a first token, in order of deadline, at the pace that steps leave to prompts."""
-    own_tokens = books.residency.tokens_to_compute(newcomer.sequences[0])
+def look_ahead(
+    batch: RequestBatch, promises: Promises, about: Iterable[Tenant], newcomer: Request, now_s: float
+) -> Outlook:
+    """Everybody who waits for a first token, in order of deadline, at the pace that steps leave to prompts.
+    `about`: tenants that have requests, or had some a moment ago."""
+    own_tokens = admission.tokens_to_compute(batch, newcomer.sequences[0])
     if not promises.model.known:
         return Outlook(0.0, True, 0, 0, own_tokens)
     # Those who are late already come last, and nobody's promise is broken for them.
     line = sorted(
         [*promises.waiting.values(), newcomer], key=lambda one: (_deadline_s(one) < now_s, one.order)
     )
-    allowance = _allowance(newcomer.share, books.shares.about(), now_s) * _TTFT_MARGIN
+    allowance = _allowance(newcomer.tenant, about, now_s) * _TTFT_MARGIN
     found: Outlook | None = None
     own_s = ahead_tokens = 0.0
     for ahead, (one, tokens, room, took_s, clock_s) in enumerate(
-        _first_tokens(books, promises, line, own_tokens, now_s)
+        _first_tokens(batch, promises, line, own_tokens, now_s)
     ):
         left_s = _deadline_s(one) - now_s
         if one is newcomer:
-            why = _own_obstacle(books, promises, one, room)
+            why = _own_obstacle(batch, promises, one, room)
             if not why and clock_s > left_s * allowance:
                 why = f"so long it takes to compute the {tokens:,} tokens of its prompt"
                 if ahead:
@@ -63,11 +67,11 @@ def look_ahead(books: Books, promises: Promises, newcomer: Request, now_s: float
 
 
 def _first_tokens(
-    books: Books, promises: Promises, line: list[Request], own_tokens: int, now_s: float
+    batch: RequestBatch, promises: Promises, line: list[Request], own_tokens: int, now_s: float
 ) -> Iterator[tuple[Request, int, float, float, float]]:
     """Of each in line: prompt tokens to compute, the share of a step that is left to prompts then, how long its
     prompt takes at that pace, and when its first token comes, in seconds from now. `own_tokens`: the newcomer's."""
-    model, most = promises.model, books.config.max_tokens_per_step
+    model, most = promises.model, batch.config.max_tokens_per_step
     rows, context = promises.rows, promises.context
     clock_s = promises.in_flight_s(now_s) + promises.step_s  # a first token comes at the end of a step
     for one in line:
@@ -92,7 +96,7 @@ def refuse(outlook: Outlook, promised_ttft_s: float | None) -> Overloaded:
     )
 
 
-def _own_obstacle(books: Books, promises: Promises, request: Request, room: float) -> str:
+def _own_obstacle(batch: RequestBatch, promises: Promises, request: Request, room: float) -> str:
     """Why it could not run in time however short its wait is."""
     if room < _LEAST_SHARE:
         return f"{promises.rows} sequences that are being answered leave no time for prompts within their ITL"
@@ -105,12 +109,12 @@ def _own_obstacle(books: Books, promises: Promises, request: Request, room: floa
                 f"its next token would take {quantity(alone_s, 's')} without any prompts, and its ITL is "
                 f"{quantity(promise.itl_s, 's')}"
             )
-    pool, waiting = books.pool, [one for one in promises.waiting.values() if _is_queued(one)]
-    slots = len(books.residency.free_slots) - sum(one.params.samples for one in waiting)
+    pool, waiting = batch.pool, [one for one in promises.waiting.values() if _is_queued(one)]
+    slots = len(batch.kv.free_slots) - sum(one.params.samples for one in waiting)
     if slots < request.params.samples:
-        return f"all {books.config.max_running} sequences that can run at a time are taken"
+        return f"all {batch.config.max_running} sequences that can run at a time are taken"
     size = pool.block_size
-    growing = len(books.running) * promises.output_tokens / 2 / size
+    growing = len(batch.running) * promises.output_tokens / 2 / size
     wanted = sum(-(-one.prompt_length // size) for one in (*waiting, request))
     if waiting and wanted + growing > pool.free_count:
         return (
@@ -129,11 +133,11 @@ def _deadline_s(request: Request) -> float:
     return inf if promise is None or promise.ttft_s is None else request.arrived_s + promise.ttft_s
 
 
-def _allowance(tenant: Tenant, about: Iterable[Tenant], now_s: float) -> float:
+def _allowance(tenant: str, about: Iterable[Tenant], now_s: float) -> float:
     """How much of its TTFT a tenant may let its own requests queue. One that has had more than its share of the
     last seconds leaves room to the others; alone, it has all."""
     served = {one.name: one.recent(now_s) for one in about}
     total = sum(served.values())
     if len(served) < 2 or total <= 0:
         return 1.0
-    return min(1.0, total / len(served) / max(served.get(tenant.name, 0.0), 1e-9))
+    return min(1.0, total / len(served) / max(served.get(tenant, 0.0), 1e-9))

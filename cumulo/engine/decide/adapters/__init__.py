@@ -1,1 +1,0 @@
-"""Which adapters an engine has, and who uses them."""
