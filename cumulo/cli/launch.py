@@ -62,10 +62,9 @@ def launch(
     from cumulo.cli.view.jobs import follow
     from cumulo.cluster import launching
     from cumulo.cluster.decide.policies import policy_named
-    from cumulo.cluster.drivers import local_machine
+    from cumulo.cluster.drivers.local import set_policy, set_slots
     from cumulo.cluster.job_file import read_job
-    from cumulo.cluster.job_record import TARGETS
-    from cumulo.cluster.job_store import JobStore, default_store
+    from cumulo.cluster.job_store import TARGETS, JobStore, default_store
     from cumulo.errors import ConfigError
 
     target = next((one for one in TARGETS if one == on), None)
@@ -78,7 +77,7 @@ def launch(
         if target != "kubernetes":
             raise ConfigError(f"--out writes manifests, so it needs --on kubernetes, not --on {target}")
         from cumulo.cluster.drivers.command import check_work
-        from cumulo.cluster.drivers.kubernetes.writing import write_manifests
+        from cumulo.cluster.drivers.kubernetes.manifests import write_manifests
 
         check_work(job)
         for path in write_manifests(job, out_folder, form):
@@ -91,10 +90,10 @@ def launch(
         return
     kept = JobStore(store or default_store())
     if slots is not None:
-        local_machine.set_slots(kept, slots)
+        set_slots(kept, slots)
     if policy is not None:
         policy_named(policy)
-        local_machine.set_policy(kept, policy)
+        set_policy(kept, policy)
     record, is_new = launching.launch(job, target, kept, key)
     if not is_new:
         note(

@@ -17,9 +17,8 @@ import yaml
 
 from cumulo.base.strict import build, load_yaml, yaml_problem
 from cumulo.cluster.decide.jobs import JobRequest
-from cumulo.cluster.job_amounts import seconds
 from cumulo.cluster.job_check import JobFileError, in_file, launch_problems, problems
-from cumulo.cluster.job_settings import JobSettings
+from cumulo.cluster.job_settings import JobSettings, seconds
 from cumulo.errors import ConfigError
 
 _ROOT = "the job"

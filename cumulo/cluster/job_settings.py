@@ -1,10 +1,60 @@
 """JobSettings: what a job file can say, setting by setting. `JobFile` checks it; `job_check` says what is wrong."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cumulo.cluster.job_amounts import memory_mib
-from cumulo.cluster.kubernetes_settings import KubernetesSettings
+from cumulo.base.quantities import parse_duration_s
+from cumulo.errors import ConfigError
+
+
+def seconds(text: str, what: str) -> float:
+    """`seconds("30min", "deadline")` is 1800.0."""
+    return parse_duration_s(str(text), what, "be a time such as 90s, 30min, 2h or 1d")
+
+
+def memory_mib(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB)", text.strip())
+    if match is None:
+        raise ConfigError(f"devices.memory must be a size such as 512MiB or 8GiB, got {text!r}")
+    return int(float(match[1]) * {"MiB": 1, "GiB": 1 << 10, "TiB": 1 << 20}[match[2]])
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesSettings:
+    image: str = "cumulo:latest"  # a container image with Cumulo
+    namespace: str = "default"
+    # Who admits the job: Volcano, Kueue, KubeRay with its own cluster, or Kubernetes alone (no gangs).
+    scheduler: Literal["volcano", "kueue", "ray", "none"] = "volcano"
+    queue: str | None = None  # of Volcano or Kueue; None: the tenant's name
+    quota: int | None = None  # GPUs of the queue, which is then written too; None: the cluster has the queue
+    node_gpus: int = 8
+    gpu_resource: str = "nvidia.com/gpu"
+    node_labels: Mapping[str, str] = field(default_factory=dict)  # nodes that the pods may use
+    leaf_label: str = "cumulo.dev/leaf"  # label of a node that names its leaf switch
+    leafs: tuple[str, ...] = ()  # values of that label: Volcano's HyperNodes, Kueue's Topology
+    rdma: str | None = None  # resource of the RDMA devices, such as rdma/hca
+    nccl: Mapping[str, str] = field(default_factory=dict)  # further variables: {NCCL_IB_GID_INDEX: "3"}
+    claim: str | None = None  # PersistentVolumeClaim with models and runs, mounted at /data
+    secret: str | None = (
+        None  # Secret with fleet-key and hf-token; None: one is written, with values to fill in
+    )
+    api_keys: bool = False  # the Secret has api-keys, too, a file that `cumulo serve --new-api-key` made
+    # With min_replicas and max_replicas: KEDA on Prometheus' metrics, an HPA, or KEDA with Cumulo's own rule.
+    autoscaler: Literal["keda", "hpa", "cumulo"] = "keda"
+    gateway: str | None = (
+        None  # URL of a `cumulo gateway` before the pods, where requests wait while there is none
+    )
+    waiting_per_replica: int = 4  # waiting requests at which one more replica starts
+    prometheus: str = "http://prometheus-operated.monitoring:9090"
+    monitor: bool = True  # a ServiceMonitor for Prometheus' operator
+    inference_pool: bool = False  # an InferencePool for the Gateway API
+    endpoint_picker: str | None = (
+        None  # of the pool, a Service as NAME or NAME:PORT; None: the gateway chooses pods
+    )
+    cpus_per_gpu: int = 8
+    memory_per_gpu: str = "64Gi"
 
 
 @dataclass(frozen=True, slots=True)

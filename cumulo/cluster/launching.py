@@ -11,13 +11,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cumulo.cluster.drivers.command import check_work, run_folder
-from cumulo.cluster.drivers.driver import Facts, TargetLost, may_be_there
-from cumulo.cluster.drivers.targets import driver_for
+from cumulo.cluster.drivers.driver import Driver, Facts, TargetLost, may_be_there
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_progress import JobProgress, run_progress
-from cumulo.cluster.job_record import TARGETS, JobRecord, Target
-from cumulo.cluster.job_store import JobStore, default_store
+from cumulo.cluster.job_store import TARGETS, JobRecord, JobStore, Target, default_store
 from cumulo.errors import ConfigError, CumuloError
+
+
+def driver_for(target: Target, store: JobStore) -> Driver:
+    """Imported here, so that nobody needs the packages of a target that is not used."""
+    if target == "local":
+        from cumulo.cluster.drivers.local import LocalDriver
+
+        return LocalDriver(store)
+    if target == "slurm":
+        from cumulo.cluster.drivers.slurm import SlurmDriver
+
+        return SlurmDriver()
+    if target == "ray":
+        from cumulo.cluster.drivers.ray import RayDriver
+
+        return RayDriver()
+    from cumulo.cluster.drivers.kubernetes.driver import KubernetesDriver
+
+    return KubernetesDriver()
 
 
 def launch(

@@ -15,8 +15,7 @@ from cumulo.cluster.drivers.slurm import SlurmDriver, refusal
 from cumulo.cluster.drivers.slurm_script import batch_script
 from cumulo.cluster.job_check import TRAIN_OPTIONS
 from cumulo.cluster.job_file import check_names, job_from, plain_job, read_job, resolved
-from cumulo.cluster.job_record import JobRecord
-from cumulo.cluster.job_store import JobStore
+from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.cluster.launching import launch
 from cumulo.errors import ConfigError
 from tests.cli.conftest import ROOT

@@ -16,8 +16,8 @@ from cumulo.cli.cloud.kubernetes import check
 from cumulo.cluster.drivers.kubernetes import schema_check
 from cumulo.cluster.drivers.kubernetes.check import check_bodies, check_files, check_manifests
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, parse_manifests, shown_path
+from cumulo.cluster.drivers.kubernetes.manifests import write_manifests
 from cumulo.cluster.drivers.kubernetes.schemas import shipped_book
-from cumulo.cluster.drivers.kubernetes.writing import write_manifests
 from cumulo.cluster.job_file import job_from, read_job
 from cumulo.errors import ConfigError
 from tests.cli.conftest import ROOT

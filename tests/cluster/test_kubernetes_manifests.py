@@ -11,9 +11,14 @@ import yaml
 from cumulo.cluster.drivers.kubernetes.check import check_files, check_manifests
 from cumulo.cluster.drivers.kubernetes.driver import facts_of
 from cumulo.cluster.drivers.kubernetes.manifest_source import Manifest
-from cumulo.cluster.drivers.kubernetes.manifests import assumed, job_manifests
+from cumulo.cluster.drivers.kubernetes.manifests import (
+    FORMATS,
+    Files,
+    assumed,
+    job_manifests,
+    write_manifests,
+)
 from cumulo.cluster.drivers.kubernetes.schemas import SchemaBook, book_with
-from cumulo.cluster.drivers.kubernetes.writing import FORMATS, Files, write_manifests
 from cumulo.cluster.job_file import JobFile, job_from, plain_job, read_job
 from cumulo.cluster.served_shape import served_shape
 from cumulo.errors import ConfigError

@@ -15,8 +15,7 @@ from cumulo.cluster import launching
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers import local_supervisor
-from cumulo.cluster.drivers.local import LocalDriver
-from cumulo.cluster.drivers.local_machine import set_policy, set_slots
+from cumulo.cluster.drivers.local import LocalDriver, set_policy, set_slots
 from cumulo.cluster.drivers.local_supervisor import Supervisor
 from cumulo.cluster.job_file import JobFile, job_from, resolved
 from cumulo.cluster.job_store import JobStore

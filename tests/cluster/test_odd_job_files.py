@@ -11,8 +11,7 @@ import yaml
 from cumulo.cli.launch import launch
 from cumulo.cluster import launching
 from cumulo.cluster.job_file import job_from, read_job
-from cumulo.cluster.job_record import TARGETS
-from cumulo.cluster.job_store import JobStore
+from cumulo.cluster.job_store import TARGETS, JobStore
 from cumulo.errors import ConfigError, CumuloError
 from tests.cli.conftest import ROOT
 

@@ -20,8 +20,7 @@ from cumulo.cluster.drivers import ray as ray_driver
 from cumulo.cluster.drivers.command import run_folder
 from cumulo.cluster.drivers.driver import TargetLost
 from cumulo.cluster.job_file import JobFile, job_from, plain_job, resolved
-from cumulo.cluster.job_record import JobRecord
-from cumulo.cluster.job_store import JobStore
+from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.train.run.log import read_log
 from tests.cli.conftest import ROOT
 from tests.cluster.ray_cluster import RayCluster, free_port, needs_ray

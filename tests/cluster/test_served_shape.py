@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from cumulo.cluster.drivers.ray_replica import replica_actor
 from cumulo.cluster.drivers.slurm_script import batch_script
 from cumulo.cluster.job_file import JobFile, job_from
-from cumulo.cluster.job_record import JobRecord
-from cumulo.cluster.served_shape import ServerTasks, served_shape, server_tasks
+from cumulo.cluster.job_store import JobRecord
+from cumulo.cluster.served_shape import ServerTasks, replica_actor, served_shape, server_tasks
 from cumulo.errors import ConfigError
 
 

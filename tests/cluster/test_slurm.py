@@ -16,8 +16,7 @@ from cumulo.cluster.drivers.command import run_folder
 from cumulo.cluster.drivers.driver import TargetLost
 from cumulo.cluster.drivers.slurm import refusal
 from cumulo.cluster.job_file import JobFile, job_from, resolved
-from cumulo.cluster.job_record import JobRecord
-from cumulo.cluster.job_store import JobStore
+from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.errors import ConfigError
 from cumulo.train.run.log import read_log
 from tests.cli.conftest import ROOT

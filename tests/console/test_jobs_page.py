@@ -10,8 +10,7 @@ import pytest
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import JobProgress
-from cumulo.cluster.job_record import JobPhase, JobRecord
-from cumulo.cluster.job_store import JobStore, default_store
+from cumulo.cluster.job_store import JobPhase, JobRecord, JobStore, default_store
 from cumulo.console.jobs.view import colour, job_tiles_html, map_html, queue_html, timeline_html
 from tests.console.browsing import DESKTOP, PHONE, in_a_browser, looking_at
 from tests.serve.running_server import running_server

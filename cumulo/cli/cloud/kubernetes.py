@@ -86,7 +86,7 @@ def scaler(
     import logging
 
     from cumulo.cli.shared.terminal import out
-    from cumulo.cluster.drivers.kubernetes.keda.scaler import KedaScaler, serve_scaler
+    from cumulo.cluster.drivers.kubernetes.keda_scaler import KedaScaler, serve_scaler
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     served = KedaScaler()

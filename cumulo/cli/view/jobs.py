@@ -15,8 +15,7 @@ from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers.command import output_file
 from cumulo.cluster.job_progress import JobProgress
-from cumulo.cluster.job_record import JobRecord
-from cumulo.cluster.job_store import JobStore
+from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.cluster.launching import progress_of, refreshed
 
 _POLL_S = 0.3

@@ -1,5 +1,6 @@
-"""The `cumulo` command that a job is, wherever it runs. All drivers start it."""
+"""The `cumulo` command that a job is, wherever it runs, and what it printed. All drivers start it."""
 
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -7,11 +8,33 @@ from pathlib import Path
 import yaml
 
 from cumulo.cluster.job_file import JobFile, check_names
-from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_settings import ServeWork
+from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import ConfigError
 from cumulo.train.decide.config import load_config
 from cumulo.train.decide.elastic import fitted
+
+_READY = re.compile(r"(.*) is ready at (https?://\S+?)/v1")
+SERVICE = "the service"  # what a script says is ready, where it stands before several servers
+
+
+_ATTEMPT = "--- attempt {number} ---"
+
+
+def mark_attempt(output: Path, number: int) -> None:
+    """A line between the output of one attempt and the next."""
+    with output.open("a", encoding="utf-8") as stream:
+        stream.write(_ATTEMPT.format(number=number) + "\n")
+
+
+def served_url(output: Path, who: str = "") -> str:
+    """Of the last attempt; empty: it is not ready yet."""
+    try:
+        text = output.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+    found = _READY.findall(text.rpartition("--- attempt ")[2])
+    return next((url for name, url in found if who in ("", name)), "")
 
 
 def run_folder(record: JobRecord) -> Path:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import CumuloError
 
 _SUBMITTED = "handed-over"

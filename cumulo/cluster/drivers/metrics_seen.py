@@ -5,9 +5,10 @@ keeper and by KEDA's external scaler.
     watch.seen({"http://10.0.0.7:8000": text}, starting=1)    # RoleSeen: what came since the last time
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from cumulo.fleet.decide.scaling import RoleSeen
 from cumulo.spec.slo import Slo
@@ -20,8 +21,6 @@ _HISTOGRAMS = {  # of requests, by the bound of an SLO that they are compared wi
     "tpot": "request_time_per_output_token_seconds",
     "e2e": "e2e_request_latency_seconds",
 }
-_LINE = re.compile(r"^cumulo:(\w+?)(?:\{([^}]*)\})? ([0-9.eE+-]+|\+?Inf|NaN)$", re.M)
-_BOUND = re.compile(r'le="([^"]+)"')
 
 
 @dataclass(slots=True)
@@ -49,15 +48,14 @@ class ReplicaCounters:
 
 def read_counters(text: str) -> ReplicaCounters:
     found = ReplicaCounters()
-    for name, labels, value in _LINE.findall(text):
-        if name.endswith("_bucket"):
-            bound = _BOUND.search(labels)
-            if bound is not None:
-                buckets = found.buckets.setdefault(name.removesuffix("_bucket"), {})
-                upper_s = float(bound[1])
-                buckets[upper_s] = buckets.get(upper_s, 0.0) + float(value)
+    for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
+        name = sample.name.removeprefix("cumulo:")
+        if "le" in sample.labels:
+            buckets = found.buckets.setdefault(name.removesuffix("_bucket"), {})
+            upper_s = float(sample.labels["le"])
+            buckets[upper_s] = buckets.get(upper_s, 0.0) + sample.value
         else:
-            found.values[name] = found.values.get(name, 0.0) + float(value)
+            found.values[name] = found.values.get(name, 0.0) + sample.value
     return found
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from cumulo.cluster.drivers.command import output_file, run_folder, server_arguments, work_command
 from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
-from cumulo.cluster.drivers.ray_replica import replica_actor
 from cumulo.cluster.job_progress import run_progress
-from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_store import JobRecord
+from cumulo.cluster.served_shape import replica_actor
 from cumulo.errors import ConfigError, CumuloError
 
 NAMESPACE = "cumulo"

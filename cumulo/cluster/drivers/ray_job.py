@@ -23,11 +23,10 @@ from cumulo.base.files import write_whole
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.decide.recovery import LostNode, recovery
 from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
-from cumulo.cluster.drivers.command import output_file, run_folder, work_command
-from cumulo.cluster.drivers.served import mark_attempt
+from cumulo.cluster.drivers.command import mark_attempt, output_file, run_folder, work_command
 from cumulo.cluster.job_progress import run_progress
-from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_settings import DeviceGroup
+from cumulo.cluster.job_store import JobRecord
 
 ON_HEAD = {"node:__internal_head__": 0.001}  # what only the head has: it is lost last
 _END_WITH_PARENT = (  # PR_SET_PDEATHSIG: SIGKILL

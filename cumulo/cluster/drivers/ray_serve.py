@@ -20,8 +20,8 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from cumulo.cluster.drivers.command import served_url
 from cumulo.cluster.drivers.ray_job import ON_HEAD, ending_with_parent
-from cumulo.cluster.drivers.served import served_url
 
 _JOIN_S = 2.0  # how often a replica says that it is there
 _SILENT_S = 20.0  # a replica that did not for so long is taken out
@@ -238,3 +238,18 @@ def engine_application(
         graceful_shutdown_timeout_s=90, **spread,
     )  # fmt: skip
     return deployment.bind(arguments, key, front)
+
+
+# -- for KubeRay --------------------------------------------------------------------------------------------
+# A RayService imports these two by name (`import_path` of serveConfigV2) and calls them with its `args`.
+FRONT = "front"
+
+
+def front(args: dict[str, Any]) -> Any:
+    return front_application(os.environ["CUMULO_FLEET_KEY"], str(args.get("router", "prefix-aware")))
+
+
+def engines(args: dict[str, Any]) -> Any:
+    resources = {"num_gpus": args["gpus"]} if args["gpus"] else {"num_cpus": 1}
+    key = os.environ["CUMULO_FLEET_KEY"]
+    return engine_application(list(args["arguments"]), key, FRONT, int(args["replicas"]), resources, None)

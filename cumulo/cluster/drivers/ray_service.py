@@ -21,10 +21,10 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.command import server_arguments
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
-from cumulo.cluster.drivers.ray_replica import replica_actor
 from cumulo.cluster.drivers.ray_serve import engine_application, front_application
-from cumulo.cluster.job_record import JobRecord
 from cumulo.cluster.job_settings import ServeWork
+from cumulo.cluster.job_store import JobRecord
+from cumulo.cluster.served_shape import replica_actor
 from cumulo.fleet.decide.forecast_rule import ForecastRule
 from cumulo.fleet.decide.scaling import FleetSeen, ReplicaSpeed, RoleSeen, ScalingLimits
 from cumulo.spec.slo import Slo

@@ -10,12 +10,11 @@ import subprocess
 from pathlib import Path
 
 from cumulo.cluster.decide.jobs import TaskPlace
-from cumulo.cluster.drivers.command import output_file
+from cumulo.cluster.drivers.command import SERVICE, output_file, served_url
 from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
-from cumulo.cluster.drivers.served import SERVICE, served_url
 from cumulo.cluster.drivers.slurm_end import read_end
 from cumulo.cluster.drivers.slurm_script import COMMENT, batch_script
-from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import ConfigError, CumuloError
 
 _PATIENCE_S = 60.0

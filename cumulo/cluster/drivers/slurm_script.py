@@ -9,12 +9,10 @@ import shlex
 import sys
 from collections.abc import Iterator
 
-from cumulo.cluster.drivers.command import output_file, server_arguments, work_command
-from cumulo.cluster.drivers.served import SERVICE
-from cumulo.cluster.job_amounts import seconds
+from cumulo.cluster.drivers.command import SERVICE, output_file, server_arguments, work_command
 from cumulo.cluster.job_file import JobFile
-from cumulo.cluster.job_record import JobRecord
-from cumulo.cluster.job_settings import DeviceGroup
+from cumulo.cluster.job_settings import DeviceGroup, seconds
+from cumulo.cluster.job_store import JobRecord
 from cumulo.cluster.served_shape import served_shape, server_tasks
 from cumulo.errors import ConfigError
 

@@ -8,10 +8,9 @@ from fastapi import FastAPI
 from nicegui import ui
 from starlette.requests import Request
 
-from cumulo.cluster.drivers.local_machine import this_machine
+from cumulo.cluster.drivers.local import this_machine
 from cumulo.cluster.job_progress import JobProgress
-from cumulo.cluster.job_record import JobRecord, Target
-from cumulo.cluster.job_store import JobStore, default_store
+from cumulo.cluster.job_store import JobRecord, JobStore, Target, default_store
 from cumulo.cluster.launching import cancel, progress_of, refreshed
 from cumulo.console.jobs.view import job_tiles_html, map_html, queue_html, timeline_html
 from cumulo.console.sessions import Visitor

@@ -7,7 +7,7 @@ from zlib import crc32
 
 from cumulo.base.quantities import quantity
 from cumulo.cluster.job_progress import JobProgress
-from cumulo.cluster.job_record import JobRecord
+from cumulo.cluster.job_store import JobRecord
 from cumulo.console.shell import empty
 from cumulo.console.tiles import tile
 

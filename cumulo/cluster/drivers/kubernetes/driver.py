@@ -11,10 +11,9 @@ import subprocess
 from typing import Any
 
 from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
-from cumulo.cluster.drivers.kubernetes.manifests import FILL_IN, job_manifests
+from cumulo.cluster.drivers.kubernetes.manifests import FILL_IN, as_yaml, job_manifests
 from cumulo.cluster.drivers.kubernetes.pod_template import Body
-from cumulo.cluster.drivers.kubernetes.writing import as_yaml
-from cumulo.cluster.job_record import ENDED, JobRecord
+from cumulo.cluster.job_store import ENDED, JobRecord
 from cumulo.errors import ConfigError
 
 _RESOURCES = {  # of the object that is the job: kind and group, as kubectl names them

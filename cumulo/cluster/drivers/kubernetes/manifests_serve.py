@@ -246,7 +246,7 @@ def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
     high = shape.replicas if serve.max_replicas is None else serve.max_replicas
     gpus = shape.ranks if on_gpu else 0
     options = [*serve.options, *shape.missing(serve.options)]
-    entry = "cumulo.cluster.drivers.kubernetes.ray_entry"
+    entry = "cumulo.cluster.drivers.ray_serve"
     model = model_path(job, serve)
     arguments = [*([model] if model else []), *options]
     apps = [

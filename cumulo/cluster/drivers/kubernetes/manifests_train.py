@@ -15,8 +15,8 @@ from cumulo.cluster.drivers.kubernetes.pod_template import (
     pod_template,
 )
 from cumulo.cluster.drivers.kubernetes.queues import hypernodes, kueue_queues, queue_name, volcano_queue
-from cumulo.cluster.job_amounts import seconds
 from cumulo.cluster.job_file import JobFile
+from cumulo.cluster.job_settings import seconds
 from cumulo.errors import ConfigError
 
 

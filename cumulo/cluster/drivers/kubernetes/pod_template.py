@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cumulo.cluster.drivers.kubernetes.pods import quantity
-from cumulo.cluster.job_amounts import seconds
 from cumulo.cluster.job_file import JobFile
-from cumulo.cluster.kubernetes_settings import KubernetesSettings
+from cumulo.cluster.job_settings import KubernetesSettings, seconds
 from cumulo.cluster.served_shape import served_shape
 
 PORT, RANK_PORT, TRANSFER_PORT, MASTER_PORT = 8000, 9100, 9200, 29500

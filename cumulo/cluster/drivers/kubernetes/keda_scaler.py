@@ -10,6 +10,7 @@ A ScaledObject's trigger says where the pods are and how to scale them, in the w
 The metric is the number of replicas that the rule wants, one per replica, so KEDA's HPA arrives at that number.
 """
 
+import functools
 import logging
 import socket
 import threading
@@ -20,14 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from cumulo.cluster.drivers.kubernetes.keda.messages import (
-    ScaledObjectRef,
-    read_metrics_request,
-    read_object,
-    write_active,
-    write_spec,
-    write_value,
-)
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
@@ -114,7 +107,7 @@ class WatchedObject:
 
 
 class KedaScaler:
-    """The four calls, without gRPC: bytes in, bytes out."""
+    """The four calls of KEDA, without gRPC. `asked` is a ScaledObjectRef of externalscaler.proto."""
 
     def __init__(
         self,
@@ -126,25 +119,17 @@ class KedaScaler:
         self._changed = threading.Condition()
         self._closed = False
 
-    def is_active(self, data: bytes) -> bytes:
-        return write_active(self._current(read_object(data)).wanted.replicas > 0)
+    def replicas(self, asked: Any) -> int:
+        return self._current(asked).wanted.replicas
 
-    def metric_spec(self, data: bytes) -> bytes:
-        self._current(read_object(data))  # so that a wrong trigger is named at once
-        return write_spec(METRIC, 1)
-
-    def metrics(self, data: bytes) -> bytes:
-        asked, metric = read_metrics_request(data)
-        return write_value(metric or METRIC, self._current(asked).wanted.replicas)
-
-    def stream_active(self, data: bytes, alive: Callable[[], bool]) -> Iterator[bytes]:
-        """Now, and whenever it changes."""
-        asked, told = read_object(data), None
+    def stream_active(self, asked: Any, alive: Callable[[], bool]) -> Iterator[bool]:
+        """Whether there is something to run for: now, and whenever it changes."""
+        told = None
         while alive() and not self._closed:
             watched = self._current(asked)
             if (active := watched.wanted.replicas > 0) != told:
                 told = active
-                yield write_active(active)
+                yield active
             with self._changed:
                 self._changed.wait(watched.rule.interval_s)
 
@@ -153,15 +138,16 @@ class KedaScaler:
             self._closed = True
             self._changed.notify_all()
 
-    def _current(self, asked: ScaledObjectRef) -> WatchedObject:
+    def _current(self, asked: Any) -> WatchedObject:
         """The object, looked at within its interval: the rule is asked as often as it wants, whoever calls."""
-        key = (asked.namespace, asked.name, tuple(sorted(asked.metadata.items())))
+        metadata = dict(asked.scalerMetadata)
+        key = (asked.namespace, asked.name, tuple(sorted(metadata.items())))
         with self._changed:
             watched = self.objects.get(key)
             if watched is None:
                 for old in [one for one in self.objects if one[:2] == key[:2]]:  # its manifest was changed
                     del self.objects[old]
-                watched = self.objects[key] = WatchedObject(asked.metadata, self._read)
+                watched = self.objects[key] = WatchedObject(metadata, self._read)
         with watched.lock:  # pods that hang hold up nobody else
             turned = self._clock() - watched.looked_s >= watched.rule.interval_s and watched.look(
                 self._clock()
@@ -174,29 +160,58 @@ class KedaScaler:
 
 def serve_scaler(scaler: KedaScaler, address: str) -> tuple["grpc.Server", int]:
     """A gRPC server that has begun, and its port."""
-    grpc = _grpc()
+    try:
+        import grpc
 
-    def guarded(answer: Callable[[bytes], bytes]) -> Callable[[bytes, Any], bytes]:
-        def call(data: bytes, context: Any) -> bytes:
+        messages = scaler_messages()
+    except ImportError as error:
+        raise CumuloError("gRPC is not installed: pip install 'cumulo[keda]'") from error
+
+    def is_active(asked: Any) -> Any:
+        return messages["IsActiveResponse"](result=scaler.replicas(asked) > 0)
+
+    def metric_spec(asked: Any) -> Any:
+        scaler.replicas(asked)  # so that a wrong trigger is named at once
+        spec = messages["MetricSpec"](metricName=METRIC, targetSize=1, targetSizeFloat=1.0)
+        return messages["GetMetricSpecResponse"](metricSpecs=[spec])
+
+    def metrics(asked: Any) -> Any:
+        count = scaler.replicas(asked.scaledObjectRef)
+        value = messages["MetricValue"](
+            metricName=asked.metricName or METRIC, metricValue=count, metricValueFloat=float(count)
+        )
+        return messages["GetMetricsResponse"](metricValues=[value])
+
+    def stream(asked: Any, context: Any) -> Iterator[Any]:
+        try:
+            for active in scaler.stream_active(asked, context.is_active):
+                yield messages["IsActiveResponse"](result=active)
+        except CumuloError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def guarded(answer: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+        def call(asked: Any, context: Any) -> Any:
             try:
-                return answer(data)
+                return answer(asked)
             except CumuloError as error:
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 raise  # abort has raised already
 
         return call
 
-    def stream(data: bytes, context: Any) -> Iterator[bytes]:
-        try:
-            yield from scaler.stream_active(data, context.is_active)
-        except CumuloError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    def handler(make: Any, answer: Callable[[Any, Any], Any], request: str = "ScaledObjectRef") -> Any:
+        return make(
+            answer,
+            request_deserializer=messages[request].FromString,
+            response_serializer=lambda made: made.SerializeToString(),
+        )
 
+    once = grpc.unary_unary_rpc_method_handler
     handlers = {
-        "IsActive": grpc.unary_unary_rpc_method_handler(guarded(scaler.is_active)),
-        "GetMetricSpec": grpc.unary_unary_rpc_method_handler(guarded(scaler.metric_spec)),
-        "GetMetrics": grpc.unary_unary_rpc_method_handler(guarded(scaler.metrics)),
-        "StreamIsActive": grpc.unary_stream_rpc_method_handler(stream),
+        "IsActive": handler(once, guarded(is_active)),
+        "GetMetricSpec": handler(once, guarded(metric_spec)),
+        "GetMetrics": handler(once, guarded(metrics), "GetMetricsRequest"),
+        "StreamIsActive": handler(grpc.unary_stream_rpc_method_handler, stream),
     }
     server = grpc.server(ThreadPoolExecutor(_WORKERS))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -208,11 +223,43 @@ def serve_scaler(scaler: KedaScaler, address: str) -> tuple["grpc.Server", int]:
     return server, port
 
 
-def _grpc() -> Any:
-    try:
-        import grpc
-    except ImportError as error:
-        raise CumuloError(
-            "gRPC is not installed: pip install 'cumulo[keda]' or pip install grpcio"
-        ) from error
-    return grpc
+# The fields of each message in their order; `*` means repeated.
+_MESSAGES: Mapping[str, Mapping[str, str]] = {
+    "ScaledObjectRef": {"name": "string", "namespace": "string", "scalerMetadata": "*map"},
+    "IsActiveResponse": {"result": "bool"},
+    "MetricSpec": {"metricName": "string", "targetSize": "int64", "targetSizeFloat": "double"},
+    "GetMetricSpecResponse": {"metricSpecs": "*MetricSpec"},
+    "GetMetricsRequest": {"scaledObjectRef": "ScaledObjectRef", "metricName": "string"},
+    "MetricValue": {"metricName": "string", "metricValue": "int64", "metricValueFloat": "double"},
+    "GetMetricsResponse": {"metricValues": "*MetricValue"},
+}
+
+
+@functools.cache
+def scaler_messages() -> dict[str, Any]:
+    """The classes of KEDA's externalscaler.proto, made by the protobuf library without generated code."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="scaler.proto", package="externalscaler", syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for number, (called, kind) in enumerate(fields.items(), 1):
+            label = field.LABEL_REPEATED if kind.startswith("*") else field.LABEL_OPTIONAL
+            made = message.field.add(name=called, number=number, label=label)
+            if (type_ := kind.removeprefix("*")) == "map":  # of strings to strings
+                entry = message.nested_type.add(name="ScalerMetadataEntry")
+                entry.options.map_entry = True
+                for at, part in enumerate(("key", "value"), 1):
+                    entry.field.add(name=part, number=at, label=field.LABEL_OPTIONAL, type=field.TYPE_STRING)
+                type_ = f"{name}.{entry.name}"
+            if hasattr(field, f"TYPE_{type_.upper()}"):
+                made.type = getattr(field, f"TYPE_{type_.upper()}")
+            else:
+                made.type, made.type_name = field.TYPE_MESSAGE, f".externalscaler.{type_}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"externalscaler.{name}"))
+        for name in _MESSAGES
+    }

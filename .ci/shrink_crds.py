@@ -1,8 +1,9 @@
 """Makes the shipped schemas from CustomResourceDefinitions: no descriptions, equal parts once.
 
-    python -m cumulo.cluster.drivers.kubernetes.shrink FOLDER
+    python .ci/shrink_crds.py FOLDER
 
-Run it when a project publishes new CRDs. The definitions are Apache-2.0; data/NOTICE names their projects.
+Run it when a project publishes new CRDs. The definitions are Apache-2.0; NOTICE, next to the
+schemas, names their projects.
 """
 
 import hashlib

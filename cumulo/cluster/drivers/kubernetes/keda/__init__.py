@@ -1,1 +1,0 @@
-"""KEDA's external scaler with Cumulo's autoscaling rule behind it."""
