@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
-from cumulo.collectives.draw.svg import collective_svg
+from cumulo.collectives.draw import collective_svg
 
 FOLDER = Path(__file__).parent / "images" / "collectives"
 PICTURES = {

@@ -282,7 +282,7 @@ def _phases(job: "TrainJob", cluster: "Cluster") -> "tuple[CommunicationPhase, .
 
 
 def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
-    from cumulo.pipeline.draw.svg import to_svg
+    from cumulo.pipeline.draw import to_svg
     from cumulo.plan.time.step import timeline
 
     played = timeline(job, cluster)

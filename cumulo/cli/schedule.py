@@ -60,7 +60,7 @@ def schedule(
     from cumulo.pipeline.decide.catalog import build, family
     from cumulo.pipeline.decide.check import check
     from cumulo.pipeline.decide.costs import Costs, Link
-    from cumulo.pipeline.draw.svg import to_perfetto, to_svg
+    from cumulo.pipeline.draw import to_perfetto, to_svg
     from cumulo.pipeline.simulate.timeline import simulate
 
     chosen = family(name)
@@ -121,7 +121,7 @@ def _print_picture(timeline: "Timeline") -> None:
 
     from cumulo.cli.shared.terminal import note, out
     from cumulo.pipeline.decide.actions import Kind
-    from cumulo.pipeline.draw.text import columns_to_read, text_rows
+    from cumulo.pipeline.draw import columns_to_read, text_rows
 
     # Background for each kind; the second colour is for a later chunk or the reverse direction.
     styles = {

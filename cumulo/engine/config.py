@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cumulo.collectives.decide.choices import parse_choices
-from cumulo.collectives.decide.measured import read_collective_profile
+from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
 from cumulo.engine.decide.rank_backend import BACKENDS
 from cumulo.engine.decide.transfer.address import named_address, parse_address
 from cumulo.errors import CumuloError

@@ -4,8 +4,8 @@ holds which. Trainer and planner ask. Pure."""
 from functools import lru_cache
 
 from cumulo.layout.layout import Layout
+from cumulo.pipeline.decide.actions import StagePlacement
 from cumulo.pipeline.decide.catalog import family
-from cumulo.pipeline.decide.placement import StagePlacement
 
 
 def stage_placement(layout: Layout) -> StagePlacement:

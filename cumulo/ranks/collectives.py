@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cumulo.collectives.decide.choices import parse_choices
-from cumulo.collectives.decide.measured import read_collective_profile
+from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
 from cumulo.ranks.groups import Group, lane_group
 from cumulo.ranks.scheduled import CollectiveChoices, ScheduledCollectives
 

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from cumulo.collectives.decide.choices import parse_choices, split_profile
-from cumulo.collectives.decide.measured import read_collective_profile
+from cumulo.collectives.decide.measured import parse_choices, read_collective_profile, split_profile
 from cumulo.collectives.play.groups import make_player
 from cumulo.errors import CumuloError
 from cumulo.ranks.collectives import Work

@@ -18,7 +18,7 @@ from cumulo.collectives.decide.measured import CollectiveProfile
 from cumulo.collectives.decide.schedule import COLLECTIVES, Collective, CollectiveSchedule
 from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, tune
 from cumulo.collectives.play.groups import CollectivePlayer, make_player
-from cumulo.collectives.play.shaping import LinkShaper
+from cumulo.collectives.play.sockets import LinkShaper
 from cumulo.ranks.groups import Group, world_store
 
 # Processes of one host, through shared memory: what a hop and a byte cost, roughly.

@@ -7,16 +7,13 @@ import pytest
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.simulate import player
-from cumulo.collectives.simulate.collective_traffic import collective_traffic
-from cumulo.collectives.simulate.fabrics.build import fabric_graph
+from cumulo.collectives.simulate.collective_traffic import ScheduleTraffic, collective_traffic
+from cumulo.collectives.simulate.fabrics.build import JoinedSites, TorusGraph, fabric_graph
 from cumulo.collectives.simulate.fabrics.clos import ClosGraph
 from cumulo.collectives.simulate.fabrics.dragonfly import DragonflyGraph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
-from cumulo.collectives.simulate.fabrics.sites import JoinedSites
-from cumulo.collectives.simulate.fabrics.torus import TorusGraph
 from cumulo.collectives.simulate.player import LinkChange, RoundTraffic, play_network
 from cumulo.collectives.simulate.rounds import MessageRound, rail_orders, ring_rounds, rounds_of
-from cumulo.collectives.simulate.schedule_traffic import ScheduleTraffic
 from cumulo.errors import CumuloError
 from cumulo.spec import catalog
 

@@ -11,9 +11,9 @@ from cumulo.collectives.decide.catalog import CollectiveShape, algorithms, make_
 from cumulo.collectives.decide.ring import ring_all_reduce
 from cumulo.collectives.decide.schedule import COLLECTIVES, CollectiveSchedule
 from cumulo.collectives.play.groups import TRANSPORTS, make_player
+from cumulo.collectives.play.messages import CollectiveFailed
 from cumulo.collectives.play.reference import play_here
 from cumulo.collectives.play.shared_memory import SharedMemoryPlayer
-from cumulo.collectives.play.waiting import CollectiveFailed
 from cumulo.errors import RanksFailed
 from cumulo.ranks import start
 from cumulo.ranks.start import run_ranks

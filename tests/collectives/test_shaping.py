@@ -2,14 +2,14 @@
 
 import pytest
 
-from cumulo.collectives.play import shaping
-from cumulo.collectives.play.shaping import LinkShaper
+from cumulo.collectives.play import sockets
+from cumulo.collectives.play.sockets import LinkShaper
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(shaping.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sockets.time, "monotonic", lambda: now[0])
     return now
 
 

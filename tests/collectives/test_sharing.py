@@ -1,4 +1,4 @@
-"""Max-min fair rates: cumulo/collectives/simulate/sharing.py."""
+"""Max-min fair rates: cumulo/collectives/simulate/player.py."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.collectives.simulate.sharing import max_min
+from cumulo.collectives.simulate.player import max_min
 
 Paths = Sequence[Sequence[int]]
 

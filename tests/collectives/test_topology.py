@@ -7,10 +7,8 @@ import yaml
 
 from cumulo.collectives.topology.draw import draw_machine
 from cumulo.collectives.topology.machine_graph import MachineGraph
-from cumulo.collectives.topology.nccl_xml import parse_nccl_xml
+from cumulo.collectives.topology.readers import parse_nccl_xml, parse_topo, read_machine
 from cumulo.collectives.topology.rings import find_rings
-from cumulo.collectives.topology.sysfs import read_machine
-from cumulo.collectives.topology.topo_text import parse_topo
 from cumulo.errors import ConfigError
 from cumulo.spec.catalog import Catalog
 

@@ -6,7 +6,7 @@ from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.check import check_collective
 from cumulo.collectives.decide.measured import collective_profile
 from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, crossovers, tune
-from cumulo.collectives.draw.svg import collective_svg
+from cumulo.collectives.draw import collective_svg
 from cumulo.errors import ConfigError
 from tests import thorough
 

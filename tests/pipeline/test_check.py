@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, Sends
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.check import check
 from cumulo.pipeline.decide.communication import with_communication
-from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.decide.stall import ScheduleError
 from tests import thorough
 from tests.pipeline.strategies import schedules

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from cumulo.pipeline.decide.actions import PipelineSchedule
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.costs import Costs, Link
-from cumulo.pipeline.draw.svg import to_perfetto, to_svg
-from cumulo.pipeline.draw.text import columns_to_read, text_rows
+from cumulo.pipeline.draw import columns_to_read, text_rows, to_perfetto, to_svg
 from cumulo.pipeline.simulate.timeline import simulate
 from tests import thorough
 from tests.pipeline.strategies import schedules

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
 
+from cumulo.pipeline.decide.actions import Sends
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.communication import with_communication
-from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.play.deferred import DeferredWeights
 from cumulo.pipeline.play.run import Wire, play
 from cumulo.ranks.collectives import Peers

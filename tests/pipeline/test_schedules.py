@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import InvalidRequest
-from cumulo.pipeline.decide.actions import Kind
+from cumulo.pipeline.decide.actions import Kind, Sends
 from cumulo.pipeline.decide.catalog import FAMILIES, build, family
 from cumulo.pipeline.decide.check import check, peak_live_activations
 from cumulo.pipeline.decide.costs import ChunkCost, Costs
-from cumulo.pipeline.decide.interleaved import round_sizes
-from cumulo.pipeline.decide.messages import Sends
+from cumulo.pipeline.decide.order import round_sizes
 from cumulo.pipeline.simulate.timeline import simulate
 from tests import thorough
 from tests.pipeline.strategies import NAMES, chunk_costs, equal, shapes

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import InvalidRequest
-from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, blocks
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, Sends, blocks
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
-from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.simulate.timeline import simulate
 from tests import thorough
 from tests.pipeline.strategies import schedules

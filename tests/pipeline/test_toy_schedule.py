@@ -12,15 +12,13 @@ from torch import Tensor
 
 from cumulo.layout.layout import Layout
 from cumulo.layout.stages import held_chunks, is_bidirectional, pipeline_chunks, splits_backward
+from cumulo.pipeline.decide.actions import Sends, StagePlacement
 from cumulo.pipeline.decide.catalog import FAMILIES, Family, build
 from cumulo.pipeline.decide.check import check
 from cumulo.pipeline.decide.costs import ChunkCost, Costs
 from cumulo.pipeline.decide.formulas import Formula
-from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.decide.order import StageOrder
-from cumulo.pipeline.decide.placement import StagePlacement
-from cumulo.pipeline.draw.svg import to_svg
-from cumulo.pipeline.draw.text import columns_to_read, text_rows
+from cumulo.pipeline.draw import columns_to_read, text_rows, to_svg
 from cumulo.pipeline.simulate.timeline import simulate
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
 from cumulo.plan.search.fixed import fixed_job

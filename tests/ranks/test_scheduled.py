@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cumulo.collectives.decide.choices import parse_choices
-from cumulo.collectives.play.shaping import LinkShaper
+from cumulo.collectives.decide.measured import parse_choices
+from cumulo.collectives.play.sockets import LinkShaper
 from cumulo.errors import ConfigError
 from cumulo.ranks.collectives import (
     all_gather,

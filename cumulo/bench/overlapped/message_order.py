@@ -12,7 +12,7 @@ import torch
 from cumulo.base.report import Row, available_cores
 from cumulo.bench.overlapped.batches import LENGTH, random_batch
 from cumulo.collectives.decide.schedule import busbw_factor
-from cumulo.collectives.play.shaping import LinkShaper
+from cumulo.collectives.play.sockets import LinkShaper
 from cumulo.layout.layout import Layout
 from cumulo.ranks.collectives import all_reduce, barrier, meter, use_collectives
 from cumulo.ranks.groups import Groups, world_group

@@ -17,7 +17,7 @@ from torch import Tensor
 from cumulo.base.report import Row, available_cores
 from cumulo.bench.overlapped.batches import LENGTH, random_batch
 from cumulo.bench.overlapped.pass_trace import Parts, PassTrace, pass_costs
-from cumulo.collectives.play.shaping import LinkShaper
+from cumulo.collectives.play.sockets import LinkShaper
 from cumulo.layout.layout import Layout
 from cumulo.pipeline.simulate.passes import PassKey, PassMachine, play_passes
 from cumulo.ranks.collectives import all_reduce, all_to_all, barrier, use_collectives

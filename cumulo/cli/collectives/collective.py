@@ -60,7 +60,7 @@ def show(
     from cumulo.collectives.decide.catalog import make_schedule
     from cumulo.collectives.decide.check import placed_messages
     from cumulo.collectives.decide.schedule import Move
-    from cumulo.collectives.draw.svg import collective_svg
+    from cumulo.collectives.draw import collective_svg
 
     shape = _shape(ranks, elements, node_size, channels, pieces)
     schedule = make_schedule(collective, algorithm, shape)

@@ -46,9 +46,7 @@ def network(chosen: NetworkOptions) -> None:
 
 def graph_of(chosen: NetworkOptions) -> "FabricGraph":
     from cumulo.base.quantities import parse_duration_s
-    from cumulo.collectives.simulate.fabrics.build import fabric_graph
-    from cumulo.collectives.simulate.fabrics.sites import JoinedSites
-    from cumulo.collectives.simulate.fabrics.torus import TorusGraph
+    from cumulo.collectives.simulate.fabrics.build import JoinedSites, TorusGraph, fabric_graph
     from cumulo.errors import ConfigError
     from cumulo.spec.catalog import shipped
 
@@ -76,9 +74,8 @@ def routing_of(chosen: NetworkOptions) -> "Routing":
 
 def _jobs(chosen: NetworkOptions, graph: "FabricGraph") -> list["NetworkTraffic"]:
     from cumulo.collectives.simulate.collective_traffic import collective_traffic
-    from cumulo.collectives.simulate.fabrics.torus import TorusGraph
-    from cumulo.collectives.simulate.job_text import parse_job
-    from cumulo.collectives.simulate.place import placed
+    from cumulo.collectives.simulate.fabrics.build import TorusGraph
+    from cumulo.collectives.simulate.place import parse_job, placed
 
     per_node = getattr(graph, "node_gpus", 0) or _per_node(chosen)
     texts = chosen.job or [f"{chosen.collective}:gpus=0-{graph.ranks - 1}"]

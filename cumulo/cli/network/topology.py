@@ -76,9 +76,7 @@ def topology(
 
 def _read(file: Path | None) -> "MachineGraph":
     from cumulo.cli.shared.terminal import read_text
-    from cumulo.collectives.topology.nccl_xml import parse_nccl_xml
-    from cumulo.collectives.topology.sysfs import read_machine
-    from cumulo.collectives.topology.topo_text import parse_topo
+    from cumulo.collectives.topology.readers import parse_nccl_xml, parse_topo, read_machine
 
     if file is None:
         return read_machine()

@@ -6,7 +6,7 @@ from pathlib import Path
 from cumulo.base.files import write_text_file
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
-from cumulo.collectives.simulate.heat_map import heat_map, heat_map_page
+from cumulo.collectives.simulate.link_use import heat_map, heat_map_page
 from cumulo.collectives.simulate.player import NetworkRun, NetworkTraffic
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from torch import Tensor
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule, Move, Transfer
-from cumulo.collectives.play.homes import Homes
+from cumulo.collectives.play.tensor_chunks import TensorChunks
 
 
 def play_here(
@@ -14,11 +14,11 @@ def play_here(
 ) -> None:
     """In place. `tensors` by rank; switches have their own."""
     nodes = [
-        Homes(schedule, rank, tensors[rank], received[rank] if received else None)
+        TensorChunks(schedule, rank, tensors[rank], received[rank] if received else None)
         for rank in range(schedule.ranks)
     ]
     for switch in range(schedule.ranks, schedule.nodes):
-        nodes.append(Homes(schedule, switch, tensors[0].new_empty(schedule.offsets[-1])))
+        nodes.append(TensorChunks(schedule, switch, tensors[0].new_empty(schedule.offsets[-1])))
     lanes = {
         (rank, channel): deque(schedule.steps(rank, channel))
         for rank in range(schedule.nodes)

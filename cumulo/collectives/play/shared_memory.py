@@ -9,7 +9,13 @@ when its home is read, and back, so that it is not copied before it is sent on. 
 before its sends were read; it waits when it is about to write over them.
 """
 
+import ctypes
+import errno
 import mmap
+import os
+import struct
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
@@ -22,10 +28,139 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cumulo.base.quantities import quantity
 from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
-from cumulo.collectives.play.homes import Homes, add
-from cumulo.collectives.play.mailboxes import Mailboxes, forget_file, shared_file
-from cumulo.collectives.play.waiting import CollectiveFailed, CollectiveStanding, MessageHead
+from cumulo.collectives.play.messages import CollectiveFailed, CollectiveStanding, MessageHead, wait_in_store
+from cumulo.collectives.play.tensor_chunks import TensorChunks, add
 from cumulo.errors import ConfigError
+
+HEADER = struct.Struct("<IIQIQ")  # a MessageHead, the window's generation, where the bytes begin in it
+SLOTS = 8  # messages that may be under way from one rank to another on a channel
+_TAKEN_AT, _HEADERS_AT = 32, 64  # in a box; a semaphore has 32 bytes
+_BOX = -(-(_HEADERS_AT + SLOTS * HEADER.size) // 32) * 32
+_SPINS = 50
+_LOOK_S = 0.2  # how often a waiting rank looks whether its peer still lives
+
+_libc = ctypes.CDLL(None, use_errno=True)  # gives up Python's lock while it waits
+_quick = ctypes.PyDLL(None)
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Mailboxes:
+    """Mailboxes between the processes of one host: a semaphore for each message that has come, another for each
+    that has been read, and what the last few messages say. Box (sender, channel) lies in the receiver's file.
+
+    Semaphores of the C library order memory between processes on every processor, and a process that waits sleeps.
+    """
+
+    def __init__(self, rank: int, nodes: int, channels: int, store: Store, timeout_s: float) -> None:
+        self.rank, self.channels, self._timeout_s = rank, channels, timeout_s
+        size = _BOX * nodes * channels
+        self.path = shared_file("boxes", size)
+        self._maps = [_map(self.path, size)]
+        own = _address(self._maps[0])
+        for box in range(nodes * channels):
+            for at in (0, _TAKEN_AT):
+                if _libc.sem_init(ctypes.c_void_p(own + box * _BOX + at), 1, 0):
+                    raise ConfigError("this system has no semaphores between processes; use sockets")
+        store.set(f"collective boxes {rank}", f"{os.getpid()} {self.path}")
+        self._maps, self._pids = [], []
+        for peer in range(nodes):
+            pid, path = wait_in_store(store, f"collective boxes {peer}", peer, rank, timeout_s).split(" ", 1)
+            self._pids.append(int(pid))
+            self._maps.append(_map(Path(path), size))
+        self._bases = [_address(one) for one in self._maps]
+        self._sent: Counter[tuple[int, int]] = Counter()  # to (peer, channel)
+        self._taken: Counter[tuple[int, int]] = Counter()  # of these, those that were read
+        self._read: Counter[tuple[int, int]] = Counter()  # from (peer, channel)
+
+    def post(
+        self, standing: CollectiveStanding, transfer: Transfer, head: MessageHead, generation: int, start: int
+    ) -> int:
+        """Tell a peer of a message, and where in which window it is. Its number."""
+        key = (transfer.peer, standing.channel)
+        number = self._sent[key]
+        if number - self._taken[key] >= SLOTS:
+            self.wait_taken(standing, transfer, number - SLOTS)
+        at = _BOX * (self.rank * self.channels + standing.channel)
+        slot = at + _HEADERS_AT + number % SLOTS * HEADER.size
+        HEADER.pack_into(self._maps[transfer.peer], slot, *head, generation, start)
+        self._sent[key] = number + 1
+        _quick.sem_post(ctypes.c_void_p(self._bases[transfer.peer] + at))
+        return number
+
+    def receive(self, standing: CollectiveStanding, transfer: Transfer) -> tuple[MessageHead, int, int]:
+        """Wait for the next message of a peer; what it says, its window's generation and where it begins."""
+        at = _BOX * (transfer.peer * self.channels + standing.channel)
+        self._wait(self._bases[self.rank] + at, standing, transfer)
+        number = self._read[transfer.peer, standing.channel]
+        self._read[transfer.peer, standing.channel] = number + 1
+        slot = at + _HEADERS_AT + number % SLOTS * HEADER.size
+        *head, generation, start = HEADER.unpack_from(self._maps[self.rank], slot)
+        return MessageHead(*head), generation, start
+
+    def acknowledge(self, peer: int, channel: int) -> None:
+        at = _BOX * (peer * self.channels + channel) + _TAKEN_AT
+        _quick.sem_post(ctypes.c_void_p(self._bases[self.rank] + at))
+
+    def wait_taken(self, standing: CollectiveStanding, transfer: Transfer, number: int) -> None:
+        """Until a message has been read."""
+        key = (transfer.peer, standing.channel)
+        at = _BOX * (self.rank * self.channels + standing.channel) + _TAKEN_AT
+        while self._taken[key] <= number:
+            self._wait(self._bases[transfer.peer] + at, standing, transfer)
+            self._taken[key] += 1
+
+    def _wait(self, semaphore: int, standing: CollectiveStanding, transfer: Transfer) -> None:
+        address = ctypes.c_void_p(semaphore)
+        for _ in range(_SPINS):
+            if not _quick.sem_trywait(address):
+                return
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            until = time.time() + min(_LOOK_S, max(0.0, deadline - time.monotonic()))
+            limit = _TimeSpec(int(until), int(until % 1 * 1e9))
+            if not _libc.sem_timedwait(address, ctypes.byref(limit)):
+                return
+            if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
+                raise standing.failed(transfer, os.strerror(ctypes.get_errno()))
+            if time.monotonic() >= deadline:
+                raise standing.late(transfer, self._timeout_s)
+            if not _alive(self._pids[transfer.peer]) and _quick.sem_trywait(address):
+                raise standing.gone(transfer)
+
+    def close(self) -> None:
+        forget_file(self.path)
+
+
+def shared_file(what: str, size: int) -> Path:
+    """New zeros in memory, under a name that other processes of this user can open. They end with this process and
+    those that have mapped them, however it ends."""
+    handle = os.memfd_create(f"cumulo-collective-{what}")  # not /dev/shm, which is small in containers
+    os.ftruncate(handle, max(1, size))
+    return Path(f"/proc/{os.getpid()}/fd/{handle}")
+
+
+def forget_file(path: Path) -> None:
+    os.close(int(path.name))
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), size)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _alive(pid: int) -> bool:
+    """A process that has ended and that nobody has waited for yet is gone, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 class SharedMemoryPlayer:
@@ -42,18 +177,18 @@ class SharedMemoryPlayer:
         self._unread: list[tuple[CollectiveStanding, Transfer, int]] = []  # of the last collective
 
     def run(self, schedule: CollectiveSchedule, tensor: Tensor, received: Tensor | None = None) -> None:
-        """In place; see `homes`. All ranks call it with the same schedule."""
+        """In place; see `tensor_chunks`. All ranks call it with the same schedule."""
         if schedule.channels > self.boxes.channels:
             raise ConfigError(
                 f"{schedule.name} has {schedule.channels} channels, and this player {self.boxes.channels} at most"
             )
         for standing, transfer, number in self._unread:
             self.boxes.wait_taken(standing, transfer, number)
-        homes = Homes(schedule, self.rank, tensor, received)
+        chunks = TensorChunks(schedule, self.rank, tensor, received)
         self.number += 1
-        starts = self._grow(schedule, homes.whole.element_size())
+        starts = self._grow(schedule, chunks.whole.element_size())
         lanes = [
-            _Lane(self, schedule, homes, channel, starts[channel]) for channel in range(schedule.channels)
+            _Lane(self, schedule, chunks, channel, starts[channel]) for channel in range(schedule.channels)
         ]
         if len(lanes) == 1:
             lanes[0].play()
@@ -118,16 +253,16 @@ class _Lane:
         self,
         player: SharedMemoryPlayer,
         schedule: CollectiveSchedule,
-        homes: Homes,
+        chunks: TensorChunks,
         channel: int,
         start: int,
     ) -> None:
-        self._player, self._schedule, self._homes, self._channel = player, schedule, homes, channel
-        self._size = homes.whole.element_size()
+        self._player, self._schedule, self._chunks, self._channel = player, schedule, chunks, channel
+        self._size = chunks.whole.element_size()
         self._in_place = schedule.collective != "all_to_all"
         self._next = start  # in the window, where chunks have no place of their own
         count = player.window.numel() // self._size * self._size
-        self._window = player.window[:count].view(homes.dtype)
+        self._window = player.window[:count].view(chunks.dtype)
         self._at: dict[int, _At] = {}  # else at home
         self.unread: dict[int, list[tuple[CollectiveStanding, Transfer, int]]] = {}  # sends of a chunk
 
@@ -165,7 +300,7 @@ class _Lane:
                     self._place(chunk, count).copy_(self._home(chunk, count))
                     self._set(chunk, count, _At.BOTH)
         else:
-            for view in self._homes.views(transfer):
+            for view in self._chunks.views(transfer):
                 self._window[self._next : self._next + view.numel()].copy_(view)
                 self._next += view.numel()
         elements = self._schedule.elements(transfer)
@@ -186,16 +321,16 @@ class _Lane:
             window = self._player.window_of(transfer.peer, generation)
         except OSError:
             raise standing.gone(transfer) from None
-        return window[start : start + size].view(self._homes.dtype)
+        return window[start : start + size].view(self._chunks.dtype)
 
     def _take(self, transfer: Transfer, part: Tensor) -> None:
-        for home in self._homes.views(transfer):
+        for home in self._chunks.views(transfer):
             home.copy_(part[: home.numel()])
             part = part[home.numel() :]
         self._player.boxes.acknowledge(transfer.peer, self._channel)
         if self._in_place:
             self._set(transfer.chunk, transfer.count, _At.HOME)
-        self._homes.empty.difference_update(transfer.chunks)
+        self._chunks.empty.difference_update(transfer.chunks)
 
     def _add(self, chunk: int, count: int, parts: list[tuple[int, Tensor]]) -> None:
         """In the order of ranks, into the place that nobody reads."""
@@ -207,8 +342,8 @@ class _Lane:
             target = home if to_home else place
             low, high = offsets[start] - first, offsets[start + length] - first
             values = [(peer, part[low:high]) for peer, part in parts]
-            if start in self._homes.empty:
-                self._homes.empty.difference_update(range(start, start + length))
+            if start in self._chunks.empty:
+                self._chunks.empty.difference_update(range(start, start + length))
             else:
                 values.append((self._player.rank, own))
             _fold([value for _, value in sorted(values, key=lambda one: one[0])], own, target)
@@ -221,7 +356,7 @@ class _Lane:
             return
 
         def kind(one: int) -> tuple[_At, bool, bool]:
-            return self._at.get(one, _At.HOME), bool(self.unread.get(one)), one in self._homes.empty
+            return self._at.get(one, _At.HOME), bool(self.unread.get(one)), one in self._chunks.empty
 
         for key, run in groupby(range(chunk, chunk + count), kind):
             some = list(run)
@@ -238,7 +373,7 @@ class _Lane:
 
     def _home(self, chunk: int, count: int = 1) -> Tensor:
         offsets = self._schedule.offsets
-        return self._homes.whole[offsets[chunk] : offsets[chunk + count]]
+        return self._chunks.whole[offsets[chunk] : offsets[chunk + count]]
 
     def _place(self, chunk: int, count: int = 1) -> Tensor:
         offsets = self._schedule.offsets

@@ -9,9 +9,39 @@ sends and receives.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 
-from cumulo.pipeline.decide.placement import StagePlacement
+
+class StagePlacement(StrEnum):
+    LOOP = "loop"  # chunk c on stage c mod p: round and round
+    V = "v"  # chunks 0 … p-1 down the stages, p … 2p-1 back up: stage 0 has the first and the last
+    # Two copies of the model, in opposite directions: chunk c of direction 0 on stage c, of direction 1 on p-1-c.
+    BIDIRECTIONAL = "bidirectional"
+
+    @property
+    def directions(self) -> int:
+        return 2 if self is StagePlacement.BIDIRECTIONAL else 1
+
+    def chunks(self, stages: int, chunks_per_stage: int) -> int:
+        """Chunks a micro-batch passes. A bidirectional pipeline has each of them twice, once for each direction."""
+        return stages * chunks_per_stage // self.directions
+
+    def stage_of(self, stages: int, chunk: int, direction: int = 0) -> int:
+        lap, position = divmod(chunk, stages)
+        backwards = (
+            direction if self is StagePlacement.BIDIRECTIONAL else self is StagePlacement.V and lap % 2
+        )
+        return stages - 1 - position if backwards else position
+
+    @cache
+    def held_by(self, stage: int, stages: int, chunks_per_stage: int) -> tuple[tuple[int, int], ...]:
+        """The (chunk, direction) pairs of a stage; direction 1 is the second copy of a bidirectional pipeline."""
+        return tuple(
+            (chunk, direction)
+            for direction in range(self.directions)
+            for chunk in range(self.chunks(stages, chunks_per_stage))
+            if self.stage_of(stages, chunk, direction) == stage
+        )
 
 
 class Kind(StrEnum):
@@ -127,3 +157,65 @@ def blocks(order: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
             together = []
     if together:
         yield tuple(together)
+
+
+class Sends(StrEnum):
+    """How a send behaves; receives always block."""
+
+    BUFFERED = "buffered"  # returns at once (isend): receives stand right before what needs them
+    RENDEZVOUS = "rendezvous"  # waits for its receive: both stand where the message is made
+
+
+def send_after(schedule: PipelineSchedule, action: Action) -> Action | None:
+    """The send that an action's output calls for, if another stage needs it."""
+    if action.kind is Kind.FORWARD:
+        kind, neighbour = Kind.SEND_ACTIVATION, action.chunk + 1
+    elif action.kind.gives_input_gradient:
+        kind, neighbour = Kind.SEND_GRADIENT, action.chunk - 1
+    else:
+        return None
+    return _message(schedule, kind, action, neighbour)
+
+
+def receive_before(schedule: PipelineSchedule, action: Action) -> Action | None:
+    """The receive that an action's input calls for, if another stage makes it."""
+    if action.kind is Kind.FORWARD:
+        kind, neighbour = Kind.RECEIVE_ACTIVATION, action.chunk - 1
+    elif action.kind.gives_input_gradient:
+        kind, neighbour = Kind.RECEIVE_GRADIENT, action.chunk + 1
+    else:
+        return None
+    return _message(schedule, kind, action, neighbour)
+
+
+def receive_of(schedule: PipelineSchedule, send: Action) -> Action:
+    """The receive on the other side of a send."""
+    forward = send.kind is Kind.SEND_ACTIVATION
+    return Action(
+        Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT,
+        send.micro_batch,
+        send.chunk + 1 if forward else send.chunk - 1,
+        send.direction,
+        peer=schedule.stage_of(send.chunk, send.direction),
+    )
+
+
+def send_of(schedule: PipelineSchedule, receive: Action) -> Action:
+    """The send on the other side of a receive."""
+    forward = receive.kind is Kind.RECEIVE_ACTIVATION
+    return Action(
+        Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT,
+        receive.micro_batch,
+        receive.chunk - 1 if forward else receive.chunk + 1,
+        receive.direction,
+        peer=schedule.stage_of(receive.chunk, receive.direction),
+    )
+
+
+def _message(schedule: PipelineSchedule, kind: Kind, action: Action, neighbour: int) -> Action | None:
+    if not 0 <= neighbour < schedule.chunks:
+        return None
+    peer = schedule.stage_of(neighbour, action.direction)
+    if peer == schedule.stage_of(action.chunk, action.direction):
+        return None  # both chunks on one stage: the tensor stays where it is
+    return Action(kind, action.micro_batch, action.chunk, action.direction, peer=peer)

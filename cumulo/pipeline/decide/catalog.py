@@ -12,16 +12,17 @@ from typing import Literal
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import InvalidRequest
 from cumulo.pipeline.decide import formulas
-from cumulo.pipeline.decide.actions import PipelineSchedule
-from cumulo.pipeline.decide.dualpipe import dualpipe
-from cumulo.pipeline.decide.dualpipe_v import dualpipe_v
-from cumulo.pipeline.decide.gpipe import gpipe
-from cumulo.pipeline.decide.interleaved import interleaved
-from cumulo.pipeline.decide.one_f_one_b import one_f_one_b
-from cumulo.pipeline.decide.order import StageOrder
-from cumulo.pipeline.decide.placement import StagePlacement
-from cumulo.pipeline.decide.zero_bubble_h1 import zero_bubble_h1
-from cumulo.pipeline.decide.zero_bubble_v import zero_bubble_v
+from cumulo.pipeline.decide.actions import PipelineSchedule, StagePlacement
+from cumulo.pipeline.decide.order import (
+    StageOrder,
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 
 Generator = Callable[[int, int, int, int], StageOrder]  # (stage, stages, micro-batches, chunks per stage)
 

@@ -9,8 +9,7 @@ end does not depend on durations, since a stage's order is fixed and every link 
 from collections import Counter
 from dataclasses import dataclass
 
-from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
-from cumulo.pipeline.decide.messages import Sends
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, Sends
 from cumulo.pipeline.decide.stall import ScheduleError
 from cumulo.pipeline.simulate.timeline import simulate
 

@@ -7,9 +7,16 @@ needed first.
 
 from collections import deque
 
-from cumulo.pipeline.decide.actions import Action, PipelineSchedule, blocks
+from cumulo.pipeline.decide.actions import (
+    Action,
+    PipelineSchedule,
+    Sends,
+    blocks,
+    receive_before,
+    receive_of,
+    send_after,
+)
 from cumulo.pipeline.decide.costs import Costs
-from cumulo.pipeline.decide.messages import Sends, receive_before, receive_of, send_after
 from cumulo.pipeline.simulate.events import played_blocks
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from cumulo.errors import CumuloError
-from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule
-from cumulo.pipeline.decide.messages import Sends, receive_of, send_of
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, Sends, receive_of, send_of
 
 
 class ScheduleError(CumuloError):

@@ -7,9 +7,8 @@ a `Program`, the schedule as numbers, which can be played again with other costs
 from collections import deque
 from dataclasses import dataclass
 
-from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, blocks
+from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, Sends, blocks
 from cumulo.pipeline.decide.costs import Costs
-from cumulo.pipeline.decide.messages import Sends
 from cumulo.pipeline.decide.stall import explain
 
 ActionBlock = tuple[Action, ...]

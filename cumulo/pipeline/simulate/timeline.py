@@ -7,10 +7,9 @@ A schedule that cannot be played to its end is refused by naming the stages and 
 from dataclasses import dataclass
 from functools import cached_property
 
-from cumulo.pipeline.decide.actions import Action, PipelineSchedule
+from cumulo.pipeline.decide.actions import Action, PipelineSchedule, Sends, receive_of
 from cumulo.pipeline.decide.communication import with_communication
 from cumulo.pipeline.decide.costs import Costs
-from cumulo.pipeline.decide.messages import Sends, receive_of
 from cumulo.pipeline.decide.stall import ScheduleError
 from cumulo.pipeline.simulate.events import compile_schedule, play
 

@@ -7,9 +7,8 @@ layers do not always divide evenly.
 from dataclasses import dataclass
 from functools import cache
 
-from cumulo.pipeline.decide.actions import Kind, PipelineSchedule
+from cumulo.pipeline.decide.actions import Kind, PipelineSchedule, StagePlacement
 from cumulo.pipeline.decide.catalog import build, family
-from cumulo.pipeline.decide.placement import StagePlacement
 from cumulo.plan.job import Recompute, TrainJob
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import Cut, Share, layer_operations

@@ -13,8 +13,7 @@ import yaml
 
 from cumulo.base import strict
 from cumulo.base.strict import yaml_problem
-from cumulo.collectives.decide.choices import parse_choices
-from cumulo.collectives.decide.measured import read_collective_profile
+from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
 from cumulo.errors import ConfigError
 from cumulo.layout.check import batch_problem, layout_problems
 from cumulo.layout.layout import Layout, nearest_divisor

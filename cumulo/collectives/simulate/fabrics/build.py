@@ -1,8 +1,13 @@
-"""A fabric link by link from the description the planner uses. Commands and tests call it."""
+"""Fabrics link by link: from the description that the planner uses, tori, and joined sites."""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
 
 from cumulo.collectives.simulate.fabrics.clos import ClosGraph, ClosTier, LinkRates
 from cumulo.collectives.simulate.fabrics.dragonfly import DragonflyGraph
-from cumulo.collectives.simulate.fabrics.links import FabricGraph
+from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, LinkTable, Routing
 from cumulo.errors import ConfigError
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.fabric import tiers_of
@@ -56,3 +61,119 @@ def _with_pods(tiers: list[ClosTier], pod: int, cards: int, ratio: float) -> lis
         ClosTier("spine", pod, ports, rate),
         ClosTier("core", max(pod, cards), 0, leaf.bytes_per_s),
     ]
+
+
+class TorusGraph:
+    """A torus of any dimensions: every rank has a link each way in each dimension, and no switches. Messages go
+    dimension by dimension, the shorter way round."""
+
+    def __init__(self, shape: tuple[int, ...], link_bytes_per_s: float, hop_latency_s: float) -> None:
+        if not shape or min(shape) < 1:
+            raise ConfigError(f"a torus needs dimensions of 1 or more, such as 8x8x8, got {shape}")
+        self.shape, self.ranks = shape, prod(shape)
+        self.strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        self.links = LinkTable()
+        for axis in range(len(shape)):
+            letter = "xyzuvw"[axis]
+            for sign in "+-":
+                self.links.add(
+                    self.ranks, link_bytes_per_s, hop_latency_s, letter,
+                    lambda i, axis=axis, sign=sign: f"rank {i} → rank {self._next(i, axis, sign)}",  # type: ignore[misc]
+                )  # fmt: skip
+
+    def _next(self, rank: int, axis: int, sign: str) -> int:
+        size, stride = self.shape[axis], self.strides[axis]
+        at = rank // stride % size
+        return rank + ((at + (1 if sign == "+" else -1)) % size - at) * stride
+
+    def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
+        found = np.full((len(source), sum(size // 2 for size in self.shape) or 1), -1, np.int64)
+        at, column = source.copy(), 0
+        for axis, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
+            ahead = (target // stride - at // stride) % size
+            forward = ahead <= size // 2
+            if size % 2 == 0:  # both ways are as long: half of the messages each
+                forward &= (ahead != size // 2) | ((source // stride) % 2 == 0)
+            steps = np.where(forward, ahead, size - ahead)
+            for step in range(size // 2):
+                going = steps > step
+                found[going, column] = ((2 * axis + np.where(forward, 0, 1)) * self.ranks + at)[going]
+                place = at // stride % size
+                moved = (place + np.where(forward, 1, -1)) % size
+                at = np.where(going, at + (moved - place) * stride, at)
+                column += 1
+        return found
+
+    def snake(self) -> Ints:
+        """An order of the ranks in which neighbours are one link apart: the ring that a torus carries best."""
+        order = np.arange(self.ranks).reshape(self.shape)
+        for axis in range(len(self.shape) - 1, 0, -1):
+            flat = order.reshape(-1, self.shape[axis - 1], prod(self.shape[axis:])).copy()
+            flat[:, 1::2] = flat[:, 1::2, ::-1]
+            order = flat.reshape(self.shape)
+        return order.ravel()
+
+    def fail(self, link: int, capacity: float = 0.0) -> None:
+        self.links.capacity[link] = capacity
+
+
+class JoinedSites:
+    """Two or more fabrics joined by long links: datacentres, each a whole fabric, and between each pair one bundle
+    with its own bandwidth and delay. Ranks are numbered site after site."""
+
+    def __init__(self, sites: Sequence[FabricGraph], bytes_per_s: float, delay_s: float) -> None:
+        self.sites = tuple(sites)
+        self.ranks = sum(site.ranks for site in sites)
+        self.starts = np.cumsum([0, *(site.ranks for site in sites)])
+        self.links = LinkTable()
+        self._firsts = [self._append(number, site) for number, site in enumerate(self.sites)]
+        count = len(self.sites)
+        self._long = self.links.add(
+            count * count, bytes_per_s, delay_s, "between sites",
+            lambda i: f"site {i // count} → site {i % count}",
+        )  # fmt: skip
+
+    def _append(self, number: int, site: FabricGraph) -> int:
+        first = len(self.links.capacity)
+        for tier in site.links.tiers:
+            if tier not in self.links.tiers:
+                self.links.tiers.append(tier)
+        self.links.capacity = np.concatenate([self.links.capacity, site.links.capacity])
+        self.links.latency = np.concatenate([self.links.latency, site.links.latency])
+        tiers = np.array([self.links.tiers.index(tier) for tier in site.links.tiers])
+        self.links.tier = np.concatenate([self.links.tier, tiers[site.links.tier]])
+        self.links._blocks.append((first, lambda i: f"site {number}: {site.links.name(i)}"))
+        return first
+
+    def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
+        """Between sites a message leaves by rank 0's gateway card and enters by the far one's: both ends use their
+        own card and the long link; the gateways themselves are no limit."""
+        mine = np.searchsorted(self.starts, source, side="right") - 1
+        yours = np.searchsorted(self.starts, target, side="right") - 1
+        parts = []
+        for number, site in enumerate(self.sites):
+            inside = np.flatnonzero((mine == number) & (yours == number))
+            start = self.starts[number]
+            path = site.paths(source[inside] - start, target[inside] - start, keys[inside], routing)
+            parts.append((inside, np.where(path >= 0, path + self._firsts[number], -1)))
+        widest = max([3, *(part.shape[1] for _, part in parts)])
+        found = np.full((len(source), widest), -1, np.int64)
+        for rows, path in parts:
+            found[rows, : path.shape[1]] = path
+        across = np.flatnonzero(mine != yours)
+        if len(across):
+            for number, site in enumerate(self.sites):
+                out, into = across[mine[across] == number], across[yours[across] == number]
+                found[out, 0] = self._ends(number, site, source[out])[0]
+                found[into, 1] = self._ends(number, site, target[into])[1]
+            found[across, 2] = self._long + mine[across] * len(self.sites) + yours[across]
+        return found
+
+    def _ends(self, number: int, site: FabricGraph, ranks: Ints) -> tuple[Ints, Ints]:
+        """The links of these ranks' cards, out and in."""
+        cards = np.flatnonzero(site.links.tier == site.links.tiers.index("cards"))
+        first, local = self._firsts[number] + cards[0], ranks - self.starts[number]
+        return first + local, first + site.ranks + local
+
+    def fail(self, link: int, capacity: float = 0.0) -> None:
+        self.links.capacity[link] = capacity

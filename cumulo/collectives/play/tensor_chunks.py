@@ -1,4 +1,4 @@
-"""Homes: where the chunks of a schedule lie in a rank's own tensors. All players use it.
+"""TensorChunks: where the chunks of a schedule lie in a rank's own tensors. All players use it.
 
 In place: all_reduce, broadcast and reduce have one tensor; all_gather one with all blocks, of which the own is
 filled; reduce_scatter one with all blocks, of which the own is right afterwards. all_to_all has two.
@@ -13,7 +13,7 @@ from cumulo.errors import ConfigError
 _NARROW = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 
-class Homes:
+class TensorChunks:
     def __init__(
         self, schedule: CollectiveSchedule, rank: int, tensor: Tensor, received: Tensor | None = None
     ) -> None:
@@ -85,11 +85,11 @@ class Homes:
             self._add(chunk, count, some)
 
     def _cut(self, transfer: Transfer, pieces: list[Tensor]) -> list[tuple[int, int, Tensor, Tensor]]:
-        homes = self.views(transfer)
-        if len(homes) == 1:
-            return [(transfer.chunk, transfer.count, homes[0], pieces[0])]
+        own = self.views(transfer)
+        if len(own) == 1:
+            return [(transfer.chunk, transfer.count, own[0], pieces[0])]
         return [
-            (chunk, 1, home, piece) for chunk, home, piece in zip(transfer.chunks, homes, pieces, strict=True)
+            (chunk, 1, home, piece) for chunk, home, piece in zip(transfer.chunks, own, pieces, strict=True)
         ]
 
     def _add(self, chunk: int, count: int, parts: list[tuple[int, Tensor]]) -> None:
