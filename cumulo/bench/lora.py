@@ -15,8 +15,7 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import NewSlot, Runner, StepPlan
 from cumulo.engine.llm import LLM
-from cumulo.models.adapters.bank import adaptable_matrices
-from cumulo.models.adapters.files import AdapterWeights, LowRankPair
+from cumulo.models.adapters.files import AdapterWeights, LowRankPair, adaptable_matrices
 from cumulo.spec.model import ModelSpec
 
 _CONTEXT = 15  # tokens that every row has behind it: little attention, so that adapters weigh more

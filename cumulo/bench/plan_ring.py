@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cumulo.base.report import Row
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.play.packed_plan import pack_plan, unpack_plan
+from cumulo.engine.play.ranked_runner import pack_plan, unpack_plan
 from cumulo.ranks.plan_ring import PlanReader, PlanWriter, RingFile
 from cumulo.ranks.start import RankProcesses, starter, tell_starter
 

@@ -158,7 +158,7 @@ def _announce(
 def _be_rank(chosen: ServeCommandOptions) -> None:
     """This host has ranks of an engine on another one, until it is interrupted."""
     from cumulo.cli.shared.terminal import note
-    from cumulo.engine.play.rank_join import serve_ranks
+    from cumulo.engine.play.rank_player import serve_ranks
     from cumulo.errors import CumuloError
     from cumulo.serve.fleet.key import fleet_key
 

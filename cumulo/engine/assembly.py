@@ -26,15 +26,12 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import connect
 from cumulo.engine.memory.ledger import Ledger
-from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
-from cumulo.engine.memory.ledger_ranks import plan_rank_memory
-from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, scheduler_config
+from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, plan_rank_memory, scheduler_config
+from cumulo.engine.memory.needs import quantised_saved_bytes
+from cumulo.engine.play.disk_tier import KvFiles, TierMover, host_block_of, kv_fingerprint
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
-from cumulo.engine.play.tiers.fingerprint import kv_fingerprint
-from cumulo.engine.play.tiers.kv_files import KvFiles
-from cumulo.engine.play.tiers.mover import TierMover, host_block_of
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.device_memory import gpu_memory
 from cumulo.layout.equal_sums import invariant_ep

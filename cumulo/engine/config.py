@@ -5,7 +5,7 @@ from typing import Literal
 
 from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
 from cumulo.engine.decide.rank_backend import BACKENDS
-from cumulo.engine.decide.transfer.address import named_address, parse_address
+from cumulo.engine.decide.transfer.orders import named_address, parse_address
 from cumulo.errors import CumuloError
 from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.layout.serving import ServingLayout

@@ -22,10 +22,8 @@ from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.link import EngineLink
-from cumulo.engine.outputs import Delta, RequestOutput, Sample
-from cumulo.engine.play.embedding import normalised
-from cumulo.engine.play.tiers.mover import TierMover
-from cumulo.engine.text_stream import TextStream
+from cumulo.engine.outputs import Delta, RequestOutput, Sample, TextStream, normalised
+from cumulo.engine.play.disk_tier import TierMover
 from cumulo.errors import InvalidRequest, RanksFailed
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.slo import Slo

@@ -10,8 +10,7 @@ from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.transfer.address import named_addresses
-from cumulo.engine.decide.transfer.orders import LOAD_EVERY_S, Ordered, OrderFailed
+from cumulo.engine.decide.transfer.orders import LOAD_EVERY_S, Ordered, OrderFailed, named_addresses
 from cumulo.engine.play.player import Player
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner

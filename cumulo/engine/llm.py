@@ -20,8 +20,7 @@ from cumulo.engine.decide.params import Pooling, SamplingParams
 from cumulo.engine.decide.story import Story
 from cumulo.engine.engine import Engine
 from cumulo.engine.memory.ledger import Ledger
-from cumulo.engine.outputs import Progress, RequestOutput
-from cumulo.engine.play.embedding import shortened
+from cumulo.engine.outputs import Progress, RequestOutput, shortened
 from cumulo.engine.token_stream import Answers, TokenStream
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer

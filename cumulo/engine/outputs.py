@@ -1,11 +1,20 @@
-"""What the engine gives back: Delta while a request runs, RequestOutput when it has ended."""
+"""What the engine gives back: Delta while a request runs, RequestOutput when it has ended; and how tokens
+become text (TextStream) and pooled vectors become embeddings.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cumulo.engine.decide.core.request import FinishReason
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.decide.story import Story
+from cumulo.models.text.detokenizer import IncrementalDetokenizer, StopStringMatcher
+from cumulo.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +93,58 @@ class Progress:
     @property
     def output_tok_s(self) -> float:
         return self.output_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+Vector = NDArray[np.float64]
+
+
+def normalised(vector: Vector) -> Vector:
+    """At length 1 (L2). A vector of zeros has no direction and stays."""
+    largest = float(np.abs(vector).max(initial=0.0))
+    if largest == 0:
+        return vector
+    scaled = vector / largest  # squares of what is near 1 neither overflow nor vanish
+    unit: Vector = scaled / np.sqrt(scaled @ scaled)
+    return unit
+
+
+def shortened(vector: Sequence[float] | NDArray[Any], dimensions: int) -> Vector:
+    """The first `dimensions` numbers, at length 1 again."""
+    return normalised(np.asarray(vector[:dimensions], dtype=np.float64))
+
+
+class TextStream:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continues=True)
+        self._matcher = StopStringMatcher(params.stop, params.include_stop) if params.stop else None
+        self._min_tokens = params.min_tokens
+        self._tokens = 0
+        self._pieces: list[str] = []
+        self.matched: str | None = None
+
+    def push(self, token: int) -> str:
+        """Text that is certain now. After a match, `matched` names the stop string and nothing more comes."""
+        self._tokens += 1
+        return self._emit(self._detokenizer.push(token), watch=self._tokens > self._min_tokens)
+
+    def finish(self) -> str:
+        """Whatever was held back, when the sample ended without a stop string."""
+        if self.matched is not None:
+            return ""
+        text = self._emit(self._detokenizer.finish(), watch=True)
+        if self._matcher is not None and self.matched is None:
+            held = self._matcher.finish()
+            self._pieces.append(held)
+            text += held
+        return text
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def _emit(self, text: str, *, watch: bool) -> str:
+        if self._matcher is not None and watch and text:
+            text, self.matched = self._matcher.push(text)
+        if text:
+            self._pieces.append(text)
+        return text

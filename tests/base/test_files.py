@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cumulo.base.files import sampled_digest
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.play.tiers.fingerprint import kv_fingerprint
+from cumulo.engine.play.disk_tier import kv_fingerprint
 from tests.engine.tiny_engine import SPECS
 
 SIZE = 20_000_000

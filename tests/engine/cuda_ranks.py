@@ -25,9 +25,9 @@ from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.engine import Engine
 from cumulo.engine.play import rank_player_cuda
-from cumulo.engine.play.cuda.step import CudaStep
-from cumulo.engine.play.packed_plan import pack_plan, unpack_message
+from cumulo.engine.play.cuda.launches import CudaStep
 from cumulo.engine.play.rank_play import SharedGuides
+from cumulo.engine.play.ranked_runner import pack_plan, unpack_message
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part
 from cumulo.models.decoder import Decoder

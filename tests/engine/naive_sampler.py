@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.sampling.random_numbers import uniform
+from cumulo.engine.sampling.distribution import uniform
 
 
 def naive_scores(

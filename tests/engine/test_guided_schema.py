@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.engine.decide.params import Guide
-from cumulo.engine.guides.schema import enforceable
+from cumulo.engine.guides.grammar import enforceable
 from cumulo.errors import InvalidRequest
 from tests import thorough
 from tests.engine.guided_engine import GUIDANCE

@@ -9,9 +9,8 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.engine import Engine
 from cumulo.engine.memory.memory_plan import plan_memory
+from cumulo.engine.play.disk_tier import KvFiles, TierMover, host_block_of
 from cumulo.engine.play.player import refuse_latent_int8
-from cumulo.engine.play.tiers.kv_files import KvFiles
-from cumulo.engine.play.tiers.mover import TierMover, host_block_of
 from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
 from tests.engine.tiny_engine import SPECS, VOCAB, make_decoder, make_engine, run

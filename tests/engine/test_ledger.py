@@ -18,9 +18,8 @@ from rich.console import Console
 from cumulo.base.machine import PeakMemory, available_memory, resident_bytes
 from cumulo.base.quantities import GIB
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.memory.ledger_gpu import quantised_saved_bytes
 from cumulo.engine.memory.memory_plan import plan_memory
-from cumulo.engine.memory.needs import activation_bytes, logit_bytes
+from cumulo.engine.memory.needs import activation_bytes, logit_bytes, quantised_saved_bytes
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import CumuloError, OutOfMemory
 from cumulo.models.batch import KVCache

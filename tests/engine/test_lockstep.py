@@ -6,10 +6,10 @@ import pytest
 
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.request import Request
-from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.simulate.lockstep import Lockstep
 
 
 def decoding(seed: int, count: int = 6, **params: object) -> tuple[Scheduler, StepPlan]:

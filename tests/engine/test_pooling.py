@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cumulo.engine.decide.core.pooling import Pooled
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.play.embedding import normalised, shortened
+from cumulo.engine.outputs import normalised, shortened
 from cumulo.errors import InvalidRequest
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import load_safetensors

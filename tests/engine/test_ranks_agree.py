@@ -20,8 +20,8 @@ from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.engine import Engine
 from cumulo.engine.play import rank_player
-from cumulo.engine.play.cuda.step import CudaStep
-from cumulo.engine.play.packed_plan import unpack_message
+from cumulo.engine.play.cuda.launches import CudaStep
+from cumulo.engine.play.ranked_runner import unpack_message
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.errors import ModelError, RanksFailed, StoppedTogether
 from cumulo.kernels.cuda.captured import CapturedGraphs

@@ -16,7 +16,7 @@ from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.engine import Engine
-from cumulo.engine.memory.ledger_gpu import (
+from cumulo.engine.memory.needs import (
     gpu_buffer_bytes,
     gpu_logit_bytes,
     gpu_table_bytes,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import NewSlot, StepPlan
 from cumulo.engine.play.slot_table import SlotTable
-from cumulo.engine.sampling.random_numbers import mix, uniform
+from cumulo.engine.sampling.distribution import mix, uniform
 from cumulo.engine.sampling.sampler import Drawn, draw
 from tests import peers, thorough
 from tests.engine.naive_sampler import naive_draw, naive_probabilities, naive_scores

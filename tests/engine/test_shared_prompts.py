@@ -8,7 +8,7 @@ from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.sharing.prompts import Turns, Want, by_share, shared_step_tokens
+from cumulo.engine.decide.sharing.step_shares import Turns, Want, by_share, shared_step_tokens
 from cumulo.engine.decide.sharing.tenants import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
 from tests import thorough
 

@@ -14,7 +14,7 @@ from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.sharing.rows import StepPace, even_quotas
+from cumulo.engine.decide.sharing.step_shares import StepPace, even_quotas
 from cumulo.engine.decide.sharing.tenants import Tenant
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run, StepTime

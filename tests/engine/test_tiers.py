@@ -14,8 +14,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.tiers.host_tier import HostTier, choose_fetch
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
-from cumulo.engine.play.tiers.kv_files import KvFiles
-from cumulo.engine.play.tiers.mover import TierMover, host_block_of
+from cumulo.engine.play.disk_tier import KvFiles, TierMover, host_block_of
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 
 DECODER = make_decoder("dense")
@@ -187,7 +186,7 @@ def test_engines_that_share_a_folder_find_each_others_blocks(tmp_path: Path) -> 
 
 def test_a_process_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from cumulo.engine.play.tiers.kv_files import KvFiles\n"
+        "import sys; from pathlib import Path; from cumulo.engine.play.disk_tier import KvFiles\n"
         "files = KvFiles(Path(sys.argv[1]), b'm' * 16, 1 << 30)\n"
         "number = 0\n"
         "while True:\n"

@@ -13,7 +13,6 @@ from cumulo.engine.decide.core.request import Request, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.routing import Ask, PrefixAware, ReplicaView
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.transfer.address import named_addresses, parse_address
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyStopped,
@@ -24,10 +23,11 @@ from cumulo.engine.decide.transfer.orders import (
     PeerLoad,
     PeerLost,
     ReleaseOrder,
+    named_addresses,
+    parse_address,
 )
-from cumulo.engine.decide.transfer.place import choose_prefill
 from cumulo.engine.decide.transfer.travel import BlockRuns, LayerPiece, TransferPlan, TransferProgress
-from cumulo.engine.decide.transfer.under_way import Peer
+from cumulo.engine.decide.transfer.under_way import Peer, choose_prefill
 from cumulo.engine.play.transfer_ways import copy_runs
 from cumulo.errors import CumuloError
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine

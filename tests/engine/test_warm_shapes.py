@@ -8,8 +8,7 @@ import torch
 from tests.engine.tiny_cuda_engine import SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.play import runner_cuda
-from cumulo.engine.play.cuda.step_words import StepShape, shape_of
-from cumulo.engine.play.cuda.warm_shapes import warm_shapes
+from cumulo.engine.play.cuda.step_words import StepShape, shape_of, warm_shapes
 from cumulo.engine.play.runner_cuda import CudaRunner
 
 pytestmark = pytest.mark.slow

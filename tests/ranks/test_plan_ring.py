@@ -8,7 +8,7 @@ import pytest
 
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import NewSlot, StepPlan
-from cumulo.engine.play.packed_plan import pack_plan, unpack_plan
+from cumulo.engine.play.ranked_runner import pack_plan, unpack_plan
 from cumulo.errors import RanksFailed
 from cumulo.ranks.plan_ring import PlanReader, PlanWriter, RingFile
 

@@ -4,6 +4,7 @@ It predicts every part, chooses the number of KV blocks where the user left it o
 naming the largest setting that would.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.memory.ledger import Ledger, format_bytes
 from cumulo.engine.memory.needs import DraftNeeds, Needs
 from cumulo.errors import CumuloError, OutOfMemory
+from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part
+from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
 
 # Left to the rest of the system: a machine filled to the last page starts to swap or kills the process.
@@ -180,3 +183,42 @@ def _drafts(config: EngineConfig) -> Literal["", "ngram", "model", "rounds"]:
     if config.speculate in ("", "ngram"):
         return "ngram" if config.speculate else ""
     return "rounds" if config.device == "cuda" else "model"
+
+
+def plan_rank_memory(
+    spec: ModelSpec, weight_bytes: int, config: EngineConfig, layout: ServingLayout, available_bytes: int
+) -> MemoryPlan:
+    """Of the engine: the ledger is rank 0's, and there are as many blocks as the rank with the least room holds.
+
+    `weight_bytes` is what the whole model takes, `available_bytes` what one rank may use.
+    """
+    elements = sum(math.prod(shape) for shape in parameter_shapes(spec).values())
+
+    def plan(rank: int, kv_blocks: int | None) -> MemoryPlan:
+        part = rank_part(spec, layout, rank)
+        held = sum(parameter.elements for parameter in held_parameters(part).values())
+        held += _copied_elements(part, config.redundant_experts)
+        own = dataclasses.replace(config, kv_blocks=kv_blocks)
+        return plan_memory(part.local, weight_bytes * held // elements, own, available_bytes)
+
+    asked = None if config.kv_blocks is None else -(-config.kv_blocks // layout.dp)
+    # Ranks of a stage hold as much as each other, within a row of the vocabulary.
+    plans = [plan(rank, asked) for rank in range(0, layout.world, layout.stage_ranks)]
+    blocks = min(one.kv_blocks for one in plans)
+    host_blocks = min(one.host_blocks for one in plans)
+    return dataclasses.replace(
+        plan(0, blocks),
+        kv_blocks=blocks * layout.dp,
+        host_blocks=host_blocks,
+        tier_blocks=min(one.tier_blocks for one in plans),
+    )
+
+
+def _copied_elements(part: RankPart, redundant: int) -> int:
+    """Parameters in a rank's places for copies of experts."""
+    moe, ranks = part.whole.moe, part.layout.ep
+    if not redundant or moe is None:
+        return 0
+    places = (moe.experts + redundant) // ranks - len(part.experts)
+    of_experts = (one.elements for name, one in held_parameters(part).items() if ".experts." in name)
+    return places * sum(of_experts) // max(1, len(part.experts))

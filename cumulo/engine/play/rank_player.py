@@ -4,10 +4,14 @@ the others, load its part, make its runner. `start_ranks` is called by the assem
 On a GPU the same steps make a CudaRunner (`rank_player_cuda`, imported only there).
 """
 
+import logging
+import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +22,6 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import PendingStep
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.memory.memory_plan import MemoryPlan
-from cumulo.engine.play.packed_plan import AdapterOrder, unpack_message
 from cumulo.engine.play.player import (
     DeviceRunner,
     Player,
@@ -28,11 +31,11 @@ from cumulo.engine.play.player import (
     runner_maker,
 )
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides
-from cumulo.engine.play.ranked_runner import RankedRunner
+from cumulo.engine.play.ranked_runner import AdapterOrder, RankedRunner, unpack_message
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.engine.sampling.sliced import SlicedSampler
-from cumulo.errors import ModelError, RanksFailed
+from cumulo.errors import CumuloError, ModelError, RanksFailed
 from cumulo.layout.equal_sums import equality_note
 from cumulo.layout.serving import RankPart, rank_part
 from cumulo.models.adapters.bank import AdapterBank
@@ -47,8 +50,8 @@ from cumulo.models.play.spread_experts import SpreadExperts
 from cumulo.ranks.plan_ring import PlanReader, RingFile
 from cumulo.ranks.rank_group import THIS_HOST, TCPStore, meeting_point
 from cumulo.ranks.rank_meter import WORDS, RankMeter
-from cumulo.ranks.remote import RankDoor
-from cumulo.ranks.start import RankProcesses, ask_starter, lost_another, starter, tell_starter
+from cumulo.ranks.remote import RankDoor, host_and_port, join_door
+from cumulo.ranks.start import RankProcesses, ask_starter, be_rank, lost_another, starter, tell_starter
 from cumulo.spec.model import ModelSpec
 
 _OPENED, _LOADED, _READY = "opened", "loaded", "ready"
@@ -298,3 +301,40 @@ def _make_runner(
     )
     runner.table.guided = SharedGuides(guided, links)
     return runner, runs_on
+
+
+log = logging.getLogger(__name__)
+
+_REFUSED = 3  # exit status: joining again would not help
+
+
+def serve_ranks(address: str, key: str, model: str | None, threads: int | None, count: int = 1) -> None:
+    """So many ranks, a process each, until it is interrupted. `model`: where it lies on this host; None: where the
+    engine's lies on its own."""
+    host_and_port(address)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # the next engine is joined without importing torch again
+    ranks: dict[int, BaseProcess] = {}  # by place: on GPUs, which of this host's it takes
+    while True:
+        for place in set(range(count)) - set(ranks):
+            # A process for each engine: what one leaves in torch must not meet the next.
+            given = (address, key, model, threads, place)
+            ranks[place] = context.Process(target=_be_rank_once, args=given, daemon=True)
+            ranks[place].start()
+        wait([one.sentinel for one in ranks.values()])
+        ended = [one for one in ranks.values() if one.exitcode is not None]
+        ranks = {place: one for place, one in ranks.items() if one.exitcode is None}
+        if any(one.exitcode == _REFUSED for one in ended):
+            raise CumuloError(f"the engine at {address} refused this rank; the line above says why")
+
+
+def _be_rank_once(address: str, key: str, model: str | None, threads: int | None, place: int) -> None:
+    try:
+        connection, rank, setup, own_host = join_door(address, key)
+    except CumuloError as error:
+        print(f"error: {error}", flush=True)
+        raise SystemExit(_REFUSED) from error
+    print(f"rank {rank} of the engine at {address}", flush=True)
+    threads = threads or setup.threads
+    setup = replace(setup, model=model or setup.model, threads=threads, host=own_host, place=place)
+    be_rank(connection, play_rank, rank, (setup,), setup.threads)

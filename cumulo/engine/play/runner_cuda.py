@@ -21,11 +21,9 @@ from cumulo.engine.decide.plan import Rounds, Send, StepPlan
 from cumulo.engine.decide.speculation.rounds import kinds_of_rounds
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.cuda.device_slots import DeviceSlots
-from cumulo.engine.play.cuda.host_reads import HiddenReader, need_host
-from cumulo.engine.play.cuda.launches import StepLaunches
-from cumulo.engine.play.cuda.layer_events import LayerEvents, Tell
+from cumulo.engine.play.cuda.host_reads import HiddenReader, LayerEvents, Tell, need_host
+from cumulo.engine.play.cuda.launches import CudaStep, StepLaunches
 from cumulo.engine.play.cuda.rounds import HeadRounds, RoundsAhead, round_shape, warm_rounds
-from cumulo.engine.play.cuda.step import CudaStep
 from cumulo.engine.play.cuda.step_words import (
     DRAW_WORDS,
     StepShape,
@@ -35,8 +33,8 @@ from cumulo.engine.play.cuda.step_words import (
     pack,
     pack_homes,
     shape_of,
+    warm_shapes,
 )
-from cumulo.engine.play.cuda.warm_shapes import warm_shapes
 from cumulo.engine.play.rank_play import DeviceRank, OwnRows
 from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
 from cumulo.engine.play.swap_pool import SwapPool

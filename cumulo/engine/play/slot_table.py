@@ -16,7 +16,7 @@ from cumulo.engine.decide.beams import candidates_per_beam
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
-from cumulo.engine.sampling.random_numbers import seed_bits
+from cumulo.engine.sampling.distribution import seed_bits
 from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits, TokenMasks
 from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.batch import ForwardBatch

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cumulo.engine.decide.transfer.address import parse_address
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     OrderBegun,
     OrderComputed,
     OrderFailed,
     PeerLoad,
+    parse_address,
 )
 from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache

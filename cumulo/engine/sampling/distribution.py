@@ -16,6 +16,45 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"): the increment is
+# 2^64 / golden ratio, the multipliers of the finaliser are Stafford's variant 13.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_SEED_MASK = (1 << 64) - 1
+
+
+def seed_bits(seed: int) -> np.uint64:
+    """A seed of any size or sign as the 64 bits that are used of it."""
+    return np.uint64(seed & _SEED_MASK)
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function: a bijection of 64 bits in which every input bit flips half the output."""
+    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIER_1
+    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIER_2
+    return values ^ (values >> np.uint64(31))
+
+
+def uniform(
+    seeds: NDArray[np.uint64], sample_indices: NDArray[np.int64], positions: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """One number in [0, 1) per element: three chained rounds, one for each coordinate.
+
+    h = mix(seed + g); h = mix(h + (sample + 1) g); h = mix(h + (position + 1) g), all modulo 2^64; the upper
+    53 bits of h are the number, so every value is an exact multiple of 2^-53.
+    """
+    state = mix(_whole(seeds) + _GOLDEN)
+    state = mix(state + (_whole(sample_indices) + np.uint64(1)) * _GOLDEN)
+    state = mix(state + (_whole(positions) + np.uint64(1)) * _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _whole(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """As an array even for one element: numpy wraps arrays silently around 2^64 and warns about scalars."""
+    return np.atleast_1d(np.asarray(values)).astype(np.uint64)
+
+
 # Sums and maxima over the vocabulary are taken in blocks of this many tokens first.
 _BLOCK = 64
 # Weights fall into this many bins of a quarter of a factor 2 each; what is lighter is in the last.

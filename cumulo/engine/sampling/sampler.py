@@ -27,8 +27,8 @@ from cumulo.engine.sampling.distribution import (
     peaks_of,
     pick_tokens,
     take_rows,
+    uniform,
 )
-from cumulo.engine.sampling.random_numbers import uniform
 
 # Rows are worked on in slices of about this many logits: their intermediate results stay in the processor's
 # cache, and a batch of flat distributions, where every token is a candidate, cannot exhaust memory.

@@ -28,9 +28,9 @@ from cumulo.engine.sampling.distribution import (
     pick_tokens,
     take_rows,
     top_k_bounds,
+    uniform,
     values_at,
 )
-from cumulo.engine.sampling.random_numbers import uniform
 from cumulo.engine.sampling.sampler import NO_TOKEN_LEFT, DrawBatch, Drawn, apply_edits, apply_masks
 
 Floats = NDArray[np.float64]

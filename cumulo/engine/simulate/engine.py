@@ -13,15 +13,14 @@ from collections.abc import Sequence as ListLike
 from functools import lru_cache
 
 from cumulo.engine.decide.core.request import Request
-from cumulo.engine.decide.lockstep import Lockstep
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.disk import SimulatedDisk
 from cumulo.engine.simulate.drafts import SimulatedHead, rounds_time
-from cumulo.engine.simulate.results import enter_result, note_settled
+from cumulo.engine.simulate.lockstep import Lockstep
+from cumulo.engine.simulate.results import enter_result, note_settled, play_stretch
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost, StepInFlight
-from cumulo.engine.simulate.stretch import play_stretch
 from cumulo.errors import InvalidRequest
 
 _OWN_TOKEN = 1 << 23  # from here on tokens of a prompt that its answer repeats

@@ -10,8 +10,7 @@ from typing import Literal
 from cumulo.base.quantities import GIB, quantity
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.memory.ledger_ranks import plan_rank_memory
-from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, scheduler_config
+from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, plan_rank_memory, scheduler_config
 from cumulo.engine.simulate.disk import SimulatedDisk
 from cumulo.engine.simulate.drafts import SimulatedHead
 from cumulo.engine.simulate.engine import SimulatedEngine

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cumulo.engine.play.cuda.step_words import draw_words
-from cumulo.engine.sampling.random_numbers import uniform
+from cumulo.engine.sampling.distribution import uniform
 from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, draw
 from cumulo.kernels.cuda.sampling import sample, sample_cuts
 from tests.kernels.cuda.conftest import HAS_GPU

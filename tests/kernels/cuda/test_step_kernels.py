@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.engine.sampling.random_numbers import uniform
+from cumulo.engine.sampling.distribution import uniform
 from cumulo.kernels.cuda.elementwise import rms_norm, rope_cache, step_inputs, swiglu
 from cumulo.kernels.cuda.sampling import sample
 from tests import thorough

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
-from cumulo.engine.text_stream import TextStream
+from cumulo.engine.outputs import TextStream
 from cumulo.models.text.tokenizer import load_tokenizer
 from cumulo.serve.api.openai.logprobs import (
     CompletionColumns,

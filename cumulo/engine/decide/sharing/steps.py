@@ -16,16 +16,18 @@ from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, 
 from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.sharing.places import Places
-from cumulo.engine.decide.sharing.prompts import (
+from cumulo.engine.decide.sharing.queue import TenantQueue
+from cumulo.engine.decide.sharing.step_shares import (
+    StepPace,
     Turns,
     Want,
     by_share,
+    decoding,
+    rows_to_leave_out,
     shared_step_tokens,
     short_tokens,
     whose_turn,
 )
-from cumulo.engine.decide.sharing.queue import TenantQueue
-from cumulo.engine.decide.sharing.rows import StepPace, decoding, rows_to_leave_out
 from cumulo.engine.decide.sharing.tenants import FairShares, Tenant
 
 _by_counter = attrgetter("request.share.counter")

@@ -16,19 +16,18 @@ from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.extension import Extension, Flight, StepTiming
 from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.plan import Draft, StepPlan, StepResult
-from cumulo.engine.decide.speculation.acceptance import Acceptance
 from cumulo.engine.decide.speculation.accepted import draft_budget, enter_accepted
 from cumulo.engine.decide.speculation.choose import (
     MOST_DRAFTED,
+    Acceptance,
     AskedGain,
     DraftChoice,
     Offer,
     choose,
     worth_asking,
 )
+from cumulo.engine.decide.speculation.drafts import NgramDraft, ProposedDraft
 from cumulo.engine.decide.speculation.learnt_cost import LearntCost
-from cumulo.engine.decide.speculation.ngram import NgramDraft
-from cumulo.engine.decide.speculation.proposed import ProposedDraft
 
 _LEAST_GAIN = 1.03  # from which waiting for the tokens is worth the host's time between two steps
 _LEAST_ASKED = 1.01  # the same for a model's drafts, whose own time is counted already

@@ -27,9 +27,16 @@ from cumulo.engine.decide.transfer.orders import (
     PeerLost,
     ReceiverEvent,
 )
-from cumulo.engine.decide.transfer.place import MOST_ORDERS, choose_prefill, why_whole
 from cumulo.engine.decide.transfer.travel import TransferPlan
-from cumulo.engine.decide.transfer.under_way import Incoming, Outgoing, Peer, Transfers
+from cumulo.engine.decide.transfer.under_way import (
+    MOST_ORDERS,
+    Incoming,
+    Outgoing,
+    Peer,
+    Transfers,
+    choose_prefill,
+    why_whole,
+)
 
 
 class Handover(Extension):

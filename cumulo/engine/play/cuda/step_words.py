@@ -5,8 +5,8 @@ A CUDA graph is captured for fixed sizes, so a step is rounded up to a shape: ro
 fill it up have slot -1 and do nothing. The layout of the words follows from the shape alone.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,3 +189,42 @@ def gained_blocks(
         else:
             of_row[row] = index, block
     return of_row, rest + [(slot, index, block) for slot, index, block in plan.replace]
+
+
+_ROWS = (1, 2, 4, 16)  # beside every number of tokens: what is rounded to less than 16 may be compiled apart
+
+
+def sizes(most: int, rounded: Callable[[int], int]) -> list[int]:
+    """Every size that steps of up to `most` are rounded to."""
+    found, count = list[int](), 1
+    while count <= most:
+        found.append(min(rounded(count), most))
+        count = found[-1] + 1
+    return found
+
+
+def warm_shapes(most: StepShape, adapters: bool) -> list[StepShape]:
+    """Shapes that between them use every kernel that some step within `most` uses, decoding alone first."""
+    shapes = dict.fromkeys(_without_adapters(most))
+    if adapters:
+        shapes |= dict.fromkeys(replace(shape, adapters=True) for shape in shapes)
+    return list(shapes)
+
+
+def _without_adapters(most: StepShape) -> Iterator[StepShape]:
+    rows_sizes = sizes(min(most.rows, most.tokens), round_rows)
+    for cuts in (False, True):
+        for rows in rows_sizes:
+            if rows <= most.draws:
+                yield StepShape(rows, rows, rows, decodes_only=True, cuts=cuts)
+    for tokens in sizes(most.tokens, round_tokens):
+        for rows in {min(rows, most.rows) for rows in _ROWS if rows <= tokens}:
+            for draws in (0, min(rows, most.draws)):
+                yield StepShape(tokens, rows, draws)
+    for rows in rows_sizes:
+        tokens = min(round_tokens(2 * rows), most.tokens)
+        for cuts in (False, True):
+            yield StepShape(tokens, rows, min(rows, most.draws), cuts=cuts)
+    for draws in sizes(most.draws, round_rows):  # more draws than rows: drafts
+        tokens = min(round_tokens(2 * draws), most.tokens)
+        yield StepShape(tokens, min(round_rows(draws), rows_sizes[-1]), draws)

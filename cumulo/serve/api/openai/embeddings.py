@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response
 
 from cumulo.engine.decide.params import Pooling, SamplingParams
-from cumulo.engine.play.embedding import shortened
+from cumulo.engine.outputs import shortened
 from cumulo.serve.api.openai.events import json_response, to_json
 from cumulo.serve.api.openai.schemas import Label, Token
 from cumulo.serve.api.openai.schemas_out import CachedTokens, Explanation, answers, plain

@@ -1,4 +1,5 @@
-"""NgramDraft: the tokens that followed the last time a sequence said the same. No model is asked.
+"""Drafts of one sequence: what followed the last time it said the same (NgramDraft), or what a draft model or a
+head proposed (ProposedDraft).
 
 Prompt lookup (Saxena 2023) with hash chains as in LZ77: the last two tokens lead to where they stood before, newest
 first, and the place with the longest common past wins. While the text goes on as it did there, so does the draft.
@@ -7,8 +8,7 @@ first, and the place with the longest common past wins. While the text goes on a
 from array import array
 from collections.abc import Sequence as ListLike
 
-from cumulo.engine.decide.speculation.acceptance import class_of
-from cumulo.engine.decide.speculation.choose import MOST_DRAFTED
+from cumulo.engine.decide.speculation.choose import CHANCE_CLASSES, MOST_DRAFTED, class_of, class_of_chance
 
 _TRIED = 8  # earlier places that are compared
 _LONGEST = 16  # tokens of common past that are counted
@@ -88,3 +88,42 @@ class NgramDraft:
             return []
         period = self.size - self._at
         return [tokens[self._at + index % period] for index in range(count)]
+
+
+class ProposedDraft:
+    """Of one sequence; the same calls as NgramDraft's."""
+
+    __slots__ = ("_tokens", "kinds", "size")
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self.kinds: list[int] = [CHANCE_CLASSES - 1]  # of each token: how sure its drafter is, in classes
+        self.size = 0  # tokens entered
+
+    def propose(self, tokens: list[int], chances: ListLike[float] | None) -> None:
+        """They follow the tokens entered so far."""
+        self._tokens = tokens
+        self.kinds = (
+            [CHANCE_CLASSES - 1] * len(tokens) if chances is None else list(map(class_of_chance, chances))
+        )
+
+    def advance(self, tokens: ListLike[int], to: int) -> tuple[int, int]:
+        """Enter the tokens up to position `to`; of those that were proposed, how many came and how many did not."""
+        hits = 0
+        came, proposed = to - self.size, self._tokens
+        while hits < min(came, len(proposed)) and tokens[self.size + hits] == proposed[hits]:
+            hits += 1
+        missed = hits < min(came, len(proposed))
+        self.size, self._tokens = to, []
+        return hits, int(missed)
+
+    @property
+    def expects(self) -> bool:
+        return bool(self._tokens)
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def next_tokens(self, tokens: ListLike[int], count: int) -> list[int]:
+        return self._tokens[:count]
