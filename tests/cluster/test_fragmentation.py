@@ -5,7 +5,9 @@ import random
 import pytest
 
 from cumulo.cluster.decide.fit import pack_gang
-from cumulo.cluster.decide.fragmentation import (
+from cumulo.cluster.decide.jobs import JobRequest
+from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
+from cumulo.cluster.decide.packing import (
     TaskMix,
     TaskShape,
     fragmentation,
@@ -13,8 +15,6 @@ from cumulo.cluster.decide.fragmentation import (
     stranded,
     task_mix,
 )
-from cumulo.cluster.decide.jobs import JobRequest
-from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 
 
 def test_looking_ahead_sees_gpus_without_cores():

@@ -12,8 +12,7 @@ from cumulo.cluster import launching
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.queueing import fifo
-from cumulo.cluster.decide.recovery import LostNode, recovery
-from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
+from cumulo.cluster.decide.recovery import AttemptEnd, LostNode, after_attempt, recovery
 from cumulo.cluster.decide.snapshot import snapshot_of
 from cumulo.cluster.decision_log import DecisionLog, plain_snapshot, read_snapshot, replay
 from cumulo.cluster.job_file import job_from

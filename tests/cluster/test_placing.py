@@ -11,8 +11,7 @@ from cumulo.cluster.decide.elastic_sizes import TenantLimits, choose_sizes, poss
 from cumulo.cluster.decide.fit import emptiest_first, pack_gang, slots, tasks_that_fit
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
-from cumulo.cluster.decide.queueing import by_share
-from cumulo.cluster.decide.reservations import Releases
+from cumulo.cluster.decide.queueing import Releases, by_share
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.simulate.traces import uniform_nodes
 

@@ -13,7 +13,6 @@ from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import TenantQuota, snapshot_of
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate import page as pages
-from cumulo.cluster.simulate.failures import FailureRates
 from cumulo.cluster.simulate.fill import PUBLISHED, fill
 from cumulo.cluster.simulate.job_speed import FixedSpeed, LeafSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, Segment
@@ -21,6 +20,7 @@ from cumulo.cluster.simulate.page import gantt, page
 from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
 from cumulo.cluster.simulate.pollux import read_pollux
 from cumulo.cluster.simulate.traces import read_nodes, read_trace, synthetic_trace, uniform_nodes
+from cumulo.cluster.simulate.workloads import FailureRates
 from cumulo.errors import ConfigError
 
 TRACES = Path(__file__).parents[3] / "shared/data/cluster/traces"

@@ -8,7 +8,6 @@ import pytest
 from cumulo.cluster.decide.check import violations
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize
 from cumulo.cluster.decide.fit import pack_gang
-from cumulo.cluster.decide.fragmentation import task_mix
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, SpeedTable, StepProfile, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.packing import (
@@ -17,6 +16,7 @@ from cumulo.cluster.decide.packing import (
     dot_product,
     gpu_packing,
     packing_policy,
+    task_mix,
 )
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of

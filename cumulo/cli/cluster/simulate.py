@@ -276,7 +276,7 @@ def _quotas(chosen: ClusterRunOptions) -> tuple:  # type: ignore[type-arg]
 
 
 def _failures(chosen: ClusterRunOptions):  # type: ignore[no-untyped-def]
-    from cumulo.cluster.simulate.failures import PUBLISHED_RATES, FailureRates
+    from cumulo.cluster.simulate.workloads import PUBLISHED_RATES, FailureRates
     from cumulo.errors import ConfigError
 
     if not chosen.failures:
@@ -299,8 +299,7 @@ def _fill(chosen: ClusterRunOptions, nodes: "list[ClusterNode]", jobs: "list[Tra
     from cumulo.base import report as reports
     from cumulo.cli.shared.terminal import out, working
     from cumulo.cli.view import cluster_run as view
-    from cumulo.cluster.simulate.fill import RULES, fill
-    from cumulo.cluster.simulate.variants import variant
+    from cumulo.cluster.simulate.fill import RULES, fill, variant
     from cumulo.errors import ConfigError
 
     names = [name.strip() for name in chosen.policy.split(",")]

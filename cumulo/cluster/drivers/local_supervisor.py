@@ -23,7 +23,7 @@ from pathlib import Path
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.policies import NamedPolicy, policy_named
-from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
+from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt
 from cumulo.cluster.decide.snapshot import Snapshot, snapshot_of
 from cumulo.cluster.decision_log import DecisionLog
 from cumulo.cluster.drivers.command import mark_attempt, output_file, ranks_command, run_folder, served_url

@@ -21,8 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cumulo.base.files import write_whole
 from cumulo.cluster.decide.jobs import TaskPlace
-from cumulo.cluster.decide.recovery import LostNode, recovery
-from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
+from cumulo.cluster.decide.recovery import AttemptEnd, LostNode, after_attempt, recovery
 from cumulo.cluster.drivers.command import mark_attempt, output_file, run_folder, work_command
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_settings import DeviceGroup

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.files import write_whole
-from cumulo.cluster.decide.restart import AttemptEnd, after_attempt
+from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import run_progress
 

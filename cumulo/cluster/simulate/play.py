@@ -14,14 +14,14 @@ from typing import Literal
 from cumulo.cluster.decide.check import violations
 from cumulo.cluster.decide.decisions import Cordon, Decision, Eviction, JobPlacement, Resize, Waits
 from cumulo.cluster.decide.fit import slots
-from cumulo.cluster.decide.fragmentation import fragmented_share, task_mix
 from cumulo.cluster.decide.jobs import WHOLE_GPU, GangShape, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
+from cumulo.cluster.decide.packing import fragmented_share, task_mix
 from cumulo.cluster.decide.policies import NamedPolicy
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
-from cumulo.cluster.simulate.failures import FailureRates, failure_times
 from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
+from cumulo.cluster.simulate.workloads import FailureRates, failure_times
 from cumulo.errors import CumuloError
 
 ROUND_S = 60.0  # between two decisions of policies that resize or preempt running jobs all the time
