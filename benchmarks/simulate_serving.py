@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import yaml  # noqa: E402
+from step_cost_fit import Measured, fit, get  # noqa: E402
 
 from cumulo.base.report import Row, write_json  # noqa: E402
 from cumulo.engine.decide.plan import StepPlan  # noqa: E402
@@ -37,7 +38,6 @@ from cumulo.plan.serve.profile import Host, Reached, ServingProfile, shipped_pro
 from cumulo.plan.serve.replica import FORMATS, Replica  # noqa: E402
 from cumulo.plan.serve.report import Percentiles, report  # noqa: E402
 from cumulo.plan.serve.step_cost import StepCostModel, StepLoad, load_of  # noqa: E402
-from cumulo.plan.serve.step_cost_fit import Measured, fit, get  # noqa: E402
 from cumulo.plan.serve.step_cost_work import Format, step_work  # noqa: E402
 from cumulo.plan.serve.traffic import drawn_traffic  # noqa: E402
 from cumulo.spec import catalog  # noqa: E402

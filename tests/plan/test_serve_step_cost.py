@@ -26,7 +26,6 @@ from cumulo.plan.serve.step_cost import (
     padded_tokens,
     pairs,
 )
-from cumulo.plan.serve.step_cost_fit import Measured, fit, get, put
 from cumulo.plan.serve.step_cost_work import Format, step_work
 from cumulo.spec import catalog
 
@@ -199,34 +198,6 @@ def test_a_profile_with_a_missing_constant_is_refused_by_name() -> None:
     del fields["device"], fields["layer_s"]
     with pytest.raises(ConfigError, match="layer_s"):
         read_profile("mine", fields)
-
-
-def test_a_fit_finds_the_constants_that_made_the_times() -> None:
-    spec, start = catalog.model("llama-3.1-8b"), shipped_profiles()["h200"]
-    names = ["bfloat16.bandwidth", "bfloat16.matmul", "layer_s", "kv_bandwidth"]
-    truth = put(start, dict(zip(names, (0.6, 0.5, 4e-5, 0.7), strict=True)))
-
-    def cost_of(profile: Any) -> StepCostModel:
-        return StepCostModel(step_work(spec, Format()), H200, profile, weights="bfloat16", compute="bfloat16")
-
-    loads = [
-        StepLoad(1, 1, 1, 100),
-        StepLoad(64, 64, 64, 64_000),
-        StepLoad(64, 64, 64, 640_000),
-        StepLoad(8192, 1, 1),
-    ]
-    small = step_work(catalog.model("qwen3-0.6b"), Format())
-    runs = [Measured("", cost_of, [load], sum(cost_of(truth).parts(load))) for load in loads]
-
-    def small_cost_of(profile: Any) -> StepCostModel:
-        return StepCostModel(small, H200, profile, weights="bfloat16", compute="bfloat16")
-
-    runs.append(Measured("", small_cost_of, loads[:1], sum(small_cost_of(truth).parts(loads[0]))))
-    fitted = fit(start, names, runs)
-    for name in names:
-        assert get(fitted, name) == pytest.approx(get(truth, name), rel=1e-3), name
-    with pytest.raises(ConfigError, match="took some time"):
-        fit(start, names, [])
 
 
 # -- against measured runs ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
 from cumulo.pipeline.simulate.timeline import simulate
-from cumulo.plan.time.pipeline_bounds import bound_s, close_bound_s, played_s
+from cumulo.plan.time.pipeline_bounds import bound_s, played_s
 
 SCHEDULES = [
     ("gpipe", 4, 1),
@@ -68,34 +68,6 @@ def test_no_schedule_is_faster_than_its_bound(name: str, stages: int, chunks_per
         costs = uneven_costs(build(name, stages, micro_batches, chunks_per_stage).chunks, seed)
         bound = bound_s(name, stages, micro_batches, chunks_per_stage, costs)
         assert bound <= played_s(name, stages, micro_batches, chunks_per_stage, costs, 0.0, 0.0) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize(("name", "stages", "chunks_per_stage"), SCHEDULES)
-@pytest.mark.parametrize("over", [0, 2])
-def test_no_schedule_is_faster_than_its_closer_bound(
-    name: str, stages: int, chunks_per_stage: int, over: int
-) -> None:
-    for rounds in (2, 5):
-        micro_batches = rounds * stages + over
-        for seed in range(5):
-            costs = uneven_costs(build(name, stages, micro_batches, chunks_per_stage).chunks, seed)
-            message_s = 0.05 * seed
-            sizes = (name, stages, micro_batches, chunks_per_stage, costs)
-            close_s = close_bound_s(*sizes, message_s)
-            assert bound_s(*sizes) <= close_s * (1 + 1e-12)
-            assert close_s <= played_s(*sizes, message_s / 3, 2 * message_s / 3) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize(("name", "chunks_per_stage"), [("zb-h1", 1), ("zb-v", 2)])
-def test_the_closer_bound_is_within_1_percent_where_all_is_recomputed(
-    name: str, chunks_per_stage: int
-) -> None:
-    """The input's gradient takes longest then, and the first bound is 15% and more below."""
-    costs = (ChunkCost(1.0, 2.7, 0.4),) * (16 * chunks_per_stage)
-    sizes = (name, 16, 32, chunks_per_stage, costs)
-    found = played_s(*sizes, 0.0, 0.0)
-    assert 0.99 * found < close_bound_s(*sizes, 0.0) <= found * (1 + 1e-12)
-    assert bound_s(*sizes) < 0.85 * found
 
 
 @pytest.mark.parametrize(("name", "chunks_per_stage"), [("1f1b", 1), ("interleaved-1f1b", 4)])

@@ -147,6 +147,6 @@ def test_impossible_or_unknown_values_are_refused_with_their_name(
 
 
 def test_specs_import_no_torch() -> None:
-    modules = "check, counting, from_gguf, from_huggingface, model, model_file, parameters"
+    modules = "check, counting, from_gguf, from_huggingface, model, model_file"
     code = f"import sys; from cumulo.spec import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,11 +19,10 @@ from cumulo.plan.memory.peak import (
     stage_layers,
 )
 from cumulo.plan.search.space import JobShape, TrainGoal, Variant, job_of
-from cumulo.plan.time.chunks import Pieces, chunk_costs, chunks_of, is_paired, pieces_of
+from cumulo.plan.time.chunks import Pieces, chunks_of, is_paired, pieces_of
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.data_parallel import Surroundings, around, surroundings
-from cumulo.plan.time.pipeline_bounds import bound_s, close_bound_s
-from cumulo.plan.time.step import messages_s
+from cumulo.plan.time.pipeline_bounds import bound_s
 from cumulo.spec.model import ModelSpec
 
 
@@ -38,7 +37,6 @@ class Bounds:
         self._weights_s = cache(self._count_weights_s)
         self._costs: dict[tuple[object, ...], tuple[ChunkCost, ...]] = {}
         self._pipelines: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._closer: dict[tuple[object, ...], tuple[float, float]] = {}
         self._surroundings: dict[tuple[object, ...], Surroundings] = {}
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._states: dict[tuple[object, ...], int] = {}
@@ -98,34 +96,6 @@ class Bounds:
         schedule_s, micro_batch_s = self._pipeline(shape, job)
         return schedule_s + self._around_s(shape, job, micro_batch_s)
 
-    def closer_s(self, shape: JobShape, job: TrainJob, recompute: Recompute) -> float:
-        """Of a job with a pipeline, and of those like it that recompute more, `recompute` at most."""
-        schedule_s, waited_s = self._closer_pipeline(shape, job)
-        most_s = self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp
-        return schedule_s + self._around_s(shape, job, most_s + waited_s)
-
-    def closer_plan_s(self, shape: JobShape, job: TrainJob) -> float:
-        """As `plan_s`, of a job with a pipeline."""
-        schedule_s, waited_s = self._closer_pipeline(shape, job)
-        return schedule_s + self._around_s(shape, job, self._pipeline(shape, job)[1] + waited_s)
-
-    def _closer_pipeline(self, shape: JobShape, job: TrainJob) -> tuple[float, float]:
-        """As `schedule_s`, from how the schedule's orders begin and end and with the messages between stages; and
-        what the average stage waits for messages that it waits for before it goes on, for each micro-batch."""
-        layout = job.layout
-        key = (shape, layout.schedule, layout.chunks_per_stage, job.recompute)
-        found = self._closer.get(key)
-        if found is None:
-            own = self._chunk_costs(shape, job)
-            costs, *message_s = messages_s(job, self.goal.cluster, self.profile, own)
-            pipeline_s = close_bound_s(
-                layout.schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs, sum(message_s)
-            )
-            both_s = sum([cost.forward_s + cost.backward_s for cost in costs])
-            waited_s = both_s / shape.pp - self._pipeline(shape, job)[1]
-            found = self._closer[key] = (pipeline_s + self.profile.step_s, waited_s)
-        return found
-
     def _around_s(self, shape: JobShape, job: TrainJob, micro_batch_s: float) -> float:
         key = (shape, job.layout.zero)
         beside = self._surroundings.get(key)
@@ -136,7 +106,7 @@ class Bounds:
     def _chunk_costs(self, shape: JobShape, job: TrainJob) -> tuple[ChunkCost, ...]:
         key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute, is_paired(job))
         if key not in self._costs:
-            self._costs[key] = chunk_costs(job, self.goal.cluster, self.profile, self._pieces_of(job))
+            self._costs[key] = chunks_of(job, self.goal.cluster, self.profile, self._pieces_of(job)).costs
         return self._costs[key]
 
     def too_large(
@@ -180,7 +150,7 @@ class Bounds:
     ) -> float:
         """Forward and backward of everything, in one chunk."""
         job = self._job(self.goal.model, 1, tp, cp, ep, micro_batch, sequence_parallel, recompute)
-        (cost,) = chunk_costs(job, self.goal.cluster, self.profile, self._pieces_of(job))
+        (cost,) = chunks_of(job, self.goal.cluster, self.profile, self._pieces_of(job)).costs
         return cost.forward_s + cost.backward_s
 
     def _count_weights_s(self, tp: int, pp: int, ep: int) -> float:

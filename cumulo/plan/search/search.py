@@ -2,7 +2,7 @@
 
 Branch and bound, best first. A shape (sizes of all axes and the micro-batch) is bounded by the arithmetic of one
 rank, which no schedule avoids; a pipeline also by how long its stages wait to begin; a plan by the cost model's own
-lower bound, then by how its schedule's orders begin and end. Only plans that fit into memory and may still win are
+lower bound. Only plans that fit into memory and may still win are
 timed by playing their schedule. Plans that differ in their recomputation only are tried from little to much: more
 of it never shortens the pipeline.
 
@@ -76,15 +76,13 @@ def timed(job: TrainJob, goal: TrainGoal) -> Plan:
 @dataclass(frozen=True, slots=True)
 class _Branch:
     """All plans of a shape; with a schedule, those that have it; with a variant, that one and those that differ
-    from it only in recomputing more; with a job, the same, and the bound was worked out for this job; `closely`:
-    also from its schedule's orders."""
+    from it only in recomputing more; with a job, the same, and the bound was worked out for this job."""
 
     shape: JobShape
     schedule: str | None = None
     chunks_per_stage: int | None = None
     variant: Variant | None = None
     job: TrainJob | None = None
-    closely: bool = False
 
 
 @lru_cache(2)
@@ -119,7 +117,7 @@ class _Search:
             if self._hopeless(bound_s, branch.shape):
                 continue
             if branch.variant is not None:
-                self._try(branch.shape, branch.variant, branch.job, branch.closely)
+                self._try(branch.shape, branch.variant, branch.job)
             elif branch.schedule is not None:
                 for zero in self._zero_stages(branch.shape):
                     first = Variant(branch.schedule, branch.chunks_per_stage, zero, self.choices.recompute[0])
@@ -158,21 +156,17 @@ class _Search:
         later = self.choices.recompute.index(variant.recompute) + 1
         return variant._replace(recompute=self.choices.recompute[later]) if later < self.most else None
 
-    def _try(self, shape: JobShape, variant: Variant, job: TrainJob | None, closely: bool) -> None:
-        if job is None or (shape.pp > 1 and not closely):  # a closer bound decides whether its turn has come
+    def _try(self, shape: JobShape, variant: Variant, job: TrainJob | None) -> None:
+        if job is None:  # a closer bound decides whether its turn has come
             # What recomputes more takes longer, but more can travel behind it: as much as behind the last choice.
+            job = job_of(shape, variant, self.goal)
             most = self.choices.recompute[-1]
-            if closely := job is not None:
-                bound_s = self.bounds.closer_s(shape, job, most)
-            else:
-                job = job_of(shape, variant, self.goal)
-                bound_s = self.bounds.schedule_s(shape, job) + self.bounds.beside_s(shape, job, most)
+            bound_s = self.bounds.schedule_s(shape, job) + self.bounds.beside_s(shape, job, most)
             if not self._hopeless(bound_s, shape):
-                self._push(bound_s, _Branch(shape, variant=variant, job=job, closely=closely))
+                self._push(bound_s, _Branch(shape, variant=variant, job=job))
             return
         least_s, limit = 0.0, self.goal.memory_limit_bytes
-        plan_s = self.bounds.closer_plan_s(shape, job) if closely else self.bounds.plan_s(shape, job)
-        if not self._hopeless(plan_s, shape):
+        if not self._hopeless(self.bounds.plan_s(shape, job), shape):
             if self.bounds.closer_memory_bytes(shape, variant) > limit or not fits_into(job, limit):
                 self.too_large += 1
             else:

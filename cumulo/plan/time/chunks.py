@@ -110,43 +110,6 @@ def chunks_of(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces 
     return Chunks(passes, chunk_costs, again)
 
 
-def chunk_costs(job: TrainJob, cluster: Cluster, profile: Profile, pieces: Pieces) -> tuple[ChunkCost, ...]:
-    """The costs of `chunks_of` alone, from sums: a search asks for thousands of them."""
-    kinds, last = layer_kinds(job.model), job.chunks - 1
-    counts = job.chunk_layers
-    if last and (profile.balances_stages or job.predict_ahead):
-        return chunks_of(job, cluster, profile, pieces).costs
-    share = 1.0
-    each = {kind: (_totals(passes), again.total) for kind, (passes, again) in pieces.layers.items()}
-    taken_up = [_totals(part) for part in _taken_up(job, profile)]
-    first, ends = _totals(pieces.first), [_totals(part) for part in pieces.ends]
-    found, made, begin = [], {}, 0
-    for chunk, count in enumerate(counts):
-        mine = kinds[begin : begin + count]
-        begin += count
-        look = (mine, chunk == 0, chunk == last)
-        if look not in made:
-            if job.recompute == "full" and job.recompute_layers is not None and mine:
-                share = min(1.0, job.recompute_layers / len(mine))
-            parts = [first] if chunk == 0 else []
-            parts += taken_up if any(moe for moe, _ in mine) else []
-            parts += ends if chunk == last else []
-            sums = [sum(part[index] for part in parts) for index in range(3)]
-            for kind in set(mine):
-                (forward, inputs, weights), again = each[kind]
-                times = mine.count(kind)
-                sums[0] += times * forward
-                sums[1] += times * (inputs + share * again)
-                sums[2] += times * weights
-            made[look] = ChunkCost(*sums)
-        found.append(made[look])
-    return tuple(found)
-
-
-def _totals(passes: Passes) -> tuple[float, float, float]:
-    return passes.forward.total, passes.backward_input.total, passes.backward_weight.total
-
-
 def _chunk(
     job: TrainJob,
     kinds: tuple[LayerKind, ...],

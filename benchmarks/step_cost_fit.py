@@ -1,4 +1,4 @@
-"""Fitting a ServingProfile's constants to measured runs. Called by `benchmarks/simulate_serving.py`.
+"""Fitting a ServingProfile's constants to measured runs. `simulate_serving.py` calls it.
 
 A run is the loads of its steps and the seconds they took, step by step or in sum. Constants are positive and matter
 in ratio, so they are fitted in logarithms: damped Gauss-Newton (Levenberg 1944, Marquardt 1963) on log(predicted /
