@@ -1,7 +1,7 @@
 # Every target does its own set-up: on a fresh machine Python 3.11 to 3.14, make and a C++ compiler are enough.
 # Set-up talks on stderr and never reads stdin, so `echo question | make chat` prints nothing but the answer.
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-long test-equalities test-thorough lint bench docs clean
+.PHONY: help install run chat test test-gpu test-long test-equalities test-thorough lint bench docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +17,7 @@ help:
 	  'make run      the server and its console at http://127.0.0.1:8000; MODEL=... for another model, ARGS=...' \
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
 	  'make test     all tests but the long ones' \
+	  'make test-gpu  all tests that need a GPU; PYTHON=python3 for a Python that has torch and pytest already' \
 	  'make test-long  the long ones: frameworks, sieges, killed engines, whole pages' \
 	  'make test-equalities  the long forms of the tests that compare tokens and weights: ten to fifteen minutes' \
 	  'make test-thorough  all tests in their long forms: hours' \
@@ -52,6 +53,10 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)
 test: $(VENV)/.ready-test
 	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Kernels on a GPU, by this Python; without PYTHON=... by the virtual environment's, which is made first.
+test-gpu: $(if $(PYTHON),,$(VENV)/.ready-test)
+	@$(or $(PYTHON),$(BIN)/python) -m tests.on_gpu $(ARGS)
 
 # What takes long, whoever runs it: other projects' frameworks, sieges, restarts as users have them.
 test-long: override ARGS += --long
@@ -135,7 +140,7 @@ $(VENV)/.ray: $(VENV)/.ready
 $(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.clients $(VENV)/.ray
 	$(SAY) 'installing what the tests need'
 	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache $(BIN)/python -c \
-	  'from cumulo.kernels.cpu.build import build; build(announce=False)' </dev/null >/dev/null 2>&1 & \
+	  'from cumulo.kernels.cpu.library import build; build(announce=False)' </dev/null >/dev/null 2>&1 & \
 	$(PIP_INSTALL) -e '.[serve,console,test]'; installed=$$?; wait; exit $$installed
 	@touch $@
 

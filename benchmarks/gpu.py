@@ -29,13 +29,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_roofline import Roofline  # noqa: E402
+from cumulo.bench.gpu.report import Ceilings  # noqa: E402
 from cumulo.engine.assembly import free_memory, start_engine  # noqa: E402
 from cumulo.engine.config import EngineConfig  # noqa: E402
 from cumulo.engine.decide.params import SamplingParams  # noqa: E402
 from cumulo.engine.decide.plan import StepPlan  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.memory.memory_plan import plan_memory  # noqa: E402
-from cumulo.kernels.cuda.bench import Ceilings  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
 from cumulo.spec.from_huggingface import spec_from_config  # noqa: E402
 from cumulo.spec.model import ModelSpec  # noqa: E402
@@ -265,9 +265,11 @@ def measure_start(name: str, repeats: int) -> dict[str, Any]:
 
 def attention_rows() -> list[dict[str, Any]]:
     """The kernels of the table, in microseconds; `cumulo bench kernels` has all of them, with their rivals."""
-    from cumulo.kernels.cuda import bench
+    from cumulo.bench.gpu import report
 
-    found = [row for row in bench.rows(("attention",)) if row.get("must") is not None]
+    found = [
+        row for row in report.rows(("paged_attention", "flash_attention")) if row.get("must") is not None
+    ]
     for row in found:
         row["ok"] = row["value"] is not None and row["value"] <= row["must"]
         row["roofline_percent"] = 100 * row.get("more", {}).get("roofline_share", 0.0)

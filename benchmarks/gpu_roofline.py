@@ -3,8 +3,8 @@ each figure."""
 
 from dataclasses import dataclass
 
+from cumulo.bench.gpu.report import Ceilings
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.kernels.cuda.bench import Ceilings
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import MatrixProduct, model_operations
 

@@ -22,9 +22,8 @@ from cumulo.bench.quantised import QualityConfig, measure
 from cumulo.models.files import names_huggingface
 from cumulo.models.files.parameter_reader import ParameterReader
 from cumulo.quant.decide.recipe import Recipe, settled
-from cumulo.quant.play.calibration import calibration_tokens
 from cumulo.quant.play.folder import write_tokenizer
-from cumulo.quant.play.run import Calibration, quantise
+from cumulo.quant.play.run import Calibration, calibration_tokens, quantise
 from cumulo.spec.to_huggingface import config_from_spec
 
 MUST = 1.1  # growth of perplexity, ours over theirs

@@ -148,7 +148,7 @@ def _fork_compiler() -> None:
 
 def _compile_kernels() -> None:
     """All workers would wait for the CPU's kernels else, where no test has been run yet."""
-    from cumulo.kernels.cpu.build import build
+    from cumulo.kernels.cpu.library import build
 
     build(announce=False)
 

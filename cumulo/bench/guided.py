@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cumulo.base.report import Row
-from cumulo.bench import schema_suite
-from cumulo.bench.schema_judge import CannotJudge, Judge
-from cumulo.bench.schema_suite import SuiteSchema
+from cumulo.bench import schema_judge
+from cumulo.bench.schema_judge import CannotJudge, Judge, SuiteSchema
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.guides.guided import Guidance
@@ -121,7 +120,7 @@ def measure(
     with LLM(model, config=config, progress=tell) as llm:
         assert llm.engine.guidance is not None
         tell("the JSON Schema Test Suite", 0, 0)
-        known = list(usable(llm.engine.guidance, schema_suite.load()))
+        known = list(usable(llm.engine.guidance, schema_judge.load()))
         chosen = random.Random(seed).sample(known, min(schemas, len(known)))
         rows.append(
             Row("schemas that can be enforced", len(known), note="of the JSON Schema Test Suite, each once")

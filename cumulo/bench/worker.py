@@ -4,6 +4,8 @@
 measurement at a time; requests and answers are JSON lines. Between requests the worker sleeps in read().
 """
 
+import ctypes
+import importlib
 import json
 import os
 import resource
@@ -12,9 +14,232 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from cumulo.errors import CumuloError
+
+MAX_SEQUENCES = 16
+CONTEXT_PER_SEQUENCE = 1024
+
+
+class Side(Protocol):
+    def decode(self, prompts: list[list[int]], new_tokens: int) -> float:
+        """Greedy tokens per second of all sequences together, after their prompts."""
+        ...
+
+    def prefill(self, prompt: list[int]) -> float:
+        """Prompt tokens per second until the first new token is known."""
+        ...
+
+
+class CumuloSide:
+    """Our engine as a user gets it: `LLM` with its defaults."""
+
+    def __init__(self, model: str | None, threads: int) -> None:
+        from cumulo import LLM, SamplingParams
+        from cumulo.engine.config import EngineConfig
+
+        self.params = SamplingParams
+        config = EngineConfig(threads=threads, kv_blocks=MAX_SEQUENCES * CONTEXT_PER_SEQUENCE // 16)
+        self.llm = LLM(model, config=config)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The prompts' text in token ids, which all sides are given."""
+        return list(self.llm.tokenizer.encode(text))
+
+    def decode(self, prompts: list[list[int]], new_tokens: int) -> float:
+        # Prompts first, on their own: with their blocks cached, all sequences begin in the same step.
+        self._generate(prompts, 1)
+        stories = [output.story for output in self._generate(prompts, new_tokens)]
+        first_s = max(story.first_token_s or 0.0 for story in stories)
+        last_s = max(story.finished_s or 0.0 for story in stories)
+        return len(prompts) * (new_tokens - 1) / (last_s - first_s)
+
+    def prefill(self, prompt: list[int]) -> float:
+        began_s = time.perf_counter()
+        output = self._generate([prompt], 1)[0]
+        elapsed_s = time.perf_counter() - began_s
+        if output.story.cached_tokens:
+            raise CumuloError(f"{output.story.cached_tokens} prompt tokens were cached: not a prefill")
+        return len(prompt) / elapsed_s
+
+    def _generate(self, prompts: list[list[int]], new_tokens: int) -> list[Any]:
+        outputs: list[Any] = self.llm.generate(
+            prompts, self.params(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        )
+        for output in outputs:
+            if output.error:
+                raise CumuloError(f"the benchmark's request failed: {output.error}")
+        return outputs
+
+
+class GenerateSide:
+    """`LLM.generate` on whole conversations, at most `places` computing at once: the server's rival in
+    `cumulo bench overhead`."""
+
+    def __init__(self, model: str | None, threads: int, places: int) -> None:
+        from cumulo import LLM, SamplingParams
+        from cumulo.engine.config import EngineConfig
+
+        self.params = SamplingParams
+        self.llm = LLM(model, config=EngineConfig(threads=threads, max_running=places))
+
+    def answer(self, texts: list[str], output_tokens: list[int]) -> dict[str, Any]:
+        """Answer every text as a user's message; the first ones begin, the others follow as places get free."""
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        prompts = [
+            self.llm.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts
+        ]
+        each = [self.params(temperature=0, max_tokens=count, ignore_eos=True) for count in output_tokens]
+        outputs = self.llm.generate([self.llm.tokenizer.encode(prompt) for prompt in prompts], each)
+        elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+        for output in outputs:
+            if output.error:
+                raise CumuloError(f"the benchmark's request failed: {output.error}")
+        return {
+            "seconds": elapsed_s,
+            "cpu_s": cpu_s,
+            "prompt_tokens": sum(output.story.prompt_tokens for output in outputs),
+            "cached_tokens": sum(output.story.cached_tokens for output in outputs),
+            "output_tokens": sum(output.story.output_tokens for output in outputs),
+        }
+
+
+class TransformersSide:
+    """Hugging Face transformers, float32, its default (SDPA) attention, the same file dequantised."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import torch
+
+        transformers: Any = importlib.import_module("transformers")
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        self.torch = torch
+        if model.is_dir():
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        else:
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                model.parent, gguf_file=model.name, dtype=torch.float32
+            )
+        self.model = loaded.eval()
+
+    def decode(self, prompts: list[list[int]], new_tokens: int) -> float:
+        times_s: list[float] = []
+
+        def note_time(ids: Any, scores: Any, **_: Any) -> Any:
+            times_s.append(time.perf_counter())
+            return self.torch.zeros(len(prompts), dtype=self.torch.bool)
+
+        ids = self.torch.tensor(prompts)
+        with self.torch.inference_mode():
+            self.model.generate(
+                ids,
+                attention_mask=self.torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                pad_token_id=0,
+                stopping_criteria=[note_time],
+            )
+        if len(times_s) != new_tokens:
+            raise CumuloError(f"transformers made {len(times_s)} steps where {new_tokens} were asked for")
+        return len(prompts) * (new_tokens - 1) / (times_s[-1] - times_s[0])
+
+    def prefill(self, prompt: list[int]) -> float:
+        ids = self.torch.tensor([prompt])
+        began_s = time.perf_counter()
+        with self.torch.inference_mode():
+            self.model(ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).item()
+        return len(prompt) / (time.perf_counter() - began_s)
+
+
+class LlamaCppSide:
+    """llama.cpp through its C interface, as a server would drive it: one llama_decode per step for all."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        try:
+            llama_cpp: Any = importlib.import_module("llama_cpp")
+        except ImportError as error:
+            raise CumuloError(
+                "llama.cpp is asked for but llama-cpp-python is not installed: pip install llama-cpp-python "
+                "(it compiles for some minutes), or leave it out: --against transformers"
+            ) from error
+        self.api = llama_cpp
+        self.silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self.silence, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(str(model).encode(), options)
+        if not self.model:
+            raise CumuloError(f"llama.cpp cannot load {model}")
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        # A context each, so that one sequence does not pay for sixteen.
+        self.contexts = {count: self._context(count, threads) for count in (1, MAX_SEQUENCES)}
+        self.batch = llama_cpp.llama_batch_init(MAX_SEQUENCES * CONTEXT_PER_SEQUENCE, 0, 1)
+
+    def _context(self, sequences: int, threads: int) -> Any:
+        options = self.api.llama_context_default_params()
+        options.n_seq_max = sequences
+        options.n_ctx = sequences * CONTEXT_PER_SEQUENCE
+        options.n_batch, options.n_ubatch = 2048, 512
+        options.n_threads = options.n_threads_batch = threads
+        context = self.api.llama_init_from_model(self.model, options)
+        if not context:
+            raise CumuloError(f"llama.cpp cannot make a context of {options.n_ctx} tokens")
+        return context
+
+    def decode(self, prompts: list[list[int]], new_tokens: int) -> float:
+        context = self.contexts[1 if len(prompts) == 1 else MAX_SEQUENCES]
+        self.api.llama_memory_clear(self.api.llama_get_memory(context), True)
+        tokens = []
+        for sequence, prompt in enumerate(prompts):
+            self._run(context, [(token, at, sequence) for at, token in enumerate(prompt)])
+            tokens.append(self._argmax(context, len(prompt) - 1))
+        began_s = time.perf_counter()
+        for step in range(new_tokens - 1):
+            entries = [(t, len(prompts[s]) + step, s) for s, t in enumerate(tokens)]
+            self._run(context, entries, all_logits=True)
+            tokens = [self._argmax(context, row) for row in range(len(entries))]
+        return len(prompts) * (new_tokens - 1) / (time.perf_counter() - began_s)
+
+    def prefill(self, prompt: list[int]) -> float:
+        context = self.contexts[1]
+        self.api.llama_memory_clear(self.api.llama_get_memory(context), True)
+        began_s = time.perf_counter()
+        self._run(context, [(token, at, 0) for at, token in enumerate(prompt)])
+        self._argmax(context, len(prompt) - 1)
+        return len(prompt) / (time.perf_counter() - began_s)
+
+    def _run(self, context: Any, entries: list[tuple[int, int, int]], all_logits: bool = False) -> None:
+        """Compute (token, position, sequence) rows; logits for the last one, or for all."""
+        batch = self.batch
+        batch.n_tokens = len(entries)
+        for row, (token, position, sequence) in enumerate(entries):
+            batch.token[row], batch.pos[row] = token, position
+            batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
+            batch.logits[row] = all_logits or row == len(entries) - 1
+        if status := self.api.llama_decode(context, batch):
+            raise CumuloError(f"llama_decode failed with status {status}")
+
+    def _argmax(self, context: Any, row: int) -> int:
+        import numpy as np
+
+        pointer = self.api.llama_get_logits_ith(context, row)
+        return int(np.ctypeslib.as_array(pointer, shape=(self.vocab_size,)).argmax())
+
+
+def make_side(
+    name: str, model: str | None, model_path: Path, threads: int, places: int = MAX_SEQUENCES
+) -> Side | GenerateSide:
+    if name == "cumulo":
+        return CumuloSide(model, threads)
+    if name == "generate":
+        return GenerateSide(model, threads, places)
+    if name == "transformers":
+        return TransformersSide(model_path, threads)
+    return LlamaCppSide(model_path, threads)
 
 
 class SideProcess:
@@ -74,8 +299,6 @@ def serve(settings: dict[str, Any]) -> None:
         command = request.pop("command")
         try:
             if command == "load":
-                from cumulo.bench.sides import make_side
-
                 began_s = time.perf_counter()
                 side = make_side(**settings | {"model_path": Path(settings["model_path"])})
                 answer(value=time.perf_counter() - began_s)

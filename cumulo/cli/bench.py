@@ -223,6 +223,14 @@ def kernels(
             help="GPU only: measure operations whose names contain one of these, for example moe,sample."
         ),
     ] = "",
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="GPU only: time the candidates for each shape instead, and keep the table of winners that the "
+            "decoder loads on such a GPU. This takes many minutes.",
+        ),
+    ] = False,
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure each kernel against the limits of the device (the GPU if there is one) and against other kernels."""
@@ -233,13 +241,17 @@ def kernels(
         import torch
 
         if torch.cuda.is_available():
-            from cumulo.kernels.cuda import bench as gpu_bench
-
             words = [word for word in only.split(",") if word]
-            rows = [Row(**row) for row in gpu_bench.rows(words, tell)]
+            if tune:
+                from cumulo.bench.gpu.tune import tune_all
+
+                tune_all(tell, words)
+            from cumulo.bench.gpu import report as gpu_report
+
+            rows = [Row(**row) for row in gpu_report.rows(words, tell)]
             title = f"kernels, {torch.cuda.get_device_name()}"
         else:
-            from cumulo.kernels.cpu import bench as kernel_bench
+            from cumulo.bench import cpu_kernels as kernel_bench
 
             rows, title = [Row(**row) for row in kernel_bench.rows()], "kernels"
     finish(title, rows, json_file)

@@ -33,7 +33,7 @@ from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
 from cumulo.errors import ConfigError, CumuloError
-from cumulo.kernels.cuda.device_memory import gpu_memory
+from cumulo.kernels.cuda.registry import gpu_memory
 from cumulo.layout.equal_sums import invariant_ep
 from cumulo.layout.expert_placement import copies_problem
 from cumulo.layout.serving import serving_problems

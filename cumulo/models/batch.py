@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cpu.kv_codes import bytes_of, encode, stored_columns
+from cumulo.kernels.cpu.paged_attention import bytes_of, encode, stored_columns
 from cumulo.kernels.low_rank import AdapterRows
 from cumulo.spec.model import ModelSpec
 
@@ -37,8 +37,8 @@ class KVCache:
     """Keys and values of every layer in fixed-size blocks.
 
     `keys[layer]` is [blocks, kv_heads, block_size, key_dim] so that one block of one head is contiguous; in int8 it
-    has a few bytes more, for a scale (kernels/cpu/kv_codes.py). With latent attention `values[layer]` is a view of
-    the first kv_rank columns of the key.
+    has a few bytes more, for a scale (kernels/cpu/paged_attention.py). With latent attention `values[layer]` is a
+    view of the first kv_rank columns of the key.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from cumulo.bench import guided as bench_guided
-from cumulo.bench import schema_suite
+from cumulo.bench import schema_judge
 from cumulo.bench.schema_judge import CannotJudge, Judge
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import Guide
@@ -26,7 +26,7 @@ needs_built_in_model = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def suite():
     try:
-        return schema_suite.load()
+        return schema_judge.load()
     except CumuloError as error:
         pytest.skip(str(error))
 
@@ -60,7 +60,7 @@ def test_the_judge_says_what_the_suite_says(suite):
         if one.name.split(":")[0].endswith("/format.json") or "/optional/" in one.name:
             continue
         # Some references lead to documents that the suite would serve; so do metaschemas of one's own.
-        if "$ref" in json.dumps(one.schema) or one.schema["$schema"] not in schema_suite.DRAFTS.values():
+        if "$ref" in json.dumps(one.schema) or one.schema["$schema"] not in schema_judge.DRAFTS.values():
             continue
         judge = Judge(one.schema, one.draft)
         for value in one.valid:

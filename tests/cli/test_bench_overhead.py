@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.bench.overhead import Round, _Texts, rows
-from cumulo.bench.overhead_client import FirstToken
+from cumulo.bench.overhead import FirstToken, Round, _Texts, rows
 from cumulo.bench.server import ServerProcess
 from cumulo.errors import CumuloError
 from cumulo.load.prompts import Uniform

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from tests.engine.cuda_ranks import SIZES, ToldRunner, answers, play_rank, rank_runner, requests_of, spec_of  # isort: skip
 from torch.distributed.distributed_c10d import _get_default_store
@@ -114,6 +115,7 @@ def without_room(rank: int, layout: ServingLayout) -> str:
     return "made"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU ranks share symmetric memory, not a file")
 def test_memory_that_one_rank_cannot_share_is_told_to_all() -> None:
     found = run_ranks(without_room, 3, ServingLayout(pp=3))
     assert len(set(found)) == 1 and found[0].startswith("rank 1: MemoryError: no room for ")

@@ -6,68 +6,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, make_engine, use_few_programs  # isort: skip
-from cumulo.engine.decide.params import SamplingParams
+from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, use_few_programs  # isort: skip
 from cumulo.engine.decide.speculation import rounds
-from cumulo.engine.play.draft_source import DraftSource, attach_rounds
-from cumulo.kernels.cuda.linear.likeliest_linear import TileConfig
 from cumulo.kernels.cuda.sampling.greedy_rounds import accept_likeliest
 from cumulo.kernels.cuda.sampling.rounds import RoundRows, accept
 from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import eagle_layers
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors
-from cumulo.models.play.cuda_eagle import RoundWays
-from tests.engine.test_rounds_cuda import make_head
-from tests.engine.test_runner_cuda import prompt, run
-from tests.thorough import rare
 
 pytestmark = pytest.mark.slow
 SPEC = SPECS["dense"]
-PLAIN, TILES = (
-    RoundWays(False, False, False, False),
-    RoundWays(True, True, True, True, *[TileConfig(16, 4)] * 2),
-)
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     monkeypatch.setattr(rounds, "_ROUNDS", (2, 1))
-
-
-def played(ways: RoundWays, decoder, temperature: float, monkeypatch):
-    """The answer, and behind every round: whether it had no logits, the known tokens and three drafts."""
-    engine = make_engine(decoder, on_kernels=True, speculate="rounds")
-    attach_rounds(DraftSource("head", SPEC, head=make_head()), engine.runner, 0)
-    head = engine.runner.head
-    head.head.ways = ways
-    engine.scheduler.speculation.fixed_count = 3
-    left: list[tuple[bool, list[int]]] = []
-    launch = engine.runner.launches.launch
-
-    def noting(shape, every_row: bool = False) -> None:
-        launch(shape, every_row)
-        if shape.rounds is not None:
-            slot, start = int(head.rows.slots[0]), int(head.rows.starts[0])
-            left.append((shape.greedy, engine.runner.slots.tokens[slot, : start + 4].tolist()))
-
-    monkeypatch.setattr(engine.runner.launches, "launch", noting)
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=3, ignore_eos=True)
-    answers = run(engine, [(prompt(6, 1), params)])
-    assert engine.scheduler.problems() == []
-    return answers, left
-
-
-@pytest.mark.parametrize("temperature", [0.0, *rare(0.9)])
-def test_every_way_to_play_a_round_gives_the_same_tokens_and_drafts(temperature: float, monkeypatch) -> None:
-    decoder = make_decoder(SPEC)
-    expected, plain = played(PLAIN, decoder, temperature, monkeypatch)
-    found, left = played(TILES, decoder, temperature, monkeypatch)
-    assert found == expected and len(left) == len(plain) > 1
-    for (greedy, text), (_, plain_text) in zip(left, plain, strict=True):
-        assert greedy == (temperature == 0)  # sampled draws need their logits
-        assert text == plain_text
 
 
 def test_layers_write_what_a_head_sees_where_it_reads_it() -> None:

@@ -317,7 +317,7 @@ def test_the_ledger_knows_what_a_head_holds() -> None:
     assert held["draft model"] == needs.weight_bytes
     assert held["draft kv cache"] == cache.blocks * cache.block_size * needs.bytes_per_token
     head, tapped = engine.runner.head.head, engine.runner.model.tapped
-    of_tokens = sum(one.nbytes for one in (tapped, head.stream, head.embedded, head.normed, head.qkv))
+    of_tokens = sum(one.nbytes for one in (tapped, head.stream, head.paired, head.qkv))
     assert of_tokens == engine.runner.model.max_tokens * needs.step_token_bytes
     engine.runner.close()
 

@@ -119,11 +119,8 @@ def test_rows_with_trees_share_a_step(levels: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [True, False])
-def test_a_head_grows_the_tree_it_grows_in_torch(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels for a few rows and for more. Behind what was kept of a first tree."""
-    if not few:
-        monkeypatch.setattr(cuda_rounds.CudaEagle, "fits", lambda self, rows: False)
+def test_a_head_grows_the_tree_it_grows_in_torch() -> None:
+    """Behind what was kept of a first tree."""
     decoder, head = make_decoder(SPEC), make_head().to(DEVICE)
     text = prompt(9, 4)
     engine = engine_with_head(decoder, 7, levels=3)
@@ -139,8 +136,7 @@ def test_a_head_grows_the_tree_it_grows_in_torch(few: bool, monkeypatch: pytest.
     answer = [*text, *done[0].samples[0].token_ids]
     known = next(n for n in range(len(answer), 0, -1) if drafts[:n] == answer[:n])
     assert known > len(text)
-    part = 8 if few else PART
-    nodes = grown(Behind(decoder, head, drafts[:known], part), head.token_of.tolist(), 3, 7)[0]
+    nodes = grown(Behind(decoder, head, drafts[:known], PART), head.token_of.tolist(), 3, 7)[0]
     assert drafts[known : known + 7] == [token for token, _ in nodes]
     assert words[1:8] == tree_words([0, *(parent for _, parent in nodes)])[1:]
     engine.runner.close()

@@ -27,12 +27,11 @@ from cumulo.engine.engine import Engine  # noqa: E402
 from cumulo.engine.play.cuda import step_words  # noqa: E402
 from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
 from cumulo.engine.play.runner_torch import TorchRunner  # noqa: E402
-from cumulo.kernels.cuda.linear import draft_linear, few_linear, small_linear  # noqa: E402
+from cumulo.kernels.cuda.linear import linear, small_linear  # noqa: E402
 from cumulo.kernels.cuda.moe import few as moe_few  # noqa: E402
 from cumulo.models.adapters.bank import AdapterBank  # noqa: E402
 from cumulo.models.batch import KVCache  # noqa: E402
 from cumulo.models.decoder import Decoder  # noqa: E402
-from cumulo.models.play import cuda_eagle  # noqa: E402
 from cumulo.models.play.cuda_decoder import CudaDecoder  # noqa: E402
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
 
@@ -68,15 +67,9 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             "default_config",
             lambda n, k, *_: small_linear.SmallConfig(64, next_power_of_2(k), 4),
         )
-        monkeypatch.setattr(few_linear, "default_config", lambda m, n, k, *_: _whole_rows(k))
-        monkeypatch.setattr(cuda_eagle, "few_config", lambda rows, weight, **_: _whole_rows(weight.shape[1]))
-        monkeypatch.setattr(draft_linear, "_PAIRED_ROWS", 64)
+        monkeypatch.setattr(linear, "_one_row", lambda *_: linear.Choice("small"))
         for name in ("UP", "DOWN"):
             monkeypatch.setattr(moe_few, name, moe_few.FewExpertsConfig(64, 1024, 4))
-
-
-def _whole_rows(k: int) -> few_linear.FewConfig:
-    return few_linear.FewConfig(64, max(256, next_power_of_2(k)), 1)
 
 
 def widened(spec: ModelSpec) -> ModelSpec:

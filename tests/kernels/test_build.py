@@ -6,10 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cumulo.kernels.cpu import build as build_module
+from cumulo.kernels.cpu import library as build_module
 from cumulo.kernels.cpu import library as library_module
-from cumulo.kernels.cpu.build import BuildFailed, build, default_cache_folder, library_name
-from cumulo.kernels.cpu.library import NativeLibrary, native
+from cumulo.kernels.cpu.library import (
+    BuildFailed,
+    NativeLibrary,
+    build,
+    default_cache_folder,
+    library_name,
+    native,
+)
 from cumulo.kernels.cpu.packed_linear import PackedWeight
 from tests.kernels.blocks import random_blocks
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.kernels.cpu.float_linear import float_linear
+from cumulo.kernels.cpu.packed_float8 import float_linear
 from tests import thorough
 
 

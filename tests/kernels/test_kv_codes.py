@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from cumulo.kernels.cpu.kv_codes import bytes_of, decode, encode
 from cumulo.kernels.cpu.library import native
-from cumulo.kernels.cpu.paged_attention import paged_attention, reference
+from cumulo.kernels.cpu.paged_attention import bytes_of, decode, encode, paged_attention, reference
 from cumulo.models.batch import KVCache
 from cumulo.models.play.fused import FusedDecoder
 from tests.kernels.test_paged_attention import NAMED, Case

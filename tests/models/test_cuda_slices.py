@@ -21,7 +21,7 @@ if find_spec("triton") is None:
 from torch.distributed.distributed_c10d import _get_default_store  # noqa: E402
 from triton import next_power_of_2  # noqa: E402
 
-from cumulo.kernels.cuda.linear import few_linear, small_linear  # noqa: E402
+from cumulo.kernels.cuda.linear import linear, small_linear  # noqa: E402
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig  # noqa: E402
 from cumulo.kernels.cuda.sampling.sample import (  # noqa: E402
     COLUMNS,
@@ -42,7 +42,7 @@ from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
 from tests.thorough import rare  # noqa: E402
 
 pytestmark = pytest.mark.slow
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 BASE = dict(
     family="tiny", vocab_size=38, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_hidden=32,
     max_context=64,
@@ -68,8 +68,8 @@ def few_programs(n: int, k: int, *_: object) -> SmallConfig:
     return SmallConfig(64, next_power_of_2(k), 4)
 
 
-def still_fewer(m: int, n: int, k: int, *_: object) -> few_linear.FewConfig:
-    return few_linear.FewConfig(64, max(256, next_power_of_2(k)), 1)
+def one_small_row(*_: object) -> linear.Choice:
+    return linear.Choice("small")
 
 
 def make_decoder(spec: ModelSpec) -> Decoder:
@@ -135,7 +135,7 @@ def play_rank(
     rank: int, name: str, ranks: int, ep: int, invariant: bool = False, weights: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     if not HAS_GPU:
-        small_linear.default_config, few_linear.default_config = few_programs, still_fewer
+        small_linear.default_config, linear._one_row = few_programs, one_small_row
     part = rank_part(SPECS[name], ServingLayout(tp=ranks, ep=ep), rank)
     own = cut(make_decoder(SPECS[name]), part)
     size = shared_bytes(own.spec, 32, 2, torch.float32, ranks, invariant)
@@ -154,7 +154,7 @@ def test_two_slices_give_the_logits_and_tokens_of_the_whole_model(
 ) -> None:
     if not HAS_GPU:
         monkeypatch.setattr(small_linear, "default_config", few_programs)
-        monkeypatch.setattr(few_linear, "default_config", still_fewer)
+        monkeypatch.setattr(linear, "_one_row", one_small_row)
     expected, drawn = steps(CudaDecoder(make_decoder(SPECS[name]), 32, 2))
     found = run_ranks(play_rank, 2, name, 2, ep, timeout_s=600)
     for logits, tokens in found:

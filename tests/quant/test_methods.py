@@ -4,10 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.quant.methods.awq import output_error, search_clipping, search_scale
-from cumulo.quant.methods.float8 import float8
-from cumulo.quant.methods.gptq import gptq
-from cumulo.quant.methods.grid import Grid, round_to_nearest
+from cumulo.quant.rounding import (
+    Grid,
+    float8,
+    gptq,
+    output_error,
+    round_to_nearest,
+    search_clipping,
+    search_scale,
+)
 
 
 def case(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

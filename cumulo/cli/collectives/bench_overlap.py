@@ -46,7 +46,7 @@ def overlap(
     those of a mixture of experts in a pipeline, next to the simulator, which knows how many cores are shared.
     Gradients and weights are those of data parallelism.
     """
-    from cumulo.bench.overlapped import passes as bench_overlap
+    from cumulo.bench import overlap_passes as bench_overlap
     from cumulo.cli.shared.measured import finish, warn_if_busy
     from cumulo.cli.shared.terminal import working
     from cumulo.errors import ConfigError
@@ -67,7 +67,7 @@ def overlap(
         raise ConfigError(f"--shares {shares}: every share must be more than 0")
     warn_if_busy()
     if of != "passes":
-        from cumulo.bench.overlapped import message_order
+        from cumulo.bench import overlap_order as message_order
 
         with working("overlap") as tell:
             order = message_order.OrderPlan(ranks, of == "weights", wanted, rounds)

@@ -154,7 +154,7 @@ def run(
 
     shape = _shape(ranks, elements, node_size, channels, pieces)
     with working(f"{ranks} processes"):
-        from cumulo.bench.collective_run import run_once
+        from cumulo.bench.collectives import run_once
 
         rows = run_once(collective, algorithm, shape, dtype, transport, timeout_s)
     report.write_json(json_file, rows)

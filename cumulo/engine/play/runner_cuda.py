@@ -40,7 +40,7 @@ from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
 from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.engine.play.verify import draft_places, draws_of, round_draws, write_drafts
 from cumulo.engine.sampling.sampler import draw
-from cumulo.kernels.cuda.compile_ahead import compiling_ahead
+from cumulo.kernels.cuda.captured import compiling_ahead
 from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import KVCache

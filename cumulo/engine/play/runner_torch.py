@@ -23,7 +23,7 @@ from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
 from cumulo.engine.sampling.sampler import Drawn, Sampler, WholeSampler, draw_peaks
-from cumulo.kernels.cpu.kv_codes import bytes_of
+from cumulo.kernels.cpu.paged_attention import bytes_of
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel

@@ -1,4 +1,4 @@
-"""GPU kernels in Triton, one file per operation: reference, kernel, registration, bytes and FLOPs, benchmark rows.
+"""GPU kernels in Triton, one file per operation: reference, kernel, and registration where training needs it.
 
 Imported only where there is a GPU (or Triton's interpreter, in tests): nothing else in Cumulo needs Triton.
 """

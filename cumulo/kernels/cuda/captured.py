@@ -1,13 +1,18 @@
 """CapturedGraphs: CUDA graphs of a runner's steps, by the shape of the step. `CudaRunner` keeps one.
 
-All graphs work in the same memory: steps run one after the other.
+All graphs work in the same memory: steps run one after the other. `compiling_ahead` compiles many kernels at once:
+one takes Triton half a second or more, most of it outside Python's lock; a model needs about fifty.
 """
 
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+import os
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
+import triton
+from triton.runtime.jit import JITFunction
 
 Shape = TypeVar("Shape", bound=Hashable)
 
@@ -49,3 +54,23 @@ class CapturedGraphs(Generic[Shape]):
         """No step may be playing them."""
         for shape in [shape for shape in self._graphs if which(shape)]:
             del self._graphs[shape]
+
+
+_MOST_THREADS = 16
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """On leaving, everything that was launched inside can be launched without waiting for a compiler."""
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *arguments, grid=grid, warmup=True, **options)
+
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as executor, triton.AsyncCompileMode(executor):
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = launch

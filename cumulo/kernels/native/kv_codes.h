@@ -1,7 +1,7 @@
 // Keys and values in 8 bits: written once by the step that computes them, expanded by every step that reads them.
 //   KV_INT8  codes of one head and position, then their scale as a float: x ~ scale * code, |code| <= 127
 //   KV_FP8   e4m3 without a scale: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; the largest number is 448
-// Mirrored by cumulo/kernels/cpu/kv_codes.py.
+// Mirrored by cumulo/kernels/cpu/paged_attention.py.
 #pragma once
 #include <cmath>
 

@@ -19,8 +19,8 @@ from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attenti
 from cumulo.kernels.cuda.early import EARLY_ROWS
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
-from cumulo.kernels.cuda.linear.linear import Weight, choose, linear, prepare, rotates
-from cumulo.kernels.cuda.linear.rotation import PagedRotation
+from cumulo.kernels.cuda.linear.linear import choose, linear, prepare, rotates
+from cumulo.kernels.cuda.linear.product import PagedRotation, Weight
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, reserve_scratch
 from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.models.adapters.bank import AdapterBank

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
-from cumulo.kernels.cuda.attention.mla_cache import mla_cache
+from cumulo.kernels.cuda.attention.latent_plan import LatentPlan, mla_cache
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
-from cumulo.kernels.cuda.linear.linear import Weight, linear
+from cumulo.kernels.cuda.linear.linear import linear
+from cumulo.kernels.cuda.linear.product import Weight
 from cumulo.spec.model import MLASpec, ModelSpec
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
-from cumulo.kernels.cuda.linear.linear import Weight, fuses, linear
+from cumulo.kernels.cuda.linear.linear import fuses, linear
+from cumulo.kernels.cuda.linear.product import Weight
 from cumulo.kernels.low_rank import AdapterGroups
 from cumulo.layout.equal_sums import parts_of
 from cumulo.models.play.cuda_adapters import CudaAdapters

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cumulo.kernels.cuda.collective.one_shot import gather_owned, gather_rows, sum_rows
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
-from cumulo.kernels.cuda.collective.rows import gather_owned, gather_rows, sum_rows
 from cumulo.layout.serving import RankPart
 from cumulo.models.play.cuda_slice import partial_bytes, partial_dtype
 from cumulo.ranks.peer_memory import bring

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
-from cumulo.kernels.cuda.linear.linear import Weight, linear
+from cumulo.kernels.cuda.linear.linear import linear
+from cumulo.kernels.cuda.linear.product import Weight
 from cumulo.kernels.cuda.linear.w4_weight import STEP, W4Weight
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.decoder import Layer

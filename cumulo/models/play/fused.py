@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cpu import library as native_library
-from cumulo.kernels.cpu.float_linear import float_linear
-from cumulo.kernels.cpu.kv_codes import KV_FORMATS
 from cumulo.kernels.cpu.library import GroupsStruct, NativeLibrary, OpStruct, StepStruct
-from cumulo.kernels.cpu.packed_float8 import PackedFloat8
+from cumulo.kernels.cpu.packed_float8 import PackedFloat8, float_linear
 from cumulo.kernels.cpu.packed_linear import PackedWeight
-from cumulo.kernels.cpu.paged_attention import attention_fields
+from cumulo.kernels.cpu.paged_attention import KV_FORMATS, attention_fields
 from cumulo.kernels.low_rank import AdapterGroups
 from cumulo.models.attention import Attention
 from cumulo.models.batch import ForwardBatch, KVCache

@@ -1,13 +1,69 @@
 """Recipe: how a model is to be quantised, checked against the model before anything is read. Made by
-`cumulo quantize` from its options, carried out by `cumulo.quant.play`."""
+`cumulo quantize` from its options, carried out by `cumulo.quant.play`.
+
+The matrices of the layers are quantised. Embedding, head, norms, routers and the expansion of latent attention stay
+in 16 bits, as other tools leave them. `quantization_config` is written in the words of the tool whose format it is.
+"""
 
 import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from cumulo.errors import ConfigError
-from cumulo.quant.decide.matrices import row_lengths
 from cumulo.spec.model import ModelSpec
+
+
+def row_lengths(spec: ModelSpec) -> list[int]:
+    """How many inputs the quantised matrices have, each length once."""
+    lengths = {spec.hidden}
+    if spec.mla is None:
+        lengths.add(spec.heads * spec.head_dim)
+    else:
+        lengths.add(spec.heads * spec.mla.value_head_dim)
+        if spec.mla.q_rank is not None:
+            lengths.add(spec.mla.q_rank)
+    if spec.moe is None or spec.moe.dense_layers:
+        lengths.add(spec.ffn_hidden)
+    if spec.moe is not None:
+        lengths |= {spec.moe.expert_hidden, *([spec.moe.shared_hidden] if spec.moe.shared_hidden else [])}
+    return sorted(lengths)
+
+
+def is_quantised(module: str) -> bool:
+    """Whether the matrix of a module, such as model.layers.3.mlp.up_proj, is quantised."""
+    return (
+        module.startswith("model.layers.")
+        and module.endswith("_proj") | module.endswith((".w1", ".w2", ".w3", "kv_a_proj_with_mqa"))
+        and not module.endswith("kv_b_proj")
+    )
+
+
+def plain_modules(modules: Iterable[str], layers: int | None) -> list[str]:
+    """Those of `modules` that stay in 16 bits, by their full names; a layer's routed experts have one name.
+    `layers`: only the first so many are quantised."""
+    plain = ["lm_head"]
+    for module in modules:
+        layer = re.match(r"model\.layers\.(\d+)\.", module)
+        beyond = layer is not None and layers is not None and int(layer[1]) >= layers
+        if beyond or not is_quantised(module):
+            plain.append(re.sub(r"\.experts\.\d+\..*", ".experts", module))
+    return list(dict.fromkeys(plain))
+
+
+def ignored_patterns(spec: ModelSpec, layers: int | None) -> list[str]:
+    """What a quantization_config lists as left out; `re:` marks a regular expression. `layers`: only the first so
+    many are quantised."""
+    patterns = ["lm_head"]
+    if layers is not None and layers < spec.layers:
+        patterns.append(f"re:.*layers\\.({'|'.join(map(str, range(layers, spec.layers)))})\\..*")
+    if spec.moe is not None:
+        patterns.append("re:.*(mlp|block_sparse_moe)\\.gate$")
+    if spec.mla is not None:
+        patterns.append("re:.*kv_b_proj$")
+    return patterns
+
 
 Method = Literal["rtn", "awq", "gptq", "int8", "fp8"]
 FolderFormat = Literal["compressed-tensors", "awq", "gptq", "fp8"]
@@ -129,3 +185,81 @@ def _group(asked: int | None, spec: ModelSpec) -> int:
 def _listing(numbers: list[int]) -> str:
     words = [f"{number:,}" for number in numbers]
     return " and ".join(words) if len(words) < 3 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+Fields = dict[str, Any]
+
+
+def quantization_config(recipe: Recipe, spec: ModelSpec, plain: Sequence[str]) -> Fields:
+    """For a settled recipe. `plain`: full names of the modules that stay in 16 bits. Some readers of these lists
+    look for a part of a module's name and others for all of it, so only whole names mean the same to all."""
+    if recipe.format == "awq":
+        return {
+            "quant_method": "awq", "bits": recipe.bits, "group_size": recipe.group, "zero_point": True,
+            "version": "gemm", "modules_to_not_convert": list(plain),
+        }  # fmt: skip
+    if recipe.format == "gptq":
+        return {
+            "quant_method": "gptq", "bits": recipe.bits, "group_size": recipe.group, "desc_act": False,
+            "static_groups": recipe.act_order, "sym": recipe.symmetric, "lm_head": False,
+            "damp_percent": recipe.damping, "true_sequential": True, "checkpoint_format": "gptq",
+            "modules_to_not_convert": list(plain),
+            "dynamic": {  # how GPTQModel, vLLM and SGLang are told what is left out
+                f"-:{pattern.removeprefix('re:')}": {} for pattern in ignored_patterns(spec, recipe.layers)
+            },
+        }  # fmt: skip
+    if recipe.format == "fp8":
+        return {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK],
+            "modules_to_not_convert": list(plain),
+        }  # fmt: skip
+    storage = {"fp8": "float-quantized", "int8": "int-quantized"}.get(recipe.method, "pack-quantized")
+    return {
+        "quant_method": "compressed-tensors",
+        "format": storage,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _weights(recipe),
+                "input_activations": _activations(recipe),
+                "output_activations": None,
+                "format": storage,
+            }
+        },
+        "ignore": ignored_patterns(spec, recipe.layers),
+        "kv_cache_scheme": None,
+    }
+
+
+def _weights(recipe: Recipe) -> Fields:
+    fields: Fields = {
+        "num_bits": recipe.bits,
+        "type": "float" if recipe.method == "fp8" else "int",
+        "symmetric": recipe.symmetric,
+        "dynamic": False,
+        "observer": "minmax",
+    }
+    if recipe.method == "fp8" and recipe.scheme == "block":
+        return fields | {"strategy": "block", "block_structure": [FLOAT8_BLOCK, FLOAT8_BLOCK]}
+    if recipe.method in ("fp8", "int8"):
+        return fields | {"strategy": "channel" if recipe.method == "int8" else recipe.scheme}
+    return fields | {
+        "strategy": "group",
+        "group_size": recipe.group,
+        "actorder": "static" if recipe.method == "gptq" and recipe.act_order else None,
+    }
+
+
+def _activations(recipe: Recipe) -> Fields | None:
+    if recipe.method == "int8":
+        return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    if recipe.method != "fp8":
+        return None
+    fields: Fields = {"num_bits": 8, "type": "float", "symmetric": True}
+    if recipe.static_activations:
+        return fields | {"strategy": "tensor", "dynamic": False}
+    if recipe.scheme == "block":
+        return fields | {"strategy": "group", "group_size": FLOAT8_BLOCK, "dynamic": True}
+    return fields | {"strategy": "token" if recipe.scheme == "channel" else "tensor", "dynamic": True}

@@ -19,7 +19,7 @@ from cumulo.models.files.parameter_reader import ParameterReader
 from cumulo.models.files.placement import Placement
 from cumulo.models.moe import Experts
 from cumulo.models.rope import RotaryTable
-from cumulo.quant.decide.matrices import is_quantised
+from cumulo.quant.decide.recipe import is_quantised
 
 _BLOCK = 16
 

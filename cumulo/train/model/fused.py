@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import backward as norm_backward
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
-from cumulo.kernels.cuda.elementwise.rotate import rotate_, rotated_back
+from cumulo.kernels.cuda.elementwise.rope_cache import rotate_, rotated_back
 from cumulo.kernels.cuda.elementwise.swiglu import backward as gate_backward
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.train.model.arithmetic import Arithmetic

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from cumulo.base.machine import available_memory
 from cumulo.base.quantities import LedgerLine
 from cumulo.errors import ConfigError
-from cumulo.kernels.cuda.device_memory import gpu_memory
+from cumulo.kernels.cuda.registry import gpu_memory
 from cumulo.layout.pieces import pieces
 from cumulo.ranks.launch import local_ranks
 from cumulo.ranks.team import Team

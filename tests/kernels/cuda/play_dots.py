@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear import dot_ending
+from cumulo.kernels.cuda.linear import few_dot
 from tests.kernels.cuda.play_gluon import Pointer, pointer
 
 _ENDING = ("rows_of_tile", "biases", "rotation_of", "store", "_store_activated", "_store_rotated")
@@ -64,7 +64,7 @@ class Played:
         for name in (*helpers, kernel):
             names[name] = FunctionType(getattr(module, name).fn.__code__, names, name)
         for name in _ENDING:
-            names[name] = FunctionType(getattr(dot_ending, name).fn.__code__, names, name)
+            names[name] = FunctionType(getattr(few_dot, name).fn.__code__, names, name)
         self._kernel, self._constants = names[kernel], constants_of(module, kernel)
 
     def _allocate(self, dtype: torch.dtype, shape: list[int], _: object) -> Shared:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise import rms_norm, rope_cache, step_inputs, swiglu
-from cumulo.kernels.cuda.linear import draft_linear
 from cumulo.kernels.cuda.moe import few as moe_few
 from cumulo.kernels.cuda.moe import moe
 from cumulo.kernels.cuda.sampling import rounds, sample, sample_cuts, tree_growth, trees
@@ -135,11 +134,6 @@ def trees_of_drafts() -> None:
                 best, place, mass, _ints(12_288), state, growth, _bf16(found, hidden), tokens, tables, slots, 64,
                 level, drafts, inputs if level < 3 else None,
             )  # fmt: skip
-    for count in (1, 2):
-        best, place, mass = torch.zeros(count, 1536), _ints(count, 1536), torch.zeros(count, 1536)
-        draft_linear.likeliest(
-            _bf16(count, hidden), _bf16(12_288, hidden), _bf16(hidden), 1e-5, best, place, mass
-        )
 
 
 def mixtures() -> None:

@@ -7,12 +7,11 @@ from torch import Tensor
 from cumulo.kernels.cuda.elementwise.rope_cache import reference as turned
 from cumulo.kernels.cuda.linear import few_dot as op
 from cumulo.kernels.cuda.linear import linear as door
-from cumulo.kernels.cuda.linear.few_dot import DotConfig, few_dot
-from cumulo.kernels.cuda.linear.rotation import PagedRotation
-from cumulo.kernels.cuda.linear.small_linear import reference
+from cumulo.kernels.cuda.linear.few_dot import DotConfig
+from cumulo.kernels.cuda.linear.product import PagedRotation, reference
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
+from tests.kernels.cuda.multiply import few_dot, inputs
 from tests.kernels.cuda.play_dots import Played, constants_of
-from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 from tests.thorough import rare
 
@@ -65,20 +64,6 @@ def test_norm_bias_swiglu_and_residual_are_part_of_it(
     check_close(stream, exact, given["x"], given["weight"], given["norm"], added, given["bias"])
 
 
-def test_rows_of_x_and_residual_can_be_picked(device: torch.device) -> None:
-    given = inputs(6, 20, 200, device)
-    picked = torch.tensor([4, 0, 5], dtype=torch.int32, device=device)
-    out = poisoned(3, 20, dtype=torch.float16, device=device)
-    few_dot(
-        given["x"], given["weight"], out, residual=given["residual"], rows=picked, config=DotConfig(16, 2, 2)
-    )
-
-    def exact(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        return reference(x[picked.long()], weight, residual=residual[picked.long()])
-
-    check_close(out, exact, given["x"], given["weight"], given["residual"])
-
-
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rows"), [(3, 1, 32, 16), (2, 2, 64, 32)])
 def test_queries_and_keys_are_rotated_and_keys_and_values_are_on_their_pages(
     heads: int, kv_heads: int, dim: int, rows: int, device: torch.device
@@ -114,7 +99,7 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_are_on_their_pages(
 def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
     for rows, columns in ((9, 64), (2, 60)):
         given = inputs(rows, 4, columns, device)
-        with pytest.raises(ValueError, match="use linear"):
+        with pytest.raises(ValueError, match="takes up to 8 rows"):
             few_dot(given["x"], given["weight"])
 
 
@@ -144,7 +129,7 @@ def test_candidates_keep_their_weights_in_registers() -> None:
 
 POINTERS = dict.fromkeys(
     ("x", "weight", "out", "norm_weight", "residual", "bias", "cos", "sin", "keys", "values"), "*bf16"
-) | dict.fromkeys(("rows_of", "positions", "slots"), "*i32")
+) | dict.fromkeys(("positions", "slots"), "*i32")
 SIZES = (
     "OUTPUTS",
     "stride_x",

@@ -2,7 +2,6 @@
 matter."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -94,7 +93,7 @@ def test_torchs_attention_and_its_gradients_are_the_same(device: torch.device) -
         ).transpose(1, 2)
 
     expected = torch.autograd.grad(torchs(*leaves), leaves, upstream.double())
-    out = door.attention_by("ours", *leaves)
+    out = door.flash_attention(*leaves)
     assert relative_error(out.detach(), torchs(*leaves).detach()) < 1e-6
     for found, right in zip(torch.autograd.grad(out, leaves, upstream), expected, strict=True):
         assert relative_error(found, right) < 1e-6
@@ -198,21 +197,3 @@ def test_shapes_that_do_not_fit_are_refused_with_the_reason() -> None:
         door.flash_attention(torch.zeros(1, 4, 3, 16), *[torch.zeros(1, 4, 2, 16)] * 2)
     with pytest.raises(ValueError, match="the queries' head size"):
         door.flash_attention(torch.zeros(1, 4, 2, 16), *[torch.zeros(1, 4, 2, 32)] * 2)
-
-
-def test_a_saved_table_is_the_one_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(door.WINNERS, "d16 s64 causal", "flash")
-    before = dict(door.WINNERS), dict(door.FORWARD), dict(door.BACKWARD)
-    door.save_winners(tmp_path / "table.json")
-    for table in (door.WINNERS, door.FORWARD, door.BACKWARD):
-        for key in list(table):
-            monkeypatch.delitem(table, key)  # type: ignore[arg-type]
-    door.load_winners(tmp_path / "table.json")
-    assert before == (door.WINNERS, door.FORWARD, door.BACKWARD)
-
-
-def test_work_counts_visible_pairs() -> None:
-    cost = door.work([3, 2], heads=2, kv_heads=1, dim=8)
-    assert cost.flops == 4 * (6 + 3) * 2 * 8
-    assert cost.bytes == 5 * 8 * 2 * (2 * 2 + 2 * 1) + 4 * 5 * 2
-    assert door.work([3, 2], 2, 1, 8, causal=False, backward=True).flops == 10 * (9 + 4) * 2 * 8

@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear import fp8_block_matmul, fp8_quantise
+from cumulo.kernels.cuda.linear import fp8, fp8_quantise
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.linear.fp8_quantise import quantise
-from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear
-from cumulo.kernels.cuda.linear.small_linear import SmallConfig, small_linear
+from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig
+from cumulo.kernels.cuda.linear.small_linear import SmallConfig
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
+from tests.kernels.cuda.multiply import skinny_linear, small_linear
 from tests.kernels.cuda.tolerance import relative_error
 
 # An e4m3 number has 3 bits after the first: half a step is 1/16, and errors are spread evenly below that.
@@ -58,8 +59,8 @@ def test_a_few_rows_times_an_8_bit_weight_are_exact_for_that_weight(device: torc
     weight = Fp8Weight.quantised(draw(7, 100, device=device))
     x = draw(6, 100, device=device, seed=1).half()
     exact = x.double() @ weight.dequantised().double().t()
-    small = small_linear(x[:2], weight.data, scales=weight.scales, config=SmallConfig(2, 64, 2))
-    skinny = skinny_linear(x, weight.data, scales=weight.scales, config=SkinnyConfig(16, 32, 2, 4, 2))
+    small = small_linear(x[:2], weight, config=SmallConfig(2, 64, 2))
+    skinny = skinny_linear(x, weight, config=SkinnyConfig(16, 32, 2, 4, 2))
     assert relative_error(small, exact[:2]) < 1e-3
     assert relative_error(skinny, exact) < 1e-3
 
@@ -72,9 +73,9 @@ def test_block_scales_reach_the_right_blocks(splits: int, device: torch.device) 
     weight = Fp8Weight.quantised(plain, in_blocks=True)
     x = draw(5, 256, device=device, seed=1).half()
     config = SkinnyConfig(64, 64, splits, 4, 2)
-    found = skinny_linear(x, weight.data, scales=weight.scales, config=config)
+    found = skinny_linear(x, weight, config=config)
     assert relative_error(found, x.double() @ weight.dequantised().double().t()) < 1e-3
-    half = skinny_linear(x, weight.data, scales=weight.scales, swiglu=True, config=config)
+    half = skinny_linear(x, weight, swiglu=True, config=config)
     gate, up = (x.float() @ weight.dequantised().t()).chunk(2, dim=1)
     assert relative_error(half, torch.nn.functional.silu(gate) * up) < 2e-3
 
@@ -82,10 +83,8 @@ def test_block_scales_reach_the_right_blocks(splits: int, device: torch.device) 
 def test_the_block_scaled_product_of_two_8_bit_matrices(device: torch.device) -> None:
     weight = Fp8Weight.quantised(draw(150, 200, device=device) * 3, in_blocks=True)
     x = quantise(draw(5, 200, device=device, seed=1).half() * 7, in_blocks=True)
-    found = fp8_block_matmul.block_matmul(
-        x.data, x.scales, weight.data, weight.scales, dtype=torch.float32, block_m=16
-    )
-    exact = fp8_block_matmul.reference(x.data, x.scales, weight.data, weight.scales)
+    found = fp8.block_matmul(x.data, x.scales, weight.data, weight.scales, dtype=torch.float32, block_m=16)
+    exact = fp8.block_reference(x.data, x.scales, weight.data, weight.scales)
     assert relative_error(found, exact) < 1e-5
     assert relative_error(found, x.dequantised().double() @ weight.dequantised().double().t()) < 1e-5
 
@@ -114,12 +113,6 @@ def test_many_rows_are_close_to_the_product_in_full_precision(in_blocks: bool, d
     assert relative_error(stream, residual.float() + torch.nn.functional.silu(gate) * up) < 0.04
 
 
-def test_the_operators_have_fake_kernels(device: torch.device) -> None:
-    utilities = ("test_schema", "test_faketensor")
-    x = draw(3, 256, device=device).half()
-    torch.library.opcheck(torch.ops.cumulo.fp8_quantise, (x, None, 1e-6, True, True), test_utils=utilities)
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_on_hopper_blocks_are_multiplied_by_the_8_bit_matrix_unit() -> None:
@@ -127,7 +120,7 @@ def test_on_hopper_blocks_are_multiplied_by_the_8_bit_matrix_unit() -> None:
     (made,) = compile_for_sm90(
         [
             Case(
-                kernel="cumulo.kernels.cuda.linear.fp8_block_matmul:_block_matmul_kernel",
+                kernel="cumulo.kernels.cuda.linear.fp8:_block_matmul_kernel",
                 types={
                     **dict.fromkeys(("x", "weight"), "*fp8e4nv"),
                     **dict.fromkeys(("x_scales", "weight_scales"), "*fp32"),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from cumulo.kernels.cuda.elementwise import rotate
+from cumulo.kernels.cuda.elementwise import rope_cache
 from cumulo.kernels.cuda.linear import fp8_blocks as blocks
 from cumulo.kernels.cuda.linear import fp8_pair as pair
 from cumulo.spec.model import ModelSpec
@@ -13,7 +13,6 @@ from cumulo.train.data.loader import DeviceBatch, to_device
 from cumulo.train.data.packing import Batch
 from cumulo.train.model.arithmetic import FP8, FP8_BLOCKS, WIDE, Arithmetic, product
 from cumulo.train.model.model import TrainingDecoder, initialise
-from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.tolerance import relative_error
 from tests.thorough import rare
 
@@ -160,15 +159,15 @@ def test_rotation_in_place_and_back(heads: tuple[int, int], device: torch.device
     angle = torch.randn((tokens, dim // 2), generator=generator).to(device)
     cos, sin = angle.cos(), angle.sin()
     states = qkv.view(tokens, total, dim).clone().requires_grad_()
-    turned = rotate.reference(states[:, : heads[0] + heads[1]], cos, sin)
+    turned = rope_cache.rotate_reference(states[:, : heads[0] + heads[1]], cos, sin)
     right = torch.cat((turned, states[:, heads[0] + heads[1] :]), 1)
-    rotate.rotate_(qkv, cos, sin, *heads)
+    rope_cache.rotate_(qkv, cos, sin, *heads)
     torch.testing.assert_close(qkv.view(tokens, total, dim), right.detach())
     # Heads before tokens, as attention's gradients may lie.
     upstream = torch.randn((total, tokens, dim), generator=generator).to(device).transpose(0, 1)
     parts = upstream.split((heads[0], heads[1], heads[1]), 1)
     (grad,) = torch.autograd.grad(right, states, upstream)
-    torch.testing.assert_close(rotate.rotated_back(*parts, cos, sin), grad.flatten(1))
+    torch.testing.assert_close(rope_cache.rotated_back(*parts, cos, sin), grad.flatten(1))
 
 
 def test_a_product_in_8_bits_keeps_its_inputs_in_8_bits_only(device: torch.device) -> None:
@@ -180,13 +179,3 @@ def test_a_product_in_8_bits_keeps_its_inputs_in_8_bits_only(device: torch.devic
         product(x, weight, FP8)
     wide = [tensor for tensor in kept if tensor.dtype == torch.float32 and tensor.ndim]
     assert [tensor.data_ptr() for tensor in wide] == [weight.data_ptr()]
-
-
-def test_the_custom_operations_pass_opcheck(device: torch.device) -> None:
-    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(2)).to(device, half(device))
-    opcheck(pair.fp8_pair_op, (x, pair.E4M3))
-    opcheck(blocks.fp8_blocks_op, (x,))
-    qkv, cos, sin = x[:4, :64].contiguous(), x[4:8, :8].contiguous(), x[8:12, :8].contiguous()
-    opcheck(rotate.rotate_op, (qkv, cos, sin, 2, 1))
-    grads = [x[:4, : 16 * n].reshape(4, n, 16) for n in (2, 1, 1)]
-    opcheck(rotate.rotated_back_op, (*grads, cos, sin))

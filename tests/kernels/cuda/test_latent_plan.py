@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from cumulo.errors import CumuloError
-from cumulo.kernels.cuda.attention.latent_plan import LatentPlan, latent_attention_op
-from cumulo.kernels.cuda.attention.mla_cache import mla_cache, mla_cache_op
-from cumulo.kernels.cuda.attention.mla_cache import reference as cache_reference
+from cumulo.kernels.cuda.attention.latent_plan import LatentPlan, mla_cache
+from cumulo.kernels.cuda.attention.latent_plan import reference as cache_reference
 from cumulo.kernels.cuda.attention.mla_chunk import MlaChunkConfig
 from cumulo.kernels.cuda.attention.mla_decode import MlaConfig, reference
 from tests.kernels.cuda.compile_sm90 import SHARED_BYTES_PER_BLOCK, Case, compile_for_sm90
-from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.paged_case import PagedCase
 from tests.kernels.cuda.test_attention_on_gpu import TYPES
 from tests.kernels.cuda.tolerance import poisoned, relative_error
@@ -73,26 +71,6 @@ def test_bits_depend_neither_on_company_nor_on_how_a_context_was_cut(device: tor
         piece.query = case.query[start : start + count]
         assert torch.equal(run(piece, invariant=True), whole[start : start + count])
         start += count
-
-
-def test_the_custom_operations_pass_opcheck(device: torch.device) -> None:
-    case = latent_case([(1, 20), (3, 17)], 2, device)
-    batch = (case.query_starts, case.context_lengths, case.block_tables, RANK, 0.3)
-    opcheck(latent_attention_op, (case.query, case.keys.nan_to_num(), *batch))
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(5)).half().to(device)
-
-    places = torch.arange(3, dtype=torch.int32, device=device)
-    inputs = (
-        random(3, 2, 40),
-        random(3, RANK + ROPE),
-        random(RANK),
-        random(9, ROPE // 2),
-        random(9, ROPE // 2),
-    )
-    query, keys = random(3, 2, RANK + ROPE), random(2, 1, 4, RANK + ROPE)
-    opcheck(mla_cache_op, (*inputs, places, places, query, keys, 1e-5, True))
 
 
 def test_plans_that_run_one_after_the_other_share_their_scratch(device: torch.device) -> None:
@@ -209,7 +187,7 @@ def test_the_kernels_fit_a_hopper_multiprocessor_at_deepseeks_shape() -> None:
         bf16 | strides | dict(positions="*i32", slots="*i32", head_dim="i32:16", eps="fp32", block_size="i32")
     )
     cache = Case(
-        "cumulo.kernels.cuda.attention.mla_cache:_kernel",
+        "cumulo.kernels.cuda.attention.latent_plan:_kernel",
         types,
         dict(HEADS=16, RANK=512, ROPE=64, INTERLEAVED=True),
         1,

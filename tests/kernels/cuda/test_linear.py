@@ -1,21 +1,21 @@
-"""linear: whichever kernel does the work, the answer is the same; the table of winners survives a file."""
+"""linear: whichever kernel does the work, the answer is the same; the table of winners survives JSON."""
 
-from pathlib import Path
+import json
 
 import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear import few_linear
 from cumulo.kernels.cuda.linear import linear as door
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.fp8_quantise import quantise
 from cumulo.kernels.cuda.linear.linear import Choice, Weight, choose, linear
+from cumulo.kernels.cuda.linear.product import reference
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, default_config
-from cumulo.kernels.cuda.linear.small_linear import SmallConfig, reference
+from cumulo.kernels.cuda.linear.small_linear import SmallConfig
 from cumulo.kernels.cuda.linear.w4 import W4Config
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight
-from tests.kernels.cuda.test_small_linear import inputs
+from tests.kernels.cuda.multiply import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 from tests.thorough import rare
 
@@ -101,8 +101,8 @@ def test_rows_quantised_by_the_caller_are_taken_as_they_are(given: dict[str, Ten
 
 def test_without_a_table_one_row_streams_and_many_rows_go_to_the_library() -> None:
     weight = torch.empty(N, K, dtype=torch.bfloat16)
-    assert choose(1, weight).kernel == "few"
-    assert choose(1, torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")).kernel == "small"
+    assert choose(1, weight).kernel == "small"
+    assert choose(1, torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")) == Choice("small")
     assert choose(16, weight, swiglu=True).kernel == "skinny"
     assert choose(512, weight).kernel == "library"
 
@@ -148,10 +148,6 @@ def test_without_a_table_one_row_of_few_bytes_starts_early(n: int, k: int, swigl
 
     def early(kind: str) -> bool:
         choice = door._default(1, n, k, kind, swiglu)
-        if choice.kernel == "few":
-            config = few_linear.default_config(1, n, k, swiglu)
-            assert config.waits_first and config.lines == 1
-            return config.early
         return isinstance(choice.config, SmallConfig) and choice.config.early
 
     assert [kind for kind in ("bf16", "fp8") if early(kind)] == kinds.split()
@@ -170,7 +166,7 @@ def test_where_the_library_won_with_swiglu_it_makes_the_product_alone_too(
         assert door.choose(1, weight).kernel == "small"
 
 
-def test_the_table_of_winners_survives_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_winners_survives_json(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {
         "bf16 m1 n8 k16": Choice("small", SmallConfig(2, 512, 4)),
         "bf16 m64 n8 k16 swiglu": Choice("skinny", SkinnyConfig(64, 128, 4, 4, 5)),
@@ -178,9 +174,9 @@ def test_the_table_of_winners_survives_a_file(tmp_path: Path, monkeypatch: pytes
         "fp8 m128 n8 k16": Choice("library"),
     }
     monkeypatch.setattr(door, "WINNERS", dict(table))
-    door.save_winners(tmp_path / "winners.json")
+    written = json.dumps(door.winners())
     door.WINNERS.clear()
-    door.load_winners(tmp_path / "winners.json")
+    door.use_winners(json.loads(written))
     assert table == door.WINNERS
 
 

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.loss import cross_entropy_rows
 from cumulo.kernels.cuda.loss import linear_cross_entropy as module
-from cumulo.kernels.cuda.loss.linear_cross_entropy import linear_cross_entropy, reference
-from cumulo.kernels.cuda.loss.token_cross_entropy import token_cross_entropy_op
+from cumulo.kernels.cuda.loss.linear_cross_entropy import (
+    linear_cross_entropy,
+    reference,
+    token_cross_entropy_op,
+)
 from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.tolerance import check_close, relative_error
 from tests.thorough import rare

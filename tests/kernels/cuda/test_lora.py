@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cumulo.kernels.cuda.linear.lora import LoraTiles, expand, low_buffer, most_groups, shrink, work
+from cumulo.kernels.cuda.linear.lora import LoraTiles, expand, low_buffer, most_groups, shrink
 from cumulo.kernels.low_rank import AdapterGroups, LowRankStack, add_low_rank, group_rows
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.tolerance import relative_error
@@ -97,12 +97,6 @@ def test_groups_fit_into_the_room_that_a_graph_has() -> None:
     for rows, slots in ((64, 32), (1, 8), (300, 4)):
         for of_row in (np.arange(rows) % slots, np.zeros(rows), np.arange(rows) * slots // rows):
             assert len(group_rows(of_row.astype(np.int32)).slots) <= most_groups(rows, slots)
-
-
-def test_32_adapters_read_each_weight_once() -> None:
-    stack = stack_of([[16]] * 32, (0, 64), 96, torch.float16, torch.device("cpu"))
-    found = work(64, 32, stack, 16)
-    assert found.bytes == 2 * (32 * 16 * (96 + 64) + 64 * (96 + 2 * 64))
 
 
 def test_the_buffer_between_the_halves_suffices_for_every_matrix() -> None:

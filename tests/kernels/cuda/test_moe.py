@@ -9,7 +9,6 @@ from cumulo.kernels.cuda.moe import few as moe_few
 from cumulo.kernels.cuda.moe import moe
 from cumulo.models.moe import ExpertRouter
 from cumulo.spec.model import ModelSpec, MoESpec
-from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.tolerance import relative_error
 from tests.thorough import rare
 
@@ -153,16 +152,6 @@ def test_many_tokens_are_sorted_by_expert_and_one_expert_may_get_all_or_none(dev
     assert relative_error(found, exact) < 1e-6
     again = moe.mixture(x, router, gate_up, down, buffers, torch.zeros_like(x))
     assert torch.equal(found, again)
-
-
-@pytest.mark.parametrize("tokens", [1, pytest.param(23, marks=pytest.mark.thorough)])
-def test_the_custom_operation_passes_opcheck(tokens: int, device: torch.device) -> None:
-    spec = MoESpec(experts=6, experts_per_token=3, expert_hidden=24)
-    inputs = layer(spec, tokens, 40, device)
-    residual = torch.ones(tokens, 40, device=device)
-    opcheck(
-        moe.mixture_op, (*inputs, residual, None, 3, "softmax", True, 1.0, 1, 1, "max"),
-    )  # fmt: skip
 
 
 def test_tiles_of_swapped_operands_compute_the_same(device: torch.device) -> None:

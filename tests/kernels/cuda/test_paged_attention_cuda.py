@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from cumulo.errors import CumuloError
-from cumulo.kernels.cuda.attention.paged_attention import attention_plan, paged_attention_op, work
+from cumulo.kernels.cuda.attention.paged_attention import attention_plan
 from cumulo.kernels.cuda.attention.paged_attention_chunk import ChunkConfig
 from cumulo.kernels.cuda.attention.paged_attention_decode import DecodeConfig
-from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.paged_case import PagedCase
 
 # Small enough for the interpreter, and enough items that sequences are split.
@@ -140,15 +139,6 @@ def test_a_token_has_the_same_bits_however_its_context_was_chunked(device: torch
         assert torch.equal(part.run(part.plan(**options))[0], expected[begin:end])
 
 
-def test_the_custom_operation_passes_opcheck(device: torch.device) -> None:
-    case = PagedCase([(1, 20), (3, 17)], dim=16, device=device)
-    arguments = (
-        case.query, case.keys.nan_to_num(), case.values.nan_to_num(), case.query_starts, case.context_lengths,
-        case.block_tables, case.scale,
-    )  # fmt: skip
-    opcheck(paged_attention_op, arguments, {"window": 9, "soft_cap": 4.0})
-
-
 def test_what_cannot_be_planned_is_refused_in_words(device: torch.device) -> None:
     with pytest.raises(CumuloError, match="power of two"):
         attention_plan(1, 1, 4, 2, 32, 24, 4, True, False, device)
@@ -167,11 +157,3 @@ def test_scratch_can_be_shared_by_plans(device: torch.device) -> None:
     assert shared.partial is plan.partial and shared.nbytes > 0
     out, _ = smaller.run(shared)
     assert torch.equal(out, smaller.run(smaller.plan(**SPLITTING))[0])
-
-
-def test_work_counts_what_is_seen() -> None:
-    decode = work([(1, 1000)], 32, 8, 128)
-    assert decode.bytes == 2 * 1000 * 8 * 128 * 2 + 2 * 32 * 128 * 2
-    assert decode.flops == 4 * 32 * 128 * 1000
-    assert work([(4, 4)], 1, 1, 1).flops == 4 * (1 + 2 + 3 + 4)
-    assert work([(4, 10)], 1, 1, 1, window=3).flops == 4 * 3 * 4

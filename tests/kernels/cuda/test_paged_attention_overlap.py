@@ -4,7 +4,7 @@ real thing on one."""
 import pytest
 import torch
 
-from cumulo.kernels.cuda.attention.bench import CHUNK
+from cumulo.bench.gpu.tune import CHUNK
 from cumulo.kernels.cuda.attention.paged_attention_chunk import ChunkConfig
 from cumulo.kernels.cuda.attention.paged_attention_overlap import page_layout
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90

@@ -1,5 +1,4 @@
-"""Measured winners are used on the device they were measured on, and nothing measured is lost; the rows of
-`cumulo bench kernels` say what they rest on."""
+"""Measured winners are used on the device they were measured on."""
 
 import json
 from dataclasses import asdict
@@ -8,17 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cumulo.kernels.cuda import bench, registry
+from cumulo.kernels.cuda import registry
 from cumulo.kernels.cuda.attention import config as attention_config
-from cumulo.kernels.cuda.bench import Ceilings, as_dict
 from cumulo.kernels.cuda.linear import linear
 from cumulo.kernels.cuda.linear.linear import Choice
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig
 from cumulo.kernels.cuda.moe import moe
 from cumulo.kernels.cuda.moe.moe import GroupedConfig
-from cumulo.kernels.cuda.work import KernelRow, Work
-
-CEILINGS = Ceilings(4e12, 700e12, 1200e12)
 
 
 @pytest.fixture(autouse=True)
@@ -79,51 +74,3 @@ def test_a_table_for_other_kernels_is_passed_over_and_the_rest_is_used(tmp_path:
     }
     (tmp_path / "some-gpu.json").write_text(json.dumps({"tables": tables}))
     assert registry.load_for("Some GPU", tmp_path) == ["paged_attention"]
-
-
-def test_a_table_that_cannot_be_measured_does_not_cost_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    linear.WINNERS["bf16 m1 n64 k32"] = Choice("library")
-    failing = registry.Table("moe", "moe.moe:not_there", "moe.moe:use")
-    working = registry.Table("linear", "linear.linear:winners", "linear.linear:use_winners")
-    monkeypatch.setattr(registry, "TABLES", (failing, working))
-    monkeypatch.setattr(registry, "device_name", lambda device: "Some GPU")
-    path = tmp_path / "new" / "some-gpu.json"
-    registry.tune_all(path)
-    written = json.loads(path.read_text())
-    assert written["device"] == "Some GPU" and written["tables"] == {"linear": linear.winners()}
-    assert "moe failed: AttributeError" in capsys.readouterr().out
-    written["tables"]["older"] = {"kept": 1}
-    path.write_text(json.dumps(written))
-    assert set(registry.tune_all(path, only=["linear"])["tables"]) == {"linear", "older"}
-
-
-def test_a_row_says_its_rate_its_share_of_the_roofline_and_its_rivals() -> None:
-    work = Work(bytes=400_000_000, flops=1_000_000)
-    row = KernelRow("copy", "large", work, 125.0, {"torch": 250.0}, error=1e-3, must_us=130.0, aim_us=110.0)
-    found = as_dict(row, CEILINGS)
-    assert found["value"] == 125.0 and found["must"] == 130.0 and found["aim"] == 110.0
-    assert found["note"] == "3.20 TB/s, 80% of roofline, 2.00x torch, error 0.001"
-    assert found["more"]["bound"] == "memory" and found["more"]["roofline_share"] == 0.8
-    fast = KernelRow("product", "large", Work(1000, 600_000_000), 1.0, dtype="float8_e4m3fn")
-    assert as_dict(fast, CEILINGS)["note"] == "600 TFLOP/s, 50% of roofline"
-
-
-@pytest.mark.parametrize("error", [0.3, float("nan")])
-def test_a_wrong_result_is_no_result(error: float) -> None:
-    found = as_dict(KernelRow("copy", "large", Work(1000), 1.0, error=error), CEILINGS)
-    assert found["value"] is None and found["must"] is not None and "WRONG" in found["note"]
-    json.dumps(found, allow_nan=False)
-
-
-def test_every_operation_with_rows_is_found() -> None:
-    names = bench.operations()
-    assert {"attention.bench", "moe.bench", "sampling.sample_cuts_bench", "elementwise.swiglu"} <= set(names)
-    assert bench.operations(["moe", "swi"]) == ["elementwise.swiglu", "moe.bench"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing fails here")
-def test_an_operation_that_fails_is_a_row_with_its_error() -> None:
-    (row,) = bench._guarded("elementwise.swiglu", CEILINGS)
-    assert row["name"] == "elementwise.swiglu" and row["value"] is None and row["must"] == 0.0 and row["note"]

@@ -1,27 +1,97 @@
-"""Kernels that do in one launch what a round did in several, against those."""
+"""What a draft head reads against plain torch, and what a proposal leaves for the head's next step."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.attention.work_list import build_work_list
-from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
+from cumulo.kernels.cuda.elementwise.rms_norm import norm_pair
 from cumulo.kernels.cuda.elementwise.step_inputs import step_inputs
-from cumulo.kernels.cuda.linear import draft_linear
-from cumulo.kernels.cuda.linear.draft_linear import paired_linear
-from cumulo.kernels.cuda.linear.likeliest_linear import (
+from cumulo.kernels.cuda.sampling.greedy_rounds import (
     TileConfig,
-    fits,
+    fits_tiles,
+    likeliest_reference,
     likeliest_tiles,
-    reference,
     tile_parts,
 )
-from cumulo.kernels.cuda.linear.rotated_linear import rotated_linear
-from cumulo.kernels.cuda.sampling.round_inputs import round_inputs
-from cumulo.kernels.cuda.sampling.rounds import NextInputs
-from tests.kernels.cuda.test_draft_linear import EPS, _covered, draw
-from tests.kernels.cuda.tolerance import poisoned
+from cumulo.kernels.cuda.sampling.rounds import NextInputs, RoundRows, propose, propose_next, round_inputs
+from tests.kernels.cuda.tolerance import check_close, poisoned
 from tests.thorough import rare
+
+EPS = 1e-5
+
+
+def draw(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator).half()
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 96), (3, 300), *rare((8, 64), (4, 576))])
+def test_token_and_stream_are_normed_apart_and_side_by_side(m: int, k: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(m + k)
+    embed, stream = draw(generator, 11, k).to(device), 3 * draw(generator, m, k).to(device)
+    norms = [1 + draw(generator, k).to(device) / 4 for _ in range(2)]
+    ids = torch.randint(0, 11, (m,), generator=generator).int().to(device)
+    out = poisoned(m, 2 * k, dtype=torch.float16, device=device)
+    norm_pair(embed, ids, stream, *norms, EPS, out)
+
+    def exact(tokens: Tensor, stream: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        normed = (
+            torch.nn.functional.rms_norm(x, (k,), gains, EPS)
+            for x, gains in ((tokens, first), (stream, second))
+        )
+        return torch.cat(tuple(normed), dim=-1)
+
+    check_close(out, exact, embed[ids.long()], stream, *norms)
+
+
+@pytest.mark.parametrize("min_tiles", [1, 3])
+def test_a_proposal_leaves_what_separate_launches_would(min_tiles: int, device: torch.device) -> None:
+    """Token, position, KV slot, context, block table and a work list that covers every key tile once."""
+    count, page, ahead, blocks, tile = 3, 16, 2, 24, 16
+    generator = torch.Generator().manual_seed(min_tiles)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    rows = RoundRows.zeros(count, 4, device)
+    rows.slots.copy_(torch.tensor([2, -1, 0]))
+    rows.starts.copy_(torch.tensor([300, 0, 15]))
+    rows.one_each.copy_(torch.tensor([0, 1, 2, 3]))
+    tables = torch.randperm(4 * blocks, generator=generator).view(4, blocks).int().to(device)
+    logits = torch.randn(count, 40, generator=generator).to(device)
+    token_of = torch.randperm(99, generator=generator)[:40].int().to(device)
+    tokens, apart = zeros(4, 400), zeros(4, 400)
+    items = torch.full((33, 8), 7, dtype=torch.int32, device=device)
+    inputs = NextInputs(*(zeros(count) for _ in range(4)), zeros(count, blocks), items, tile, min_tiles)
+    best, place = logits.view(count, 8, 5).max(dim=2)
+    place = (place + 5 * torch.arange(8, device=device)).int()
+    propose_next(best, place, token_of, rows, tokens, tables, page, ahead, inputs)
+
+    propose(logits, token_of, rows, apart, ahead)
+    assert torch.equal(tokens, apart)
+    named, positions, slots, contexts = (zeros(count) for _ in range(4))
+    step_tables, none = zeros(count, blocks), torch.full((count,), -1, dtype=torch.int32, device=device)
+    step_inputs(rows.slots, rows.chain_starts, rows.one_each, none, none, apart[:, 1:], tables, page, named,
+                positions, slots, contexts, step_tables)  # fmt: skip
+    live = [0, 2]
+    for mine, theirs in ((inputs.tokens, named), (inputs.positions, positions), (inputs.kv_slots, slots),
+                         (inputs.contexts, contexts)):  # fmt: skip
+        assert mine[live].tolist() == theirs[live].tolist()
+    assert inputs.kv_slots[1] == -1 and inputs.contexts.tolist() == contexts.tolist()
+    assert torch.equal(inputs.step_tables[live], step_tables[live])
+    expected = torch.zeros(33, 8, dtype=torch.int32, device=device)
+    build_work_list(rows.one_each, contexts, step_tables, expected, None, block_size=page, key_tile=tile,
+                    query_tile=16, min_tiles=min_tiles, window=None, invariant=False, chunk_from=2)  # fmt: skip
+    assert _covered(items, count) == _covered(expected, count)
+    for record in items.tolist():
+        if record[2]:
+            sequence, first, _, splits, first_item, row, context, block = record
+            assert (
+                row == sequence
+                and context == contexts[row]
+                and block == step_tables[row, first * tile // page]
+            )
+            assert [items[first_item + split, 3].item() for split in range(splits)] == [splits] * splits
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 37, 96), (4, 64, 80), *rare((8, 100, 64), (3, 50, 576))])
@@ -36,7 +106,7 @@ def test_each_tile_tells_its_largest_output(m: int, n: int, k: int, device: torc
     place = torch.full((m, parts), -9, dtype=torch.int32, device=device)
     likeliest_tiles(x, weight, norm, EPS, best, place, tile)
     found = place.gather(1, best.argmax(dim=1, keepdim=True))[:, 0]
-    exact = reference(x.double().cpu(), weight.double().cpu(), norm.double().cpu(), EPS)
+    exact = likeliest_reference(x.double().cpu(), weight.double().cpu(), norm.double().cpu(), EPS)
     assert found.tolist() == exact.tolist()
 
 
@@ -49,38 +119,7 @@ def test_an_output_that_is_no_number_is_told(device: torch.device) -> None:
     place = torch.zeros(2, 3, dtype=torch.int32, device=device)
     likeliest_tiles(x, weight, torch.ones(48, dtype=x.dtype, device=device), EPS, best, place, config=tile)
     assert best.isnan().tolist() == [[False, True, False]] * 2
-    assert fits(8, 576) and not fits(9, 576) and not fits(1, 4096)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_a_product_that_rotates_leaves_what_two_kernels_do(
-    interleaved: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Queries, keys and values, to the bit; a token without a slot leaves nothing in the cache."""
-    monkeypatch.setattr(draft_linear, "_PAIRED_ROWS", 16)
-    generator = torch.Generator().manual_seed(5)
-    heads, kv_heads, dim, hidden, m = 2, 1, 16, 96, 3
-    embed, stream = draw(generator, 11, hidden).to(device), draw(generator, m, hidden).to(device)
-    weight = (draw(generator, (heads + 2 * kv_heads) * dim, 2 * hidden) * hidden**-0.5).to(device)
-    norms = [1 + draw(generator, hidden).to(device) / 4 for _ in range(2)]
-    angles = torch.randn(20, dim // 2, generator=generator).to(device)
-    ids, positions, slots = (
-        torch.tensor(row, dtype=torch.int32, device=device) for row in ((4, 9, 0), (3, 19, 0), (18, 5, -1))
-    )
-    left = []
-    for fused in (False, True):
-        keys, values = (torch.zeros(3, kv_heads, 16, dim, dtype=torch.half, device=device) for _ in range(2))
-        out = poisoned(m, len(weight), dtype=torch.half, device=device)
-        rotation = (angles.cos(), angles.sin(), positions, slots, keys, values, heads)
-        if fused:
-            rotated_linear(embed, ids, stream, weight, out, *norms, EPS, *rotation, interleaved=interleaved)
-        else:
-            paired_linear(embed, ids, stream, weight, out, *norms, EPS)
-            rope_cache(out, *rotation, interleaved=interleaved)
-        left.append((out[:2, : heads * dim], keys, values))
-    for one, other in zip(*left, strict=True):
-        assert one.abs().sum() > 0
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert fits_tiles(8, 576) and not fits_tiles(9, 576) and not fits_tiles(1, 4096)
 
 
 def test_a_round_begins_as_with_separate_launches(device: torch.device) -> None:
@@ -115,3 +154,12 @@ def test_a_round_begins_as_with_separate_launches(device: torch.device) -> None:
     build_work_list(queries, contexts, step_tables, expected, None, block_size=page, key_tile=tile, query_tile=16,
                     min_tiles=1, window=None, invariant=False, chunk_from=2)  # fmt: skip
     assert _covered(items, lanes) == _covered(expected, lanes)
+
+
+def _covered(items: Tensor, rows: int) -> list[list[int]]:
+    """Key tiles of each row, in the order of its items."""
+    found: list[list[int]] = [[] for _ in range(rows)]
+    for sequence, first, count, *_ in items.tolist():
+        if count:
+            found[sequence] += range(first, first + count)
+    return found

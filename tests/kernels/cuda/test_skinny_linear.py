@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.linear import skinny_linear as op
-from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, skinny_linear
+from cumulo.kernels.cuda.linear.product import reference
+from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
-from tests.kernels.cuda.test_small_linear import inputs
+from tests.kernels.cuda.multiply import inputs, skinny_linear
 from tests.kernels.cuda.tolerance import check_close, poisoned
 
 
@@ -23,14 +24,14 @@ def test_the_product_is_as_exact_as_torch_for_any_shape_and_split(
     given = inputs(m, n, k, device)
     out = poisoned(m, n, dtype=torch.float16, device=device)
     skinny_linear(given["x"], given["weight"], out, config=tiny(splits))
-    check_close(out, op.reference, given["x"], given["weight"])
+    check_close(out, reference, given["x"], given["weight"])
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_float32_is_computed_in_float32(splits: int, device: torch.device) -> None:
     given = inputs(6, 24, 96, device, torch.float32)
     out = skinny_linear(given["x"], given["weight"], config=tiny(splits))
-    check_close(out, op.reference, given["x"], given["weight"])
+    check_close(out, reference, given["x"], given["weight"])
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -51,7 +52,7 @@ def test_norm_bias_and_residual_are_part_of_it_and_the_residual_may_be_the_outpu
     )
 
     def exact(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-        return op.reference(x, weight, norm, 1e-5, residual, False, bias)
+        return reference(x, weight, norm, 1e-5, residual, False, bias)
 
     check_close(stream, exact, *(given[name] for name in ("x", "weight", "norm", "residual", "bias")))
 
@@ -71,7 +72,7 @@ def test_swiglu_pairs_each_gate_row_with_its_up_row(splits: int, device: torch.d
     )
 
     def exact(x: Tensor, weight: Tensor, norm: Tensor, bias: Tensor) -> Tensor:
-        return op.reference(x, weight, norm, 1e-6, None, True, bias)
+        return reference(x, weight, norm, 1e-6, None, True, bias)
 
     check_close(out, exact, *(given[name] for name in ("x", "weight", "norm", "bias")))
 

@@ -7,28 +7,13 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda.linear import small_linear as op
-from cumulo.kernels.cuda.linear.small_linear import SmallConfig, small_linear
+from cumulo.kernels.cuda.linear.product import reference
+from cumulo.kernels.cuda.linear.small_linear import SmallConfig
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
+from tests.kernels.cuda.multiply import inputs, small_linear
 from tests.kernels.cuda.tolerance import check_close, poisoned
 
 TINY = SmallConfig(rows=2, block_k=64, num_warps=2)
-
-
-def inputs(
-    m: int, n: int, k: int, device: torch.device, dtype: torch.dtype = torch.float16
-) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(m * 1000 + n + k)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).to(device)
-
-    return {
-        "x": draw(m, k),
-        "weight": draw(n, k) * k**-0.5,
-        "norm": 1 + draw(k) / 4,
-        "residual": draw(m, n),
-        "bias": draw(n),
-    }
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 128), (1, 7, 100), (2, 5, 96), (3, 6, 200), (4, 3, 72)])
@@ -39,7 +24,7 @@ def test_the_product_is_as_exact_as_torch_for_any_shape(
     given = inputs(m, n, k, device, dtype)
     out = poisoned(m, n, dtype=dtype, device=device)
     small_linear(given["x"], given["weight"], out, config=TINY)
-    check_close(out, op.reference, given["x"], given["weight"])
+    check_close(out, reference, given["x"], given["weight"])
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
@@ -59,7 +44,7 @@ def test_norm_bias_and_residual_are_part_of_it(m: int, k: int, device: torch.dev
     )
 
     def exact(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-        return op.reference(x, weight, norm, 1e-5, residual, False, bias)
+        return reference(x, weight, norm, 1e-5, residual, False, bias)
 
     check_close(out, exact, *(given[name] for name in ("x", "weight", "norm", "residual", "bias")))
 
@@ -80,7 +65,7 @@ def test_swiglu_pairs_each_gate_row_with_its_up_row(m: int, outputs: int, device
     )
 
     def exact(x: Tensor, weight: Tensor, norm: Tensor, bias: Tensor) -> Tensor:
-        return op.reference(x, weight, norm, 1e-6, None, True, bias)
+        return reference(x, weight, norm, 1e-6, None, True, bias)
 
     check_close(out, exact, *(given[name] for name in ("x", "weight", "norm", "bias")))
 
@@ -93,7 +78,7 @@ def test_the_residual_may_be_the_output_and_inputs_may_be_views(device: torch.de
     small_linear(wide_x[:, :128], wide[:, 128:], stream, residual=stream, config=TINY)
 
     def exact(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        return op.reference(x, weight, residual=residual)
+        return reference(x, weight, residual=residual)
 
     check_close(stream, exact, given["x"], given["weight"], given["residual"])
 
@@ -173,3 +158,14 @@ def test_weights_are_asked_for_before_it_waits_for_the_kernel_ahead(weight: str)
     # W, two loads or one of 8 bits, the gains of the norm, and the scales; behind it x and the second tile.
     assert before.count("LDG") == 3
     assert before.count("LDG") + behind.count("LDG") == plain_made.count("LDG")
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_next_kernel_may_start_before_the_wait_or_behind_it(order: int) -> None:
+    plain = case(SmallConfig(2, 1024, 4), 1, 576)
+    (made,) = compile_for_sm90(
+        [replace(plain, constants={**plain.constants, "EARLY": order}, options={"launch_pdl": True})]
+    )
+    before, _, behind = made.sass.partition("ACQBULK")
+    assert (before.count("PREEXIT"), behind.count("PREEXIT")) == ((1, 0) if order == 1 else (0, 1))
+    assert before.count("LDG") == 2 and behind.count("LDG") > 0

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from cumulo.bench.gpu.attention import CHECKED, DenseBench
+from cumulo.bench.gpu.tune import BACKWARD, FORWARD
 from cumulo.kernels.cuda.attention import flash_attention as door
-from cumulo.kernels.cuda.attention import flash_attention_bench as bench
 from cumulo.kernels.cuda.attention.flash_attention_backward import BackwardConfig, default_backward
 from cumulo.kernels.cuda.attention.flash_attention_forward import ForwardConfig, default_forward
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
@@ -16,16 +17,16 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="real sizes
 HALF = torch.bfloat16
 
 
-def allowed(case: bench.Case) -> list[float]:
+def allowed(case: DenseBench) -> list[float]:
     """Twice what torch in the same type loses, for the output and each gradient."""
     leaves = [x.detach().clone().requires_grad_() for x in (case.query, case.key, case.value)]
     q, k, v = leaves
-    out, _ = door.reference(q, k, v, case.starts, case.starts, True, case.scale)
+    out, _ = door.reference(q, k, v, case.starts, case.starts, True, case.dim**-0.5)
     same = [out.detach(), *torch.autograd.grad(out, leaves, case.grad_out)]
     return [2 * max(relative_error(x, y), 2**-9) for x, y in zip(same, case.exact(), strict=True)]
 
 
-def check(case: bench.Case, forward: ForwardConfig, backward: tuple[BackwardConfig, BackwardConfig]) -> None:
+def check(case: DenseBench, forward: ForwardConfig, backward: tuple[BackwardConfig, BackwardConfig]) -> None:
     case.forward(forward)
     case.backward(*backward)
     found = [case.out, *case.grads]
@@ -42,7 +43,7 @@ def check(case: bench.Case, forward: ForwardConfig, backward: tuple[BackwardConf
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (8, 8, 64), (4, 1, 80), (2, 2, 256)])
 def test_default_configurations_match_and_repeat_bit_for_bit(heads: int, kv_heads: int, dim: int) -> None:
     check(
-        bench.Case(bench.CHECKED, heads, kv_heads, dim, "cuda"),
+        DenseBench(CHECKED, dim, (heads, kv_heads)),
         default_forward(dim, HALF),
         default_backward(dim, HALF),
     )
@@ -50,25 +51,24 @@ def test_default_configurations_match_and_repeat_bit_for_bit(heads: int, kv_head
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("config", bench.FORWARD, ids=str)
+@pytest.mark.parametrize("config", FORWARD, ids=str)
 @pytest.mark.parametrize("dim", [128, 64])
 def test_every_forward_candidate_matches(config: ForwardConfig, dim: int) -> None:
-    check(bench.Case(bench.CHECKED, 4, 2, dim, "cuda"), config, default_backward(dim, HALF))
+    check(DenseBench(CHECKED, dim, (4, 2)), config, default_backward(dim, HALF))
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("for_keys", bench.FOR_KEYS, ids=str)
-@pytest.mark.parametrize("for_queries", bench.FOR_QUERIES, ids=str)
+@pytest.mark.parametrize("for_keys", BACKWARD, ids=str)
+@pytest.mark.parametrize("for_queries", BACKWARD, ids=str)
 def test_every_backward_candidate_matches(for_keys: BackwardConfig, for_queries: BackwardConfig) -> None:
-    check(bench.Case(bench.CHECKED, 4, 2, 128, "cuda"), default_forward(128, HALF), (for_keys, for_queries))
+    check(DenseBench(CHECKED, 128, (4, 2)), default_forward(128, HALF), (for_keys, for_queries))
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("winner", ["ours", "cudnn", "flash"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
-def test_whoever_computes_rows_of_equal_length_computes_the_same(winner: str, heads: tuple[int, int]) -> None:
+def test_rows_of_equal_length_match(heads: tuple[int, int]) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     leaves = [
         torch.randn((2, 700, h, 128), device="cuda", dtype=HALF, generator=generator).requires_grad_()
@@ -80,7 +80,7 @@ def test_whoever_computes_rows_of_equal_length_computes_the_same(winner: str, he
     right, _ = door.reference(q, k, v, starts, starts, True, 128**-0.5)
     expected = [right, *torch.autograd.grad(right, (q, k, v), upstream.float().flatten(0, 1))]
     q, k, v = leaves
-    out = door.attention_by(winner, q, k, v)
+    out = door.flash_attention(q, k, v)
     for found, exact in zip((out, *torch.autograd.grad(out, leaves, upstream)), expected, strict=True):
         assert relative_error(found.detach().flatten(0, 1), exact.detach()) < 1e-2
 

@@ -10,12 +10,12 @@ from cumulo.kernels.cuda.linear import linear as door
 from cumulo.kernels.cuda.linear import w4
 from cumulo.kernels.cuda.linear import w4_dot as op
 from cumulo.kernels.cuda.linear.linear import Choice
-from cumulo.kernels.cuda.linear.rotation import PagedRotation
-from cumulo.kernels.cuda.linear.w4_dot import W4DotConfig, w4_dot
+from cumulo.kernels.cuda.linear.product import PagedRotation
+from cumulo.kernels.cuda.linear.w4_dot import W4DotConfig
 from cumulo.kernels.cuda.linear.w4_weight import GROUPS, W4Weight
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
+from tests.kernels.cuda.multiply import inputs, w4_dot
 from tests.kernels.cuda.play_dots import Played, constants_of
-from tests.kernels.cuda.test_small_linear import inputs
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 
 KERNEL = "_w4_dot_kernel"
@@ -132,7 +132,7 @@ def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
         (2, 128, torch.float16),
     ):
         x = torch.zeros(rows, columns, dtype=dtype, device=device)
-        with pytest.raises(ValueError, match="use linear"):
+        with pytest.raises(ValueError, match="takes up to 8 rows"):
             w4_dot(x, W4Weight.quantised(torch.zeros(4, columns, device=device)))
 
 

@@ -18,12 +18,21 @@ from cumulo.engine.play.cuda.device_slots import DeviceSlots
 from cumulo.engine.play.cuda.step_words import StepShape, round_rows
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.step_inputs import step_inputs
-from cumulo.kernels.cuda.linear.likeliest_linear import MAX_ROWS as MOST_TILED
-from cumulo.kernels.cuda.linear.likeliest_linear import SMALLEST, likeliest_tiles, tile_parts
-from cumulo.kernels.cuda.linear.likeliest_linear import fits as fits_tiles
-from cumulo.kernels.cuda.sampling.greedy_rounds import accept_likeliest
-from cumulo.kernels.cuda.sampling.round_inputs import round_inputs
-from cumulo.kernels.cuda.sampling.rounds import NextInputs, RoundRows, accept, propose, propose_next
+from cumulo.kernels.cuda.sampling.greedy_rounds import (
+    MOST_TILED,
+    accept_likeliest,
+    fits_tiles,
+    likeliest_tiles,
+    tile_parts,
+)
+from cumulo.kernels.cuda.sampling.rounds import (
+    NextInputs,
+    RoundRows,
+    accept,
+    propose,
+    propose_next,
+    round_inputs,
+)
 from cumulo.kernels.cuda.sampling.tree_growth import WIDTH, Growth, grow
 from cumulo.kernels.cuda.sampling.trees import MOST_PLACES, accept_tree, settle, tree_inputs, tree_words
 from cumulo.models.batch import KVCache
@@ -73,7 +82,7 @@ class HeadRounds:
         self.levels = levels
         self.trees = DraftTrees(slots, head) if levels else None
         # Of greedy draws: each part's largest logit, and whose it is.
-        parts = (MOST_TILED, tile_parts(model.vocab_size, SMALLEST))
+        parts = (MOST_TILED, tile_parts(model.vocab_size))
         self._best = torch.empty(parts, dtype=torch.float32, device=device)
         self._places = torch.empty(parts, dtype=torch.int32, device=device)
 
@@ -111,7 +120,7 @@ class HeadRounds:
     def enter_round(self, shape: StepShape, attention: AttentionPlan) -> bool:
         """Everything that the first layer of a round reads, in one launch, where that is possible."""
         slots, lanes, words, model = self.slots, shape.rows, self.slots.words, self.model
-        if shape.rounds is None or not self.head.ways.enters_at_once or attention.invariant:
+        if shape.rounds is None or attention.invariant:
             return False
         if attention.items is None or attention.windows != (None,) or not model.enters_plainly:
             return False
@@ -133,7 +142,7 @@ class HeadRounds:
         model, weight = self.model, self.model.head
         plain = isinstance(weight, Tensor) and (weight.element_size() == 2 or not weight.is_cuda)
         alone = model.slice is None and model.stage is None and model.rows is None and not model.invariant
-        return self.head.ways.draws_without_logits and plain and alone and fits_tiles(1, model.spec.hidden)
+        return plain and alone and fits_tiles(1, model.spec.hidden)
 
     def lanes(self, shape: StepShape, rounds: Rounds) -> int:
         """Tokens of the head's own steps."""
@@ -186,15 +195,14 @@ class HeadRounds:
 
     def _likeliest_of_lanes(self, lanes: int) -> tuple[Tensor, Tensor]:
         """Of each part of the model's vocabulary the largest logit behind each lane, and whose it is."""
-        model, tile = self.model, self.head.ways.draw_tile
+        model = self.model
         assert isinstance(model.head, Tensor)
-        parts = tile_parts(model.vocab_size, tile)
+        parts = tile_parts(model.vocab_size)
         best, places = (
             one.view(-1)[: lanes * parts].view(lanes, parts) for one in (self._best, self._places)
         )
         likeliest_tiles(
-            model.stream[:lanes], model.head, model.decoder.final_norm.weight, model.spec.norm_eps, best, places,
-            config=tile,
+            model.stream[:lanes], model.head, model.decoder.final_norm.weight, model.spec.norm_eps, best, places
         )  # fmt: skip
         return best, places
 

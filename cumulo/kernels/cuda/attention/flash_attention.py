@@ -7,11 +7,9 @@ the built-in flash attention through torch, or our kernels. `packed_attention` t
 be merged; it is ours always. Its gradients are the same bits every run.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,15 +27,10 @@ from cumulo.kernels.cuda.attention.flash_attention_forward import (
     default_forward,
     launch_forward,
 )
-from cumulo.kernels.cuda.work import Work
 
-# Per class of shapes: who computes it ("ours", "cudnn", "flash"); `flash_attention_bench.tune` measures it.
-WINNERS: dict[str, str] = {}
 # Per head size: our tile sizes, as `tune` found them.
 FORWARD: dict[str, ForwardConfig] = {}
 BACKWARD: dict[str, tuple[BackwardConfig, BackwardConfig]] = {}
-
-_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 def reference(
@@ -211,45 +204,24 @@ def _rows(x: Tensor) -> Tensor:
 
 
 # -- rows of equal length -------------------------------------------------------------------------------------
-def shape_key(query: Tensor, causal: bool, differentiable: bool) -> str:
-    """The class of shapes [B, S, H, D] that share a winner: lengths by the next power of two."""
-    length = 1 << (query.shape[1] - 1).bit_length()
-    return f"d{query.shape[-1]} s{length}{' causal' if causal else ''}{' training' if differentiable else ''}"
-
-
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, scale: float | None = None
 ) -> Tensor:
-    """query [B, S, H, D], key and value [B, S, KV, D] -> [B, S, H, D]; differentiable."""
+    """query [B, S, H, D], key and value [B, S, KV, D] -> [B, S, H, D]; differentiable. By cuDNN's kernels where
+    they apply: they are written for each GPU's matrix units, and won at every shape that was timed on an H200."""
     check_shapes(query, key, value)
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    winner = WINNERS.get(shape_key(query, causal, differentiable), _default(query))
-    return attention_by(winner, query, key, value, causal=causal, scale=scale)
-
-
-def _default(query: Tensor) -> str:
-    """cuDNN's is written for each GPU's matrix units and takes head sizes up to 128 in half precision."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return "cudnn" if query.is_cuda and half and query.shape[-1] <= 128 else "ours"
-
-
-def attention_by(
-    winner: str, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, scale: float | None = None
-) -> Tensor:
-    """`flash_attention` computed by one of WINNERS' names."""
-    batch, length, heads, _ = query.shape
-    if winner == "ours":
-        keys = key.shape[1]
-        starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
-        key_starts = torch.arange(0, (batch + 1) * keys, keys, dtype=torch.int32, device=query.device)
-        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-        return packed_attention(q, k, v, starts, key_starts, causal=causal, scale=scale)[0].view(query.shape)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    with sdpa_kernel(_BACKENDS[winner]):
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != key.shape[2]
-        )
-    return out.transpose(1, 2)
+    batch, length, heads, dim = query.shape
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dim <= 128:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            grouped = heads != key.shape[2]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+    keys = key.shape[1]
+    starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+    key_starts = torch.arange(0, (batch + 1) * keys, keys, dtype=torch.int32, device=query.device)
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    return packed_attention(q, k, v, starts, key_starts, causal=causal, scale=scale)[0].view(query.shape)
 
 
 # -- tile sizes and costs -------------------------------------------------------------------------------------
@@ -268,47 +240,14 @@ def backward_config(query: Tensor) -> tuple[BackwardConfig, BackwardConfig]:
 def winners() -> dict[str, Any]:
     """What `tune` found on this device, as JSON."""
     return {
-        "winners": WINNERS,
         "forward": {key: asdict(config) for key, config in FORWARD.items()},
         "backward": {key: [asdict(config) for config in pair] for key, pair in BACKWARD.items()},
     }
 
 
-def save_winners(path: str | Path) -> None:
-    Path(path).write_text(json.dumps(winners(), indent=1, sort_keys=True))
-
-
-def load_winners(path: str | Path) -> None:
-    """Take over a table that `save_winners` wrote on the same kind of device."""
-    use_winners(json.loads(Path(path).read_text()))
-
-
 def use_winners(rows: Mapping[str, Any]) -> None:
     """Take over what `winners` gave on the same kind of device."""
-    WINNERS.update(rows["winners"])
     FORWARD.update({key: ForwardConfig(**fields) for key, fields in rows["forward"].items()})
     BACKWARD.update(
         {key: (BackwardConfig(**one), BackwardConfig(**two)) for key, (one, two) in rows["backward"].items()}
-    )
-
-
-def work(
-    lengths: list[int],
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    causal: bool = True,
-    backward: bool = False,
-    element_bytes: int = 2,
-) -> Work:
-    """Of documents of these lengths attending to themselves; 4 FLOPs per visible pair and column, backward 10."""
-    tokens = sum(lengths)
-    pairs = sum(n * (n + 1) // 2 if causal else n * n for n in lengths)
-    rows = tokens * dim * element_bytes
-    forward_bytes = rows * (2 * heads + 2 * kv_heads) + 4 * tokens * heads
-    # Backward reads what forward moved and the gradient of the output, and writes three gradients.
-    backward_bytes = forward_bytes + rows * (2 * heads + 2 * kv_heads)
-    return Work(
-        bytes=backward_bytes if backward else forward_bytes,
-        flops=(10 if backward else 4) * pairs * heads * dim,
     )

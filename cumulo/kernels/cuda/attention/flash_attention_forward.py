@@ -23,7 +23,7 @@ from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """Tile sizes; `flash_attention_bench.tune` finds the best for a device."""
+    """Tile sizes; `cumulo bench kernels --tune` finds the best for a device."""
 
     block_m: int = 128  # queries a program owns
     block_n: int = 128  # keys folded at once

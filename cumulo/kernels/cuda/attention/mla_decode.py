@@ -21,7 +21,6 @@ from torch import Tensor
 from cumulo.errors import CumuloError
 from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E, merge_splits
 from cumulo.kernels.cuda.attention.work_list import ITEM_FIELDS, build_work_list
-from cumulo.kernels.cuda.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,13 +309,4 @@ def reference(
         window,
         k_scale=k_scale,
         v_scale=k_scale,
-    )
-
-
-def work(contexts: Sequence[int], heads: int, rank: int, rope: int, kv_bytes: int = 2) -> Work:
-    """Of decoding sequences with these context lengths."""
-    positions, sequences = sum(contexts), len(contexts)
-    return Work(
-        bytes=positions * (rank + rope) * kv_bytes + sequences * heads * (2 * rank + rope) * 2,
-        flops=2 * heads * (2 * rank + rope) * positions,
     )

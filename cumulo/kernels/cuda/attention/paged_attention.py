@@ -31,7 +31,6 @@ from cumulo.kernels.cuda.attention.work_list import (
     TILE_FIELDS,
     build_work_list,
 )
-from cumulo.kernels.cuda.work import Work
 
 
 class AttentionPlan:
@@ -314,79 +313,3 @@ def reference(
         out[rows] = (scores.softmax(-1).to(query.dtype) @ gathered(values, v_scale)).transpose(0, 1)
         lse[rows] = scores.logsumexp(-1).T
     return out, lse
-
-
-@torch.library.custom_op("cumulo::paged_attention", mutates_args=())
-def paged_attention_op(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_starts: Tensor,
-    context_lengths: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """One step's attention without a plan of one's own: (out, lse). For export and occasional use."""
-    tokens, heads, dim = query.shape
-    plan = attention_plan(
-        tokens,
-        len(context_lengths),
-        heads,
-        keys.shape[1],
-        dim,
-        keys.shape[2],
-        block_tables.shape[1],
-        decode_only=False,
-        invariant=False,
-        device=query.device,
-        windows=(window,),
-        kv_dtype=keys.dtype,
-    )
-    out = torch.zeros((tokens, heads, dim), dtype=query.dtype, device=query.device)
-    lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float32, device=query.device)
-    plan.prepare(query_starts, context_lengths, block_tables)
-    plan.attend(query, keys, values, out, scale, window, soft_cap, k_scale, v_scale, lse)
-    return out, lse
-
-
-@paged_attention_op.register_fake
-def _(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_starts: Tensor,
-    context_lengths: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    tokens, heads, dim = query.shape
-    return query.new_empty((tokens, heads, dim)), query.new_empty((tokens, heads), dtype=torch.float32)
-
-
-def work(
-    chunks: Sequence[tuple[int, int]],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    kv_bytes: int = 2,
-    window: int = 0,
-) -> Work:
-    """Of sequences given as (new tokens, context length); queries and outputs take two bytes a number."""
-    moved = flops = 0
-    for tokens, context in chunks:
-        first = context - tokens + 1  # positions the first token sees
-        seen = (
-            sum(min(window, first + i) for i in range(tokens)) if window else tokens * (first + context) // 2
-        )
-        kept = min(context, window + tokens - 1) if window else context
-        moved += 2 * kept * kv_heads * head_dim * kv_bytes + 2 * tokens * heads * head_dim * 2
-        flops += 4 * heads * head_dim * seen
-    return Work(bytes=moved, flops=flops)

@@ -4,15 +4,12 @@ training.
 Must move: x in and out once; with a residual also that, read and written. Forward and backward sum in float32.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
+from cumulo.kernels.cuda.early import EARLY_ROWS, early, wait_for_kernel_ahead
 
 _BACKWARD_PROGRAMS = 1024  # about: each sums the weight's gradient over its rows, in a fixed order
 
@@ -130,6 +127,45 @@ def backward(
     return grad_x, partial.sum(0).to(weight.dtype)
 
 
+@triton.jit
+def _norm_pair(embed, ids, stream, token_gains, stream_gains, out, stride_embed, stride_stream, size, eps,
+               BLOCK: tl.constexpr, EARLY: tl.constexpr = 0):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < size
+    of_token = tl.load(token_gains + column, mask=inside, other=0.0).to(tl.float32)
+    of_stream = tl.load(stream_gains + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        wait_for_kernel_ahead(EARLY)
+    x = tl.load(stream + row * stride_stream + column, mask=inside, other=0.0).to(tl.float32)
+    token = tl.load(ids + row).to(tl.int64)
+    e = tl.load(embed + token * stride_embed + column, mask=inside, other=0.0).to(tl.float32)
+    e = e * tl.rsqrt(tl.sum(e * e, 0) / size + eps) * of_token
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * of_stream
+    target = out + row * 2 * size + column
+    tl.store(target, e.to(out.dtype.element_ty), mask=inside)
+    tl.store(target + size, x.to(out.dtype.element_ty), mask=inside)
+
+
+def norm_pair(
+    embed: Tensor,
+    ids: Tensor,
+    stream: Tensor,
+    token_norm: Tensor,
+    stream_norm: Tensor,
+    eps: float,
+    out: Tensor,
+) -> Tensor:
+    """Into out [T, 2 H]: tokens' embeddings and the stream [T, H] side by side, each normed by itself, as a draft
+    head reads them."""
+    rows, size = stream.shape
+    block = triton.next_power_of_2(size)
+    _norm_pair[(rows,)](
+        embed, ids, stream, token_norm, stream_norm, out, embed.stride(0), stream.stride(0), size, eps, BLOCK=block,
+        num_warps=_warps(block), **early(rows <= EARLY_ROWS, stream),
+    )  # fmt: skip
+    return out
+
+
 @torch.library.custom_op("cumulo::rms_norm", mutates_args=())
 def rms_norm_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, H] normed; differentiable."""
@@ -165,28 +201,3 @@ rms_norm_op.register_autograd(_differentiate, setup_context=_keep)
 
 
 # -- what it costs --------------------------------------------------------------------------------------------
-def work(rows: int, size: int, element_bytes: int, residual: bool) -> Work:
-    return Work(
-        bytes=rows * size * element_bytes * (4 if residual else 2) + size * element_bytes,
-        flops=4 * rows * size,
-    )
-
-
-def bench_rows() -> Iterator[KernelRow]:
-    for rows, size in ((256, 1024), (8192, 1024), (8192, 4096)):
-        copies = copies_past_cache(rows * size * 8)
-        x = [torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        residual = [torch.randn_like(x[0]) for _ in range(copies)]
-        weight = torch.rand(size, device="cuda", dtype=torch.bfloat16) + 0.5
-        out = torch.empty_like(x[0])
-        expected = reference(x[0].double(), weight.double(), 1e-6, residual[0].double())
-        error = float(
-            (rms_norm(x[0], weight, 1e-6, residual[0].clone()).double() - expected).norm() / expected.norm()
-        )
-        yield KernelRow(
-            "rms_norm + residual", f"{rows}x{size}", work(rows, size, 2, True),
-            graph_us(lambda i: rms_norm(x[i], weight, 1e-6, residual[i], out=out), copies),
-            {"torch (add, then rms_norm)": graph_us(
-                lambda i: torch.nn.functional.rms_norm(x[i].add_(residual[i]), (size,), weight, 1e-6), copies)},
-            error=error,
-        )  # fmt: skip

@@ -2,9 +2,8 @@
 everything between the qkv product and attention, in one kernel.
 
 Must move: queries in and out, keys and values in and out: 2 · (heads + 2 · kv_heads) · head_dim numbers per token.
+`rotate_` is the same for training, in place and without pages.
 """
-
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -13,8 +12,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.early import EARLY_ROWS, early
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
 
 
 def reference(
@@ -137,56 +134,81 @@ def rope_cache(
     )  # fmt: skip
 
 
-@torch.library.custom_op("cumulo::rope_cache", mutates_args=("qkv", "keys", "values"))
-def rope_cache_op(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
-    heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, interleaved: bool,
-) -> None:  # fmt: skip
-    rope_cache(qkv, cos, sin, positions, slots, keys, values, heads, q_norm, k_norm, eps, interleaved)
+def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """states [T, N, D], cos and sin [T, D / 2]."""
+    first, second = states.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-@rope_cache_op.register_fake
-def _fake(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
-    heads: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, interleaved: bool,
-) -> None:  # fmt: skip
-    return None
+@triton.jit
+def _turn(qkv, cos, sin, row_stride, TURNED: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """One token: the first TURNED heads of its row, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, BLOCK)[None, :]
+    inside = (head < TURNED) & (pair < HALF)
+    place = qkv + row * row_stride + head * (2 * HALF) + pair
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    tl.store(place, (first * c - second * s).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, (second * c + first * s).to(qkv.dtype.element_ty), mask=inside)
 
 
-def work(tokens: int, heads: int, kv_heads: int, dim: int, element_bytes: int) -> Work:
-    numbers = tokens * (heads + 2 * kv_heads) * dim
-    return Work(bytes=2 * numbers * element_bytes, flops=6 * tokens * (heads + kv_heads) * dim)
+@triton.jit
+def _part_back(grad, packed, row, c, s, row_stride, head_stride, offset, COUNT: tl.constexpr, TURN: tl.constexpr,
+               HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    head = tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, BLOCK)[None, :]
+    inside = (head < COUNT) & (pair < HALF)
+    source = grad + row * row_stride + head * head_stride + pair
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if TURN:
+        first, second = first * c + second * s, second * c - first * s
+    place = packed + offset + head * (2 * HALF) + pair
+    tl.store(place, first.to(packed.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, second.to(packed.dtype.element_ty), mask=inside)
 
 
-def bench_rows() -> Iterator[KernelRow]:
-    for tokens, heads, kv_heads, normed in ((1, 16, 8, True), (256, 16, 8, True), (8192, 32, 8, False)):
-        dim, blocks, size = 128, max(4, tokens // 32), 64
-        width = (heads + 2 * kv_heads) * dim
-        copies = copies_past_cache(tokens * width * 4, limit=16)
-        qkv = [torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        keys = torch.zeros(blocks, kv_heads, size, dim, device="cuda", dtype=torch.bfloat16)
-        values = torch.zeros_like(keys)
-        angles = torch.arange(blocks * size, device="cuda")[:, None] * (
-            1e-4 ** (torch.arange(dim // 2, device="cuda") / 64)
-        )
-        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-        slots = torch.randperm(blocks * size, device="cuda")[:tokens].int()
-        norm = torch.rand(dim, device="cuda", dtype=torch.bfloat16) + 0.5 if normed else None
-        wide = None if norm is None else norm.double()
-        exact = reference(
-            qkv[0].double(), cos.double(), sin.double(), slots, heads, kv_heads, wide, wide, 1e-6
-        )
-        first = qkv[0].clone()
-        rope_cache(first, cos, sin, slots, slots, keys, values, heads, norm, norm, 1e-6)
-        found = torch.cat((
-            first.view(tokens, -1, dim)[:, :heads], keys.transpose(1, 2).flatten(0, 1)[slots.long()],
-            values.transpose(1, 2).flatten(0, 1)[slots.long()]), 1)  # fmt: skip
-        expected = torch.cat(exact, 1)
-        yield KernelRow(
-            "rope + norm + pages" if normed else "rope + pages", f"T={tokens} {heads}/{kv_heads} heads d={dim}",
-            work(tokens, heads, kv_heads, dim, 2),
-            graph_us(
-                lambda i: rope_cache(qkv[i], cos, sin, slots, slots, keys, values, heads, norm, norm, 1e-6), copies
-            ),
-            error=float((found.double() - expected).norm() / expected.norm()),
+@triton.jit
+def _turn_back(grad_q, grad_k, grad_v, packed, cos, sin, q_row, q_head, k_row, k_head, v_row, v_head,
+               QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, Q_HEADS: tl.constexpr,
+               K_HEADS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)[None, :]
+    c = tl.load(cos + row * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    packed += row * ((QUERIES + 2 * KEYS) * 2 * HALF)
+    _part_back(grad_q, packed, row, c, s, q_row, q_head, 0, QUERIES, True, HALF, Q_HEADS, BLOCK)
+    _part_back(grad_k, packed, row, c, s, k_row, k_head, QUERIES * 2 * HALF, KEYS, True, HALF, K_HEADS, BLOCK)
+    _part_back(grad_v, packed, row, c, s, v_row, v_head, (QUERIES + KEYS) * 2 * HALF, KEYS, False, HALF, K_HEADS,
+               BLOCK)  # fmt: skip
+
+
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    """Turn the queries and keys of qkv [T, (heads + 2 · kv_heads) · D] in place; cos and sin [T, D / 2]."""
+    half = cos.shape[1]
+    if len(qkv):
+        _turn[(len(qkv),)](
+            qkv, cos, sin, qkv.stride(0), TURNED=heads + kv_heads, HALF=half,
+            HEADS=triton.next_power_of_2(heads + kv_heads), BLOCK=triton.next_power_of_2(half), num_warps=4,
         )  # fmt: skip
+
+
+def rotated_back(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients of queries [T, H, D], keys and values [T, KV, D] -> of what `rotate_` was given, side by side."""
+    tokens, heads, dim = grad_q.shape
+    kv_heads = grad_k.shape[1]
+    packed = torch.empty((tokens, (heads + 2 * kv_heads) * dim), dtype=grad_q.dtype, device=grad_q.device)
+    grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (grad_q, grad_k, grad_v)]
+    if tokens:
+        _turn_back[(tokens,)](
+            *grads, packed, cos, sin, *(stride for grad in grads for stride in grad.stride()[:2]),
+            QUERIES=heads, KEYS=kv_heads, HALF=dim // 2, Q_HEADS=triton.next_power_of_2(heads),
+            K_HEADS=triton.next_power_of_2(kv_heads), BLOCK=triton.next_power_of_2(dim // 2), num_warps=4,
+        )  # fmt: skip
+    return packed

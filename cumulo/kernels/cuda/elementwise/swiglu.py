@@ -3,16 +3,11 @@
 Must move: two numbers in and one out per element; backward three in and two out.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
 
 _BLOCK = 1024
 
@@ -115,20 +110,3 @@ def _differentiate(ctx, grad_out: Tensor):  # type: ignore[no-untyped-def]
 
 
 swiglu_op.register_autograd(_differentiate, setup_context=_keep)
-
-
-def work(rows: int, width: int, element_bytes: int) -> Work:
-    return Work(bytes=3 * rows * width * element_bytes, flops=5 * rows * width)
-
-
-def bench_rows() -> Iterator[KernelRow]:
-    for rows, width in ((256, 3072), (8192, 3072), (8192, 14336)):
-        copies = copies_past_cache(rows * width * 6, limit=16)
-        x = [torch.randn(rows, 2 * width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        out = torch.empty(rows, width, device="cuda", dtype=torch.bfloat16)
-        expected = reference(x[0].double())
-        error = float((swiglu(x[0]).double() - expected).norm() / expected.norm())
-        yield KernelRow(
-            "swiglu", f"{rows}x{width}", work(rows, width, 2), graph_us(lambda i: swiglu(x[i], out), copies),
-            {"torch": graph_us(lambda i: reference(x[i]), copies)}, error=error,
-        )  # fmt: skip

@@ -8,14 +8,17 @@ them: which columns of k meet in one product does not matter as long as W and x 
 with 8 neighbours in k (`k_width`) lets weights go from memory to the tensor cores without shared memory. Warps
 share k in steps of 32 columns; their sums meet in shared memory, behind the only barrier.
 
+What becomes of a tile's sums is shared with w4_dot: bias, SwiGLU, residual, or rotation and pages. Of a tile whose
+second half belongs to its first, row by row (SwiGLU, rotation), half the rows are kept. What these read is asked
+for when it may be: a bias before the kernel ahead has ended, the rest right behind x, or it would be waited for.
+
 Weights are asked for before the kernel ahead has ended (early.py), all of them. Written in Gluon, because Triton
 chooses layouts itself. No interpreter plays Gluon: tests play this kernel with stand-ins.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,14 +27,115 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.early import early
-from cumulo.kernels.cuda.linear.dot_ending import (
-    biases,
-    rotation_arguments,
-    rotation_of,
-    rows_of_tile,
-    store,
-)
-from cumulo.kernels.cuda.linear.rotation import PagedRotation
+from cumulo.kernels.cuda.linear.product import PagedRotation, Product
+
+
+def rotation_arguments(
+    rotation: PagedRotation | None, near: Tensor, kept: int
+) -> tuple[tuple[Tensor, ...], tuple[int, int], dict[str, int]]:
+    """Of a launch: tensors, strides and constants; `near` stands for those that are not read. `kept`: rows of a
+    program; those of two heads would be paired wrongly."""
+    if rotation is None:
+        return (near,) * 6, (0, 0), {"DIM": 0, "HEADS": 0, "KV_HEADS": 0, "PAGE": 1}
+    if rotation.dim // 2 % kept:
+        raise ValueError(
+            f"heads are rotated whose half is a multiple of {kept}, not heads of {rotation.dim}: use rope_cache"
+        )
+    constants = {
+        "DIM": rotation.dim,
+        "HEADS": rotation.heads,
+        "KV_HEADS": rotation.kv_heads,
+        "PAGE": rotation.block_size,
+    }
+    return rotation.tensors, rotation.strides, constants
+
+
+@gluon.jit
+def rows_of_tile(first, row, OUTPUTS, KEPT: gl.constexpr, SWIGLU: gl.constexpr, DIM: gl.constexpr):
+    """Of W. Rows past the end are read again and not stored."""
+    if DIM > 0:
+        row = first + row % KEPT + row // KEPT * (DIM // 2)
+    elif SWIGLU:
+        row = gl.minimum(first + row % KEPT, OUTPUTS - 1) + row // KEPT * OUTPUTS
+    else:
+        row = gl.minimum(first + row, OUTPUTS - 1)
+    return row
+
+
+@gluon.jit
+def biases(bias, safe, apart, BIAS: gl.constexpr, PAIRED: gl.constexpr):
+    """Of the rows that are kept, and of those that belong to them."""
+    low = (safe * 0).to(gl.float32)
+    high = low
+    if BIAS:
+        low = gl.load(bias + safe).to(gl.float32)
+        if PAIRED:
+            high = gl.load(bias + apart + safe).to(gl.float32)
+    return low, high
+
+
+@gluon.jit
+def rotation_of(cos, sin, position, nothing, head, first, out_row, DIM: gl.constexpr, HEADS: gl.constexpr,
+                KV_HEADS: gl.constexpr):  # fmt: skip
+    """Cosines and sines of a head's rows; values are not turned."""
+    turn, turn_back = nothing, nothing
+    if DIM > 0:
+        if head < HEADS + KV_HEADS:
+            angle = position.to(gl.int64) * (DIM // 2) + (first % DIM + out_row)
+            turn = gl.load(cos + angle).to(gl.float32)
+            turn_back = gl.load(sin + angle).to(gl.float32)
+    return turn, turn_back
+
+
+@gluon.jit
+def store(y, z, low_bias, high_bias, added, turn, turn_back, out, keys, values, slot, mask, real, head, first,
+          out_row, block_stride, head_stride, SWIGLU: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr,
+          KV_HEADS: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
+    """What becomes of the sums y of the rows that are kept, and z of those that belong to them. `mask`: which cells
+    are of the output, `real`: which lines are tokens."""
+    if DIM > 0:
+        _store_rotated(
+            y, z, low_bias, high_bias, turn, turn_back, out, keys, values, slot, real, head, first, out_row,
+            block_stride, head_stride, DIM, HEADS, KV_HEADS, PAGE,
+        )  # fmt: skip
+    else:
+        _store_activated(y, z, low_bias, high_bias, added, out, mask, SWIGLU)
+
+
+@gluon.jit
+def _store_activated(y, z, low_bias, high_bias, added, out, mask, SWIGLU: gl.constexpr):
+    """residual + f(y + bias)."""
+    y += low_bias
+    if SWIGLU:
+        z += high_bias
+        y = y / (1.0 + gl.exp(-y)) * z
+    y += added
+    gl.store(out, y.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _store_rotated(y, z, low_bias, high_bias, turn, turn_back, out, keys, values, slot, real, head, first, out_row,
+                   block_stride, head_stride, DIM: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+                   PAGE: gl.constexpr):  # fmt: skip
+    """Rotated queries to `out`, rotated keys and values to their pages."""
+    apart: gl.constexpr = DIM // 2
+    # Rounded where a product of its own would round.
+    y = (y + low_bias).to(out.dtype.element_ty).to(gl.float32)
+    z = (z + high_bias).to(out.dtype.element_ty).to(gl.float32)
+    page = (slot // PAGE).to(gl.int64) * block_stride + slot % PAGE * DIM + first % DIM + out_row
+    kept = real & (slot >= 0)  # a token that only fills up a captured shape has no slot
+    if head < HEADS:
+        gl.store(out, (y * turn - z * turn_back).to(out.dtype.element_ty), mask=real)
+        gl.store(out + apart, (z * turn + y * turn_back).to(out.dtype.element_ty), mask=real)
+    elif head < HEADS + KV_HEADS:
+        places = keys + (head - HEADS) * head_stride + page
+        gl.store(places, (y * turn - z * turn_back).to(keys.dtype.element_ty), mask=kept)
+        gl.store(places + apart, (z * turn + y * turn_back).to(keys.dtype.element_ty), mask=kept)
+    else:
+        places = values + (head - HEADS - KV_HEADS) * head_stride + page
+        gl.store(places, y.to(values.dtype.element_ty), mask=kept)
+        gl.store(places + apart, z.to(values.dtype.element_ty), mask=kept)
+
 
 MAX_ROWS = 8
 STEP = 32  # columns of k that a warp takes at once: 8 for each of 4 threads
@@ -77,10 +181,10 @@ def default_config(m: int, n: int, k: int, paired: bool = False) -> DotConfig:
     return DotConfig(16, slices, slices)
 
 
-def rotating_config() -> DotConfig:
+def rotating_config(k: int) -> DotConfig:
     """Of queries, keys and values that are rotated: attention is behind it, which gains nothing from being let in
     sooner."""
-    return DotConfig(32, 4, 4, waits_first=True)
+    return replace(default_config(2, 0, k, paired=True), waits_first=True)
 
 
 @gluon.jit
@@ -95,11 +199,11 @@ def _columns(pointers, column, step: gl.constexpr, K: gl.constexpr, SLICES: gl.c
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, sin, positions, slots, keys, values,
-                    M, OUTPUTS, stride_x, stride_weight, stride_out, stride_residual, block_stride, head_stride,
+def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, cos, sin, positions, slots, keys, values,
+                    M, OUTPUTS, stride_x, stride_out, stride_residual, stride_weight, block_stride, head_stride,
                     eps, K: gl.constexpr, TILE: gl.constexpr, SLICES: gl.constexpr,
                     NORM: gl.constexpr, SWIGLU: gl.constexpr, RESIDUAL: gl.constexpr, BIAS: gl.constexpr,
-                    PICK: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+                    DIM: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
                     PAGE: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     PAIRED: gl.constexpr = SWIGLU or DIM > 0
     KEPT: gl.constexpr = TILE // 2 if PAIRED else TILE  # rows of the output
@@ -157,9 +261,6 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
 
     x_line = gl.minimum(gl.arange(0, LINES, gl.SliceLayout(0, gl.SliceLayout(1, OF_X)))[None, None, :], M - 1)
     lines = gl.minimum(line, M - 1)
-    if PICK:
-        x_line = gl.load(rows_of + x_line)
-        lines = gl.load(rows_of + lines)
     slot, position = lines, lines
     if DIM > 0:  # asked for first: what they lead to is asked for behind x
         slot = gl.load(slots + lines)
@@ -212,62 +313,34 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, rows_of, cos, s
     )  # fmt: skip
 
 
-def few_dot(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
-    rotation: PagedRotation | None = None,
-    config: DotConfig | None = None,
-) -> Tensor:
-    """x [M ≤ 8, K] times weight [N, K], both of 16 bits, K a multiple of 8; arguments as in few_linear."""
-    m, k = (x.shape[0] if rows is None else len(rows)), x.shape[1]
-    n = weight.shape[0]
-    outputs = n // 2 if swiglu else n
-    if m > MAX_ROWS or k % 8:
-        raise ValueError(
-            f"few_dot takes up to {MAX_ROWS} rows of whole 16 bytes, not {m} rows of {k}: use linear"
-        )
-    if out is None:
-        out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
-    paired = swiglu or rotation is not None
+def launch(product: Product, config: DotConfig | None) -> None:
+    """Of up to 8 rows; x and weight of 16 bits, K a multiple of 8."""
+    m, n, k = product.sizes
+    x, weight, rotation = product.x, product.weight, product.rotation
+    assert isinstance(weight, Tensor)
+    if not takes(m, k):
+        raise ValueError(f"few_dot takes up to {MAX_ROWS} rows of whole 16 bytes, not {m} rows of {k}")
+    paired = product.swiglu or rotation is not None
     if config is None:
-        config = default_config(m, n, k, paired) if rotation is None else rotating_config()
+        config = default_config(m, n, k, paired) if rotation is None else rotating_config(k)
     kept = config.rows // 2 if paired else config.rows
     turned, strides, of_heads = rotation_arguments(rotation, x, kept)
-    _few_dot_kernel[(triton.cdiv(outputs // 2 if rotation is not None else outputs, kept),)](
+    _few_dot_kernel[(triton.cdiv(n // 2 if paired else n, kept),)](
         x,
         weight,
-        out,
-        x if norm_weight is None else norm_weight,
-        x if residual is None else residual,
-        x if bias is None else bias,
-        x if rows is None else rows,
+        *product.tensors,
         *turned,
         m,
-        outputs,
-        x.stride(0),
+        product.outputs,
+        *product.strides,
         weight.stride(0),
-        out.stride(0),
-        0 if residual is None else residual.stride(0),
         *strides,
-        eps,
+        product.eps,
         K=k,
         TILE=config.rows,
         SLICES=config.slices,
-        NORM=norm_weight is not None,
-        SWIGLU=swiglu,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
-        PICK=rows is not None,
+        **product.flags,
         **of_heads,
         num_warps=config.num_warps,
         **early(config.early, x, config.waits_first),
     )
-    return out

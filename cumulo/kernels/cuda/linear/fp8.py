@@ -3,23 +3,108 @@
 Must move: one byte a weight, half of bfloat16. Up to some rows of x the weights are widened in registers and the
 activations stay as they are (no quantisation, no error from it); beyond, activations are quantised a token at a
 time and both go to the 8-bit tensor cores, twice the rate of bfloat16. Scaling by row is the vendor library's,
-scaling by block (DeepSeek-V3, 2024, section 3.3) ours, in `fp8_block_matmul`.
+scaling by block (DeepSeek-V3, 2024, section 3.3) ours, in `block_matmul`: a step of k is one scale block, whose
+product is scaled and added to the sum in float32.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
-from cumulo.kernels.cuda.linear.fp8_block_matmul import block_matmul
 from cumulo.kernels.cuda.linear.fp8_quantise import BLOCK, LARGEST, SMALLEST_SCALE, Fp8Rows, quantise
-from cumulo.kernels.cuda.linear.skinny_linear import skinny_linear
-from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, random_bf16, small_linear, work
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow
+
+
+def block_reference(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    """In float32: scale everything, then multiply."""
+    k, n = x.shape[1], weight.shape[0]
+    wide_x = x.float() * x_scales.repeat_interleave(BLOCK, 1)[:, :k]
+    scales = weight_scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
+    return wide_x @ (weight.float() * scales).t()
+
+
+@triton.jit
+def _block_matmul_kernel(x, x_scales, weight, weight_scales, out, M, N, K, stride_x, stride_x_scales, stride_w,
+                         stride_w_scales, stride_out, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                         GROUP: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
+    # Programs that run together share rows of x and W: they go down GROUP row tiles before the next column tile.
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    per_group = GROUP * tiles_n
+    group = tl.program_id(0) // per_group
+    first_m = group * GROUP
+    height = tl.minimum(tiles_m - first_m, GROUP)
+    tile_m = first_m + (tl.program_id(0) % per_group) % height
+    tile_n = (tl.program_id(0) % per_group) // height
+    m_offsets = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_offsets = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_safe, n_safe = tl.minimum(m_offsets, M - 1), tl.minimum(n_offsets, N - 1)
+    columns = tl.arange(0, 128)
+    x_rows = x + m_safe.to(tl.int64)[:, None] * stride_x + columns[None, :]
+    w_rows = weight + n_safe.to(tl.int64)[:, None] * stride_w + columns[None, :]
+    x_scale_rows = x_scales + m_safe * stride_x_scales
+    w_scale_row = weight_scales + (tile_n * BLOCK_N // 128) * stride_w_scales
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Saying num_stages here, not at the launch alone, makes the scales travel ahead with the tiles.
+    for block in tl.range(0, tl.cdiv(K, 128), num_stages=STAGES):
+        if EVEN_K:
+            a = tl.load(x_rows + block * 128)
+            b = tl.load(w_rows + block * 128)
+        else:
+            inside = (block * 128 + columns < K)[None, :]
+            a = tl.load(x_rows + block * 128, mask=inside, other=0.0)
+            b = tl.load(w_rows + block * 128, mask=inside, other=0.0)
+        scale = tl.load(x_scale_rows + block) * tl.load(w_scale_row + block)
+        acc += tl.dot(a, tl.trans(b)) * scale[:, None]
+    places = out + m_offsets.to(tl.int64)[:, None] * stride_out + n_offsets[None, :]
+    mask = (m_offsets < M)[:, None] & (n_offsets < N)[None, :]
+    tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def block_matmul(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    block_m: int = 0,
+) -> Tensor:
+    """x [M, K] with scales [M, ⌈K/128⌉] times weight [N, K] with scales [⌈N/128⌉, ⌈K/128⌉], transposed."""
+    m, k = x.shape
+    n = weight.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=dtype, device=x.device)
+    block_m = block_m or (64 if m <= 64 else 128)
+    if m:
+        _block_matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, BLOCK),)](
+            x,
+            x_scales,
+            weight,
+            weight_scales,
+            out,
+            m,
+            n,
+            k,
+            x.stride(0),
+            x_scales.stride(0),
+            weight.stride(0),
+            weight_scales.stride(0),
+            out.stride(0),
+            BLOCK_M=block_m,
+            BLOCK_N=BLOCK,
+            GROUP=8,
+            STAGES=4,
+            EVEN_K=k % BLOCK == 0,
+            num_warps=4 if block_m == 64 else 8,
+            num_stages=4,
+        )
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,38 +200,3 @@ def fp8_linear_wide(
     if residual is None:
         return y
     return torch.add(residual, y, out=out)
-
-
-def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
-    """The products of an 8B model with 8-bit weights, by the kernel for so many rows, against bfloat16."""
-    generator = torch.Generator(device).manual_seed(0)
-    for name, n, k, _ in BENCH_SHAPES:
-        if not name.startswith("Llama"):
-            continue
-        copies = copies_past_cache(n * k)
-        plain = random_bf16(n, k, device=device, generator=generator, std=k**-0.5)
-        first = Fp8Weight.quantised(plain)
-        weights = [Fp8Weight(first.data.clone(), first.scales) for _ in range(copies)]
-        exact_weight = first.dequantised(torch.float64)
-        for m in (1, 16, 64, 256, 2048):
-            x = random_bf16(m, k, device=device, generator=generator)
-            out = torch.empty(m, n, dtype=x.dtype, device=device)
-
-            def product(weight: Fp8Weight) -> Tensor:
-                if m > 64:
-                    return fp8_linear_wide(x, weight, out)
-                kernel = small_linear if m <= 4 else skinny_linear
-                return kernel(x, weight.data, out, scales=weight.scales)
-
-            product(first)
-            exact = x[:64].double() @ exact_weight.t()
-            yield KernelRow(
-                name="fp8_linear",
-                shape=f"{name} m={m} n={n} k={k}",
-                work=work(m, n, k, first.nbytes),
-                ours_us=graph_us(lambda i: product(weights[i]), copies),
-                rivals_us={"cuBLAS, bfloat16": graph_us(lambda i: F.linear(x, plain))},
-                dtype="float8_e4m3fn" if m > 64 else "bfloat16",
-                error=float((out[:64] - exact).norm() / exact.norm()),
-                must_us=n * k / 3.6e6 if m == 1 else None,
-            )

@@ -5,8 +5,6 @@ What `fp8_pair` makes, but an outlier costs only its own block bits, so e4m3 doe
 element out, for a tile of 128 × 128 has all that its scales depend on. Both sizes divide by 128.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -14,8 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from cumulo.kernels.cuda.linear.fp8_pair import E4M3, SMALLEST_SCALE, Fp8Pair
-from cumulo.kernels.cuda.timing import graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
 
 BLOCK = 128
 
@@ -72,23 +68,6 @@ def fp8_blocks(x: Tensor) -> Fp8Pair:
     return Fp8Pair(data.to(E4M3), scale.t(), transposed.to(E4M3), transposed_scale.t())
 
 
-@torch.library.custom_op("cumulo::fp8_blocks", mutates_args=())
-def fp8_blocks_op(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The matrix and its scales, the transpose and its scales."""
-    data, scale, transposed, transposed_scale = fp8_blocks(x)
-    return data, scale, transposed, transposed_scale
-
-
-@fp8_blocks_op.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, columns = x.shape
-    scales = [
-        x.new_empty((b // BLOCK, a), dtype=torch.float32).t() for a, b in ((rows, columns), (columns, rows))
-    ]
-    data = [x.new_empty(shape, dtype=E4M3) for shape in ((rows, columns), (columns, rows))]
-    return data[0], scales[0], data[1], scales[1]
-
-
 def product(
     left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -101,18 +80,3 @@ def product(
 
 def dequantised(data: Tensor, scale: Tensor) -> Tensor:
     return data.float() * scale.repeat_interleave(BLOCK, 1)
-
-
-def work(rows: int, columns: int, element_bytes: int) -> Work:
-    return Work(bytes=rows * columns * (element_bytes + 2), flops=4 * rows * columns)
-
-
-def bench_rows() -> Iterator[KernelRow]:
-    for rows, columns in ((32768, 16384), (32768, 2048)):
-        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-        found = fp8_blocks(x)
-        error = float((dequantised(found.data, found.scale) - x.float()).norm() / x.float().norm())
-        yield KernelRow(
-            "fp8_blocks", f"{rows}x{columns}", work(rows, columns, 2), graph_us(lambda _: fp8_blocks(x)),
-            {"torch": graph_us(lambda _: reference(x))}, error=error,
-        )  # fmt: skip

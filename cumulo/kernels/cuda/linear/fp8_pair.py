@@ -7,16 +7,12 @@ for its largest magnitude, which no element can be scaled without) and two bytes
 Weights and activations are e4m3, gradients e5m2, which gives up a bit for range (Micikevicius et al. 2022).
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from cumulo.kernels.cuda.timing import graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_SCALE = 1e-12  # a matrix of zeros has some scale
@@ -89,38 +85,8 @@ def fp8_pair(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8Pair:
     return Fp8Pair(data.to(dtype), scale, transposed.to(dtype), scale)
 
 
-@torch.library.custom_op("cumulo::fp8_pair", mutates_args=())
-def fp8_pair_op(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrix, its transpose, and the scale of both."""
-    pair = fp8_pair(x, dtype)
-    return pair.data, pair.transposed, pair.scale
-
-
-@fp8_pair_op.register_fake
-def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns = x.shape
-    data, transposed = x.new_empty((rows, columns), dtype=dtype), x.new_empty((columns, rows), dtype=dtype)
-    return data, transposed, x.new_empty((), dtype=torch.float32)
-
-
 def product(
     left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """left [M, K] · rightᵀ [N, K]. `fast`: sums keep fewer bits on the way, which forward can bear."""
     return torch._scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=dtype, use_fast_accum=fast)
-
-
-def work(rows: int, columns: int, element_bytes: int) -> Work:
-    return Work(bytes=rows * columns * (2 * element_bytes + 2), flops=2 * rows * columns)
-
-
-def bench_rows() -> Iterator[KernelRow]:
-    """A layer's gradients in training: the gate's, and those of the residual stream."""
-    for rows, columns in ((32768, 16384), (32768, 2048)):
-        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-        found, exact = fp8_pair(x), x.double()
-        error = float((found.data.double() * found.scale - exact).norm() / exact.norm())
-        yield KernelRow(
-            "fp8_pair", f"{rows}x{columns}", work(rows, columns, 2), graph_us(lambda _: fp8_pair(x)),
-            {"torch": graph_us(lambda _: reference(x))}, error=error,
-        )  # fmt: skip

@@ -5,7 +5,6 @@ Must move: the input once (2 bytes an element, twice as many elements for SwiGLU
 program holds a whole row, so that nothing is read twice. Scale = largest magnitude / 448, the largest e4m3 number.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +12,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from cumulo.kernels.cuda.linear.small_linear import random_bf16
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
 
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12  # a row of zeros has some scale
@@ -130,54 +125,3 @@ def quantise(
     if data is not out.data:
         out.data.copy_(data)
     return out
-
-
-@torch.library.custom_op("cumulo::fp8_quantise", mutates_args=())
-def quantise_op(
-    x: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    swiglu: bool = False,
-    in_blocks: bool = False,
-) -> tuple[Tensor, Tensor]:
-    rows = quantise(x, in_blocks=in_blocks, norm_weight=norm_weight, eps=eps, swiglu=swiglu)
-    return rows.data, rows.scales
-
-
-@quantise_op.register_fake
-def _(
-    x: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    swiglu: bool = False,
-    in_blocks: bool = False,
-) -> tuple[Tensor, Tensor]:
-    tokens, columns = x.shape[0], x.shape[1] // (2 if swiglu else 1)
-    shape = (tokens, (columns + BLOCK - 1) // BLOCK) if in_blocks else (tokens,)
-    return (
-        x.new_empty((tokens, columns), dtype=torch.float8_e4m3fn),
-        x.new_empty(shape, dtype=torch.float32),
-    )
-
-
-def work(tokens: int, columns: int, swiglu: bool = False) -> Work:
-    return Work(bytes=tokens * columns * (5 if swiglu else 3) + 4 * tokens)
-
-
-def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
-    """A prefill chunk and a decode batch of an 8B model, against what torch.compile would fuse: a copy's time."""
-    generator = torch.Generator(device).manual_seed(0)
-    for tokens, columns, swiglu in ((256, 4096, False), (8192, 4096, False), (8192, 14336, True)):
-        wide = columns * (2 if swiglu else 1)
-        copies = copies_past_cache(2 * tokens * wide)
-        xs = [random_bf16(tokens, wide, device=device, generator=generator) for _ in range(copies)]
-        norm = None if swiglu else random_bf16(columns, device=device, generator=generator)
-        found = quantise(xs[0], norm_weight=norm, swiglu=swiglu)
-        exact = reference(xs[0], norm_weight=norm, swiglu=swiglu).dequantised()
-        yield KernelRow(
-            name="fp8_quantise",
-            shape=f"{'swiglu' if swiglu else 'rms_norm'} T={tokens} K={columns}",
-            work=work(tokens, columns, swiglu),
-            ours_us=graph_us(lambda i: quantise(xs[i], found, norm_weight=norm, swiglu=swiglu), copies),
-            error=float((found.dequantised() - exact).norm() / exact.norm()),
-        )

@@ -15,7 +15,6 @@ Inference across Tensor Parallel Sizes"). Each part has programs of its own: wit
 a matrix of 4096 × 14336 times one row takes 29 µs on an H200.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,11 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.collective.in_pairs import add_in_pairs
-from cumulo.kernels.cuda.linear.skinny_linear import _widen
-from cumulo.kernels.cuda.linear.small_linear import random_bf16
-from cumulo.kernels.cuda.timing import graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
+from cumulo.kernels.cuda.collective.one_shot import add_in_pairs
+from cumulo.kernels.cuda.linear.skinny_linear import widen
 from cumulo.layout.equal_sums import parts_within
 
 GROUP = 8
@@ -114,9 +110,9 @@ def _invariant_matmul_kernel(x, weight, out, bias, scales, residual, M, N, K, st
             a = tl.load(x_tile + k * stride_xk, mask=inside, other=0.0)
             b = tl.load(w_tile + k * stride_wk, mask=inside, other=0.0)
         if SWAPPED:
-            acc = tl.dot(_widen(b, a.dtype), tl.trans(a), acc, input_precision="ieee")
+            acc = tl.dot(widen(b, a.dtype), tl.trans(a), acc, input_precision="ieee")
         else:
-            acc = tl.dot(a, tl.trans(_widen(b, a.dtype)), acc, input_precision="ieee")
+            acc = tl.dot(a, tl.trans(widen(b, a.dtype)), acc, input_precision="ieee")
     if SWAPPED:
         acc = tl.trans(acc)
     if SCALED:
@@ -224,52 +220,3 @@ def _multiply(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-
-
-@torch.library.custom_op("cumulo::invariant_matmul", mutates_args=())
-def invariant_matmul_op(x: Tensor, weight: Tensor) -> Tensor:
-    return invariant_matmul(x, weight)
-
-
-@invariant_matmul_op.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-def _keep(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    x, weight = ctx.saved_tensors
-    return invariant_matmul_op(grad, weight.t()), invariant_matmul_op(grad.t(), x.t())
-
-
-invariant_matmul_op.register_autograd(_differentiate, setup_context=_keep)
-
-
-def work(m: int, n: int, k: int) -> Work:
-    return Work(bytes=2 * (m * k + n * k + m * n), flops=2 * m * n * k)
-
-
-BENCH_SHAPES = ((64, 4096, 4096), (4096, 4096, 4096), (8192, 28672, 4096))
-
-
-def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
-    """Against the library, which is free to choose by shape; the large ones must reach 400 TFLOP/s."""
-    generator = torch.Generator(device).manual_seed(0)
-    for m, n, k in BENCH_SHAPES:
-        x = random_bf16(m, k, device=device, generator=generator)
-        weight = random_bf16(n, k, device=device, generator=generator, std=k**-0.5)
-        out = invariant_matmul(x, weight)
-        exact = reference(x[:128].double(), weight.double())
-        yield KernelRow(
-            name="invariant_matmul",
-            shape=f"m={m} n={n} k={k}",
-            work=work(m, n, k),
-            ours_us=graph_us(lambda i: invariant_matmul(x, weight, out), repeats=5),
-            rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weight), repeats=5)},
-            config=str(config_for(m, n, x.dtype)),
-            error=float((out[:128] - exact).norm() / exact.norm()),
-            must_us=2 * m * n * k / 400e6 if m >= 4096 else None,
-        )

@@ -1,15 +1,13 @@
-"""linear: the one door to every product with a weight on a GPU. The decoder calls it; a table says who does it.
+"""linear: every product with a weight on a GPU goes through it. The decoder calls it; a table says who computes it.
 
 A weight is a plain matrix, e4m3 (`Fp8Weight`) or 4 bits (`W4Weight`). For a few rows the kernels that stream
 weights win, and norm, SwiGLU and residual come with the product; for many the vendor's library does, and they are
-kernels of their own. Where the border lies was measured: `WINNERS` holds what `linear_tune.tune` found for the
-shapes of a device, and those it does not know follow `_default`.
+kernels of their own. Where the border lies was measured: `WINNERS` holds what was found for the
+shapes of a device (`cumulo bench kernels --tune`), and those it does not know follow `_default`.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,43 +16,33 @@ from torch import Tensor
 
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
-from cumulo.kernels.cuda.linear import few_dot as dots
-from cumulo.kernels.cuda.linear import w4_dot as w4_dots
-from cumulo.kernels.cuda.linear.few_dot import DotConfig, few_dot
-from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX, FewConfig, few_linear
+from cumulo.kernels.cuda.linear import few_dot, skinny_linear, small_linear, w4, w4_dot
+from cumulo.kernels.cuda.linear.few_dot import DotConfig
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
 from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
-from cumulo.kernels.cuda.linear.rotation import PagedRotation
-from cumulo.kernels.cuda.linear.skinny_linear import (
-    SkinnyConfig,
-    ends_in_a_short_wave,
-    skinny_linear,
-    workspace,
-)
-from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, SmallConfig, random_bf16, small_linear, work
-from cumulo.kernels.cuda.linear.w4 import W4Config, w4_linear
-from cumulo.kernels.cuda.linear.w4_dot import W4DotConfig, w4_dot
+from cumulo.kernels.cuda.linear.product import SMALL_MATRIX, PagedRotation, Product, Weight
+from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, ends_in_a_short_wave, workspace
+from cumulo.kernels.cuda.linear.small_linear import SmallConfig
+from cumulo.kernels.cuda.linear.w4 import W4Config
+from cumulo.kernels.cuda.linear.w4_dot import W4DotConfig
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, in_scratch
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow
 
-Weight = Tensor | Fp8Weight | W4Weight
-Config = SmallConfig | FewConfig | DotConfig | SkinnyConfig | W4Config | W4DotConfig
+Config = SmallConfig | DotConfig | SkinnyConfig | W4Config | W4DotConfig
 
-_CONFIGS: dict[str, type[Config]] = {
-    "small": SmallConfig,
-    "few": FewConfig,
-    "dot": DotConfig,
-    "skinny": SkinnyConfig,
-    "w4": W4Config,
-    "w4 dot": W4DotConfig,
+# The kernels for few rows, by their names in the table: how each is configured, and what launches it.
+KERNELS: dict[str, tuple[type[Config], Callable[[Product, Any], None]]] = {
+    "small": (SmallConfig, small_linear.launch),
+    "dot": (DotConfig, few_dot.launch),
+    "skinny": (SkinnyConfig, skinny_linear.launch),
+    "w4": (W4Config, w4.launch),
+    "w4 dot": (W4DotConfig, w4_dot.launch),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who computes a product: one of _CONFIGS with its configuration, or "library"."""
+    """Who computes a product: one of KERNELS with its configuration (None: by rule), or "library"."""
 
     kernel: str
     config: Config | None = None
@@ -84,16 +72,8 @@ def winners() -> dict[str, Any]:
 def use_winners(rows: Mapping[str, Any]) -> None:
     """Take over what `winners` gave on the same kind of device."""
     for key, row in rows.items():
-        config = None if row["config"] is None else _CONFIGS[row["kernel"]](**row["config"])
+        config = None if row["config"] is None else KERNELS[row["kernel"]][0](**row["config"])
         WINNERS[key] = Choice(row["kernel"], config)
-
-
-def save_winners(path: str | Path) -> None:
-    Path(path).write_text(json.dumps(winners(), indent=1, sort_keys=True))
-
-
-def load_winners(path: str | Path) -> None:
-    use_winners(json.loads(Path(path).read_text()))
 
 
 def prepare(device: torch.device | str) -> None:
@@ -134,7 +114,7 @@ def fuses(m: int, weight: Weight, swiglu: bool = False) -> bool:
 def rotates(m: int, weight: Weight, dtype: torch.dtype) -> bool:
     """Whether `linear` takes a `PagedRotation` for m rows of queries, keys and values, of heads of 32, 64, 96, ...:
     where that is faster than rope_cache behind the product."""
-    if isinstance(weight, W4Weight) and not w4_dots.takes(m, weight.shape[1], dtype):
+    if isinstance(weight, W4Weight) and not w4_dot.takes(m, weight.shape[1], dtype):
         return False
     return _rotating(m, weight) is not None
 
@@ -143,7 +123,7 @@ def _rotating(m: int, weight: Weight) -> Choice | None:
     n, k = weight.shape
     kind = kind_of(weight)
     found = WINNERS.get(f"{shape_key(m, n, k, kind, False)} rotated")
-    if found is None and isinstance(weight, W4Weight) and weight.words.is_cuda and w4_dots.wins(m, k):
+    if found is None and isinstance(weight, W4Weight) and weight.words.is_cuda and w4_dot.wins(m, k):
         return Choice("w4 dot")
     if (
         found is None
@@ -152,13 +132,13 @@ def _rotating(m: int, weight: Weight) -> Choice | None:
         and _by_dots(m, n, k, kind)
         and k <= 1024
     ):
-        return Choice("dot", dots.rotating_config())
+        return Choice("dot", few_dot.rotating_config(k))
     return found
 
 
 def _by_dots(m: int, n: int, k: int, kind: str) -> bool:
     """Without a table: several rows of small matrices, in which it is not the memory that counts."""
-    return kind in ("bf16", "float16") and m > 1 and dots.takes(m, k) and n * k <= SMALL_MATRIX
+    return kind in ("bf16", "float16") and m > 1 and few_dot.takes(m, k) and n * k <= SMALL_MATRIX
 
 
 def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
@@ -170,17 +150,15 @@ def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
 
 def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
     if kind.startswith("w4"):
-        if w4_dots.wins(m, k, swiglu):
+        if w4_dot.wins(m, k, swiglu):
             return Choice("w4 dot")
         return Choice("w4" if m <= 128 or (m <= 256 and n * k >= W4_WIDE) else "library")
     if m == 1 and kind != "fp8 blocks":
         return _one_row(n, k, kind, swiglu)
     if _by_dots(m, n, k, kind):
-        return Choice("dot", dots.default_config(m, n, k, swiglu))
-    if not kind.startswith("fp8") and (
-        (m <= 4 and n * k <= SMALL_MATRIX) or (m <= 8 and n * k <= SMALL_MATRIX // 8)
-    ):
-        return Choice("few")
+        return Choice("dot", few_dot.default_config(m, n, k, swiglu))
+    if m <= small_linear.MAX_ROWS and n * k <= SMALL_MATRIX and not kind.startswith("fp8"):
+        return Choice("small")
     if kind.startswith("fp8"):
         return Choice("skinny" if m <= 64 else "library")  # above, the 8-bit tensor cores win
     if ends_in_a_short_wave(n, swiglu) and k < 8192:
@@ -201,7 +179,12 @@ def _one_row(n: int, k: int, kind: str, swiglu: bool) -> Choice:
     if swiglu:
         early = k <= 2048
         return Choice("small", SmallConfig(2, min(512, _power_of_2(k)), 2, early=True) if early else None)
-    return Choice("few" if n * k <= SMALL_MATRIX or k > 4096 else "small")
+    if n * k > SMALL_MATRIX and k <= 4096:
+        return Choice("small")
+    whole = max(256, _power_of_2(k))
+    return Choice(
+        "small", SmallConfig(*((4, whole, whole // 256) if k <= 1024 else (2, 2048, 8)), early=True)
+    )
 
 
 def _power_of_2(k: int) -> int:
@@ -221,13 +204,15 @@ def linear(
     invariant: bool = False,
     parts: int = 1,
     rotation: PagedRotation | None = None,
+    choice: Choice | None = None,
 ) -> Tensor:
     """residual + f(norm(x)·Wᵀ + bias) into `out`, which may be `residual`; every part but the product is optional.
 
     x [M, K]; weight [N, K]; with `swiglu` f pairs the first half of the rows with the second and out is [M, N/2].
     `invariant`: a row's bits do not depend on the rows beside it (slower); nor, with `parts`, on how many ranks
     share the sum over K (`parts_of`). `rotation`: of queries, keys and values, where `rotates` says so; out has the
-    rotated queries then, keys and values are on their pages.
+    rotated queries then, keys and values are on their pages. `choice`: who computes it; None: as measured or by
+    rule.
     """
     if isinstance(x, Fp8Rows):
         if not isinstance(weight, Fp8Weight):
@@ -235,44 +220,28 @@ def linear(
         return fp8_linear_wide(x, weight, out, residual=residual, swiglu=swiglu, bias=bias)
     if invariant:
         return _invariant(x, weight, out, norm_weight, eps, residual, swiglu, bias, parts)
-    choice = choose(x.shape[0], weight, swiglu)
-    if rotation is not None:
-        choice = _rotating(x.shape[0], weight) or Choice("w4 dot" if isinstance(weight, W4Weight) else "dot")
-    if choice.kernel == "dot" and (x.is_cuda or rotation is not None):
-        assert isinstance(weight, Tensor)
-        return few_dot(
-            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
-            rotation=rotation, config=choice.config if isinstance(choice.config, DotConfig) else None,
-        )  # fmt: skip
+    if choice is None and rotation is not None:
+        choice = _rotating(len(x), weight) or Choice("w4 dot" if isinstance(weight, W4Weight) else "dot")
+    elif choice is None:
+        choice = _playable(choose(len(x), weight, swiglu), x)
     if choice.kernel == "library":
         return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
-    if choice.kernel == "w4 dot" and (rotation is not None or (x.is_cuda and x.dtype == torch.bfloat16)):
-        assert isinstance(weight, W4Weight)
-        return w4_dot(
-            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
-            rotation=rotation, config=choice.config if isinstance(choice.config, W4DotConfig) else None,
-        )  # fmt: skip
-    if isinstance(weight, W4Weight):
-        return w4_linear(
-            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
-            config=choice.config if isinstance(choice.config, W4Config) else None,
-        )  # fmt: skip
-    if choice.kernel in ("few", "dot"):  # no interpreter plays few_dot
-        assert isinstance(weight, Tensor)
-        return few_linear(
-            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
-            config=choice.config if isinstance(choice.config, FewConfig) else None,
-        )  # fmt: skip
-    data, scales = (weight.data, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
-    if choice.kernel == "small":
-        return small_linear(
-            x, data, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
-            scales=scales, config=choice.config if isinstance(choice.config, SmallConfig) else None,
-        )  # fmt: skip
-    return skinny_linear(
-        x, data, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias,
-        scales=scales, config=choice.config if isinstance(choice.config, SkinnyConfig) else None,
-    )  # fmt: skip
+    if out is None:
+        outputs = weight.shape[0] // 2 if swiglu else weight.shape[0]
+        out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    product = Product(x, weight, out, norm_weight, eps, residual, swiglu, bias, rotation)
+    _, launch = KERNELS[choice.kernel]
+    launch(product, choice.config)
+    return out
+
+
+def _playable(choice: Choice, x: Tensor) -> Choice:
+    """Another kernel where x cannot be this one's: no interpreter plays Gluon, and `w4 dot` takes bfloat16 only."""
+    if choice.kernel == "w4 dot" and not (x.is_cuda and x.dtype == torch.bfloat16):
+        return Choice("w4")
+    if choice.kernel == "dot" and not x.is_cuda:
+        return Choice("small" if len(x) <= small_linear.MAX_ROWS else "skinny")
+    return choice
 
 
 def _library(
@@ -333,26 +302,3 @@ def _invariant(
     y = invariant_matmul(x, data, bias=bias, scales=scales, parts=parts)
     y = swiglu_rows(y, out if residual is None else None)
     return y if residual is None else torch.add(residual, y, out=out)
-
-
-def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
-    """Decode products as the decoder asks for them, by the winners in the table, against the library's."""
-    prepare(device)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, n, k, must_us in BENCH_SHAPES:
-        copies = copies_past_cache(2 * n * k)
-        weights = [random_bf16(n, k, device=device, generator=generator, std=k**-0.5) for _ in range(copies)]
-        for m in (1, 4, 16, 64):
-            x = random_bf16(m, k, device=device, generator=generator)
-            out = linear(x, weights[0])
-            exact = x.double() @ weights[0].double().t()
-            yield KernelRow(
-                name="linear",
-                shape=f"{name} m={m} n={n} k={k}",
-                work=work(m, n, k, 2 * n * k),
-                ours_us=graph_us(lambda i: linear(x, weights[i], out), copies),
-                rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weights[i]), copies)},
-                config=str(choose(m, weights[0])),
-                error=float((out - exact).norm() / exact.norm()),
-                must_us=must_us if m == 1 else None,
-            )

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.work import Work
 from cumulo.kernels.low_rank import MOST_ROWS, AdapterGroups, LowRankStack
 
 RANK_TILE = 16
@@ -44,14 +43,6 @@ class LoraTiles:
     def splits(self, inputs: int) -> int:
         """Programs that share the inputs."""
         return -(-inputs // self.columns)
-
-
-def work(rows: int, groups: int, stack: LowRankStack, rank: int) -> Work:
-    """Of so many groups with adapters of one rank."""
-    parts, (_, outputs, _), inputs = len(stack.bounds) - 1, stack.b.shape, stack.a.shape[2]
-    weights = groups * rank * (parts * inputs + outputs)
-    moved = weights + rows * (inputs + 2 * outputs)
-    return Work(bytes=moved * stack.a.itemsize, flops=2 * rows * rank * (parts * inputs + outputs))
 
 
 def most_groups(rows: int, slots: int) -> int:

@@ -10,27 +10,20 @@ the one that arrives last adds them *in order of k*, whoever it is: the result d
 RMSNorm is folded in as in small_linear; block scales (128×128) multiply the product of one block of k.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear.few_linear import SMALL_MATRIX
-from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, random_bf16, reference, work
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow
+from cumulo.kernels.cuda.linear.product import SMALL_MATRIX, Product
 
 MAX_ROWS = 128
 BLOCK = 128  # side of a scale block (DeepSeek-V3, 2024, section 3.3.2)
 PARTIAL_FLOATS = 8 << 20  # 32 MiB of partial sums a device
 MAX_TILES = 1 << 16
 SHARED_BYTES = 220 << 10
-
-__all__ = ["SkinnyConfig", "bench_rows", "default_config", "reference", "skinny_linear", "work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +139,7 @@ def candidates(m: int, n: int, k: int, swiglu: bool = False, element_bytes: int 
 
 
 @triton.jit
-def _widen(tile, dtype: tl.constexpr):
+def widen(tile, dtype: tl.constexpr):
     """8-bit weights in the dtype of the activations. By way of float32, because the direct conversion from e4m3 to
     bfloat16 uses an instruction of a quarter of the rate and would be slower than the memory."""
     if tile.dtype == tl.float8e4nv and dtype == tl.bfloat16:
@@ -155,15 +148,75 @@ def _widen(tile, dtype: tl.constexpr):
 
 
 @triton.jit
+def add_splits(acc, up, squares, partials, counters, tile, split, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               SPLITS: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr):  # fmt: skip
+    """Leave the sums of one split of a tile's k; the program that arrives last has those of all, added in order,
+    and the last value says that it is the one."""
+    # One tile's partial sums lie together: [split][gate, up][BLOCK_N, BLOCK_M], then [split][BLOCK_M] squares.
+    PARTS: tl.constexpr = 2 if SWIGLU else 1
+    CELLS: tl.constexpr = BLOCK_N * BLOCK_M
+    m_cells = tl.arange(0, BLOCK_M)
+    cells = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m_cells[None, :]
+    base = partials + tile.to(tl.int64) * (SPLITS * (PARTS * CELLS + BLOCK_M))
+    base_squares = base + SPLITS * PARTS * CELLS + m_cells
+    tl.store(base + split * PARTS * CELLS + cells, acc, cache_modifier=".cg")
+    if SWIGLU:
+        tl.store(base + (split * PARTS + 1) * CELLS + cells, up, cache_modifier=".cg")
+    if NORM:
+        tl.store(base_squares + split * BLOCK_M, squares, cache_modifier=".cg")
+    tl.debug_barrier()  # every thread's part is written before one thread says so
+    is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        squares = tl.zeros([BLOCK_M], tl.float32)
+        for other in range(SPLITS):
+            acc += tl.load(base + other * PARTS * CELLS + cells, cache_modifier=".cg")
+            if SWIGLU:
+                up += tl.load(base + (other * PARTS + 1) * CELLS + cells, cache_modifier=".cg")
+            if NORM:
+                squares += tl.load(base_squares + other * BLOCK_M, cache_modifier=".cg")
+        tl.atomic_xchg(counters + tile, 0, sem="relaxed")  # ready for the next launch
+    return acc, up, squares, is_last
+
+
+@triton.jit
+def finish(y, z, squares, out, residual, bias, scales, n_offsets, n_safe, m_offsets, OUTPUTS, M, K, stride_out,
+           stride_residual, eps, NORM: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr,
+           BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+    """What becomes of a tile's sums y, and z of the up rows that belong to them."""
+    if NORM:
+        rstd = tl.rsqrt(squares / K + eps)[None, :]
+        y *= rstd
+    if SCALED:
+        y *= tl.load(scales + n_safe)[:, None]
+    if BIAS:
+        y += tl.load(bias + n_safe).to(tl.float32)[:, None]
+    if SWIGLU:
+        if NORM:
+            z *= rstd
+        if SCALED:
+            z *= tl.load(scales + OUTPUTS + n_safe)[:, None]
+        if BIAS:
+            z += tl.load(bias + OUTPUTS + n_safe).to(tl.float32)[:, None]
+        y = y * tl.sigmoid(y) * z
+    mask = (n_offsets < OUTPUTS)[:, None] & (m_offsets < M)[None, :]
+    lines = m_offsets.to(tl.int64)[None, :]
+    if RESIDUAL:
+        added = tl.load(residual + lines * stride_residual + n_offsets[:, None], mask=mask, other=0.0)
+        y += added.to(tl.float32)
+    tl.store(out + lines * stride_out + n_offsets[:, None], y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, partials, counters, M, OUTPUTS, K,
-                          K_PER_SPLIT, stride_x, stride_weight, stride_out, stride_residual, stride_scales, eps,
+                          K_PER_SPLIT, stride_x, stride_out, stride_residual, stride_weight, stride_scales, eps,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                           SPLITS: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
                           RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """SCALED: 0 no scales, 1 one a row of W, 2 one a 128×128 block of W."""
     tile, split = tl.program_id(0), tl.program_id(1)
     n_offsets = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n_offsets < OUTPUTS
     # Rows past the end read the last row again: no mask on the stream of weights, and they are never stored.
     n_safe = tl.minimum(n_offsets, OUTPUTS - 1)
     m_offsets = tl.arange(0, BLOCK_M)
@@ -207,70 +260,26 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
         if SCALED == 2:
             # BLOCK_N and BLOCK_K divide the side of a block, so one number scales the whole product.
             scale = tl.load(scales + (tile * BLOCK_N // 128) * stride_scales + k // 128)
-            acc += scale * tl.dot(_widen(w, rows.dtype), tl.trans(rows), input_precision="ieee")
+            acc += scale * tl.dot(widen(w, rows.dtype), tl.trans(rows), input_precision="ieee")
             if SWIGLU:
                 scale = tl.load(scales + ((OUTPUTS + tile * BLOCK_N) // 128) * stride_scales + k // 128)
-                up += scale * tl.dot(_widen(u, rows.dtype), tl.trans(rows), input_precision="ieee")
+                up += scale * tl.dot(widen(u, rows.dtype), tl.trans(rows), input_precision="ieee")
         else:
-            acc = tl.dot(_widen(w, rows.dtype), tl.trans(rows), acc, input_precision="ieee")
+            acc = tl.dot(widen(w, rows.dtype), tl.trans(rows), acc, input_precision="ieee")
             if SWIGLU:
-                up = tl.dot(_widen(u, rows.dtype), tl.trans(rows), up, input_precision="ieee")
+                up = tl.dot(widen(u, rows.dtype), tl.trans(rows), up, input_precision="ieee")
 
     squares = tl.sum(squared, axis=1) if NORM else tl.zeros([BLOCK_M], tl.float32)
     is_last = True
     if SPLITS > 1:
-        # One tile's partial sums lie together: [split][gate, up][BLOCK_N, BLOCK_M], then [split][BLOCK_M] squares.
-        PARTS: tl.constexpr = 2 if SWIGLU else 1
-        CELLS: tl.constexpr = BLOCK_N * BLOCK_M
-        STRIDE: tl.constexpr = SPLITS * (PARTS * CELLS + BLOCK_M)
-        cells = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m_offsets[None, :]
-        base = partials + tile.to(tl.int64) * STRIDE
-        base_squares = base + SPLITS * PARTS * CELLS
-        tl.store(base + split * PARTS * CELLS + cells, acc, cache_modifier=".cg")
-        if SWIGLU:
-            tl.store(base + (split * PARTS + 1) * CELLS + cells, up, cache_modifier=".cg")
-        if NORM:
-            tl.store(base_squares + split * BLOCK_M + m_offsets, squares, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's part is written before one thread says so
-        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = acc
-            squares = tl.zeros([BLOCK_M], tl.float32)
-            for other in range(SPLITS):
-                acc += tl.load(base + other * PARTS * CELLS + cells, cache_modifier=".cg")
-                if SWIGLU:
-                    up += tl.load(base + (other * PARTS + 1) * CELLS + cells, cache_modifier=".cg")
-                if NORM:
-                    squares += tl.load(base_squares + other * BLOCK_M + m_offsets, cache_modifier=".cg")
-            tl.atomic_xchg(counters + tile, 0, sem="relaxed")  # ready for the next launch
-
+        acc, up, squares, is_last = add_splits(
+            acc, up, squares, partials, counters, tile, split, BLOCK_M, BLOCK_N, SPLITS, NORM, SWIGLU
+        )
     if is_last:
-        y = acc
-        if NORM:
-            rstd = tl.rsqrt(squares / K + eps)
-            y *= rstd[None, :]
-        if SCALED == 1:
-            y *= tl.load(scales + n_safe)[:, None]
-        if BIAS:
-            y += tl.load(bias + n_safe).to(tl.float32)[:, None]
-        if SWIGLU:
-            z = up
-            if NORM:
-                z *= rstd[None, :]
-            if SCALED == 1:
-                z *= tl.load(scales + OUTPUTS + n_safe)[:, None]
-            if BIAS:
-                z += tl.load(bias + OUTPUTS + n_safe).to(tl.float32)[:, None]
-            y = y * tl.sigmoid(y) * z
-        mask = n_mask[:, None] & m_mask[None, :]
-        if RESIDUAL:
-            added = tl.load(
-                residual + m_offsets[None, :] * stride_residual + n_offsets[:, None], mask=mask, other=0.0
-            )
-            y += added.to(tl.float32)
-        places = out + m_offsets[None, :].to(tl.int64) * stride_out + n_offsets[:, None]
-        tl.store(places, y.to(out.dtype.element_ty), mask=mask)
+        finish(
+            acc, up, squares, out, residual, bias, scales, n_offsets, n_safe, m_offsets, OUTPUTS, M, K, stride_out,
+            stride_residual, eps, NORM, SWIGLU, RESIDUAL, BIAS, SCALED == 1,
+        )  # fmt: skip
 
 
 _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -297,32 +306,16 @@ def _workspace_suffices(m: int, tiles: int, splits: int, block_n: int, swiglu: b
     )
 
 
-def skinny_linear(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    config: SkinnyConfig | None = None,
-) -> Tensor:
-    """x [M ≤ 128, K] times weight [N, K] into `out`; arguments as in small_linear, and `scales` may be
-    [⌈N/128⌉, ⌈K/128⌉] for weights scaled in blocks."""
-    m, k = x.shape
-    n = weight.shape[0]
-    outputs = n // 2 if swiglu else n
+def launch(product: Product, config: SkinnyConfig | None) -> None:
+    """Of at most 128 rows; 8-bit weights may be scaled by row or in blocks."""
+    m, n, k = product.sizes
+    x, swiglu, outputs = product.x, product.swiglu, product.outputs
+    weight, scales = product.matrix
     if m > MAX_ROWS:
-        raise ValueError(f"skinny_linear takes at most {MAX_ROWS} rows of x, not {m}: use linear")
-    if out is None:
-        out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
+        raise ValueError(f"skinny_linear takes at most {MAX_ROWS} rows of x, not {m}")
     if config is None:
-        config = default_config(
-            m, n, k, swiglu, norm=norm_weight is not None, element_bytes=weight.element_size()
-        )
+        normed = product.norm_weight is not None
+        config = default_config(m, n, k, swiglu, norm=normed, element_bytes=weight.element_size())
     block_n, block_k = config.block_n, config.block_k
     scaled = 0 if scales is None else scales.dim()
     if scaled == 2:
@@ -339,10 +332,7 @@ def skinny_linear(
     _skinny_linear_kernel[(tiles, splits)](
         x,
         weight,
-        out,
-        x if norm_weight is None else norm_weight,
-        x if residual is None else residual,
-        x if bias is None else bias,
+        *product.tensors,
         x if scales is None else scales,
         partials,
         counters,
@@ -350,47 +340,17 @@ def skinny_linear(
         outputs,
         k,
         triton.cdiv(triton.cdiv(k, block_k), splits) * block_k,
-        x.stride(0),
+        *product.strides,
         weight.stride(0),
-        out.stride(0),
-        0 if residual is None else residual.stride(0),
         scales.stride(0) if scales is not None and scaled == 2 else 0,
-        eps,
+        product.eps,
         BLOCK_M=max(config.least_rows, triton.next_power_of_2(m)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,
         EVEN_K=k % block_k == 0,
-        NORM=norm_weight is not None,
-        SWIGLU=swiglu,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
         SCALED=scaled,
+        **product.flags,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return out
-
-
-def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
-    """The large decode linears at batch sizes between one sequence and where arithmetic takes over."""
-    generator = torch.Generator(device).manual_seed(0)
-    for name, n, k, _ in BENCH_SHAPES:
-        if n > 100_000:
-            continue
-        copies = copies_past_cache(2 * n * k)
-        weights = [random_bf16(n, k, device=device, generator=generator, std=k**-0.5) for _ in range(copies)]
-        for m in (8, 16, 64, 128):
-            x = random_bf16(m, k, device=device, generator=generator)
-            out = torch.empty(m, n, dtype=x.dtype, device=device)
-            skinny_linear(x, weights[0], out)
-            exact = reference(x.double(), weights[0].double())
-            yield KernelRow(
-                name="skinny_linear",
-                shape=f"{name} m={m} n={n} k={k}",
-                work=work(m, n, k, 2 * n * k),
-                ours_us=graph_us(lambda i: skinny_linear(x, weights[i], out), copies),
-                rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weights[i]), copies)},
-                config=str(default_config(m, n, k)),
-                error=float((out - exact).norm() / exact.norm()),
-            )

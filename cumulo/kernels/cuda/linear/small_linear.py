@@ -8,18 +8,13 @@ a gate row and its up row in one program. With `early` the first tile of weights
 ahead has ended (early.py).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from cumulo.kernels.cuda.early import early, wait_for_kernel_ahead
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
+from cumulo.kernels.cuda.linear.product import Product
 
 MAX_ROWS = 4
 
@@ -27,12 +22,13 @@ MAX_ROWS = 4
 @dataclass(frozen=True, slots=True)
 class SmallConfig:
     """Output rows and columns of W a program holds at once, and its warps. `early`: on a GPU it starts while the
-    kernel before it ends, and loads weights meanwhile."""
+    kernel before it ends, and loads weights meanwhile; `waits_first`: see early.py."""
 
     rows: int
     block_k: int
     num_warps: int
     early: bool = False
+    waits_first: bool = True
 
 
 # Tried by `tune`, for more than one row the first four only: the others run out of registers there.
@@ -48,31 +44,6 @@ CANDIDATES = (
     SmallConfig(2, 2048, 4),
     SmallConfig(4, 512, 2),
 )
-
-
-def reference(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """What it computes, in plain torch: norm, product, bias, SwiGLU, residual, in this order."""
-    if norm_weight is not None:
-        x = F.rms_norm(x, x.shape[-1:], norm_weight.to(x.dtype), eps)
-    y = F.linear(x, weight, bias)
-    if swiglu:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
-    return y if residual is None else residual + y
-
-
-def work(m: int, n: int, k: int, weight_bytes: int, swiglu: bool = False, residual: bool = False) -> Work:
-    """`n` counts the weight's rows, `weight_bytes` its bytes with scales; activations take two bytes."""
-    outputs = m * (n // 2 if swiglu else n)
-    return Work(bytes=weight_bytes + 2 * (m * k + outputs * (2 if residual else 1)), flops=2 * m * n * k)
 
 
 def default_config(n: int, k: int, swiglu: bool, weight_bytes_per_element: int = 2) -> SmallConfig:
@@ -173,8 +144,8 @@ def _finish(acc, up, sum_squares, added, scale, up_scale, bias, up_bias, places,
 
 
 @triton.jit
-def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OUTPUTS, stride_x, stride_weight,
-                         stride_out, stride_residual, eps, M: tl.constexpr, K: tl.constexpr,
+def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OUTPUTS, stride_x, stride_out,
+                         stride_residual, stride_weight, eps, M: tl.constexpr, K: tl.constexpr,
                          ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, NORM: tl.constexpr,
                          SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
                          SCALED: tl.constexpr, EARLY: tl.constexpr = 0):  # fmt: skip
@@ -267,101 +238,31 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
                 row_mask, eps, K, NORM, SWIGLU, RESIDUAL, BIAS, SCALED)  # fmt: skip
 
 
-def small_linear(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    config: SmallConfig | None = None,
-) -> Tensor:
-    """x [M ≤ 4, K] times weight [N, K] (rows contiguous, any float dtype; `scales` [N] for e4m3) into `out`.
-
-    With `swiglu` the weight's first half are gate rows, its second half up rows, and out is [M, N/2]. `out` may be
-    `residual` itself.
-    """
-    m, k = x.shape
-    n = weight.shape[0]
-    outputs = n // 2 if swiglu else n
+def launch(product: Product, config: SmallConfig | None) -> None:
+    """Of at most 4 rows; weights of any float dtype, whose rows are contiguous."""
+    m, n, k = product.sizes
+    weight, scales = product.matrix
     if m > MAX_ROWS:
-        raise ValueError(f"small_linear takes at most {MAX_ROWS} rows of x, not {m}: use linear")
-    if out is None:
-        out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
+        raise ValueError(f"small_linear takes at most {MAX_ROWS} rows of x, not {m}")
     if config is None:
-        config = default_config(n, k, swiglu, weight.element_size())
-    rows = config.rows
+        config = default_config(n, k, product.swiglu, weight.element_size())
+    rows, outputs = config.rows, product.outputs
     _small_linear_kernel[(-(-outputs // rows),)](
-        x,
+        product.x,
         weight,
-        out,
-        x if norm_weight is None else norm_weight,
-        x if residual is None else residual,
-        x if bias is None else bias,
-        x if scales is None else scales,
+        *product.tensors,
+        product.x if scales is None else scales,
         outputs,
-        x.stride(0),
+        *product.strides,
         weight.stride(0),
-        out.stride(0),
-        0 if residual is None else residual.stride(0),
-        eps,
+        product.eps,
         M=m,
         K=k,
         ROWS=rows,
         BLOCK_K=config.block_k,
         EVEN_N=outputs % rows == 0,
-        NORM=norm_weight is not None,
-        SWIGLU=swiglu,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
         SCALED=scales is not None,
+        **product.flags,
         num_warps=config.num_warps,
-        **early(config.early, x, waits_first=True),
+        **early(config.early, product.x, config.waits_first),
     )
-    return out
-
-
-# The decode linears of two models, and what a plain tuned kernel reached on an H200 (µs, one row).
-BENCH_SHAPES = (
-    ("Qwen3-0.6B qkv", 4096, 1024, 4.1),
-    ("Qwen3-0.6B o", 1024, 2048, 3.2),
-    ("Qwen3-0.6B gate/up", 6144, 1024, 5.1),
-    ("Qwen3-0.6B down", 1024, 3072, 3.7),
-    ("Qwen3-0.6B head", 151936, 1024, 73.7),
-    ("Llama-8B qkv", 6144, 4096, 13.7),
-    ("Llama-8B o", 4096, 4096, 10.0),
-    ("Llama-8B gate/up", 28672, 4096, 55.9),
-    ("Llama-8B down", 4096, 14336, 29.5),
-)
-
-
-def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
-    """Every decode linear at one row, with its fusions beside the plain product that cuBLAS does."""
-    generator = torch.Generator(device).manual_seed(0)
-    for name, n, k, must_us in BENCH_SHAPES:
-        copies = copies_past_cache(2 * n * k)
-        weights = [random_bf16(n, k, device=device, generator=generator, std=k**-0.5) for _ in range(copies)]
-        x = random_bf16(1, k, device=device, generator=generator)
-        out = torch.empty(1, n, dtype=x.dtype, device=device)
-        small_linear(x, weights[0], out)
-        exact = reference(x.double(), weights[0].double())
-        yield KernelRow(
-            name="small_linear",
-            shape=f"{name} m=1 n={n} k={k}",
-            work=work(1, n, k, 2 * n * k),
-            ours_us=graph_us(lambda i: small_linear(x, weights[i], out), copies),
-            rivals_us={"cuBLAS": graph_us(lambda i: F.linear(x, weights[i]), copies)},
-            config=str(default_config(n, k, False)),
-            error=float((out - exact).norm() / exact.norm()),
-            must_us=must_us,
-        )
-
-
-def random_bf16(
-    *shape: int, device: torch.device | str, generator: torch.Generator, std: float = 1.0
-) -> Tensor:
-    return (torch.randn(*shape, device=device, generator=generator) * std).to(torch.bfloat16)

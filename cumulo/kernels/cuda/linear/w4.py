@@ -1,4 +1,4 @@
-"""w4: the product of a few rows of 16-bit activations with 4-bit weights (W4A16). `linear` calls `w4_linear`.
+"""w4: the product of a few rows of 16-bit activations with 4-bit weights (W4A16). `linear` calls it.
 
 Must move: half a byte a weight and four bytes a group of 32, 64 or 128, about a quarter of bfloat16, so up to four
 times the speed where reading weights is all the time. Then unpacking counts: a code put into the last bits of a
@@ -7,21 +7,16 @@ product, not every weight. And beginning and ending count: a product of one row 
 norm before it, SwiGLU and the residual behind it are part of it, as in `skinny_linear`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cumulo.kernels.cuda.linear.skinny_linear import PARTIAL_FLOATS, workspace
-from cumulo.kernels.cuda.linear.small_linear import BENCH_SHAPES, random_bf16
+from cumulo.kernels.cuda.early import early, wait_for_kernel_ahead
+from cumulo.kernels.cuda.linear.product import Product
+from cumulo.kernels.cuda.linear.skinny_linear import PARTIAL_FLOATS, add_splits, finish, workspace
 from cumulo.kernels.cuda.linear.w4_weight import STEP, W4Weight
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
 
 LEAST_ROWS, MOST_ROWS = 8, 64  # of activations in a tile: at least what the tensor cores take
 EARLY_WEIGHTS = 32 << 20
@@ -68,13 +63,6 @@ def candidates(m: int, n: int, k: int, group: int, swiglu: bool = False) -> list
             for early in ((False, True) if m <= 4 else (False,))
         ]
     return list(dict.fromkeys(found))
-
-
-def reference(
-    x: Tensor, weight: W4Weight, residual: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
-    y = F.linear(x, weight.dequantised(x.dtype), bias)
-    return y if residual is None else residual + y
 
 
 # Two words become four pairs of bfloat16, place by place.
@@ -172,8 +160,7 @@ def _w4_kernel(x, words, scales, minimums, out, norm_weight, residual, bias, par
             _prefetch(words + w_rows + tl.minimum(first + ahead, last - 1) * 2048)
             if SWIGLU:
                 _prefetch(words + u_rows + tl.minimum(first + ahead, last - 1) * 2048)
-        gdc_wait()
-        gdc_launch_dependents()
+        wait_for_kernel_ahead(EARLY)
     # Saying num_stages here, not at the launch alone, makes the scales travel ahead with the codes.
     for step in tl.range(first, last, num_stages=STAGES):
         w = tl.load(w_tile + step * 2048, eviction_policy="evict_first")
@@ -203,48 +190,15 @@ def _w4_kernel(x, words, scales, minimums, out, norm_weight, residual, bias, par
     squares = tl.sum(squared, axis=1)
     is_last = True
     if SPLITS > 1:
-        # As in skinny_linear: partial sums of one tile lie together; who arrives last adds them in order.
-        HALVES: tl.constexpr = 2 if SWIGLU else 1
-        CELLS: tl.constexpr = BLOCK_N * BLOCK_M
         where = m_tile * tl.num_programs(0) + tile
-        cells = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        base = partials + where.to(tl.int64) * SPLITS * (HALVES * CELLS + BLOCK_M)
-        base_squares = base + SPLITS * HALVES * CELLS + tl.arange(0, BLOCK_M)
-        tl.store(base + split * HALVES * CELLS + cells, acc, cache_modifier=".cg")
-        if SWIGLU:
-            tl.store(base + (split * HALVES + 1) * CELLS + cells, up, cache_modifier=".cg")
-        if NORM:
-            tl.store(base_squares + split * BLOCK_M, squares, cache_modifier=".cg")
-        tl.debug_barrier()  # every thread's part is written before one thread says so
-        is_last = tl.atomic_add(counters + where, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            acc, up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            squares = tl.zeros([BLOCK_M], tl.float32)
-            for other in range(SPLITS):
-                acc += tl.load(base + other * HALVES * CELLS + cells, cache_modifier=".cg")
-                if SWIGLU:
-                    up += tl.load(base + (other * HALVES + 1) * CELLS + cells, cache_modifier=".cg")
-                if NORM:
-                    squares += tl.load(base_squares + other * BLOCK_M, cache_modifier=".cg")
-            tl.atomic_xchg(counters + where, 0, sem="relaxed")  # ready for the next launch
-
+        acc, up, squares, is_last = add_splits(
+            acc, up, squares, partials, counters, where, split, BLOCK_M, BLOCK_N, SPLITS, NORM, SWIGLU
+        )
     if is_last:
-        mask = (n_offsets < OUTPUTS)[:, None] & m_mask[None, :]
-        if NORM:
-            rstd = tl.rsqrt(squares / K + eps)[None, :]
-            acc *= rstd
-            up *= rstd
-        if BIAS:
-            acc += tl.load(bias + n_safe).to(tl.float32)[:, None]
-        if SWIGLU:
-            if BIAS:
-                up += tl.load(bias + u_safe).to(tl.float32)[:, None]
-            acc = acc * tl.sigmoid(acc) * up
-        if RESIDUAL:
-            places = residual + m_offsets.to(tl.int64)[None, :] * stride_residual + n_offsets[:, None]
-            acc += tl.load(places, mask=mask, other=0.0).to(tl.float32)
-        places = out + m_offsets.to(tl.int64)[None, :] * stride_out + n_offsets[:, None]
-        tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
+        finish(
+            acc, up, squares, out, residual, bias, scales, n_offsets, n_safe, m_offsets, OUTPUTS, M, K, stride_out,
+            stride_residual, eps, NORM, SWIGLU, RESIDUAL, BIAS, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -255,55 +209,35 @@ def _prefetch(places):
     )  # fmt: skip
 
 
-def w4_linear(
-    x: Tensor,
-    weight: W4Weight,
-    out: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    bias: Tensor | None = None,
-    config: W4Config | None = None,
-) -> Tensor:
-    """x [M, K] times a 4-bit weight [N, K] into `out`, which may be `residual`; made for M up to 256 or so. Other
-    arguments are skinny_linear's."""
-    m, k = x.shape
-    n = weight.shape[0]
-    outputs = n // 2 if swiglu else n
-    if out is None:
-        out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
+def launch(product: Product, config: W4Config | None) -> None:
+    """Made for up to 256 rows or so."""
+    m, n, k = product.sizes
+    x, weight, swiglu = product.x, product.weight, product.swiglu
+    assert isinstance(weight, W4Weight)
     if config is None:
         config = default_config(m, n, k, weight.group, swiglu=swiglu)
     block_m = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(m)))
-    tiles, m_tiles = triton.cdiv(outputs, config.block_n), triton.cdiv(m, block_m)
+    tiles, m_tiles = triton.cdiv(product.outputs, config.block_n), triton.cdiv(m, block_m)
     splits = min(config.splits, k // STEP)
     cells = ((2 if swiglu else 1) * config.block_n + 1) * block_m
     while splits > 1 and tiles * m_tiles * splits * cells > PARTIAL_FLOATS:
         splits //= 2
     partials, counters = workspace(x.device) if splits > 1 else (x, x)
-    early = config.early and x.is_cuda
     _w4_kernel[(tiles, splits, m_tiles)](
         x,
         weight.words,
         weight.scales,
         weight.scales if weight.minimums is None else weight.minimums,
-        out,
-        x if norm_weight is None else norm_weight,
-        x if residual is None else residual,
-        x if bias is None else bias,
+        *product.tensors,
         partials,
         counters,
         m,
-        outputs,
+        product.outputs,
         n,
         k,
         triton.cdiv(k // STEP, splits),
-        x.stride(0),
-        out.stride(0),
-        0 if residual is None else residual.stride(0),
-        eps,
+        *product.strides,
+        product.eps,
         GROUP=weight.group,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
@@ -311,54 +245,9 @@ def w4_linear(
         STAGES=config.num_stages,
         AFFINE=weight.minimums is not None,
         PAIRED=x.is_cuda and x.dtype == torch.bfloat16,
-        NORM=norm_weight is not None,
-        SWIGLU=swiglu,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
-        EARLY=early,
+        **product.flags,
         AHEAD=AHEAD,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_pdl": True} if early else {}),
+        **early(config.early, x, waits_first=True),
     )
-    return out
-
-
-@torch.library.custom_op("cumulo::w4_linear", mutates_args=())
-def w4_linear_op(x: Tensor, words: Tensor, scales: Tensor, minimums: Tensor | None, group: int) -> Tensor:
-    return w4_linear(x, W4Weight(words, scales, minimums, group))
-
-
-@w4_linear_op.register_fake
-def _(x: Tensor, words: Tensor, scales: Tensor, minimums: Tensor | None, group: int) -> Tensor:
-    return x.new_empty(x.shape[0], scales.shape[1])
-
-
-def work(m: int, weight: W4Weight) -> Work:
-    n, k = weight.shape
-    return Work(bytes=weight.nbytes + 2 * m * (k + n), flops=2 * m * n * k)
-
-
-def bench_rows(device: torch.device | str = "cuda") -> Iterator[KernelRow]:
-    """The decode linears of an 8B model, against the same in bfloat16."""
-    generator = torch.Generator(device).manual_seed(0)
-    for name, n, k, _ in BENCH_SHAPES:
-        if not name.startswith("Llama"):
-            continue
-        copies = copies_past_cache(n * k // 2)
-        plain = random_bf16(n, k, device=device, generator=generator, std=k**-0.5)
-        first = W4Weight.quantised(plain)
-        weights = [W4Weight(first.words.clone(), first.scales, None, first.group) for _ in range(copies)]
-        for m in (1, 16, 64):
-            x = random_bf16(m, k, device=device, generator=generator)
-            out = w4_linear(x, first)
-            exact = reference(x.double(), first)
-            yield KernelRow(
-                name="w4_linear",
-                shape=f"{name} m={m} n={n} k={k} groups of {first.group}",
-                work=work(m, first),
-                ours_us=graph_us(lambda i: w4_linear(x, weights[i], out), copies),
-                rivals_us={"cuBLAS, bfloat16": graph_us(lambda i: F.linear(x, plain))},
-                config=str(default_config(m, n, k, first.group)),
-                error=float((out - exact).norm() / exact.norm()),
-            )

@@ -18,21 +18,20 @@ from itertools import product
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.early import early
-from cumulo.kernels.cuda.linear.dot_ending import (
+from cumulo.kernels.cuda.linear.few_dot import (
     biases,
     rotation_arguments,
     rotation_of,
     rows_of_tile,
     store,
 )
-from cumulo.kernels.cuda.linear.rotation import PagedRotation
+from cumulo.kernels.cuda.linear.product import Product
 from cumulo.kernels.cuda.linear.w4_weight import STEP, W4Weight
 
 MAX_ROWS = 8
@@ -291,67 +290,43 @@ def _w4_dot_kernel(x, words, scales, minimums, out, norm_weight, residual, bias,
     )  # fmt: skip
 
 
-def w4_dot(
-    x: Tensor,
-    weight: W4Weight,
-    out: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    bias: Tensor | None = None,
-    rotation: PagedRotation | None = None,
-    config: W4DotConfig | None = None,
-) -> Tensor:
-    """x [M ≤ 8, K] in bfloat16 times a 4-bit weight [N, K]; other arguments are few_dot's."""
-    m, k = x.shape
-    n = weight.shape[0]
-    outputs = n // 2 if swiglu else n
+def launch(product: Product, config: W4DotConfig | None) -> None:
+    """Of up to 8 rows of bfloat16."""
+    m, n, k = product.sizes
+    x, weight, rotation, swiglu = product.x, product.weight, product.rotation, product.swiglu
+    assert isinstance(weight, W4Weight)
     if not takes(m, k, x.dtype):
         raise ValueError(
             f"w4_dot takes up to {MAX_ROWS} rows of bfloat16 that shared memory can hold, not {m} rows of {k} in "
-            f"{x.dtype}: use linear"
+            f"{x.dtype}"
         )
-    if out is None:
-        out = torch.empty((m, outputs), dtype=x.dtype, device=x.device)
-    paired = swiglu or rotation is not None
     if config is None:
         config = default_config(m, n, k, swiglu, 0 if rotation is None else rotation.dim)
+    paired = swiglu or rotation is not None
     kept = config.rows // 2 if paired else config.rows
     turned, strides, of_heads = rotation_arguments(rotation, x, kept)
-    steps = triton.cdiv(k // STEP, config.slices)
-    _w4_dot_kernel[(triton.cdiv(outputs // 2 if rotation is not None else outputs, kept),)](
+    _w4_dot_kernel[(triton.cdiv(n // 2 if paired else n, kept),)](
         x,
         weight.words,
         weight.scales,
         weight.scales if weight.minimums is None else weight.minimums,
-        out,
-        x if norm_weight is None else norm_weight,
-        x if residual is None else residual,
-        x if bias is None else bias,
+        *product.tensors,
         *turned,
         m,
-        outputs,
+        product.outputs,
         n,
-        x.stride(0),
-        out.stride(0),
-        0 if residual is None else residual.stride(0),
+        *product.strides,
         *strides,
-        eps,
+        product.eps,
         K=k,
         GROUP=weight.group,
         LINES=1 if m == 1 else MAX_ROWS,
         TILE=config.rows,
         SLICES=config.slices,
-        AHEAD=min(config.ahead, steps),
+        AHEAD=min(config.ahead, triton.cdiv(k // STEP, config.slices)),
         AFFINE=weight.minimums is not None,
-        NORM=norm_weight is not None,
-        SWIGLU=swiglu,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
+        **product.flags,
         **of_heads,
         num_warps=config.slices,
         **early(config.early, x, config.waits_first),
     )
-    return out

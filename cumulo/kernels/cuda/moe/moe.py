@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.collective.in_pairs import add_in_pairs
+from cumulo.kernels.cuda.collective.one_shot import add_in_pairs
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
-from cumulo.kernels.cuda.linear.small_linear import MAX_ROWS, small_linear
+from cumulo.kernels.cuda.linear.linear import Choice, linear
+from cumulo.kernels.cuda.linear.small_linear import MAX_ROWS
 from cumulo.kernels.cuda.moe.few import experts_of_few
 from cumulo.kernels.cuda.moe.route import route, route_reference, sort_by_expert
-from cumulo.kernels.cuda.work import Work
 from cumulo.layout.equal_sums import USUAL_PARTS, parts_of
 from cumulo.spec.model import MoESpec
 
@@ -292,44 +292,9 @@ def _product(
 def _router_logits(x: Tensor, router: Tensor, out: Tensor, invariant: bool) -> Tensor:
     """In float32: a near tie must not flip."""
     if len(x) <= MAX_ROWS and not invariant:
-        return small_linear(x, router, out=out)
+        return linear(x, router, out, choice=Choice("small"))
     if invariant:
         return invariant_matmul(x, router, out)
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, router.t(), out_dtype=torch.float32)
     return torch.mm(x.float(), router.t().float(), out=out)
-
-
-@torch.library.custom_op("cumulo::mixture", mutates_args=())
-def mixture_op(
-    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, bias: Tensor | None,
-    experts_per_token: int, scoring: str, normalise_weights: bool, routed_scale: float, groups: int,
-    top_groups: int, group_score: str,
-) -> Tensor:  # fmt: skip
-    """`mixture` with buffers of its own, by name for tools that look at programs."""
-    experts, _, width = down.shape
-    moe = MoESpec(
-        experts, experts_per_token, width, scoring=scoring, normalise_weights=normalise_weights,  # type: ignore[arg-type]
-        routed_scale=routed_scale, groups=groups, top_groups=top_groups, group_score=group_score,  # type: ignore[arg-type]
-    )  # fmt: skip
-    buffers = MoEBuffers(moe, x.shape[1], len(x), x.dtype, x.device)
-    return mixture(x, router, gate_up, down, buffers, residual.clone(), bias)
-
-
-@mixture_op.register_fake
-def _(
-    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor, bias: Tensor | None,
-    experts_per_token: int, scoring: str, normalise_weights: bool, routed_scale: float, groups: int,
-    top_groups: int, group_score: str,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(residual)
-
-
-def work(tokens: int, hidden: int, moe: MoESpec, element_bytes: int = 2) -> Work:
-    """With choices spread evenly: how many experts are hit at all decides the bytes of small batches."""
-    choices = tokens * moe.experts_per_token
-    hit = moe.experts * (1 - (1 - moe.experts_per_token / moe.experts) ** tokens)
-    weights = int(hit * 3 * moe.expert_hidden * hidden) * element_bytes
-    return Work(
-        bytes=weights + 3 * tokens * hidden * element_bytes, flops=choices * 6 * hidden * moe.expert_hidden
-    )

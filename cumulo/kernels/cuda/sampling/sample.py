@@ -7,15 +7,10 @@ in token order.
 Must move: the logits once, and one part of each row a second time.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from cumulo.kernels.cuda.timing import copies_past_cache, graph_us
-from cumulo.kernels.cuda.work import KernelRow, Work
 
 PART = 4096  # tokens whose maximum and mass one program finds
 BLOCK = 64  # tokens whose maximum is kept where draws have cuts (sample_cuts.py)
@@ -211,32 +206,3 @@ def sample_op(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
 @sample_op.register_fake
 def _fake(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
     return torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-
-
-def work(rows: int, vocabulary: int, element_bytes: int) -> Work:
-    return Work(bytes=rows * (vocabulary + PART) * element_bytes, flops=3 * rows * vocabulary)
-
-
-def bench_rows() -> Iterator[KernelRow]:
-    for rows in (1, 512):
-        vocabulary = 151_936
-        copies = copies_past_cache(rows * vocabulary * 2, limit=16)
-        logits = [torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        draws = torch.zeros((rows, COLUMNS), dtype=torch.int32, device="cuda")
-        draws[:, TEMPERATURE] = torch.ones(rows, device="cuda").view(torch.int32)
-        draws[:, SLOT] = torch.arange(rows, device="cuda")
-        buffers = SampleBuffers(rows, vocabulary, torch.device("cuda"))
-        picked, tokens = (
-            torch.empty(rows, dtype=torch.int32, device="cuda"),
-            torch.zeros(rows, 4, dtype=torch.int32, device="cuda"),
-        )
-        yield KernelRow(
-            "sample, whole vocabulary", f"R={rows} V={vocabulary}", work(rows, vocabulary, 2),
-            graph_us(lambda i: sample(logits[i], draws, buffers, picked, tokens), copies),
-            {"torch (softmax, exponential trick)": graph_us(lambda i: _torch_draw(logits[i]), copies)},
-        )  # fmt: skip
-
-
-def _torch_draw(logits: Tensor) -> Tensor:
-    probabilities = logits.float().softmax(-1)
-    return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)

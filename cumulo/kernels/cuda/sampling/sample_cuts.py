@@ -34,7 +34,6 @@ from cumulo.kernels.cuda.sampling.sample import (
     uniform,
 )  # fmt: skip
 from cumulo.kernels.cuda.sampling.sample_cuts_row import draw_row, held_above, order_key
-from cumulo.kernels.cuda.work import Work
 
 CANDIDATES = 4096  # a row with more is drawn from where it lies
 FULL_CHUNK = 4096
@@ -286,8 +285,3 @@ def sample_with_cuts_op(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor
 @sample_with_cuts_op.register_fake
 def _fake(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
     return torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-
-
-def work(rows: int, vocabulary: int, element_bytes: int) -> Work:
-    """Candidates are few where cuts are what they are for."""
-    return Work(bytes=rows * vocabulary * element_bytes, flops=3 * rows * vocabulary)

@@ -17,7 +17,7 @@ from cumulo.kernels.cuda.sampling.trees import MOST_PLACES
 WIDTH = 2  # nodes of a level behind which the head proposes; with 3 no more tokens were kept
 EACH = 4  # tokens that it proposes behind each of them
 MOST_LEVELS = 4
-PART = 32  # logits that are one part, where logits are written
+PART = 32  # logits that are one part
 
 
 @dataclass(slots=True)
@@ -237,8 +237,8 @@ def _logit_parts(
 
 
 def logit_parts(logits: Tensor, best: Tensor, place: Tensor, mass: Tensor) -> None:
-    """What `likeliest` (draft_linear.py) tells of each part, from logits [rows, V] that were written, in parts of
-    PART tokens."""
+    """Of logits [rows, V] in parts of PART tokens: each part's largest, whose it is, and its sum of
+    exp(logit - largest)."""
     rows, vocabulary = logits.shape
     parts = best.shape[1]
     _logit_parts[(rows, triton.cdiv(parts, 64))](

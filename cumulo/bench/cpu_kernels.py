@@ -1,5 +1,5 @@
 """Every CPU kernel against a ceiling measured in the same run and against torch. `cumulo bench kernels` prints it,
-as does `python -m cumulo.kernels.cpu.bench`.
+as does `python -m cumulo.bench.cpu_kernels`.
 
 A row's value is a rate; its note says what share of the machine's ceiling that is (reading memory for one token,
 the dot instruction for many) and how many times torch's own operators are slower.

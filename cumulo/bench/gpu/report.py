@@ -1,29 +1,41 @@
-"""Every GPU kernel's benchmark rows beside ceilings measured in the same run. `cumulo bench kernels` prints them on
-a GPU, as does `python -m cumulo.kernels.cuda.bench [--only moe,sample] [--json FILE]`, which needs torch alone.
+"""Every GPU kernel's rows beside ceilings measured in the same run. `cumulo bench kernels` prints them on a GPU, as
+does `python -m cumulo.bench.gpu.report [WORDS]`, which needs torch alone.
 
 A row's value is its time; the rest says how much of the roofline that is, how many times slower each rival was, and
 how wrong the result. An operation that fails is a row with its error, and the table goes on.
 """
 
-import argparse
 import gc
-import json
-import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import cumulo.kernels.cuda as package
+from cumulo.bench.gpu import attention, operations, products
+from cumulo.bench.gpu.timing import KernelRow, eager_us
 from cumulo.kernels.cuda import registry
-from cumulo.kernels.cuda.timing import eager_us
-from cumulo.kernels.cuda.work import KernelRow
 
 WRONG = 0.05  # a relative error no rounding explains: 8-bit products lose about half of it
 Tell = Callable[[str], None]
+
+OPERATIONS: dict[str, Callable[[], Iterator[KernelRow]]] = {
+    "paged_attention": attention.paged_rows,
+    "latent_attention": attention.latent_rows,
+    "flash_attention": attention.dense_rows,
+    "linear": products.linear_rows,
+    "invariant_matmul": products.invariant_rows,
+    "fp8_block_matmul": products.block_rows,
+    "fp8_quantise": operations.quantise_rows,
+    "rms_norm": operations.norm_rows,
+    "rope": operations.rope_rows,
+    "rotate": operations.rotate_rows,
+    "swiglu": operations.swiglu_rows,
+    "sample": operations.sample_rows,
+    "linear_cross_entropy": operations.loss_rows,
+    "moe": operations.moe_rows,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +54,6 @@ class Ceilings:
         # Not in a graph, where a copy is left to the copy engines, which are slower than kernels. The first is of a
         # chip that has not yet raised its clocks.
         copy_us = min(eager_us(lambda: target.copy_(source)) for _ in range(3))
-        moved = 2 * source.nbytes
         a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         out = torch.empty_like(a)
         flops = 2 * size**3
@@ -55,7 +66,7 @@ class Ceilings:
                 lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
             )
         return cls(
-            1e6 * moved / copy_us,
+            1e6 * 2 * source.nbytes / copy_us,
             1e6 * flops / bf16_us,
             None if fp8_us is None else 1e6 * flops / fp8_us,
         )
@@ -69,52 +80,37 @@ class Ceilings:
         return row.work.floor_us(self.bytes_per_s, self.flops_per_s(row.dtype)) / row.ours_us
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        yield _figure("ceiling: copy, read and written", self.bytes_per_s / 1e12, "TB/s")
-        yield _figure("ceiling: bfloat16 product, 8192 cubed", self.bf16_flops_per_s / 1e12, "TFLOP/s")
-        if self.fp8_flops_per_s is not None:
-            yield _figure("ceiling: 8-bit product, 8192 cubed", self.fp8_flops_per_s / 1e12, "TFLOP/s")
-
-
-def _figure(name: str, value: float, unit: str) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 3), "unit": unit, "better": "higher"}
-
-
-def operations(only: Sequence[str] = ()) -> list[str]:
-    """Modules under this folder that have benchmark rows; with `only`, those whose name holds one of the words."""
-    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    names = [module.name.removeprefix(f"{package.__name__}.") for module in found if not module.ispkg]
-    wanted = [name for name in names if not only or any(word in name for word in only)]
-    return [name for name in wanted if _has_rows(name)]
-
-
-def _has_rows(name: str) -> bool:
-    try:
-        module = import_module(f"{package.__name__}.{name}")
-    except Exception:  # shows as a row of its own
-        return True
-    rows = getattr(module, "bench_rows", None)
-    return rows is not None and rows.__module__ == module.__name__
+        for name, value, unit in (
+            ("copy, read and written", self.bytes_per_s, "TB/s"),
+            ("bfloat16 product, 8192 cubed", self.bf16_flops_per_s, "TFLOP/s"),
+            ("8-bit product, 8192 cubed", self.fp8_flops_per_s, "TFLOP/s"),
+        ):
+            if value is not None:
+                value = round(value / 1e12, 3)
+                yield {"name": f"ceiling: {name}", "value": value, "unit": unit, "better": "higher"}
 
 
 def rows(only: Sequence[str] = (), tell: Tell = lambda line: None) -> list[dict[str, Any]]:
-    """One dictionary per figure: name, value, unit, better, must, aim, note, more."""
+    """One dictionary per figure: name, value, unit, better, must, aim, note, more. With `only`, of operations whose
+    name holds one of the words."""
     registry.load_for(registry.device_name("cuda"))
     tell("measuring the device's ceilings")
     ceilings = Ceilings.measured()
     found = list(ceilings.rows())
-    for name in operations(only):
-        for row in _guarded(name, ceilings):
-            tell(as_line(row))
-            found.append(row)
-        gc.collect()
-        torch.cuda.empty_cache()
+    for name in OPERATIONS:
+        if not only or any(word in name for word in only):
+            for row in guarded(name, ceilings):
+                tell(as_line(row))
+                found.append(row)
+            gc.collect()
+            torch.cuda.empty_cache()
     return found
 
 
-def _guarded(name: str, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+def guarded(name: str, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     """The rows of one operation, up to the one that fails."""
     try:
-        for row in import_module(f"{package.__name__}.{name}").bench_rows():
+        for row in OPERATIONS[name]():
             yield as_dict(row, ceilings)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -164,26 +160,5 @@ def as_line(row: dict[str, Any]) -> str:
     return f"{row['name']:70} {value:>12}{verdict}  {row.get('note', '')}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="time every GPU kernel against this device's ceilings")
-    parser.add_argument("--only", default="", help="parts of operations' names, separated by commas")
-    parser.add_argument("--json", help="where the rows go")
-    given = parser.parse_args()
-    found = rows([word for word in given.only.split(",") if word], lambda line: print(line, flush=True))
-    for row in found[:3]:
-        if row["name"].startswith("ceiling"):
-            print(f"{row['name']:70} {row['value']:.2f} {row['unit']}")
-    if given.json:
-        machine = {"gpu": registry.device_name("cuda"), "torch": torch.__version__}
-        report = {"machine": machine, "rows": [_with_verdict(row) for row in found]}
-        Path(given.json).write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-
-
-def _with_verdict(row: dict[str, Any]) -> dict[str, Any]:
-    must, value = row.get("must"), row["value"]
-    ok = must is None or (value is not None and value <= must)
-    return {**{key: entry for key, entry in row.items() if key != "more"}, "ok": ok, **row.get("more", {})}
-
-
 if __name__ == "__main__":
-    main()
+    rows(sys.argv[1:], lambda line: print(line, flush=True))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cumulo.base.report import Row, available_cores
-from cumulo.bench.overlapped.batches import LENGTH, random_batch
+from cumulo.bench.overlap_passes import LENGTH, random_batch
 from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.collectives.play.sockets import LinkShaper
 from cumulo.layout.layout import Layout

@@ -1,1 +1,0 @@
-"""What training saves by computing while messages travel: `cumulo bench overlap`."""
