@@ -21,12 +21,10 @@ from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.replicas import Replicas
 from cumulo.serve import stderr_log
 from cumulo.serve.http.connection import Connection
-from cumulo.serve.http.descriptors import BACKLOG, find_room
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck
-from cumulo.serve.http.keeper import Keeper
-from cumulo.serve.http.limits import HttpLimits
+from cumulo.serve.http.keeper import Keeper, Tally
+from cumulo.serve.http.limits import BACKLOG, HttpLimits, find_room
 from cumulo.serve.http.listening import SignalledServer, bind, loop_factory, url_of
-from cumulo.serve.http.tally import Tally
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0

@@ -23,7 +23,6 @@ from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.passage import PASSAGE, Passage
 from cumulo.serve.formats.events import repeatable_call_ids
-from cumulo.serve.http.direct_writer import connection_of
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
 
@@ -138,10 +137,7 @@ class Call:
         self._unsent.extend(enumerate(prompts))
         self.service.unsent += len(prompts)
         self._send_more(at_a_time)
-        if (connection := connection_of(self._request.scope)) is not None:
-            connection.when_gone(self._lose_client)
-        else:
-            self._watcher = asyncio.create_task(self._watch())
+        self._watcher = asyncio.create_task(self._watch())
 
     def _unused_id(self, name: str) -> str:
         """A gateway may send a request to a server that still computes it, or remembers it: to one that was slow to
@@ -160,12 +156,9 @@ class Call:
             self._send(*self._unsent.popleft())
 
     async def _watch(self) -> None:
+        """Abort as soon as the client hangs up."""
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self._lose_client()
-
-    def _lose_client(self) -> None:
-        """Abort as soon as the client hangs up."""
         self._client_gone = True
         self.abort()
 
@@ -184,11 +177,6 @@ class Call:
             self._adapter = None
         if self._watcher is not None:
             self._watcher.cancel()
-        self.tell_at_once(None)
-
-    def tell_at_once(self, tell: Callable[[int, Delta], bool] | None) -> None:
-        """`tell` is offered every delta while `next_batch` waits, and says whether it has told it."""
-        self._inbox.at_once = tell
 
     # -- answers ------------------------------------------------------------------------------------------
     @property

@@ -21,12 +21,10 @@ from cumulo.serve import stderr_log
 from cumulo.serve.app import create_app
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.http.connection import Connection
-from cumulo.serve.http.descriptors import BACKLOG, find_room
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck
-from cumulo.serve.http.keeper import Keeper
-from cumulo.serve.http.limits import http_limits
+from cumulo.serve.http.keeper import Keeper, Tally
+from cumulo.serve.http.limits import BACKLOG, find_room, http_limits
 from cumulo.serve.http.listening import SignalledServer, bind, loop_factory, url_of
-from cumulo.serve.http.tally import Tally
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service

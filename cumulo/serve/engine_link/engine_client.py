@@ -209,7 +209,7 @@ class EngineClient:
                 request = self.in_flight.get(delta.request_id)
                 if request is not None:
                     request.note(delta)
-                    request.inbox.put_delta(request.position, delta)
+                    request.inbox.put(request.position, delta)
                     told.append((request, delta))
             self._unobserved.append((told, now_s, report.stats))
             if report.finished:

@@ -4,7 +4,6 @@ EngineClient, Fleet and whoever reads the answers.
 
 import asyncio
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,13 +42,6 @@ class Inbox:
     def __init__(self) -> None:
         self._items: list[tuple[int, News]] = []
         self._taker: asyncio.Future[None] | None = None
-        # Asked first while the taker waits: takes what it can tell without it, and says whether it did.
-        self.at_once: Callable[[int, Delta], bool] | None = None
-
-    def put_delta(self, position: int, delta: Delta) -> None:
-        tell, taker = self.at_once, self._taker
-        if tell is None or taker is None or taker.done() or not tell(position, delta):
-            self.put(position, delta)
 
     def put(self, position: int, news: News) -> None:
         self._items.append((position, news))

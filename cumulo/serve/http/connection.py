@@ -1,12 +1,13 @@
 """Connection: uvicorn's HTTP protocol with limits on what a client may send and how long it may take.
 
-One per TCP connection; uvicorn makes them, the Keeper decides which may stay. The parser (httptools) bounds
-nothing: it collects a header until its line ends, and tells nobody. So every byte it is given is counted here,
-against what it has reported: a stretch of input that completes nothing ends the connection.
+One per TCP connection; uvicorn makes them, the Keeper decides which may stay. Uvicorn bounds connections and their
+idle time only, and the parser (httptools) bounds nothing: it collects a header until its line ends, and tells
+nobody. So bytes are counted here: those of a header that does not end, and those around a body that are not the
+body.
 """
 
 import asyncio
-from collections.abc import Callable
+import enum
 from typing import Any
 
 import httptools
@@ -16,19 +17,24 @@ from uvicorn.server import ServerState
 
 from cumulo.serve.errors import ApiError
 from cumulo.serve.http import refusals
-from cumulo.serve.http.direct_writer import CONNECTION, DirectWriter
 from cumulo.serve.http.keeper import Address, Keeper
-from cumulo.serve.http.plain_answer import send_plainly
-from cumulo.serve.http.reading import Reading
-from cumulo.serve.http.write_stall import WriteStall
+
+
+class Reading(enum.Enum):
+    """What the client is to send next."""
+
+    FIRST_BYTE = "sent nothing"
+    HEAD = "half a header"
+    BODY = "half a body"
+    DONE = "whole request"
+    NEXT = "idle after a request"
+    NOTHING = "refused"
+
 
 # Answered on the connections of the reserve, for those who must know how the server is.
 FOR_OPERATORS = (b"/health", b"/ready", b"/metrics")
 _LINGER_S = 2.0  # after an error's answer: to let a client that still sends read it
 _LINGER_BYTES = 1 << 20
-# Looked up for every request: a name of the module is quicker than an attribute of the class.
-_HEAD, _BODY, _DONE, _NOTHING = Reading.HEAD, Reading.BODY, Reading.DONE, Reading.NOTHING
-_NOTHING_REPORTED = _NOTHING, 0, 0, 0
 
 
 class _Refused(Exception):
@@ -50,21 +56,15 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._keeper, self._limits = keeper, keeper.limits
-        self._most_headers = keeper.limits.headers
         self._reading = Reading.FIRST_BYTE
         # The request that is being read, once its header is.
         self._current: RequestResponseCycle | None = None
         self._running: RequestResponseCycle | None = None  # the request that is being answered
-        self._when_gone: Callable[[], None] | None = None  # told if that request's client leaves
         self.answered = False  # has a request of this connection had its answer?
-        self._block_bytes = 0  # of the input that is being parsed
-        self._head_bytes = 0  # of all input in which the present header came
+        self._head_bytes = 0  # of the blocks of input after the one in which the present header began
         self._body_bytes = 0  # of the present body, without its framing
-        self._wire_bytes = 0  # of the present body, with it
-        self._silent_bytes = 0  # given to the parser since it last reported anything
+        self._wire_bytes = 0  # of the present body, with it, in the blocks after the one in which it began
         self.headers, self.url = [], b""
-        self._reported = self._reading, 0, 0, 0  # what it had reported by then
-        self._in_line = False  # has the Keeper been told that this request is not whole yet?
         self._discarded_bytes = 0
         self._since_s = self._progress_s = 0.0  # on the keeper's clock
         self._stall = WriteStall()
@@ -76,7 +76,6 @@ class Connection(HttpToolsProtocol):
         self._since_s = self._keeper.clock_s
         self._keeper.admit(self, self.client[0] if self.client else "")
         self._keeper.waiting(self)
-        self._in_line = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keeper.release(self)
@@ -88,11 +87,10 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._reading is _NOTHING:
+        if self._reading is Reading.NOTHING:
             self._discard(len(data))
             return
-        self._block_bytes = len(data)
-        in_body = self._reading is _BODY
+        in_body = self._reading is Reading.BODY
         if in_body:
             self._wire_bytes += len(data)
         else:
@@ -101,41 +99,27 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._upgrade()
-            return
         except httptools.HttpParserError:
             self._refuse(*(self._problem or refusals.malformed()))
-            return
-        if self._reading is _DONE:  # the way of almost all requests: they come whole
-            self._silent_bytes = 0
         else:
-            self._check_unfinished(in_body)
+            if self._reading is not Reading.DONE:
+                self._check_unfinished(in_body)
 
     def _check_unfinished(self, in_body: bool) -> None:
-        """What came did not complete a request: is there progress, and is it not too much already?"""
-        reported = self._reading, len(self.headers), len(self.url), self._body_bytes
-        if reported != self._reported:
-            self._silent_bytes, self._reported = 0, reported
-        else:
-            self._silent_bytes += self._block_bytes
-            if self._silent_bytes > self._limits.silent_bytes:
-                self._refuse(*self._too_large())
-                return
-        if not self._in_line and self._running in (None, self._current):
-            self._in_line = True
+        """What came did not complete a request: is it not too much already?"""
+        if self._running in (None, self._current):
             self._keeper.waiting(self)
-        if self._reading is _HEAD:
-            if self._head_bytes > self._limits.header_line_bytes and self._limits.exceeded_by(self.headers):
-                self._refuse(*self._too_large())
-        elif in_body and self._reading is _BODY:
+        if self._reading is not Reading.BODY:
+            if self._head_bytes > self._limits.head_bytes:
+                self._refuse(*refusals.header_too_large(self._limits))
+        elif in_body:
             self._progress_s = self._keeper.clock_s
             self._check_body()
 
     def _check_body(self) -> None:
         limits, body_bytes = self._limits, self._body_bytes
         framing_bytes = self._wire_bytes - body_bytes
-        if framing_bytes > limits.header_line_bytes and self._limits.exceeded_by(self.headers):
-            self._refuse(*self._too_large())
-        elif framing_bytes > limits.framing_bytes + limits.framing_per_body_byte * body_bytes:
+        if framing_bytes > limits.framing_bytes + limits.framing_per_body_byte * body_bytes:
             self._refuse(*refusals.too_much_framing())
         elif body_bytes > limits.body_bytes:
             self._refuse(*refusals.body_too_large())
@@ -143,11 +127,9 @@ class Connection(HttpToolsProtocol):
     # -- what the parser reports --------------------------------------------------------------------------
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading, self._current, self._in_line = _HEAD, None, False
+        self._reading, self._current, self._head_bytes = Reading.HEAD, None, 0
         self._since_s = self._keeper.clock_s
-        self._head_bytes = self._block_bytes
-        # A request that looks like the one before it on this connection is news all the same.
-        self._silent_bytes, self._reported = 0, _NOTHING_REPORTED
+        self._keeper.busy(self)  # if the request is not whole, it waits from now on
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -156,17 +138,16 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Also called for trailers, which go into a list of their own: they were not there when all was checked."""
-        headers = self.headers
-        if len(headers) >= self._most_headers:
-            self._fail(*self._too_large())
+        if len(self.headers) >= self._limits.headers:
+            self._fail(*refusals.header_too_large(self._limits))
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
-        headers.append((name, value))
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        if self._head_bytes > self._limits.header_line_bytes and self._limits.exceeded_by(self.headers):
-            self._fail(*self._too_large())
+        if self._limits.exceeded_by(self.headers):
+            self._fail(*refusals.header_too_large(self._limits))
         if self.reserved and not self._may_come_in():
             self._fail(*refusals.too_many_connections())
         if len(self.pipeline) >= self._limits.pipelined:
@@ -179,11 +160,10 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not earlier:  # it is no WebSocket's
             self._current = self.cycle
             self._running = self._running or self.cycle
-            self.scope[CONNECTION] = self  # type: ignore[literal-required]
             if self.scope["http_version"] == "1.0":
                 send_plainly(self.cycle)
             self.headers = []
-        self._reading = _BODY
+        self._reading = Reading.BODY
         self._since_s = self._progress_s = self._keeper.clock_s
         self._body_bytes = self._wire_bytes = 0
 
@@ -198,7 +178,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if self._running is not None:
-            self._reading = _DONE
+            self._reading = Reading.DONE
             self._keeper.busy(self)
         else:  # it was answered before its end
             self._await_next()
@@ -206,9 +186,9 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """In place of uvicorn's, which sets a timer for every answer."""
         self.server_state.total_requests += 1
-        self._running = self._when_gone = None
+        self._running = None
         if not self.answered:
-            self._keeper.busy(self)  # out of the line of strangers
+            self._keeper.busy(self)  # out of the line of those without an answer
             self.answered = True
         if self.transport.is_closing():
             return
@@ -222,37 +202,22 @@ class Connection(HttpToolsProtocol):
             if self._reading is Reading.BODY and cycle is self._current:
                 self._since_s = self._progress_s = self._keeper.clock_s
                 self._keeper.waiting(self)
-        elif self._reading is _DONE:
+        elif self._reading is Reading.DONE:
             self._await_next()
         else:
-            if self._reading is _HEAD:
+            if self._reading is Reading.HEAD:
                 self._since_s = self._keeper.clock_s
             self._keeper.waiting(self)
 
     def _await_next(self) -> None:
-        self._reading, self._in_line = Reading.NEXT, True
+        self._reading, self._head_bytes = Reading.NEXT, 0
         self._since_s = self._keeper.clock_s
         self._keeper.waiting(self)
 
-    # -- for the request that is being answered: a KnownConnection ----------------------------------------
-    def when_gone(self, tell: Callable[[], None]) -> None:
-        if self._running is None or self._running.disconnected:
-            tell()
-        else:
-            self._when_gone = tell
-            self.flow.resume_reading()  # a large body has paused it, and nobody would see the client go
-
-    def direct_writer(self) -> DirectWriter | None:
-        cycle = self._running
-        return DirectWriter(cycle) if cycle is not None and cycle.chunked_encoding else None
-
     def _lose_running(self) -> None:
         """Whoever answers is told that nobody waits for it any more."""
-        tell, self._when_gone = self._when_gone, None
         if self._running is not None:
             _tell_gone(self._running)
-            if tell is not None:
-                tell()
 
     # -- sockets ------------------------------------------------------------------------------------------
     def _upgrade(self) -> None:
@@ -279,11 +244,6 @@ class Connection(HttpToolsProtocol):
     def _fail(self, error: ApiError, reason: str) -> None:
         self._problem = error, reason
         raise _Refused
-
-    def _too_large(self) -> tuple[ApiError, str]:
-        if self._reading is Reading.BODY and not self.headers:
-            return refusals.too_much_framing()
-        return refusals.header_too_large(self._limits)
 
     def _refuse(self, error: ApiError, reason: str) -> None:
         """Answer with the error where that is possible, and end the connection."""
@@ -397,3 +357,35 @@ def _tell_gone(cycle: RequestResponseCycle) -> None:
     if not cycle.response_complete:
         cycle.disconnected = True
     cycle.message_event.set()
+
+
+class WriteStall:
+    def __init__(self) -> None:
+        self._since: tuple[float, int] | None = None  # when the buffer was first seen, and its size then
+
+    def clear(self) -> None:
+        self._since = None
+
+    def lasts(self, size_bytes: int, now_s: float, patience_s: float, least_bytes_s: float) -> bool:
+        """Does the write buffer, this full now, shrink too slowly? Once it grows, the count begins anew."""
+        if self._since is None or size_bytes > self._since[1]:
+            self._since = now_s, size_bytes
+        since_s, first_bytes = self._since
+        return now_s - since_s > patience_s + (first_bytes - size_bytes) / least_bytes_s
+
+
+def send_plainly(cycle: RequestResponseCycle) -> None:
+    """From now on this request's answer has no chunks. Called before its application runs."""
+    send, measured = cycle.send, True
+
+    async def send_plain(message: Any) -> None:
+        nonlocal measured
+        if message["type"] == "http.response.start":
+            measured = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not measured:
+                cycle.chunked_encoding = cycle.keep_alive = False
+        elif not measured:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]

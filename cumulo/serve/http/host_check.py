@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cumulo.serve.errors import ApiError
-from cumulo.serve.http.tally import Tally
+from cumulo.serve.http.keeper import Tally
 
 _READING = ("GET", "HEAD", "OPTIONS")
 _REMEMBERED = 256  # names that were accepted; more come only from somebody who tries

@@ -11,23 +11,59 @@ for what nobody could read.
 
 import asyncio
 import ipaddress
+import logging
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 from cumulo.serve.http.limits import HttpLimits
-from cumulo.serve.http.tally import Tally
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 5.0
+
+
+class Tally:
+    def __init__(self, count: Callable[[str], None]) -> None:
+        self._count = count  # gets every reason: the metrics' counter
+        self._untold: dict[str, int] = {}  # events by reason since its last line
+        self._told_s: dict[str, float] = {}
+
+    def note(self, reason: str, message: str, *details: object) -> None:
+        """`reason` is one of a few fixed words: a label of the metrics and of the log."""
+        self._count(reason)
+        now_s = time.monotonic()
+        if now_s - self._told_s.get(reason, -_EVERY_S) >= _EVERY_S:
+            self._told_s[reason] = now_s
+            log.warning("%s: " + message, reason, *details)
+        else:
+            self._untold[reason] = self._untold.get(reason, 0) + 1
+
+    def count(self, reason: str) -> None:
+        """For what is ordinary: in the metrics, not in the log."""
+        self._count(reason)
+
+    def flush(self) -> None:
+        """Tell what has not been told; called every second or so."""
+        now_s = time.monotonic()
+        for reason, times in list(self._untold.items()):
+            if now_s - self._told_s[reason] >= _EVERY_S:
+                self._told_s[reason] = now_s
+                del self._untold[reason]
+                log.warning("%s: %d more in the last %.0f s", reason, times, _EVERY_S)
 
 
 class Address:
     """One client address and its connections. An IPv6 client counts by its 64-bit network, one site's."""
 
-    __slots__ = ("count", "known", "name", "strangers")
+    __slots__ = ("answered", "count", "name", "unanswered")
 
     def __init__(self, name: str) -> None:
         self.name, self.count = name, 0
         # Longest waiting first: without a request yet that was answered, and after one.
-        self.strangers: OrderedDict[KeptConnection, None] = OrderedDict()
-        self.known: OrderedDict[KeptConnection, None] = OrderedDict()
+        self.unanswered: OrderedDict[KeptConnection, None] = OrderedDict()
+        self.answered: OrderedDict[KeptConnection, None] = OrderedDict()
 
 
 class KeptConnection(Protocol):
@@ -134,21 +170,20 @@ class Keeper:
 
     # -- waiting and busy ---------------------------------------------------------------------------------
     def waiting(self, connection: KeptConnection) -> None:
-        """The client's turn, from now on."""
+        """It is the client's turn, since now or longer."""
         if connection.reserved:
             return
         address = connection.address
-        line = address.known if connection.answered else address.strangers
-        line[connection] = None
-        line.move_to_end(connection)
+        line = address.answered if connection.answered else address.unanswered
+        line.setdefault(connection)
 
     def busy(self, connection: KeptConnection) -> None:
-        """Our turn."""
+        """It is our turn."""
         address = connection.address
         if connection.answered:
-            address.known.pop(connection, None)
+            address.answered.pop(connection, None)
         else:
-            address.strangers.pop(connection, None)
+            address.unanswered.pop(connection, None)
 
     # -- sockets ------------------------------------------------------------------------------------------
     def take_socket(self, connection: KeptConnection) -> bool:
@@ -179,7 +214,7 @@ class Keeper:
 
     def _make_room(self, addresses: list[Address], wanted: int) -> int:
         closed = 0
-        for lines in ([each.strangers for each in addresses], [each.known for each in addresses]):
+        for lines in ([each.unanswered for each in addresses], [each.answered for each in addresses]):
             for line in lines:
                 while line and closed < wanted:
                     self._close(next(iter(line)))

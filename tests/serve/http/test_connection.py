@@ -80,6 +80,15 @@ def test_a_large_body_followed_by_a_request_passes(served: Transport) -> None:
             assert answer is not None and part in answer.body
 
 
+def test_a_client_of_http_1_0_gets_no_chunks(served: Transport) -> None:
+    with Client(served.url) as client:
+        client.send(b"GET /old HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        received = b"".join(iter(lambda: client.socket.recv(65536), b""))
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"200" in head and b"connection: close" in head and b"chunked" not in head
+    assert body.startswith(b'{"path": "/old"')
+
+
 # -- what is too much ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("begin", "piece", "status"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck
-from cumulo.serve.http.tally import Tally
+from cumulo.serve.http.keeper import Tally
 
 LOCAL = AllowedHosts("127.0.0.1", [])
 EVERY = AllowedHosts("0.0.0.0", ["Models.Example.org"])

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from cumulo.errors import CumuloError
-from cumulo.serve.http.descriptors import Room, room_within
+from cumulo.serve.http.limits import Room, room_within
 from tests.serve.http.raw import Client, get, post
 from tests.serve.http.transport import Transport, transport
 from tests.serve.running_server import wait_for

@@ -18,10 +18,8 @@ import uvicorn
 import uvloop
 
 from cumulo.serve.http.connection import Connection
-from cumulo.serve.http.descriptors import Room
-from cumulo.serve.http.keeper import Keeper
-from cumulo.serve.http.limits import HttpLimits
-from cumulo.serve.http.tally import Tally
+from cumulo.serve.http.keeper import Keeper, Tally
+from cumulo.serve.http.limits import HttpLimits, Room
 
 LIMITS = HttpLimits(
     room=Room(connections=100, reserve=4),

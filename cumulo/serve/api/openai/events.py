@@ -1,9 +1,7 @@
-"""EventStream: a response of server-sent events. Written for one thing: a token's way to the client is short.
+"""EventStream: a response of server-sent events.
 
-A token is worded and written where the engine's report is read; the response's task is woken for the end, for a
-failure, and when the connection has no room. What was made while it had none is sent in one write. An error after
-the first byte is an event of its own, as OpenAI's client expects it; before the first byte it is an ordinary error
-response.
+What was made while the connection had no room is sent in one write. An error after the first byte is an event of
+its own, as OpenAI's client expects it; before the first byte it is an ordinary error response.
 """
 
 import logging
@@ -13,11 +11,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cumulo.engine.outputs import Delta
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.errors import ApiError, ClientGone
 from cumulo.serve.fleet.passage import Passage
-from cumulo.serve.http.direct_writer import DirectWriter, connection_of
 
 log = logging.getLogger(__name__)
 
@@ -140,16 +136,11 @@ class EventStream(Response):
             (b"x-request-id", call.id.encode()),
         ]
         self._call, self._writer, self._first, self._more = call, writer, first, more
-        self._line: DirectWriter | None = None
-        self._broken: Exception | None = None  # what went wrong while a token was told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events, more = self._first, self._more
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if more and (connection := connection_of(scope)) is not None:
-                self._line = connection.direct_writer()
-                self._call.tell_at_once(self._tell if self._line is not None else None)
             while more:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events, more = await self._next()
@@ -159,28 +150,8 @@ class EventStream(Response):
         finally:
             self._call.close()
 
-    def _tell(self, position: int, delta: Delta) -> bool:
-        """Write a token's event, if it can be done now and is not the last."""
-        line, call = self._line, self._call
-        if delta.finish_reason is not None or line is None or not line.ready:
-            return False
-        try:
-            batch: Batch = [(position, delta)]
-            if call.passage is None:
-                events = self._writer.add(batch)
-            elif events := self._writer.add(_untold(call.passage, self._writer, batch)):
-                events += call.passage.seal()
-        except Exception as error:  # it is this stream's alone, and its task says so to its client
-            self._broken = error
-            return False
-        if events:
-            line.write(events)
-        return True
-
     async def _next(self) -> tuple[bytes, bool]:
         try:
-            if self._broken is not None:
-                raise self._broken
             return await _events(self._call, self._writer)
         except ClientGone:
             raise
