@@ -13,7 +13,7 @@ import pytest
 
 from cumulo.cli import main
 from cumulo.cli.shared import terminal
-from tests import warm
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,14 +54,14 @@ def cumulo(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
     return run
 
 
-def cumulo_process(*arguments: str, stdin: str = "", spare_ranks: int = 0) -> Ran:
-    """`cumulo ARGS...` as a process; `spare_ranks` as in `tests.warm`."""
+def cumulo_process(*arguments: str, stdin: str = "") -> Ran:
+    """`cumulo ARGS...` as a process."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin.encode())
         given.seek(0)
-        process = warm.start(
+        process = processes.start(
             arguments, stdin=given, stdout=out, stderr=err,
-            env=os.environ | {"COLUMNS": "200", "SPARE_RANKS": str(spare_ranks)},
+            env=os.environ | {"COLUMNS": "200"},
         )  # fmt: skip
         try:
             code = process.wait(600)

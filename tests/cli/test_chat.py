@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests import processes
 from tests.cli.conftest import Run, needs_built_in_model
 from tests.serve.running_server import quick_model
 
@@ -52,7 +52,7 @@ class Terminal:
     def __init__(self) -> None:
         self.master, slave = pty.openpty()
         with os.fdopen(slave, "r+b", buffering=0) as end:
-            self.process = warm.start(
+            self.process = processes.start(
                 ["chat", "--temperature", "0"], stdin=end, stdout=end, stderr=end,
                 env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
             )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests import processes
 from tests.cli.conftest import ROOT, needs_built_in_model
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -33,7 +33,7 @@ LONG = {"quantize.py"}
     ids=lambda path: path.name,
 )
 def test_the_example_runs(path: Path) -> None:
-    done = warm.run_program(path)
+    done = processes.run_program(path)
     assert done.returncode == 0, done.stderr
     assert EXPECTED[path.name] in done.stdout
 

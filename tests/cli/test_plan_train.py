@@ -154,7 +154,7 @@ def test_a_plan_is_run_as_it_was_planned_and_measured_beside_its_prediction(
     assert planned.code == 0, planned.err
     ran = cumulo_process(
         "train", str(plan), "--folder", str(run), "--set", f"data.sources=[{tmp_path}]", "--set", "data.workers=1",
-        "--set", "evaluate_sequences=0", spare_ranks=2,
+        "--set", "evaluate_sequences=0",
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert "2 processes: tp2" in ran.err

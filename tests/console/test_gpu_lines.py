@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         ["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", name, "driver.c"], cwd=folder, check=True
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOADED_LIBRARY", str(folder / name))
+        patch.setenv("LD_LIBRARY_PATH", str(folder))
         running = RunningServer(str(save_tiny_model(folder / "model")))
     try:
         yield running

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests import warm
+from tests import processes
 from tests.cli.conftest import ROOT, needs_built_in_model
 from tests.docs.pages import PAGES, Block, all_commands, blocks, help_examples, problem_with
 from tests.serve.running_server import MODEL, wait_for
@@ -120,7 +120,7 @@ def server(installed: Path) -> Iterator[str]:
     log = installed / "serve.log"
     with log.open("w") as stream:
         words = ["serve", "--threads", "1", "--default-max-tokens", "48"]
-        process = warm.start(words, stdout=stream, stderr=stream, cwd=installed / "work")
+        process = processes.start(words, stdout=stream, stderr=stream, cwd=installed / "work")
     try:
         wait_for(lambda: "is ready at" in log.read_text() or process.poll() is not None, "the server")
         if "cannot listen on" in log.read_text():
@@ -158,7 +158,7 @@ def test_readmes_programs_run_as_they_stand(installed: Path, server: str) -> Non
     for block in programs:
         file = installed / "work" / "readme.py"
         file.write_text(block.text)
-        done = warm.run_program(file, cwd=file.parent)
+        done = processes.run_program(file, cwd=file.parent)
         assert done.returncode == 0, f"{block.name}\n{done.stderr}"
         assert len(done.stdout.split()) > 10, done.stdout
 
@@ -190,7 +190,7 @@ def test_a_program_of_the_documentation_runs_as_it_stands(
         assert written.returncode == 0, written.stderr
     file = home / "work" / "program.py"
     file.write_text(block.text)
-    done = warm.run_program(file, cwd=file.parent)
+    done = processes.run_program(file, cwd=file.parent)
     assert done.returncode == 0, f"{block.name}\n{done.stderr}"
     if block.output is not None and "cumulo.plan" in block.text:  # the planner prints the same everywhere
         assert done.stdout == block.output

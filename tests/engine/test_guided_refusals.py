@@ -8,7 +8,7 @@ import pytest
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.guides.guided import Guidance
 from cumulo.errors import InvalidRequest
-from tests import warm
+from tests import processes
 from tests.engine.guided_engine import EOS, PROMPT, TOKENIZER, VOCAB, make_engine
 
 pytest.importorskip("llguidance")
@@ -77,6 +77,6 @@ del matcher
 print(len(schema), "alive")
 """
     (tmp_path / "program.py").write_text(program)
-    done = warm.run_program(tmp_path / "program.py")
+    done = processes.run_program(tmp_path / "program.py")
     assert done.returncode == 0, done.stderr
     assert "alive" in done.stdout

@@ -24,7 +24,7 @@ from cumulo.errors import CumuloError, RanksFailed
 from cumulo.ranks import remote
 from cumulo.ranks.rank_group import meeting_point
 from cumulo.ranks.remote import RankDoor, join_door
-from tests import warm
+from tests import processes
 from tests.engine.ranked_models import save_model
 from tests.engine.test_ranks import compare, started
 from tests.ports import reserved_port
@@ -54,7 +54,7 @@ def _joining(folder: Path, count: int) -> Iterator[tuple[str, TextIO]]:
     reading, writing = os.pipe()
     with os.fdopen(reading) as said:
         with os.fdopen(writing, "w") as saying:
-            process = warm.start(words, stdout=saying, stderr=saying)
+            process = processes.start(words, stdout=saying, stderr=saying)
         try:
             yield address, said
         finally:

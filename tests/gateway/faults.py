@@ -101,7 +101,6 @@ def main() -> None:
     parser.add_argument(
         "--more-kinds", action="store_true", help=f"{len(KINDS)} kinds of requests instead of 8"
     )
-    parser.add_argument("--spare-engines", type=int, default=0, help="that replace lost ones at once")
     parser.add_argument("--server", action="append", default=[], metavar="OPTIONS", help="of each server")
     parser.add_argument("--gateway", action="append", default=[], metavar="OPTIONS", help="of the gateway")
     parser.add_argument("--json", type=Path, default=None)
@@ -113,7 +112,7 @@ def main() -> None:
     layout = ("--tp", str(chosen.tp)) if chosen.tp > 1 else tuple(chosen.layout.split())
     fleet = Fleet(
         chosen.kind, layout, chosen.prefill, chosen.servers, chosen.hang_timeout, more, of_gateway, chosen.lora,
-        chosen.spare_engines, kinds, chosen.gateways, chosen.chained, chosen.leavers, chosen.brief_stops,
+        kinds, chosen.gateways, chosen.chained, chosen.leavers, chosen.brief_stops,
         tuple(filter(None, chosen.only.split(","))),
     )  # fmt: skip
     rows = rows_of(asyncio.run(siege(chosen.streams, chosen.concurrency, chosen.seed, fleet)))

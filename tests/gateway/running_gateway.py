@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from tests import warm
+from tests import processes
 from tests.serve.running_server import ROOT, RunningServer, wait_for
 
 KEY = "the fleet's key for tests".replace(" ", "-").replace("'", "")
@@ -20,7 +20,7 @@ class RunningGateway(RunningServer):
 
     def __init__(self, *arguments: str) -> None:
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-gateway-", suffix=".log")  # noqa: SIM115
-        self.process = warm.start(
+        self.process = processes.start(
             ["gateway", "--port", "0", *arguments],
             cwd=ROOT, stdout=self._log, stderr=self._log, env=os.environ | {"COLUMNS": "300"},
         )  # fmt: skip

@@ -34,7 +34,6 @@ class Fleet:
     options: tuple[str, ...] = ()  # further ones of each server
     gateway_options: tuple[str, ...] = ()
     lora: bool = False  # every second stream is an adapter's
-    spare_engines: int = 0  # that replace a server's lost ones at once
     kinds: tuple[str, ...] = KINDS[:8]
     gateways: int = 1  # in front of the same servers; clients take turns
     chained: bool = False  # clients talk to one more gateway, in front of those
@@ -89,7 +88,7 @@ class Siege:
         return ["--hang-timeout", hang_s, "--log-level", "warning", "--drain-timeout", "240", *more]
 
     def _serve(self) -> RunningServer:
-        server = RunningServer(str(self._model), *self._options, spare_engines=self._fleet.spare_engines)
+        server = RunningServer(str(self._model), *self._options)
         self._stack.callback(server.end)
         return server
 

@@ -9,7 +9,7 @@ import pytest
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
-from tests import warm
+from tests import processes
 from tests.cli.conftest import cumulo_process
 from tests.models import tiny
 from tests.models.gguf_conversion import convert
@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     (base / "scratch").mkdir()
     paths = map(str, (good, base / "scratch", *_gguf(base)))
     with (base / "told.jsonl").open("w") as told:
-        process = warm.start_module("tests.models.hostile_files", *paths, stdout=told)
+        process = processes.start_module("tests.models.hostile_files", *paths, stdout=told)
         try:
             code = process.wait(300)
         finally:

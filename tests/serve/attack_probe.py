@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests import warm
+from tests import processes
 from tests.serve.running_server import MODEL, RunningServer
 
 _HEALTH_EVERY_S = 0.02
@@ -79,7 +79,7 @@ class Probe:
         told, self._tell = os.pipe()
         self._said = os.fdopen(heard)
         with os.fdopen(says, "w") as stdout, os.fdopen(told) as stdin:
-            self._process = warm.start_module(
+            self._process = processes.start_module(
                 "tests.serve.attack_probe", server.url, model, str(server.process.pid), *([key] if key else []),
                 stdout=stdout, stdin=stdin,
             )  # fmt: skip

@@ -21,9 +21,7 @@ import httpx
 import openai
 import pytest
 
-from tests import warm
 from tests.models.cut_smollm import cut_smollm
-from tests.spares import SPARE, Child
 
 ROOT = Path(__file__).parents[2]
 MODEL = "SmolLM2-135M-Instruct"
@@ -52,30 +50,16 @@ def quick_model() -> str:
 class RunningServer:
     operator_key: str | None = None  # with which `sample` reads /metrics
 
-    def __init__(
-        self, *options: str, most_files: int | None = None, fresh: bool = False, spare_engines: int = 0
-    ) -> None:
-        """`most_files`: the limit of open files, soft and hard. `fresh`: a process that imports everything
-        itself, for tests of memory and of the start. `spare_engines`: as in `tests.warm`."""
+    def __init__(self, *options: str, most_files: int | None = None) -> None:
+        """`most_files`: the limit of open files, soft and hard."""
         # A file, not a pipe: nobody reads while the server writes.
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-serve-", suffix=".log")  # noqa: SIM115
         arguments = ["serve", "--port", "0", "--threads", "1", "--kv-memory-gib", "0.5", *options]
-        environment = os.environ | {"COLUMNS": "300", "SPARE_ENGINES": str(spare_engines)}
-        self.process: subprocess.Popen[bytes] | Child
-        if fresh or most_files is not None:
-            limit = ["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"] if most_files is not None else []
-            self.process = subprocess.Popen(
-                [*limit, sys.executable, "-m", "cumulo.cli", *arguments],
-                cwd=ROOT, stdout=self._log, stderr=self._log, env=environment,
-            )  # fmt: skip
-        else:
-            self.process = warm.start(
-                arguments,
-                cwd=ROOT,
-                stdout=self._log,
-                stderr=self._log,
-                env=environment,
-            )
+        limit = ["sh", "-c", f'ulimit -n {most_files}; exec "$@"', "sh"] if most_files is not None else []
+        self.process = subprocess.Popen(
+            [*limit, sys.executable, "-m", "cumulo.cli", *arguments],
+            cwd=ROOT, stdout=self._log, stderr=self._log, env=os.environ | {"COLUMNS": "300"},
+        )  # fmt: skip
         try:
             address = wait_for(
                 lambda: re.search(r"listening on (http://\S+);", self.log), "the address", self
@@ -111,20 +95,16 @@ class RunningServer:
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
         )
 
-    def engine_pid(self, *, spare: bool = False) -> int:
-        """The child whose command line is the engine's, and that is not waiting for its job; or one that is."""
+    def engine_pid(self) -> int:
+        """The child whose command line is the engine's."""
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):
                     parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                    if (
-                        parent != self.process.pid
-                        or b"engine_process" not in (entry / "cmdline").read_bytes()
-                    ):
-                        continue
-                    if ((entry / "comm").read_text().strip() == SPARE) == spare:
+                    command = (entry / "cmdline").read_bytes()
+                    if parent == self.process.pid and b"engine_process" in command:
                         return int(entry.name)
-        raise AssertionError(f"the server has no {'spare ' * spare}engine process")
+        raise AssertionError("the server has no engine process")
 
     def sample(self, metric: str, **labels: str) -> float:
         """One number of /metrics: the sum over what matches the labels."""
@@ -167,8 +147,8 @@ def wait_for(
 
 
 @contextlib.contextmanager
-def running_server(*options: str, fresh: bool = False, spare_engines: int = 0) -> Iterator[RunningServer]:
-    server = RunningServer(*options, fresh=fresh, spare_engines=spare_engines)
+def running_server(*options: str) -> Iterator[RunningServer]:
+    server = RunningServer(*options)
     try:
         yield server
     finally:

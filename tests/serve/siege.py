@@ -23,7 +23,7 @@ import httpx
 
 from cumulo.base.report import machine
 from cumulo.serve.access.keys import new_key
-from tests import warm
+from tests import processes
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.soak import Memory
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -122,7 +122,7 @@ async def _besiege(server: RunningServer, keys: dict[str, str], seconds: float, 
             report.quiet_ttft_ms.append((await _ask(http, prompt))[1])
     report.memories = {"server": Memory(server.process.pid), "engine": Memory(server.engine_pid())}
     said = tempfile.TemporaryFile()  # noqa: SIM115
-    attackers = warm.start_module(
+    attackers = processes.start_module(
         "tests.serve.siege_attackers", server.url, keys["eve"], str(seconds), str(seed), stdout=said
     )
     began_s = time.monotonic()

@@ -77,7 +77,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterServer]:
     key, operator = new_key(keys, "ann"), new_key(keys, "ops", may_operate=True)
     options = ("--replicas", "2", "--kv-memory-gib", "0.02", "--api-keys", str(keys), "--no-console")
     loras = ("--lora", f"poet={folders['poet']}", "--max-loras", "3")
-    with running_server(str(model), *options, *loras, spare_engines=4) as running:
+    with running_server(str(model), *options, *loras) as running:
         yield AdapterServer(running, folders, key, operator)
 
 

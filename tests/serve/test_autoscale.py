@@ -23,8 +23,7 @@ RULE = "0..3,interval=200ms,idle=1s,cooldown=1s,start-up=1s,prompt-tok-s=10,outp
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model = save_tiny_model(tmp_path_factory.mktemp("tiny") / NAME)
     options = ("--no-console", "--replicas", "1", "--autoscale", RULE)
-    # More spare engines than a smooth course needs: with gaps in the load replicas come and go more often.
-    with running_server(str(model), *options, spare_engines=8) as started:
+    with running_server(str(model), *options) as started:
         yield started
 
 

@@ -116,8 +116,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetServer]:
     key, operator = new_key(keys, "ann"), new_key(keys, "ops", may_operate=True)
     # Long enough for a busy machine to hurt an engine that `halted` has stopped before it counts as stalled.
     options = ("--replicas", "2", "--kv-memory-gib", "0.02", "--stall-timeout", "8", "--drain-timeout", "1")
-    more = {"spare_engines": 6}  # every engine of these tests is forked
-    with running_server(str(model), "--no-console", "--api-keys", str(keys), *options, **more) as running:
+    with running_server(str(model), "--no-console", "--api-keys", str(keys), *options) as running:
         yield FleetServer(running, key, operator)
 
 

@@ -97,7 +97,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SplitServer]:
     model = save_tiny_model(tmp_path_factory.mktemp("roles"), max_context=1024)
     options = ("--prefill", "1", "--decode", "2", "--kv-memory-gib", "0.02")
     stalls = ("--transfer-stall", "1", "--stall-timeout", "12", "--drain-timeout", "1")
-    with running_server(str(model), "--no-console", *options, *stalls, spare_engines=6) as running:
+    with running_server(str(model), "--no-console", *options, *stalls) as running:
         yield SplitServer(running)
 
 

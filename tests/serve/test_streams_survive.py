@@ -180,7 +180,7 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model: Path = save_tiny_model(tmp_path_factory.mktemp("models"))
-    with running_server(str(model), "--no-console", spare_engines=2) as running:
+    with running_server(str(model), "--no-console") as running:
         yield running
 
 

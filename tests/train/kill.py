@@ -20,7 +20,7 @@ from cumulo.layout.layout import Layout
 from cumulo.train.decide.config import CheckpointConfig, FaultConfig, TrainConfig, config_text
 from cumulo.train.run.log import TrainRecord, read_log
 from cumulo.train.run.trainer import Trainer
-from tests import warm
+from tests import processes
 from tests.train.ranked import tiny, write_texts
 
 _STEPS_BETWEEN = 5
@@ -72,12 +72,9 @@ def _run(
     log = Path(config.folder) / "log.csv"
     kills: list[tuple[int, int]] = []
     with (folder / "heard.txt").open("w") as heard:
-        spare = {
-            "SPARE_RANKS": str(config.layout.world)
-        }  # those that replace killed ones are as users have them
-        run = warm.start(
+        run = processes.start(
             ["train", str(folder / "config.yaml")], stdout=heard, stderr=heard,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | spare,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         try:
             while run.poll() is None and time.monotonic() < deadline:

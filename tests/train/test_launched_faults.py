@@ -16,7 +16,7 @@ import pytest
 from cumulo.layout.layout import Layout
 from cumulo.train.decide.config import CheckpointConfig, config_text
 from cumulo.train.run.log import read_log
-from tests import thorough, warm
+from tests import processes, thorough
 from tests.ports import reserved_port
 from tests.serve.running_server import wait_for
 from tests.train.kill import ranks_of, torment
@@ -43,16 +43,16 @@ def test_ranks_that_are_killed_do_not_change_what_is_learnt(memory_every_steps: 
     assert ("from memory" in outcome.heard) == bool(memory_every_steps)
 
 
-def _launched(folder: Path, *changes: str) -> tuple[warm.Child, Path]:
+def _launched(folder: Path, *changes: str) -> tuple[subprocess.Popen[bytes], Path]:
     """The run, and what it says."""
     source = write_texts(folder / "texts.jsonl")
     config = tiny(folder / "run", source, Layout(dp=2), steps=400, evaluate_sequences=0)
     (folder / "config.yaml").write_text(config_text(config))
     options = [word for change in changes for word in ("--set", change)]
-    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SPARE_RANKS": "2"}
+    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     heard = folder / "heard.txt"
     with heard.open("wb") as stream:
-        run = warm.start(
+        run = processes.start(
             ["train", str(folder / "config.yaml"), *options],
             stdout=stream,
             stderr=stream,

@@ -1,7 +1,7 @@
 """Compile Triton kernels for a Hopper GPU on a machine without one, and read what the compiler made of them.
 
 Tests call `compile_for_sm90(cases)`; it works in a process of its own, because the tests' process plays kernels
-with the interpreter: one that `tests.forked_workers` has prepared for all workers, or else one that it starts.
+with the interpreter.
 From a shell, `python -m tests.kernels.cuda.compile_sm90 CASES.json` prints a table: registers, spilled bytes,
 shared memory and the instructions that matter.
 """
@@ -10,9 +10,6 @@ import atexit
 import json
 import os
 import re
-import select
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any
 
 SHARED_BYTES_PER_BLOCK = 227 << 10
-DOOR = "CUMULO_SM90_COMPILER"  # in the environment: the socket of a process that compiles
 ROOT = Path(__file__).resolve().parents[3]
 TELLING = ("HGMMA", "QGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDG", "LDL", "STL", "BAR", "SHFL", "I2F", "F2F")
 
@@ -78,10 +74,6 @@ def compile_for_sm90(cases: Sequence[Case]) -> list[Compiled]:
 @cache
 def _compiler() -> tuple[IO[str], IO[str]]:
     """What it is asked and what it answers; one for all tests of this process: it takes seconds to import torch."""
-    if (door := os.environ.get(DOOR)) is not None:
-        line = socket.socket(socket.AF_UNIX)
-        line.connect(door)
-        return line.makefile("w"), line.makefile("r")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.kernels.cuda.compile_sm90"],
@@ -102,22 +94,6 @@ def serve(questions: IO[str], answers: IO[str]) -> None:
         except Exception:
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)
-
-
-def serve_workers(listener: socket.socket) -> None:
-    """For a process that has imported torch, but not Triton: a copy of it for each connection, until its standard
-    input ends."""
-    os.environ.pop("TRITON_INTERPRET", None)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the copies
-    while 0 not in select.select([listener, 0], [], [])[0]:
-        line, _ = listener.accept()
-        import triton  # noqa: F401
-
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            serve(line.makefile("r"), line.makefile("w"))
-            os._exit(0)
-        line.close()
 
 
 def compile_here(case: Case) -> Compiled:
