@@ -16,9 +16,9 @@ help:
 	  'make install  the command `cumulo` for your shell, in ~/.local/bin (BINDIR=... for another folder)' \
 	  'make run      the server and its console at http://127.0.0.1:8000; MODEL=... for another model, ARGS=...' \
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
-	  'make test     all tests but the long ones' \
+	  'make test     the quick tests: at most five minutes on two cores' \
 	  'make test-gpu  all tests that need a GPU; PYTHON=python3 for a Python that has torch and pytest already' \
-	  'make test-long  the long ones: frameworks, sieges, killed engines, whole pages' \
+	  'make test-long  the other tests that CI runs: frameworks, browsers, sieges, killed engines' \
 	  'make test-equalities  the long forms of the tests that compare tokens and weights: ten to fifteen minutes' \
 	  'make test-thorough  all tests in their long forms: hours' \
 	  'make lint     formatting, lint, types and layers' \
@@ -45,35 +45,32 @@ chat: $(VENV)/.ready
 	@$(BIN)/cumulo chat $(MODEL) $(ARGS)
 
 # A file's tests stay with one worker, which then starts their server once. One thread per worker: the models are
-# tiny, and the workers already fill the cores. The compiled kernels' cache lies in the virtual environment: tests
-# touch nothing outside the checkout. Compiled Python files are kept: the tests start many processes. One worker more
-# than cores: while a worker waits for a server, a browser or a clock, another one computes.
-# `make test WORKERS=4 ARGS='--cpu-times FILE'` says in FILE how long the cores were idle.
+# tiny, and the workers already fill the cores. One worker more than cores: while a worker waits for a server, another
+# one computes. The compiled kernels' cache lies in the virtual environment: tests touch nothing outside the checkout.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) + 1)
+PYTEST = XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 test: $(VENV)/.ready-test
-	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
 
 # Kernels on a GPU, by this Python; without PYTHON=... by the virtual environment's, which is made first.
 test-gpu: $(if $(PYTHON),,$(VENV)/.ready-test)
 	@$(or $(PYTHON),$(BIN)/python) -m tests.on_gpu $(ARGS)
 
-# What takes long, whoever runs it: other projects' frameworks, sieges, restarts as users have them.
-test-long: override ARGS += --long
-test-long: test
+# Everything else that CI runs: other projects' frameworks, browsers, Slurm, Ray, Prometheus, sieges, killed engines.
+test-long: $(VENV)/.ready-long
+	@$(PYTEST) -n $(WORKERS) --dist loadfile --long $(ARGS)
 
 # The long forms of what must come out the same however the work is cut: tokens of the engine, weights after training
-# under every parallelism, a run that goes on under other layouts. Exact or in float64, so no machine can fail them.
+# under every parallelism, a run that resumes under other layouts. Exact or in float64, so no machine can fail them.
 EQUALITIES := tests/engine/test_equivalence.py tests/engine/test_runner_torch.py tests/engine/test_runner_cuda.py \
   tests/models/test_cuda_slices.py tests/train/test_same_mathematics.py \
   tests/train/test_resume.py tests/train/test_zero.py tests/train/test_lora.py
 test-equalities: $(VENV)/.ready-test
-	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-	  $(BIN)/python -m pytest -n auto --dist worksteal --thorough $(EQUALITIES) $(ARGS)
+	@$(PYTEST) -n auto --dist worksteal --thorough $(EQUALITIES) $(ARGS)
 
 # Everything, also what is one of many like cases, and the long forms of soak, kill and siege: hours on two cores.
-test-thorough: override ARGS += --thorough
-test-thorough: test
+test-thorough: $(VENV)/.ready-long
+	@$(PYTEST) -n $(WORKERS) --dist loadfile --thorough $(ARGS)
 
 lint: $(VENV)/.ready-lint
 	@$(BIN)/ruff format --check .
@@ -121,27 +118,19 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	$(SAY) 'The command is $(BIN)/cumulo. For `cumulo` alone: `make install`, or `. $(BIN)/activate` in this shell.'
 
 # The frameworks that talk to the server in tests/clients have an environment of their own: they want other versions
-# than the tests. Where they cannot be installed, their tests are skipped.
-$(VENV)/.clients: $(VENV)/.torch tests/clients/requirements.txt
-	$(SAY) 'installing the client libraries that are tested against the server'
+# than the tests. Where they cannot be installed, their tests are skipped, and so are those on a real Ray cluster.
+$(VENV)/.ready-long: $(VENV)/.ready-test tests/clients/requirements.txt
+	$(SAY) 'installing Ray and the client libraries that are tested against the server'
 	@$(BIN)/python -m venv $(VENV)/clients </dev/null 1>&2 && \
 	  $(VENV)/clients/bin/python -m pip install -qq --disable-pip-version-check \
 	    -r tests/clients/requirements.txt </dev/null 1>&2 || \
-	  echo 'they cannot be installed here: their tests are skipped' 1>&2
-	@touch $@
-
-# Jobs are tested on a real Ray cluster, where Ray can be installed.
-$(VENV)/.ray: $(VENV)/.ready
-	$(SAY) 'installing Ray'
+	  echo 'the client libraries cannot be installed here: their tests are skipped' 1>&2
 	@$(PIP_INSTALL) 'ray[default,serve]>=2.50' || echo 'Ray cannot be installed here: its tests are skipped' 1>&2
 	@touch $@
 
-# Meanwhile the CPU's kernels are compiled, which the first tests would wait for else.
-$(VENV)/.ready-test: $(VENV)/.ready $(VENV)/.clients $(VENV)/.ray
+$(VENV)/.ready-test: $(VENV)/.ready
 	$(SAY) 'installing what the tests need'
-	@XDG_CACHE_HOME=$(CURDIR)/$(VENV)/cache $(BIN)/python -c \
-	  'from cumulo.kernels.cpu.library import build; build(announce=False)' </dev/null >/dev/null 2>&1 & \
-	$(PIP_INSTALL) -e '.[serve,console,test]'; installed=$$?; wait; exit $$installed
+	@$(PIP_INSTALL) -e '.[serve,console,test]'
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready

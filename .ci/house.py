@@ -1,12 +1,13 @@
 """What no linter checks of the house: import circles, full folders, class names that mean two things, functions
-whose name says nothing alone.
+whose name says nothing alone, line budgets, and texts that are no sentences.
 
-    python .ci/house.py circles folders names
+    python .ci/house.py circles folders names budgets words
 
 `make lint` runs it. It needs nothing but Python.
 """
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MOST_MODULES = 25
 SAY_NOTHING = ("of", "at", "take")
+METRICS = ("Counter", "Gauge", "Histogram", "Info")
+FRAGMENT = re.compile(r"(Of|So|Such|Those|As|Its|Whose|And|Both|Nor|That)\b(?![^.:;]*, )")
+
+# The most that each room, the package, benchmarks and docs may have. Raising one needs a reason in the commit.
+LINES_PER_ROOM: dict[str, int] = {}
+MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 112_000, 800, 4_000, 55_000
 
 
 def modules() -> dict[str, Path]:
@@ -108,7 +115,50 @@ def names() -> Iterator[str]:
             yield f"class {name} is defined {len(places)} times: {', '.join(places)}; rename all but the most basic"
 
 
-CHECKS = {"circles": circles, "folders": folders, "names": names}
+def budgets() -> Iterator[str]:
+    """Rooms, the package, benchmarks and docs that outgrew their budget."""
+    lines: dict[str, int] = defaultdict(int)
+    for path in modules().values():
+        room = path.relative_to(ROOT).parts[1]
+        lines["errors.py and the like" if room.endswith(".py") else room] += _lines(path)
+    sums = {f"cumulo/{room}": (lines[room], most, "lines") for room, most in LINES_PER_ROOM.items()}
+    sums["cumulo"] = (sum(lines.values()), MOST_LINES, "lines")
+    sums["cumulo "] = (len(modules()), MOST_FILES, "modules")
+    benchmarks = sum(_lines(path) for path in (ROOT / "benchmarks").rglob("*.py"))
+    sums["benchmarks"] = (benchmarks, MOST_BENCHMARK_LINES, "lines")
+    words_in_docs = sum(len(path.read_text("utf-8").split()) for path in (ROOT / "docs").rglob("*.md"))
+    sums["docs"] = (words_in_docs, MOST_WORDS_IN_DOCS, "words")
+    for place, (found, most, unit) in sums.items():
+        if found > most:
+            yield f"{place} has {found:,} {unit}, {most:,} at most: simplify, or raise it with a user's reason"
+    for room in sorted(lines.keys() - LINES_PER_ROOM.keys()):
+        yield f"cumulo/{room} has no line budget: add one to LINES_PER_ROOM"
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text("utf-8").splitlines())
+
+
+def words() -> Iterator[str]:
+    """Docstrings, and help texts of options and metrics, that begin as no sentence does."""
+    for path in modules().values():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for text in _texts(node):
+                if FRAGMENT.match(text):
+                    place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+                    yield f"{place} says {text.splitlines()[0][:60]!r}: write a whole sentence, subject first"
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield ast.get_docstring(node) or ""
+    if isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant):
+        yield str(node.value.value)
+    if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in METRICS:
+        yield from (str(given.value) for given in node.args[1:2] if isinstance(given, ast.Constant))
+
+
+CHECKS = {"budgets": budgets, "words": words, "circles": circles, "folders": folders, "names": names}
 
 
 def main(wanted: list[str]) -> int:
