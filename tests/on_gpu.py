@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--thorough"):
         for item in items:
-            if item.get_closest_marker("thorough") or item.get_closest_marker("long"):
+            if item.get_closest_marker("thorough"):
                 item.add_marker(pytest.mark.skip(reason="one of many like it: run with --thorough"))
 
 

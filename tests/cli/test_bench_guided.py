@@ -101,7 +101,7 @@ def test_an_answer_that_does_not_fit_is_a_failure_and_misses_what_it_must():
     assert not bench_guided._verdict_rows("greedy", bench_guided.SchemaVerdict(10, 0, []))[1].ok
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.thorough
 @needs_built_in_model
 def test_masks_are_timed_and_compared_with_steps_without():

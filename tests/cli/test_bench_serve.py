@@ -143,7 +143,7 @@ def test_it_explains_itself_with_an_example(cumulo: Run) -> None:
     assert ran.code == 0 and "cumulo bench serve" in ran.out.split("Example:")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.thorough
 def test_the_generator_measures_itself(cumulo: Run) -> None:
     ran = cumulo("bench", "serve", "--self-test", "--json", "-")

@@ -20,7 +20,7 @@ PATIENCE_S = 300.0  # for what always comes, on a busy machine later
 # read, select and poll in Linux's tables of system calls: how a prompt waits for a key.
 WAITS_FOR_A_KEY = {"aarch64": ("63", "72", "73"), "x86_64": ("0", "7", "23", "270", "271")}
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 
 def test_a_piped_question_gets_only_its_answer_on_stdout(cumulo: Run) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import Run, needs_built_in_model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_built_in_model
 def test_a_well_machine_is_told_so_with_its_ledger(cumulo: Run, tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"

@@ -26,7 +26,7 @@ LONG = {"quantize.py"}
 
 
 @needs_built_in_model
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.long if path.name in LONG else ()) for path in EXAMPLES],

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Run, needs_built_in_model
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 
 def test_one_prompt_prints_its_completion_and_its_story(cumulo: Run, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ POCKET = """models:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_is_run_as_it_was_planned_and_measured_beside_its_prediction(
     cumulo: Run, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests import peers
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 SCHEMA = {
     "type": "object",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.serve.running_server import ROOT, RunningServer, needs_built_in_model
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 
 @pytest.mark.parametrize(

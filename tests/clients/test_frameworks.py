@@ -30,7 +30,7 @@ QUIET = {
 }
 ANN = {"name": "Ann", "age": 42}
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 
 @cache

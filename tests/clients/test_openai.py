@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, wait_for
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 PARIS: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 WARM = "How warm is it in Paris?"

@@ -28,7 +28,7 @@ from tests.models.cut_smollm import cut_smollm
 from tests.serve.running_server import needs_built_in_model
 from tests.serve.running_server import wait_for as wait_at_most
 
-pytestmark = [needs_ray]
+pytestmark = [needs_ray, pytest.mark.long]
 AZURE_CODE = ROOT.parent / "shared" / "data" / "serving" / "azure_llm_2023_code.csv.gz"
 PATIENCE_S = 900.0  # a hang guard
 

@@ -22,7 +22,7 @@ _MISSING = [
     if not there
 ]
 in_a_browser = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
     needs_built_in_model,
 ]

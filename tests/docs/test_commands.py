@@ -151,7 +151,7 @@ def test_the_readme_begins_with_the_installation_and_asks_a_question() -> None:
 
 
 @needs_built_in_model
-@pytest.mark.slow
+@pytest.mark.long
 def test_readmes_programs_run_as_they_stand(installed: Path, server: str) -> None:
     programs = [block for block in blocks() if block.page == PAGES[0] and block.language == "python"]
     assert len(programs) == 2
@@ -200,7 +200,7 @@ _QUICK = ("cumulo schedule", "cumulo explain")  # the other verbs are run by tes
 
 
 def _marks(line: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if line.startswith(_QUICK) else [pytest.mark.slow, pytest.mark.thorough]
+    return [pytest.mark.long] if line.startswith(_QUICK) else [pytest.mark.long, pytest.mark.thorough]
 
 
 _OF_A_SERVER = ("cumulo bench serve", "cumulo explain")

@@ -51,7 +51,7 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     assert not missing
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs-material is not installed (make docs)")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(

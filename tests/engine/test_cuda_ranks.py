@@ -10,7 +10,7 @@ from cumulo.ranks.start import run_ranks
 from tests.engine.tiny_cuda_engine import make_decoder, make_engine, use_few_programs
 from tests.thorough import rare
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize(

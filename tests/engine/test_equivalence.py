@@ -23,7 +23,7 @@ def alone(name: str, prompt, params):
     return run_alone(maker(name), prompt, params)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(SPECS))
 @settings(max_examples=thorough.examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(

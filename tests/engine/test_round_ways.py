@@ -15,7 +15,7 @@ from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import eagle_layers
 from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 SPEC = SPECS["dense"]
 
 

@@ -33,7 +33,7 @@ from cumulo.train.head.writer import hidden_states
 from tests.engine.test_runner_cuda import prompt, run
 from tests.thorough import rare
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 SPEC = SPECS["dense"]
 
 

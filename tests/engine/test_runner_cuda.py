@@ -34,7 +34,7 @@ from tests.engine.random_planner import Sequence as PlannedSequence
 from tests.models.adapter_files import write_adapter
 from tests.thorough import rare
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def copying(**more) -> SamplingParams:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(DECODERS))
 @settings(max_examples=thorough.examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
@@ -128,7 +128,7 @@ def test_following_a_prompt_is_not_taken_for_what_a_proposal_costs():
     assert all(before < 0.1 for before, _ in known[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=thorough.examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10**6),

@@ -72,7 +72,7 @@ def watch(engine) -> list[int]:
     return kept
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "params",
     [
@@ -118,7 +118,7 @@ def test_rows_with_trees_share_a_step(levels: int, monkeypatch: pytest.MonkeyPat
     assert len(set(kept)) > 2 and engine.scheduler.problems() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_head_grows_the_tree_it_grows_in_torch() -> None:
     """Behind what was kept of a first tree."""
     decoder, head = make_decoder(SPEC), make_head().to(DEVICE)

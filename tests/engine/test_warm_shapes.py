@@ -11,7 +11,7 @@ from cumulo.engine.play import runner_cuda
 from cumulo.engine.play.cuda.step_words import StepShape, shape_of, warm_shapes
 from cumulo.engine.play.runner_cuda import CudaRunner
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_every_size_of_a_step_is_among_the_warmed_shapes() -> None:

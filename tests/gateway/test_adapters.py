@@ -19,6 +19,8 @@ from tests.serve.running_server import wait_for
 from tests.serve.test_streams_survive import CHAT, LONG, Stream, said
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 
 def fleet_of(*adapters: dict[str, str]) -> Replicas:
     """Servers of one model that have told of these adapters, each."""
@@ -52,7 +54,7 @@ def test_only_a_server_with_the_same_adapter_continues_a_stream_of_it() -> None:
         fleet.choose(hint("monk"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stream_of_an_adapter_survives_its_server(tmp_path: Path) -> None:
     model, key = save_tiny_model(tmp_path), key_file(tmp_path)
     poet = write_adapter(tmp_path / "poet", inspect_model(model).spec, strength=2.0)

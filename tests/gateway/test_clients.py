@@ -12,7 +12,7 @@ from tests.gateway.running_gateway import RunningGateway, fleet_server, gateway_
 from tests.serve.running_server import RunningServer
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ASK = [{"role": "user", "content": "Tell me about the cat, the mat and the dog."}]
 NOTE = {"type": "function", "function": {"name": "note", "parameters": {
     "type": "object", "properties": {"word": {"enum": ["cat", "dog"]}}, "required": ["word"],

@@ -22,7 +22,7 @@ from tests.serve.running_server import RunningServer, wait_for
 from tests.serve.test_streams_survive import CHAT, LONG, Stream
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ASK: dict[str, Any] = {"model": NAME, "messages": CHAT["messages"], "max_tokens": 4}
 
 

@@ -11,7 +11,7 @@ from tests.gateway.running_gateway import KEY, RunningGateway, key_file
 from tests.gateway.test_operation import ASK, other_server
 
 pytest.importorskip("playwright")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium browser")]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium browser")]
 
 
 @pytest.fixture(scope="module")

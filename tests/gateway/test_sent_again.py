@@ -22,7 +22,7 @@ from tests.gateway.running_gateway import KEY, fleet_server, key_file
 from tests.serve.running_server import RunningServer
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 BODY = {"model": NAME, "prompt": "Once", "stream": True, "max_tokens": 60, "ignore_eos": True, "seed": 3}
 KEY_SHOWN = {KEY_HEADER.decode(): KEY}
 

@@ -16,7 +16,7 @@ from tests.serve.running_server import RunningServer, wait_for
 from tests.serve.test_streams_survive import CHAT, KINDS, LONG, Stream, said
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ALL: dict[str, tuple[str, dict[str, Any]]] = KINDS | {
     "several samples": ("/v1/chat/completions", CHAT | LONG | {"n": 3, "seed": 4, "temperature": 1}),
     "several prompts": (

@@ -41,7 +41,7 @@ from cumulo.ranks.start import run_ranks  # noqa: E402
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec  # noqa: E402
 from tests.thorough import rare  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 BASE = dict(
     family="tiny", vocab_size=38, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_hidden=32,

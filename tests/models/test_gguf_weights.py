@@ -214,7 +214,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_logits_are_those_of_transformers_loading_the_same_file(smollm):
     decoder, reference, tokenizer = smollm
     for prompt in PROMPTS:
@@ -225,7 +225,7 @@ def test_smollm2_logits_are_those_of_transformers_loading_the_same_file(smollm):
         assert difference.abs().max() <= 2e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_64_greedy_tokens_of_smollm2_are_those_of_transformers(smollm):
     decoder, reference, tokenizer = smollm
     for prompt in PROMPTS[1:]:
@@ -234,7 +234,7 @@ def test_64_greedy_tokens_of_smollm2_are_those_of_transformers(smollm):
         assert found == tiny.reference_greedy(reference, ids, 64)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_embeddings_are_the_pooled_hidden_states_of_transformers(smollm):
     decoder, reference, tokenizer = smollm
     prompts = [tokenizer.encode(PROMPTS[2])]

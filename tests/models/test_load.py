@@ -84,7 +84,7 @@ def test_a_quantised_file_is_dequantised_for_a_type_without_packed_kernels(gguf_
     assert Stepper(model.decoder).feed(tiny.prompt(5), 5).dtype == torch.float64
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_built_in_model_as_loaded_by_default_names_paris():
     model = load_model()
     assert model.quantised and model.spec.tied_embeddings
@@ -239,7 +239,7 @@ def test_a_folder_without_a_configuration_or_with_a_damaged_one_is_a_model_error
                 function(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_damaged_gguf_model_loads_or_is_refused_with_a_message_and_nothing_else(gguf_file, tmp_path):
     original = gguf_file.read_bytes()
     header_end = original.index(b"token_embd.weight") + 2000

@@ -80,7 +80,7 @@ def test_a_file_without_profiles_is_refused(tmp_path) -> None:
         Profiles.load(path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_measures_this_machine_and_writes_a_profile_that_is_read(tmp_path) -> None:
     import typer
     from typer.testing import CliRunner

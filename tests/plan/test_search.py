@@ -160,7 +160,7 @@ def test_a_model_that_cannot_fit_is_refused_without_playing_schedules(
     assert len(played) <= 8 and max(played, default=0) <= 2 * 126 * 126
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_405b_model_on_16384_gpus_is_planned_in_seconds_and_no_slower_than_it_was_trained() -> None:
     """Grattafiori et al. 2024, table 4: tp 8, pp 16, dp 128 for 16 million tokens a step."""
     goal = TrainGoal(model("llama-3.1-405b"), cluster(16384, "h100-sxm"), 2048, 8192)

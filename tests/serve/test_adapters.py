@@ -22,7 +22,7 @@ from tests.models.adapter_files import write_adapter
 from tests.serve.running_server import RunningServer, events_of, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ASKED: dict[str, Any] = {"prompt": "Once upon a time the cat", "max_tokens": 12, "temperature": 0}
 
 

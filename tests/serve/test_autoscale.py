@@ -13,7 +13,7 @@ from cumulo.serve.options import ServeOptions
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 ASKED: dict[str, Any] = {"model": NAME, "prompt": "Once upon a time", "max_tokens": 16, "ignore_eos": True}
 # A replica that counts as slow, so that a few requests per second are a load for three.
 RULE = "0..3,interval=200ms,idle=1s,cooldown=1s,start-up=1s,prompt-tok-s=10,output-tok-s=10,ttft=60s"

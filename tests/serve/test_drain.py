@@ -14,7 +14,7 @@ from tests.cli.conftest import ROOT, cumulo_process
 from tests.serve.running_server import needs_built_in_model, quick_model, running_server, wait_for
 from tests.serve.test_faults import LONG, SHORT, begin_stream, engine_is_gone
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 TRIES = (
     5  # with a new server: the answer has ended before the signal where this process had to wait for its turn
 )

@@ -252,7 +252,7 @@ def test_a_client_that_hangs_up_ends_its_embeddings(embedder: RunningServer, key
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_call_of_many_inputs_outlives_its_engine(
     embedder: RunningServer, keys: dict[str, str], oracle: Oracle
 ) -> None:

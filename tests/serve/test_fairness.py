@@ -17,7 +17,7 @@ from tests.serve.running_server import (
     wait_for,
 )
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 TRIES = 10
 HEAVY_REQUESTS, HEAVY_OUTPUT, LIGHT_REQUESTS, LIGHT_OUTPUT = 24, 40, 3, 2

@@ -20,7 +20,7 @@ from tests.serve.running_server import PATIENCE_S, RunningServer, running_server
 from tests.serve.test_streams_survive import KINDS, Stream, said
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 SHORT: dict[str, Any] = {
     "model": NAME,
     "prompt": "Once upon a time the cat",

@@ -22,7 +22,7 @@ from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.sensible import sensible
 from tests.serve.tiny_model import save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 _EVERYDAY = "^/(v1/(chat/completions|embeddings|models)|tokenize|detokenize|health|ready|version)"
 PATIENCE_S = 120  # for one answer: more is a hang

@@ -12,6 +12,8 @@ import pytest
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 # Two lists that contain themselves twice over are compared item by item: no check of sizes foresees it.
 COMPARING = (
     "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}"

@@ -17,7 +17,7 @@ from tests.serve.running_server import (
     wait_for,
 )
 
-pytestmark = [needs_built_in_model, pytest.mark.slow]
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 LONG: dict[str, Any] = {
     "model": MODEL, "messages": [{"role": "user", "content": "Tell a long story."}], "temperature": 0,

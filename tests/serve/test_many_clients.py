@@ -22,7 +22,7 @@ from tests import thorough
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 CLIENTS = 300 if thorough.chosen else 72
 TOKENS = 12
 WORDS = ("cat", "dog", "mat", "first", "second", "name", "café", "Paris", "12345", "return")

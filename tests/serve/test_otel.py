@@ -26,6 +26,8 @@ from tests.serve.running_server import (
     wait_for,
 )
 
+pytestmark = pytest.mark.long
+
 needs_otel = pytest.mark.skipif(
     importlib.util.find_spec("opentelemetry") is None
     or importlib.util.find_spec("opentelemetry.exporter") is None,
@@ -146,7 +148,7 @@ def traced(collectors_port: int) -> Iterator[RunningServer]:
 
 @needs_otel
 @needs_built_in_model
-@pytest.mark.slow
+@pytest.mark.long
 def test_traces_tell_the_story_and_a_missing_collector_costs_no_answer(
     traced: RunningServer, collectors_port: int
 ) -> None:

@@ -26,7 +26,7 @@ needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="Prometheus is not installed (Debian, Ubuntu: apt install prometheus)",
 )
-pytestmark = needs_prometheus
+pytestmark = [needs_prometheus, pytest.mark.long]
 # Good queries without an answer: nothing was preempted, and the server has no replicas (test_fleet looks at those),
 # no ranks (test_ranked_server) and no adapters (test_adapters).
 WITHOUT_ROWS = ("preemptions_by_reason", "replica_", "requests_moved", "route_ttft", "rank_", "lora_requests")
@@ -116,7 +116,7 @@ def _stream(server: RunningServer, number: int) -> tuple[int, float]:
 
 
 @needs_built_in_model
-@pytest.mark.slow
+@pytest.mark.long
 def test_prometheus_sees_what_the_clients_saw(server: RunningServer, prometheus: RunningPrometheus) -> None:
     total, first_tokens = "cumulo:generation_tokens_total", "cumulo:time_to_first_token_seconds_count"
     before, served = server.sample(total), server.sample(first_tokens)
@@ -142,7 +142,7 @@ def test_prometheus_sees_what_the_clients_saw(server: RunningServer, prometheus:
 
 
 @needs_built_in_model
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_panel_and_every_rule_works_in_prometheus(
     server: RunningServer, prometheus: RunningPrometheus
 ) -> None:

@@ -16,7 +16,7 @@ from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.test_streams_survive import KINDS, Stream, said
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 # Too small for the whole model: the plan must take two.
 CATALOGUE = """
 devices:

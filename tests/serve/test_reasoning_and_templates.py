@@ -25,7 +25,7 @@ from tests.serve.running_server import (
     running_server,
 )
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 THINKING = """\
 {%- if tools %}<|im_start|>system

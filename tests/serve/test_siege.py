@@ -10,8 +10,10 @@ from tests.serve.siege import HONEST_CLIENTS, SERVER, besiege, make_keys
 from tests.serve.siege_attackers import THREADS
 from tests.serve.tiny_model import save_tiny_model
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.slow
+
+@pytest.mark.long
 def test_honest_clients_are_served_beside_attackers(tmp_path: Path) -> None:
     path, keys = make_keys(tmp_path)
     model = save_tiny_model(tmp_path)

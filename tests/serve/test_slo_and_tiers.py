@@ -8,6 +8,8 @@ import pytest
 
 from tests.serve.running_server import MODEL, RunningServer, quick_model, running_server
 
+pytestmark = pytest.mark.long
+
 PROMPT = "The river runs past the old mill and the bridge. " * 12
 
 

@@ -11,6 +11,8 @@ from tests.serve.soak import SERVER, Memory, soak
 from tests.serve.soak_clients import CLIENTS
 from tests.serve.tiny_model import save_tiny_model
 
+pytestmark = pytest.mark.long
+
 COMMON = {name for name, kind in CLIENTS.items() if kind.weight > 2}  # chance may leave out a rare one
 ENDINGS = ("probe: answered", "hangs_up_while_answered: left", "hangs_up_while_waiting: left")
 
@@ -25,7 +27,7 @@ def enough(outcomes: Counter[str]) -> bool:
     return outcomes.total() >= 150 and seen(outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unruly_clients_leave_nothing_behind(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
     with running_server(str(model), *SERVER, fresh=thorough.chosen) as server:

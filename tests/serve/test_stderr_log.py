@@ -97,7 +97,7 @@ def test_a_reader_that_comes_late_is_told_how_much_is_missing() -> None:
         assert f"({lost} lines of this log were lost)\nthe last line\n".encode() in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [

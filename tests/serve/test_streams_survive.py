@@ -17,7 +17,7 @@ from tests import thorough
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 TOKENS = 200
 CHAT: dict[str, Any] = {
     "model": NAME,

@@ -23,8 +23,10 @@ from tests.train.kill import ranks_of, torment
 from tests.train.ranked import tiny, train, write_texts
 from tests.train.test_resume import difference
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.slow
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "memory_every_steps",
     [
@@ -70,7 +72,7 @@ def test_a_run_that_cannot_go_on_says_so_once_and_is_not_started_again(tmp_path:
     assert "restarting all" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_reaches_all_ranks_and_they_save(tmp_path: Path) -> None:
     run, heard = _launched(tmp_path)
     log = tmp_path / "run/log.csv"

@@ -179,7 +179,8 @@ def test_activations_that_were_away_give_the_same_gradients(recompute: bool) -> 
         (case.objective(model, 1, 0, 2) + case.objective(model, 1, 2, 4)).backward()
     assert offloading.moved_bytes > 0
     for ours, theirs in zip(hosted.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+        # What comes back lies elsewhere, and MKL adds in another order where memory is aligned otherwise.
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_with_recomputation_only_inputs_of_layers_go_away() -> None:

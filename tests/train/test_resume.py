@@ -136,7 +136,7 @@ def test_a_state_is_stored_once_and_evenly(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(stored) < 1.3 * sum(stored) / layout.world
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.thorough  # which `make test-equalities` is
 @pytest.mark.parametrize("chain", range(4))
 def test_a_run_that_changes_its_layout_after_every_step_learns_the_same(chain: int, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def chunk_case(config: ChunkConfig, group: int = 4) -> Case:
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 def test_default_configurations_fit_a_hopper_multiprocessor() -> None:
     few = decode_config(4, 128, torch.bfloat16, 8, 132, False)
     many = decode_config(4, 128, torch.bfloat16, 512, 132, False)

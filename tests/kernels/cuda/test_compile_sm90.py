@@ -13,7 +13,7 @@ import pytest
 
 from tests.kernels.cuda.compile_sm90 import ROOT, Case, Compiled, compile_for_sm90
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def compiled(tmp_path: Path, *groups: str) -> list[tuple[Case, Compiled]]:

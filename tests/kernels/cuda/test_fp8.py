@@ -114,7 +114,7 @@ def test_many_rows_are_close_to_the_product_in_full_precision(in_blocks: bool, d
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_hopper_blocks_are_multiplied_by_the_8_bit_matrix_unit() -> None:
     integers = ("M", "N", "K", "stride_x", "stride_w", "stride_out", "stride_x_scales", "stride_w_scales")
     (made,) = compile_for_sm90(

@@ -152,7 +152,7 @@ def test_small_and_large_tiles_give_the_same_bits_on_the_tensor_cores(k: int) ->
         assert torch.equal(invariant_matmul(x[rows], eight.data, scales=eight.scales), many[rows])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_hopper_all_tiles_fit_and_use_the_wide_matrix_unit() -> None:
     def case(config: InvariantConfig, weight: str, parts: int = 1) -> Case:
         integers = ("M", "N", "K", "stride_xm", "stride_wn", "stride_out", "stride_residual", "stride_part")

@@ -172,7 +172,7 @@ def test_a_captured_step_of_deepseeks_shape_matches(heads: int, device: torch.de
     assert relative_error(out, exact) <= 2 * relative_error(same, exact)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_kernels_fit_a_hopper_multiprocessor_at_deepseeks_shape() -> None:
     config = MlaChunkConfig()
     chunk = Case(

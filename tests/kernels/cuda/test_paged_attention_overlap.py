@@ -78,7 +78,7 @@ def hopper_case(config: ChunkConfig, group: int, dim: int = 128) -> Case:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_products_stay_in_flight_on_hopper() -> None:
     candidates = [config for config in CHUNK if config.overlap]
     made = compile_for_sm90([hopper_case(candidates[0], 4), hopper_case(candidates[0], 2, dim=64)])

@@ -23,7 +23,7 @@ from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION, SLOT  # noqa:
 from cumulo.ranks.peer_memory import peer_memory  # noqa: E402
 from cumulo.ranks.start import run_ranks  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 WORDS, PLACES, DRAWS = 2500, 2, 3
 SIZES = (1, WORDS, 700, 2049, 3)  # more than there are places: the sender waits for the receiver
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")

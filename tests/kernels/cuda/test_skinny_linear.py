@@ -120,7 +120,7 @@ def case(config: SkinnyConfig, m: int, weight: str = "*bf16", scaled: int = 0, *
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_hopper_it_runs_on_the_wide_matrix_unit_with_asynchronous_loads() -> None:
     made = compile_for_sm90(
         [

@@ -133,7 +133,7 @@ def case(config: SmallConfig, m: int, k: int, weight: str = "*bf16", **fusions: 
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_hopper_every_weight_load_is_16_bytes() -> None:
     cases = [
         case(op.default_config(6144, 4096, False), 1, 4096, norm=True),

@@ -146,7 +146,7 @@ def queries_case(config: BackwardConfig, dim: int) -> Case:
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_hopper_default_configurations_fit_and_use_its_matrix_units() -> None:
     for_keys, for_queries = default_backward(128, HALF)
     forward, keys, queries = compile_for_sm90(

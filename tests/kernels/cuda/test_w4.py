@@ -95,7 +95,7 @@ def test_more_rows_than_a_tile_are_computed_tile_by_tile(device: torch.device) -
     assert torch.equal(*runs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
     config = w4.default_config(16, 4096, 4096, 128)
     integers = ("OUTPUTS", "N", "K", "stride_x", "stride_out", "stride_residual")

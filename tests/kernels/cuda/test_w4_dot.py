@@ -193,7 +193,7 @@ def case(k: int, rows: int, slices: int, ahead: int, **more: object) -> Case:
     return Case(f"{op.__name__}:{KERNEL}", TYPES, constants, slices, options={"launch_pdl": True})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_go_from_memory_to_the_tensor_cores_and_are_asked_for_before_the_wait() -> None:
     cases = [
         case(4096, 16, 8, 4, NORM=1, SWIGLU=1),

@@ -14,9 +14,11 @@ from cumulo.serve.api.batches.schemas import BatchRecord
 from tests.serve.batches.help import CHAT, begin, chat, end_of, line, results
 from tests.serve.running_server import running_server, wait_for
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> None:
     options = (str(tiny), "--files", str(tmp_path / "files"), "--max-running", "4")
     with running_server(*options) as server:

@@ -14,6 +14,8 @@ from tests.serve.bodies.attack_bodies import ATTACKS, WITHIN_LIMITS, Attack
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 # Before, one body took half a minute of the event loop and 5 GB. CPU seconds do not grow on a busy machine.
 MOST_CPU_BEFORE_HEALTH_S = 5.0
 MOST_GROWTH_MIB = 400

@@ -14,6 +14,8 @@ from cumulo.serve.bodies.warnings import open_notes, warn
 from tests.serve.running_server import RunningServer, events_of, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 WARNING = "x-cumulo-warning"
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 # What litellm sends in the second round of a tool loop.

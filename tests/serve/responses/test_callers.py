@@ -10,6 +10,8 @@ from cumulo.serve.access.keys import new_key
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 ASK: dict[str, Any] = {"model": NAME, "input": "the cat", "temperature": 0, "max_output_tokens": 4}
 CONTEXT = 512
 
