@@ -278,6 +278,7 @@ class Service:
                 priority=submit.priority,
                 default_limit=call.default_limit,
                 dispatches=request.dispatches,
+                resumed_tokens=len(submit.resumed) // 4,
             )
         )
 
@@ -326,10 +327,10 @@ class Service:
         else:
             record.outcome = end.samples[0].finish_reason if end.samples else "abort"
         self.metrics.on_end(record)
-        if self.autoscaler is not None and story is not None and story.first_token_s is not None:
-            rest_s = (story.finished_s or story.first_token_s) - story.first_token_s
-            ttft_s = story.first_token_s - record.received_s
-            self.autoscaler.note_end(ttft_s, rest_s, story.output_tokens, record.itls_s)
+        if self.autoscaler is not None and story is not None and record.first_token_s is not None:
+            first_s = record.first_token_s
+            rest_s = (story.finished_s or first_s) - first_s
+            self.autoscaler.note_end(first_s - record.received_s, rest_s, story.output_tokens, record.itls_s)
         if self.fleet_metrics is not None:
             self.fleet_metrics.on_end(record)
 

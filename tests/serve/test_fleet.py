@@ -186,6 +186,10 @@ def check(fleet: FleetServer, streams: dict[str, Stream], hurt: str, because: st
         # Those of other APIs have no id of their own, and may be all that was moved: the metric counts them.
         if "id" in stream.events[0] and len((story := fleet.story(stream))["replicas"]) == 2:
             assert story["replicas"][0] == hurt and because in story["summary"]
+            times_ms = {one["kind"]: one["at_ms"] for one in story["events"]}
+            if "taken_over" in times_ms:  # after its first token, which the replica before has drawn
+                assert 0 < story["times_ms"]["first_token"] < times_ms["moved"]
+            assert story["tokens"]["cached"] <= story["tokens"]["prompt"]
     wait_for(fleet.all_ready, "all replicas", fleet.server)
     assert because in fleet.replicas()[hurt]["last_failure"]
 

@@ -25,6 +25,7 @@ class SplitServer:
 
     def __init__(self, server: RunningServer) -> None:
         self.server = server
+        self.connected_when_ready = self.any_connected()
         wait_for(self.connected, "the prefill engine", server)
         self.undisturbed = {
             name: said(stream.events) for name, stream in self.streams().items() if not stream.join()
@@ -45,6 +46,10 @@ class SplitServer:
     def connected(self) -> bool:
         replicas = self.fleet()["replicas"]
         return all(one["transfers"] and one["transfers"]["prefill_engines"] for one in replicas)
+
+    def any_connected(self) -> bool:
+        told = [one["transfers"] for one in self.fleet()["replicas"]]
+        return any(one and one["prefill_engines"] for one in told)
 
     def prefill(self) -> dict[str, Any]:
         (found,) = self.fleet()["prefill_engines"]
@@ -99,6 +104,10 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SplitServer]:
     stalls = ("--transfer-stall", "1", "--stall-timeout", "12", "--drain-timeout", "1")
     with running_server(str(model), "--no-console", *options, *stalls) as running:
         yield SplitServer(running)
+
+
+def test_a_server_is_ready_when_its_prefill_engine_is_connected(split: SplitServer) -> None:
+    assert split.connected_when_ready
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,8 @@ class Story:
         """A sequence starts, or comes back after preemption with `lost` tokens to make up for."""
         self._wait(now_s, None)
         if self.admitted_s is None:
-            self.admitted_s, self.cached_tokens = now_s, cached
+            # One that another engine began finds tokens of its answer, too.
+            self.admitted_s, self.cached_tokens = now_s, min(cached, self.prompt_tokens)
             self.add(now_s, "admitted", step=step, cached=cached, tokens=tokens)
         else:
             recomputed = max(0, lost - cached)

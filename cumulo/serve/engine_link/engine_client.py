@@ -322,8 +322,9 @@ class EngineClient:
     def on_failed_start(self, error: EngineStartError) -> None:
         message = f"{self.last_failure} and did not come back: {error}"
         self._fail(list(self.in_flight.values()), message)
-        if self._relatives is not None:
+        if self._relatives is not None or self.last_failure is None:
             self._supervisor.last_failure = str(error)
+        if self._relatives is not None:
             self._relatives.on_failed_start(self, message)
 
     def on_replaced(self) -> None:

@@ -73,6 +73,7 @@ class Fleet:
         self._made = 0
         self._gone_restarts = 0  # of replicas that were removed
         self._fairness: dict[str, float] = {}  # by replica
+        self._connected = self.prefill is None  # with its prefill engines, at the beginning
         self._tasks: set[asyncio.Task[Any]] = set()
         for _ in range(replicas):
             self.make_replica()
@@ -93,6 +94,8 @@ class Fleet:
     def state(self) -> State:
         if self._stopped:
             return "stopped"
+        if not self._prefill_connected():
+            return "starting"
         if any(not replica.refuses for replica in self.replicas.values()):
             return "ready"
         if self.holds_requests and self.info is not None:
@@ -130,6 +133,17 @@ class Fleet:
     @property
     def max_running(self) -> int:
         return sum(one.client.max_running for one in self.replicas.values() if not one.refuses)
+
+    def _prefill_connected(self) -> bool:
+        """Whether the first requests find the prefill engines. A fleet whose prefill engines fail does without."""
+        if not self._connected and self.prefill is not None:
+            told = [one.client.stats.transfers for one in self._up() if one.client.stats is not None]
+            wanted = self.prefill.clients
+            told_all = all(one is not None and wanted.keys() <= set(one.peers) for one in told)
+            self._connected = (bool(told) and told_all) or any(
+                client.last_failure for client in wanted.values()
+            )
+        return self._connected
 
     def _up(self) -> list[FleetReplica]:
         return [one for one in self.replicas.values() if one.client.state == "ready"]

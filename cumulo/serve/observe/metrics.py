@@ -279,13 +279,14 @@ class Metrics:
             self.queue.observe(story.admitted_s - story.arrived_s)
             if story.finished_s is not None:
                 self.inference.observe(story.finished_s - story.admitted_s)
+        if record.ttft_s is not None:
+            self.ttft.observe(record.ttft_s)
         if story.first_token_s is not None and story.admitted_s is not None:
-            self.ttft.observe(story.first_token_s - record.received_s)
             self.prefill.observe(story.first_token_s - story.admitted_s)
             if story.finished_s is not None:
                 self.decode.observe(story.finished_s - story.first_token_s)
-        if story.decode_tok_s:
-            self.per_token.observe(record.samples / story.decode_tok_s)
+        if record.decode_tok_s:
+            self.per_token.observe(record.samples / record.decode_tok_s)
         if (itl_s := kept_itl_s(record.itls_s)) is not None:
             self.kept_itl.observe(itl_s)
         if story.promise is not None and story.first_token_s is not None:

@@ -45,6 +45,7 @@ class Record:
     samples: int
     stream: bool
     priority: int = 0
+    resumed_tokens: int = 0  # of its answer, which another server had drawn before
     default_limit: int | None = None  # output tokens, where the server and not the client set the limit
     dispatches: list[Dispatch] = field(default_factory=list)  # where there are several replicas
     token_times_s: "array[float]" = field(default_factory=lambda: array("d"))
@@ -59,10 +60,25 @@ class Record:
             self.token_times_s.append(now_s)
 
     @property
+    def first_token_s(self) -> float | None:
+        """When the first token of its answer was drawn here, be it by an engine that another one has replaced;
+        None: it was not, or another server has drawn it."""
+        drawn_s = self.story.first_token_s if self.story is not None else None
+        return None if drawn_s is None or self.resumed_tokens else min((drawn_s, *self.token_times_s[:1]))
+
+    @property
     def ttft_s(self) -> float | None:
         """Time to first token from when the server received the request: what /metrics counts, too."""
-        first_s = self.story.first_token_s if self.story is not None else None
-        return None if first_s is None else first_s - self.received_s
+        return None if self.first_token_s is None else self.first_token_s - self.received_s
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Output tokens per second after the first one, all samples together."""
+        story, first_s = self.story, self.first_token_s
+        if story is None or first_s is None or story.finished_s is None or story.output_tokens < 2:
+            return None
+        elapsed_s = story.finished_s - first_s
+        return (story.output_tokens - 1) / elapsed_s if elapsed_s > 0 else None
 
     @property
     def itls_s(self) -> list[float]:
@@ -153,7 +169,7 @@ def explanation(record: Record) -> dict[str, Any]:
         "times_ms": {
             "tokenised": to_ms(record.submitted_s),
             "queued": None if story is None or story.queue_s is None else story.queue_s * 1e3,
-            "first_token": None if story is None else to_ms(story.first_token_s),
+            "first_token": to_ms(record.first_token_s),
             "total": to_ms(record.ended_s),
             "gap_mean": statistics.fmean(itls_ms) if itls_ms else None,
             "gap_median": percentile(itls_ms, 0.5),
@@ -252,10 +268,12 @@ def summary(record: Record) -> str:
         parts.append(f"moved to {dispatch.route.replica} because {dispatch.moved_because}")
     if record.retried and not record.dispatches:
         parts.append("the engine was restarted meanwhile and the request submitted again")
+    if record.resumed_tokens:
+        parts.append(f"continued after {record.resumed_tokens} tokens that another server had drawn")
     if record.ttft_s is not None:
         parts.append(f"first token after {_ms(record.ttft_s)}")
-    if story.decode_tok_s is not None:
-        parts.append(f"then {story.decode_tok_s:.1f} tokens/s")
+    if record.decode_tok_s is not None:
+        parts.append(f"then {record.decode_tok_s:.1f} tokens/s")
     itls_ms = sorted(itl_s * 1e3 for itl_s in record.itls_s)
     if itls_ms:
         parts.append(f"ITL median {percentile(itls_ms, 0.5):.1f} ms, longest {itls_ms[-1]:.1f} ms")
