@@ -46,9 +46,9 @@ from cumulo.plan.serve.fleet import shared_cache_share
 from cumulo.plan.serve.step_cost import load_of
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings
-from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
 from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord, Submit
+from cumulo.serve.replicas.fleet import Fleet
 from tests.serve.tiny_model import Sizes, save_tiny_model
 
 BLOCK, SCALE = 16, 32  # a block of 512 tokens of the trace becomes one of 16

@@ -11,7 +11,7 @@ import sys
 import time
 
 from cumulo import __version__
-from cumulo.serve.fleet.wire import PROMPT_HEADER, STATE_TYPE, FleetIdentity, FleetNews, PromptTold, written
+from cumulo.fleet.wire import PROMPT_HEADER, STATE_TYPE, FleetIdentity, FleetNews, PromptTold, written
 from cumulo.serve.http.listening import loop_factory
 
 MODEL = "canned"

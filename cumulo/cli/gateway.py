@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cumulo.cli.shared.declare import argument, option, takes_options
 
 if TYPE_CHECKING:
-    from cumulo.gateway.replicas import Replicas
+    from cumulo.fleet.remote.replicas import Replicas
 
 EXAMPLE = (
     "Example: [bold]cumulo gateway http://127.0.0.1:8000 http://127.0.0.1:8001 --fleet-key-file fleet.key[/bold], "
@@ -93,7 +93,8 @@ def gateway(chosen: GatewayCommandOptions) -> None:
     if chosen.log_level not in ("debug", "info", "warning", "error"):
         raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
     try:
-        from cumulo.gateway.options import GatewayOptions, PoolMember, read_members
+        from cumulo.fleet.remote.options import PoolMember
+        from cumulo.gateway.options import GatewayOptions, read_members
         from cumulo.gateway.server import run
     except ImportError as error:
         raise CumuloError(
@@ -101,8 +102,8 @@ def gateway(chosen: GatewayCommandOptions) -> None:
             "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
     from cumulo.cli.shared.terminal import note
+    from cumulo.fleet.wire import fleet_key, read_key
     from cumulo.serve import stderr_log
-    from cumulo.serve.fleet.key import fleet_key, read_key
 
     stderr_log.install()
     members = [PoolMember(url) for url in chosen.urls or ()]

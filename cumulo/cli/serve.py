@@ -108,7 +108,7 @@ def _check_loras(chosen: ServeCommandOptions) -> None:
 
 def _served(chosen: ServeCommandOptions) -> "ServeOptions":
     """The options of the command as the server takes them."""
-    from cumulo.serve.fleet.key import fleet_key
+    from cumulo.fleet.wire import fleet_key
     from cumulo.serve.options import ServeOptions
 
     shared_step_s = None if chosen.shared_step_ms is None else chosen.shared_step_ms / 1e3
@@ -160,7 +160,7 @@ def _be_rank(chosen: ServeCommandOptions) -> None:
     from cumulo.cli.shared.terminal import note
     from cumulo.engine.play.rank_player import serve_ranks
     from cumulo.errors import CumuloError
-    from cumulo.serve.fleet.key import fleet_key
+    from cumulo.fleet.wire import fleet_key
 
     others = [flag for name, flag in typed_flags().items() if name not in _OF_A_RANK]
     if others:

@@ -9,18 +9,17 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from cumulo.gateway.decide.prompt_text import peek
-from cumulo.gateway.gate import GatewayGate
+from cumulo.fleet.decide.prefix_memory import peek
+from cumulo.fleet.remote.replicas import NoReplica, PromptHint, Replicas, UnknownModel
+from cumulo.fleet.remote.watch import LOOP_STATUS
+from cumulo.fleet.wire import VIA_HEADER, FleetAsk
 from cumulo.gateway.metrics import GatewayMetrics
 from cumulo.gateway.options import GatewayOptions
-from cumulo.gateway.pages import GatewayPages
-from cumulo.gateway.passed_request import STORED, PassedRequest
-from cumulo.gateway.replicas import NoReplica, PromptHint, Replicas, UnknownModel
-from cumulo.gateway.stories import GatewayStories, PassedRecord
-from cumulo.gateway.watch import LOOP_STATUS
+from cumulo.gateway.pages import GatewayGate, GatewayPages
+from cumulo.gateway.proxied_request import STORED, ProxiedRequest
+from cumulo.gateway.stories import GatewayStories, ProxiedRecord
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.errors import ApiError, ClientGone, shaped
-from cumulo.serve.fleet.wire import VIA_HEADER, FleetAsk
 
 log = logging.getLogger("cumulo.gateway.access")
 
@@ -73,7 +72,7 @@ class GatewayApp:
         caller = self.gate.caller(scope)
         body = await self._read(scope, receive)
         asked = peek(body)
-        record = PassedRecord(
+        record = ProxiedRecord(
             secrets.token_hex(12), caller.name, scope["path"], asked.model, bool(asked.stream), received_s
         )
         self.in_flight += 1
@@ -87,10 +86,10 @@ class GatewayApp:
             ask = FleetAsk(
                 record.id, int(time.time()), secrets.randbits(_SEED_BITS), self.gate.fleet_caller(caller)
             )
-            home = self._home(scope["path"], caller, asked.previous_response_id)
+            pinned = self._pinned(scope["path"], caller, asked.previous_response_id)
             try:
-                await PassedRequest(
-                    self.fleet, scope, receive, exchange, body, asked, prompt, ask, record, home,
+                await ProxiedRequest(
+                    self.fleet, scope, receive, exchange, body, asked, prompt, ask, record, pinned,
                 ).run()  # fmt: skip
             except UnknownModel as error:
                 raise ApiError(404, str(error), param="model", code="model_not_found") from None
@@ -124,7 +123,7 @@ class GatewayApp:
             raise ClientGone
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _home(self, path: str, caller: Caller, previous: str | None) -> str | None:
+    def _pinned(self, path: str, caller: Caller, previous: str | None) -> str | None:
         """The replica that has stored what is asked about; None: any may answer."""
         if path.startswith(STORED):
             # Rendezvous hashing: when a replica comes or goes, the callers of the others stay where they are.

@@ -13,9 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cumulo.gateway.replica import UpstreamReplica
-from cumulo.gateway.replicas import Replicas
-from cumulo.gateway.stories import PassedRecord
+from cumulo.fleet.remote.replica import UpstreamReplica
+from cumulo.fleet.remote.replicas import Replicas
+from cumulo.gateway.stories import ProxiedRecord
+from cumulo.serve.observe.fleet_metrics import families
 
 _FIRST_BYTE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PAUSE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -51,7 +52,7 @@ class GatewayMetrics:
         self._answered_count = self._moved_count = self._failed_count = 0  # the same, for the page
         registry.register(_ReplicaMetrics(fleet))
 
-    def on_end(self, record: PassedRecord, status: int) -> None:
+    def on_end(self, record: ProxiedRecord, status: int) -> None:
         # A name that a client made up is no label.
         model = record.model if record.model in self._fleet.models() else ""
         self._responses.labels(model, str(status)).inc()
@@ -112,8 +113,5 @@ class _ReplicaMetrics(Collector):
             ("gateway_replica_breaker_open", GaugeMetricFamily, "1 while it is left alone after failures.",
              lambda one: one.breaker.state(now_s) == "open"),
         )  # fmt: skip
-        for name, kind, text, read in told:
-            family = kind(f"cumulo:{name}", text, labels=("model_name", "replica"))
-            for replica in self._fleet.replicas.values():
-                family.add_metric((",".join(replica.models), replica.short_name), float(read(replica)))
-            yield family
+        rows = [((",".join(one.models), one.short_name), one) for one in self._fleet.replicas.values()]
+        yield from families(told, ("model_name", "replica"), rows)

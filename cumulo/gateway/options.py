@@ -1,7 +1,6 @@
 """GatewayOptions: every option of the gateway, documented where it is defined. Made by `cumulo gateway`."""
 
-import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,48 +8,11 @@ import yaml
 
 from cumulo.engine.decide import routing
 from cumulo.errors import CumuloError
-from cumulo.load.connection import ServerAddress
-
-
-@dataclass(frozen=True, slots=True)
-class PoolMember:
-    """A replica as it was given: its address, the pool it is in, and its weight there."""
-
-    url: str
-    model: str | None = None  # None: whatever it serves
-    weight: float = 1.0  # share of the pool's requests, against the others'; 0: only if no other takes them
-
-    def __post_init__(self) -> None:
-        # Without /v1, with which clients of the API have it.
-        object.__setattr__(self, "url", ServerAddress(self.url).url.removesuffix("/v1"))
-        if not 0 <= self.weight < 1e6:
-            raise CumuloError(f"the weight of {self.url} must be 0 or more, got {self.weight:g}")
-
-    @classmethod
-    def parse(cls, text: str) -> "PoolMember":
-        """`MODEL=URL` or `MODEL=URL@WEIGHT`."""
-        model, equals, rest = text.partition("=")
-        if not equals or not model or not rest:
-            raise CumuloError(
-                f"--pool {text!r} should look like MODEL=URL or MODEL=URL@WEIGHT, "
-                "for instance --pool chat=http://10.0.0.7:8000@0.05"
-            )
-        url, at, weight = rest.rpartition("@")
-        if not at:
-            return cls(rest, model)
-        try:
-            return cls(url, model, float(weight))
-        except ValueError:
-            raise CumuloError(
-                f"{weight!r} in --pool {text!r} is not a weight; write a number such as 0.05"
-            ) from None
+from cumulo.fleet.remote.options import PoolMember, RemoteOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayOptions:
-    members: tuple[PoolMember, ...]
-    fleet_key: str | None = None  # what Cumulo servers ask for; None: they are used as any OpenAI server is
-    router: str = "prefix-aware"  # or "least-loaded", "round-robin"
+class GatewayOptions(RemoteOptions):
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: Path | None = None  # of clients; None: their keys go to the replicas, which may ask for them
@@ -58,14 +20,8 @@ class GatewayOptions:
     operator_key: str | None = None
     requests_per_minute: int | None = None  # per key without a limit of its own
     tokens_per_minute: int | None = None
-    retries: int = 3  # further replicas that a request is tried on without a token in between
-    wait_for_replica_s: float = 15.0  # how long a request waits while no replica takes it
-    connect_timeout_s: float = 2.0
-    hang_timeout_s: float = 5.0  # a replica that says nothing for this long is taken for hung
-    stall_timeout_s: float = 30.0  # ... or whose engine has work and finishes no step
     first_byte_timeout_s: float = 600.0  # of an answer
     idle_timeout_s: float = 120.0  # between two pieces of a streamed answer
-    breaker_failures: int = 3  # in a row, until a replica is left alone for a while
     drain_timeout_s: float = 30.0  # after SIGTERM: how long running requests may take to finish
     max_connections: int = 8192
     max_body_bytes: int = 4 << 20
@@ -74,7 +30,6 @@ class GatewayOptions:
     allow_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     stories: int = 1000  # requests whose routing is kept for /v1/requests/{id}/explain
-    id: str = field(default_factory=lambda: secrets.token_hex(8))  # by which a gateway knows its own requests
     log_level: str = "info"
 
     def __post_init__(self) -> None:

@@ -1,29 +1,82 @@
 """GatewayPages: the gateway's own endpoints: health, readiness, metrics, models, the fleet (with a page at /), and
 explanations."""
 
+import base64
+import hashlib
+import hmac
 import json
+import re
 import time
 from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cumulo import __version__
 from cumulo.errors import CumuloError
-from cumulo.gateway.gate import GatewayGate
+from cumulo.fleet.remote.options import PoolMember
+from cumulo.fleet.remote.replica import UpstreamReplica
+from cumulo.fleet.remote.replicas import Replicas
+from cumulo.fleet.remote.upstream import UpstreamError
+from cumulo.fleet.wire import ASK_HEADER, KEY_HEADER, FleetAsk, FleetCaller, written
 from cumulo.gateway.metrics import GatewayMetrics
-from cumulo.gateway.options import PoolMember
-from cumulo.gateway.replica import UpstreamReplica
-from cumulo.gateway.replicas import Replicas
-from cumulo.gateway.stories import GatewayStories, PassedRecord
-from cumulo.gateway.upstream import UpstreamError
-from cumulo.gateway.web_page import fleet_page
-from cumulo.serve.access.keys import Caller
+from cumulo.gateway.options import GatewayOptions
+from cumulo.gateway.stories import GatewayStories, ProxiedRecord
+from cumulo.serve.access.keys import ApiKeys, Caller, no_entry, shown_key
+from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, FleetAsk, written
+
+
+class GatewayGate:
+    """Who may ask what. Clients' keys are checked here where the gateway has a file of them."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        anyone = self.anyone = Caller("anyone", options.requests_per_minute, options.tokens_per_minute)
+        self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
+        self.limits = RateLimits()
+        self._operator_key = options.operator_key or options.fleet_key
+
+    def caller(self, scope: Scope) -> Caller:
+        """Raises ApiError 401 or 429. Charges a request."""
+        caller: Caller | None = self.anyone
+        if self.keys is not None:
+            caller = self.keys.caller_of(shown_key(Headers(scope=scope)))
+            if caller is None:
+                raise no_entry("this API key is not valid here")
+        assert caller is not None
+        if scope["method"] == "POST":
+            self.limits.charge_request(caller)
+        return caller
+
+    def fleet_caller(self, caller: Caller) -> FleetCaller | None:
+        """For the replicas, which then ask for no key. Limits are kept here, for all replicas together."""
+        if self.keys is None:
+            return None
+        return FleetCaller(
+            caller.name,
+            may_go_first=caller.may_go_first,
+            may_see_names=caller.may_see_names,
+            cache_scope=caller.cache_scope,
+        )
+
+    def check_operator(self, scope: Scope) -> None:
+        """Who changes the fleet shows the operator's key; raises ApiError."""
+        if self._operator_key is None:
+            raise ApiError(
+                403,
+                "replicas are added, drained and removed with the operator's key, and this gateway has none: start "
+                "it with --operator-key-file or --fleet-key-file",
+                code="no_operator_key",
+            )
+        if not hmac.compare_digest(shown_key(Headers(scope=scope)).encode(), self._operator_key.encode()):
+            raise no_entry("this is not the operator's key; without one of its own it is the fleet's key")
+
 
 _REPLICAS = "/v1/fleet/replicas"
 _RECENT = 50
@@ -139,7 +192,7 @@ class GatewayPages:
         }
 
     async def _change(self, scope: Scope, receive: Receive) -> Response:
-        """As in a server with several replicas (serve/fleet_endpoints.py), except that a replica has an address."""
+        """As in a server with several replicas (serve/fleet/endpoints.py), except that a replica has an address."""
         method, path = scope["method"], scope["path"]
         if method == "POST" and path == _REPLICAS:
             return await self._add(_read(await _whole(receive), AddReplica))
@@ -180,7 +233,7 @@ class GatewayPages:
     async def _explain(self, name: str, caller: Caller) -> Response:
         record = self._stories.named(name, caller.name)
         if record is None:
-            kept = self._fleet.options.stories
+            kept = self._stories.capacity
             raise ApiError(
                 404,
                 f"nothing is known of a request {name!r}; the last {kept} requests are kept",
@@ -196,7 +249,7 @@ class GatewayPages:
             data = [told]
         return _json({"id": name, "object": "list", "data": data, "gateway": told})
 
-    async def _story(self, record: PassedRecord, name: str, caller: Caller) -> list[dict[str, Any]]:
+    async def _story(self, record: ProxiedRecord, name: str, caller: Caller) -> list[dict[str, Any]]:
         """What the replica itself tells of the request; nothing if it is gone, or no Cumulo server."""
         replica, key = self._fleet.replicas.get(name), self._fleet.options.fleet_key
         if replica is None or not replica.is_cumulo or key is None or not record.call_id or replica.trouble:
@@ -264,3 +317,25 @@ async def _whole(receive: Receive) -> bytes:
         pieces.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(pieces)
+
+
+@cache
+def fleet_page() -> Response:
+    """A file without code behind it: it asks /v1/fleet, with the key that its reader types where keys are
+    needed."""
+    text = (files("cumulo.gateway") / "web" / "fleet.html").read_text("utf-8")
+    policy = (
+        f"default-src 'none'; connect-src 'self'; script-src {_hash(text, 'script')}; "
+        f"style-src {_hash(text, 'style')}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return Response(
+        text,
+        media_type="text/html; charset=utf-8",
+        headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"},
+    )
+
+
+def _hash(text: str, tag: str) -> str:
+    """Of what stands in the page itself: nothing else runs."""
+    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -16,9 +16,9 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from cumulo.fleet.remote.replicas import Replicas
 from cumulo.gateway.app import GatewayApp
 from cumulo.gateway.options import GatewayOptions
-from cumulo.gateway.replicas import Replicas
 from cumulo.serve import stderr_log
 from cumulo.serve.http.connection import Connection
 from cumulo.serve.http.host_check import AllowedHosts, HostCheck

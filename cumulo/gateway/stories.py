@@ -5,6 +5,7 @@ No text of prompts or answers is kept.
 
 import time
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 from cumulo.engine.decide.routing import Route
@@ -14,49 +15,29 @@ _MOST_EVENTS = 64
 _SHORTEST_NAME = 4
 
 
-class PassedRecord:
+@dataclass(slots=True)
+class ProxiedRecord:
     """One request. Times are of this process's monotonic clock."""
 
-    __slots__ = (
-        "cached_tokens",
-        "call_id",
-        "caller",
-        "ended_s",
-        "error",
-        "events",
-        "first_sent_s",
-        "id",
-        "last_sent_s",
-        "longest_pause_s",
-        "model",
-        "moves",
-        "output_tokens",
-        "path",
-        "prompt_tokens",
-        "received_s",
-        "replicas",
-        "status",
-        "stream",
-    )  # fmt: skip
-
-    def __init__(
-        self, id: str, caller: str, path: str, model: str | None, stream: bool, received_s: float
-    ) -> None:
-        self.id, self.caller, self.path, self.model, self.stream = id, caller, path, model, stream
-        self.received_s = received_s
-        self.call_id = ""  # as the client knows it; told by the replica
-        self.events: list[dict[str, Any]] = []
-        self.replicas: list[str] = []  # that answered, in order
-        self.moves = 0
-        self.status = 0
-        self.prompt_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.first_sent_s: float | None = None
-        self.last_sent_s: float | None = None
-        self.longest_pause_s = 0.0
-        self.ended_s: float | None = None
-        self.error: str | None = None
+    id: str
+    caller: str
+    path: str
+    model: str | None
+    stream: bool
+    received_s: float
+    call_id: str = ""  # as the client knows it; told by the replica
+    events: list[dict[str, Any]] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)  # that answered, in order
+    moves: int = 0
+    status: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    first_sent_s: float | None = None
+    last_sent_s: float | None = None
+    longest_pause_s: float = 0.0
+    ended_s: float | None = None
+    error: str | None = None
 
     # -- what happens -------------------------------------------------------------------------------------
     def _add(self, now_s: float, kind: str, words: str, **detail: Any) -> None:
@@ -173,15 +154,15 @@ class GatewayStories:
     """The last `capacity` requests, running ones included."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._records: OrderedDict[str, PassedRecord] = OrderedDict()
+        self.capacity = capacity
+        self._records: OrderedDict[str, ProxiedRecord] = OrderedDict()
 
-    def add(self, record: PassedRecord) -> None:
+    def add(self, record: ProxiedRecord) -> None:
         self._records[record.id] = record
-        if len(self._records) > self._capacity:
+        if len(self._records) > self.capacity:
             self._records.popitem(last=False)
 
-    def named(self, text: str, caller: str) -> PassedRecord | None:
+    def named(self, text: str, caller: str) -> ProxiedRecord | None:
         """By the answer's id, the random part of it or a beginning that is long enough; `last` is the newest. The
         newest of several."""
         random = text.partition("-")[2] or text.rpartition("_")[2]
@@ -195,5 +176,5 @@ class GatewayStories:
                 return record
         return None
 
-    def recent(self, count: int) -> list[PassedRecord]:
+    def recent(self, count: int) -> list[ProxiedRecord]:
         return list(reversed(self._records.values()))[:count]

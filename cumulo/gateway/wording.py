@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterable
 
+from cumulo.fleet.wire import ASK_HEADER, KEY_HEADER, PROMPT_HEADER
 from cumulo.load.connection import Response
 from cumulo.serve.errors import ApiError, anthropic_error, speaks_anthropic
-from cumulo.serve.fleet.wire import ASK_HEADER, KEY_HEADER, PROMPT_HEADER
 
 _OWN_OF_A_CONNECTION = frozenset(
     (
@@ -27,12 +27,12 @@ _OWN_OF_AN_ANSWER = frozenset(
 )
 
 
-def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """A client's headers for a replica."""
     return [pair for pair in headers if pair[0] not in _NEVER_SENT]
 
 
-def passed_headers(response: Response) -> list[tuple[bytes, bytes]]:
+def response_headers(response: Response) -> list[tuple[bytes, bytes]]:
     """A replica's headers for the client."""
     return [
         (name.encode("latin-1"), value.encode("latin-1"))

@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
 from cumulo import __version__
-from cumulo.serve import errors, fleet_endpoints
+from cumulo.serve import errors
 from cumulo.serve.api import adapters, operation, rank
 from cumulo.serve.api.anthropic import messages
 from cumulo.serve.api.batches import endpoints as batches
@@ -19,8 +19,9 @@ from cumulo.serve.api.batches.manager import Batches
 from cumulo.serve.api.openai import chat, completions, embeddings
 from cumulo.serve.api.responses import endpoints as responses
 from cumulo.serve.bodies.reader import BodyReader
+from cumulo.serve.fleet import endpoints as fleet_endpoints
 from cumulo.serve.fleet import state as fleet_state
-from cumulo.serve.fleet.door import FleetDoor
+from cumulo.serve.fleet.gateway_access import GatewayAccess
 from cumulo.serve.gate import Gate
 from cumulo.serve.service import Service
 
@@ -60,7 +61,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(part.router)
     _add_docs(app)
     app.add_middleware(Gate, service=service)
-    app.add_middleware(FleetDoor, service=service)
+    app.add_middleware(GatewayAccess, service=service)
     if service.options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

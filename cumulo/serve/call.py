@@ -21,7 +21,7 @@ from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.in_flight import Failure, Inbox
 from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
-from cumulo.serve.fleet.passage import PASSAGE, Passage
+from cumulo.serve.fleet.forwarded import FORWARDED, ForwardedRequest
 from cumulo.serve.formats.events import repeatable_call_ids
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
@@ -40,11 +40,11 @@ class Call:
         self.service = service
         self.model = model or service.model_name
         self._adapter: ServedAdapter | None = None  # held until the call has ended
-        self.passage: Passage | None = request.scope["state"].get(PASSAGE)  # a gateway's request
-        if self.passage is None:
+        self.forwarded: ForwardedRequest | None = request.scope["state"].get(FORWARDED)  # a gateway's request
+        if self.forwarded is None:
             self.id, self.created = f"{prefix}{secrets.token_hex(12)}", int(time.time())
         else:
-            self.id, self.created = f"{prefix}{self.passage.ask.id}", self.passage.ask.created
+            self.id, self.created = f"{prefix}{self.forwarded.ask.id}", self.forwarded.ask.created
             repeatable_call_ids(self.id)
         self.received_s: float = request.scope["state"]["received_s"]
         self.caller = caller_of(request)
@@ -102,11 +102,11 @@ class Call:
         self.service.admit(self.caller, prompts, params, at_a_time)
         salt = self.caller.salt(cache_salt)
         self._adapter = adapter = self.service.hold_adapter(self.model)
-        passage, own_seed, resumed = self.passage, params.seed is not None, b""
-        if passage is not None:
+        forwarded, own_seed, resumed = self.forwarded, params.seed is not None, b""
+        if forwarded is not None:
             hashed = salt if adapter is None else salted(salt, adapter.fingerprint)
-            params = passage.begin(prompts, params, hashed, self.service.info.block_size)
-            resumed = passage.resumed
+            params = forwarded.begin(prompts, params, hashed, self.service.info.block_size)
+            resumed = forwarded.resumed
         session = f"{self.caller.name}\0{session}" if session else ""
         self.params = params
         self.finished = [None] * len(prompts)
@@ -116,7 +116,7 @@ class Call:
         def send(position: int, tokens: list[int]) -> None:
             request_id = self._unused_id(self.id if len(prompts) == 1 else f"{self.id}-{position}")
             self._request_ids.append(request_id)
-            drawn = params if passage is None else passage.params_of(position, own_seed, params)
+            drawn = params if forwarded is None else forwarded.params_of(position, own_seed, params)
             submit = Submit(
                 request_id,
                 array("i", tokens).tobytes(),
@@ -142,7 +142,7 @@ class Call:
     def _unused_id(self, name: str) -> str:
         """A gateway may send a request to a server that still computes it, or remembers it: to one that was slow to
         answer, for instance. What the engine says of the one is nothing for the other."""
-        if self.passage is None:
+        if self.forwarded is None:
             return name
         service, found, times = self.service, name, 1
         while found in service.engine.in_flight or service.stories.get(found) is not None:

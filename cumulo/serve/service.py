@@ -14,19 +14,18 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.engine.adapter_room import room_for
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
+from cumulo.fleet.autoscaler import FleetAutoscaler
+from cumulo.fleet.block_log import BlockLog
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.ranks.rank_meter import RankState
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.adapter_registry import AdapterRefused, AdapterRegistry, ServedAdapter, named_loras
-from cumulo.serve.engine_link.autoscaler import FleetAutoscaler
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings
-from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
 from cumulo.serve.engine_link.messages import AdapterReport, Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.fleet.block_log import BlockLog
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe.fleet_metrics import FleetMetrics, RankMetrics
 from cumulo.serve.observe.fleet_report import replica_reports
@@ -34,6 +33,7 @@ from cumulo.serve.observe.metrics import Metrics
 from cumulo.serve.observe.step_history import StepHistory
 from cumulo.serve.observe.stories import Record, Rejections, Stories
 from cumulo.serve.options import ServeOptions
+from cumulo.serve.replicas.fleet import Fleet
 from cumulo.serve.stored_responses import StoredResponses
 
 log = logging.getLogger(__name__)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.gateway.decide.membership import Told
-from cumulo.gateway.options import GatewayOptions, PoolMember
-from cumulo.gateway.replica import UpstreamReplica
-from cumulo.gateway.replicas import NoReplica, PromptHint, Replicas, UnknownModel
+from cumulo.fleet.decide.choosing import Told
+from cumulo.fleet.remote.options import PoolMember
+from cumulo.fleet.remote.replica import UpstreamReplica
+from cumulo.fleet.remote.replicas import NoReplica, PromptHint, Replicas, UnknownModel
+from cumulo.fleet.wire import FleetIdentity, FleetNews
+from cumulo.gateway.options import GatewayOptions
 from cumulo.models.files.load import inspect_model
-from cumulo.serve.fleet.wire import FleetIdentity, FleetNews
 from tests.gateway.running_gateway import fleet_server, gateway_of, key_file
 from tests.models.adapter_files import write_adapter
 from tests.serve.running_server import wait_for

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from cumulo.errors import CumuloError
-from cumulo.gateway.options import GatewayOptions, PoolMember, read_members
+from cumulo.fleet.remote.options import PoolMember
+from cumulo.gateway.options import GatewayOptions, read_members
 from cumulo.serve.http.listening import bind
 
 

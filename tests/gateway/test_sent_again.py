@@ -9,8 +9,8 @@ from threading import Thread
 import httpx
 import pytest
 
-from cumulo.gateway.decide.sealed_stream import SealedStream
-from cumulo.serve.fleet.wire import (
+from cumulo.fleet.decide.sealed_stream import SealedStream
+from cumulo.fleet.wire import (
     ASK_HEADER,
     KEY_HEADER,
     STATE_PATH,

@@ -8,9 +8,10 @@ import pytest
 from cumulo.bench.gateway import canned_server
 from cumulo.bench.gateway_upstream import MODEL
 from cumulo.errors import CumuloError
-from cumulo.gateway import upstream
-from cumulo.gateway.options import GatewayOptions, PoolMember
-from cumulo.gateway.replicas import Replicas
+from cumulo.fleet.remote import upstream
+from cumulo.fleet.remote.options import PoolMember
+from cumulo.fleet.remote.replicas import Replicas
+from cumulo.gateway.options import GatewayOptions
 from tests.leaping_loop import LeapingLoop
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"

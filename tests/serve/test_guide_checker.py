@@ -33,7 +33,7 @@ def take(checker: GuideChecker, *request_ids: str) -> dict[str, Checked]:
     """Waits until these are through."""
     taken: dict[str, Checked] = {}
     while not set(request_ids) <= set(taken):
-        assert select.select([checker.bell], [], [], 60)[0], "the loop is not woken"
+        assert select.select([checker.wakeup], [], [], 60)[0], "the loop is not woken"
         taken |= {one.submit.request_id: one for one in checker.take_checked()}
     return taken
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.serve.engine_link.message_line import Doorway, MessageLine, connect
+from cumulo.serve.engine_link.message_line import MessageLine, MessageListener, connect
 
 
 def pair(buffer_bytes: int | None = None) -> tuple[MessageLine, MessageLine]:
@@ -72,10 +72,10 @@ def test_closing_waits_for_what_is_unsent_but_not_for_ever() -> None:
 
 def test_one_process_comes_through_a_doorway(tmp_path: Path) -> None:
     path = str(tmp_path / "engine.sock")
-    doorway = Doorway(path)
-    assert doorway.enter() is None
+    doorway = MessageListener(path)
+    assert doorway.accept() is None
     other = connect(path)
-    line = doorway.enter()
+    line = doorway.accept()
     assert line is not None
     other.send(b"here")
     assert select.select([line], [], [], 60)[0] and line.receive() == [b"here"]

@@ -15,9 +15,9 @@ from cumulo.console.fleet.view import decisions_html, overlap_html, replicas_htm
 from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
 from cumulo.errors import CumuloError
-from cumulo.serve.engine_link import fleet_operations as operations
-from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.observe.fleet_report import decision_report, overlaps, prefill_reports, replica_reports
+from cumulo.serve.replicas import operations
+from cumulo.serve.replicas.fleet import Fleet
 
 _REFRESH_S = 1.0
 _DECISIONS = 40

@@ -17,19 +17,19 @@ class AdapterLoader:
         self._store = store
         self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cumulo-adapters")
         self._read: deque[tuple[LoadAdapter, Future[AdapterWeights]]] = deque()
-        self.bell, self._rope = os.pipe()  # readable when something has been read
-        os.set_blocking(self.bell, False)
+        self.wakeup, self._waker = os.pipe()  # readable when something has been read
+        os.set_blocking(self.wakeup, False)
 
     def begin(self, order: LoadAdapter) -> None:
         if self._store is None:
             refused: Future[AdapterWeights] = Future()
             refused.set_exception(CumuloError("this engine has no room for adapters"))
             self._read.append((order, refused))
-            os.write(self._rope, b".")
+            os.write(self._waker, b".")
             return
         future = self._readers.submit(self._store.read, order.folder)
         self._read.append((order, future))
-        future.add_done_callback(lambda _: os.write(self._rope, b"."))
+        future.add_done_callback(lambda _: os.write(self._waker, b"."))
 
     def take_read(self) -> list[AdapterReport]:
         """Between two steps: put into the engine what has been read, in the order it was asked for."""
@@ -37,7 +37,7 @@ class AdapterLoader:
             return []
         found: list[AdapterReport] = []
         while self._read and self._read[0][1].done():
-            os.read(self.bell, 1)
+            os.read(self.wakeup, 1)
             order, future = self._read.popleft()
             found.append(enter(self._store, order, future))
         return found

@@ -15,7 +15,7 @@ import msgspec
 
 from cumulo.errors import CumuloError
 from cumulo.serve.engine_link import early_start
-from cumulo.serve.engine_link.message_line import Doorway, MessageLine
+from cumulo.serve.engine_link.message_line import MessageLine, MessageListener
 from cumulo.serve.engine_link.messages import Command, EngineJob, Fatal, Ready, Report, decode_report, encode
 
 _POLL_S = 0.05
@@ -28,7 +28,7 @@ class EngineStartError(CumuloError):
 
 class EngineChild:
     def __init__(self, job: EngineJob, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._doorway = Doorway(job.address)
+        self._listener = MessageListener(job.address)
         self._line: MessageLine | None = None  # once the process has connected
         self._unread: deque[bytes] = deque()
         self._take: Callable[[Report], None] | None = None  # who listens
@@ -86,7 +86,7 @@ class EngineChild:
 
     def reports(self) -> Iterator[Report]:
         """What it has said and nobody has read yet."""
-        self._line = self._line or self._doorway.enter()
+        self._line = self._line or self._listener.accept()
         while self._line is not None and (self._unread or self._hear()):
             yield decode_report(self._unread.popleft())
 
@@ -107,7 +107,7 @@ class EngineChild:
     def _on_readable(self) -> None:
         assert self._line is not None
         if not self._unread and not self._hear() and self._line.closed:
-            self.deafen()  # its end, which whoever supervises it sees, too
+            self.stop_listening()  # its end, which whoever supervises it sees, too
         self._take_one()
 
     def _take_one(self) -> None:
@@ -118,11 +118,11 @@ class EngineChild:
             self._take(decode_report(self._unread.popleft()))
         except Exception as error:
             self.misunderstood = error
-            self.deafen()
+            self.stop_listening()
         if self._unread:
             asyncio.get_running_loop().call_soon(self._take_one)
 
-    def deafen(self) -> None:
+    def stop_listening(self) -> None:
         if self._take is not None and self._line is not None:
             asyncio.get_running_loop().remove_reader(self._line.fileno())
             self._take = None
@@ -159,8 +159,8 @@ class EngineChild:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self.deafen()
-        self._doorway.close()
+        self.stop_listening()
+        self._listener.close()
         if self._line is not None:
             asyncio.get_running_loop().remove_writer(self._line.fileno())
             self._line.close()

@@ -45,7 +45,7 @@ from cumulo.serve.engine_link.messages import (
 log = logging.getLogger(__name__)
 
 
-class Relatives(Protocol):
+class EngineFleet(Protocol):
     """The fleet of an engine, as the engine's client sees it."""
 
     def take_over(self, client: "EngineClient", trouble: Trouble) -> None:
@@ -59,9 +59,9 @@ class Relatives(Protocol):
 
 class EngineClient:
     def __init__(
-        self, settings: EngineSettings, observer: Observer, relatives: Relatives | None = None
+        self, settings: EngineSettings, observer: Observer, fleet: EngineFleet | None = None
     ) -> None:
-        self.settings, self._observer, self._relatives = settings, observer, relatives
+        self.settings, self._observer, self._fleet = settings, observer, fleet
         self._supervisor = EngineSupervisor(settings, self)
         self.info: Ready | None = None
         self.stats: Stats | None = None
@@ -272,8 +272,8 @@ class EngineClient:
             self._note_lost_adapters(info)
         if self._block_maps:  # asked for while there was no engine
             self._send(InspectBlocks())
-        if self._relatives is not None:
-            self._relatives.on_ready(self)
+        if self._fleet is not None:
+            self._fleet.on_ready(self)
 
     def _catch_up(self, told: set[str]) -> None:
         """Adapters that came and went while the engine started."""
@@ -287,7 +287,7 @@ class EngineClient:
     def _note_lost_adapters(self, info: Ready) -> None:
         for lost in (report for report in info.adapters if report.error):
             log.error("%s could not load an adapter again: %s", self.settings.who, lost.error)
-            if self._relatives is None and lost.key in self.settings.adapters.all:
+            if self._fleet is None and lost.key in self.settings.adapters.all:
                 adapter = self.settings.adapters.all[lost.key]
                 adapter.ready, adapter.error = False, lost.error
 
@@ -298,8 +298,8 @@ class EngineClient:
         else:
             log.error("%s %s; %d requests were in flight; restarting it", who, trouble.words, count)
             self._fail_hopeless()
-        if self._relatives is not None:
-            self._relatives.take_over(self, trouble)
+        if self._fleet is not None:
+            self._fleet.take_over(self, trouble)
         for asked in self._block_maps:
             asked.cancel()
         for loading in self._adapter_answers.values():
@@ -322,13 +322,13 @@ class EngineClient:
     def on_failed_start(self, error: EngineStartError) -> None:
         message = f"{self.last_failure} and did not come back: {error}"
         self._fail(list(self.in_flight.values()), message)
-        if self._relatives is not None or self.last_failure is None:
+        if self._fleet is not None or self.last_failure is None:
             self._supervisor.last_failure = str(error)
-        if self._relatives is not None:
-            self._relatives.on_failed_start(self, message)
+        if self._fleet is not None:
+            self._fleet.on_failed_start(self, message)
 
     def on_replaced(self) -> None:
-        if self._relatives is None:
+        if self._fleet is None:
             log.warning("%s is back; %d requests are submitted again", self.settings.who, len(self.in_flight))
             for request in self.in_flight.values():
                 self._send(request.as_it_is_now())

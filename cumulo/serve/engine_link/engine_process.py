@@ -60,8 +60,7 @@ from cumulo.serve.engine_link.messages import (
     decode_command,
     encode,
 )
-from cumulo.serve.engine_link.news_desk import NewsDesk
-from cumulo.serve.engine_link.step_meter import StepMeter
+from cumulo.serve.engine_link.step_meter import RoutingReporter, StepMeter
 from cumulo.serve.stderr_log import start_logging
 
 HEARTBEAT_S = 1.0  # between reports while idle
@@ -85,7 +84,7 @@ class EngineLoop:
         """`ledger`: the memory plan with what is held now."""
         self._ledger = ledger
         self.engine, self._line = engine, line
-        self._news = NewsDesk(engine.scheduler) if for_router else None
+        self._news = RoutingReporter(engine.scheduler) if for_router else None
         self._ranked = engine.runner if isinstance(engine.runner, RankedRunner) else None
         self.meter = StepMeter(engine.runner)
         engine.runner = self.meter
@@ -97,13 +96,13 @@ class EngineLoop:
         if engine.link is not None:
             self._poller.register(engine.link.fileno(), select.POLLIN)
         self._adapters = AdapterLoader(engine.adapters)
-        self._poller.register(self._adapters.bell, select.POLLIN)
+        self._poller.register(self._adapters.wakeup, select.POLLIN)
         if engine.mover is not None:
             self._poller.register(engine.mover.news.fileno(), select.POLLIN)
         self._guides: GuideChecker | None = None
         if engine.guidance is not None:
             self._guides = GuideChecker(engine.guidance)
-            self._poller.register(self._guides.bell, select.POLLIN)
+            self._poller.register(self._guides.wakeup, select.POLLIN)
 
     def run(self) -> None:
         engine = self.engine
@@ -131,7 +130,7 @@ class EngineLoop:
         ready = [descriptor for descriptor, _ in self._poller.poll(int(wait_s * 1000))]
         if not ready:
             return True
-        if self._guides is not None and self._guides.bell in ready:
+        if self._guides is not None and self._guides.wakeup in ready:
             self._take_checked(self._guides)
         for report in self._adapters.take_read():
             self._send(msgspec.structs.replace(report, ledger=self._ledger()))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from cumulo.base.machine import gpus_here
 from cumulo.engine.config import EngineConfig
 from cumulo.serve.adapter_registry import AdapterRegistry, ServedAdapter
 from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError, socket_folder_fits
@@ -172,7 +174,7 @@ class EngineSupervisor:
             try:
                 trouble = await self._watch(child)
             finally:
-                child.deafen()
+                child.stop_listening()
             await self._replace(child, trouble)
 
     async def _watch(self, child: EngineChild) -> Trouble:
@@ -215,3 +217,16 @@ class EngineSupervisor:
 
 def load_order(adapter: ServedAdapter) -> LoadAdapter:
     return LoadAdapter(adapter.key, adapter.name, adapter.folder)
+
+
+def settings_of_replica(settings: EngineSettings, name: str, number: int, replicas: int) -> EngineSettings:
+    """CPU threads are divided among the replicas unless their number is given; GPUs are dealt out in turn, as
+    many to each as it has ranks."""
+    config, environment = settings.config, dict(settings.environment)
+    if config.threads is None:
+        config = dataclasses.replace(config, threads=max(1, len(os.sched_getaffinity(0)) // replicas))
+    gpus, ranks = gpus_here() if config.device != "cpu" else [], config.layout.world
+    if gpus:
+        own = [gpus[(number * ranks + rank) % len(gpus)] for rank in range(min(ranks, len(gpus)))]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    return dataclasses.replace(settings, config=config, environment=environment, name=name, for_router=True)

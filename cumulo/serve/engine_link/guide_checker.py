@@ -8,18 +8,104 @@ compiled already does not wait at all.
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Literal
 
 from cumulo.base.sandbox.worker import JobEnded, Worker
+from cumulo.engine.decide.params import Guide
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.guides.trial import QUICK_TRIAL, TRIAL, GuideCompilerBusy, try_out
 from cumulo.errors import InvalidRequest
-from cumulo.serve.engine_link.fair_queue import FairQueue, Lane, Waiting
 from cumulo.serve.engine_link.messages import Submit
+
+MOST_WAITING = 128  # different guides of one key
+_FORGOTTEN_HALF_S = 20.0  # after this time half of what a key has used is forgotten
+
+Lane = Literal["quick", "slow"]
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A guide that is to be compiled, and the requests of one key that wait for it."""
+
+    guide: Guide
+    tenant: str
+    submits: list[Submit]
+    lane: Lane = "quick"
+
+
+@dataclass(slots=True)
+class _Key:
+    used_s: float = 0.0
+    at_s: float = 0.0  # when `used_s` was that
+    lanes: dict[Lane, deque[Waiting]] = field(default_factory=lambda: {"quick": deque(), "slow": deque()})
+
+    def used_lately_s(self, now_s: float) -> float:
+        age: float = max(0.0, now_s - self.at_s) / _FORGOTTEN_HALF_S
+        return self.used_s * math.exp2(-age)
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self.lanes.values()))
+
+
+class FairQueue:
+    """Which guide is compiled next, fair to keys.
+
+    Every guide has a short try first; the few that need longer go to the slow lane, which has a worker of its own.
+    In each lane the key goes first that has used the least compiling time lately, so a key that sends many slow
+    guides waits for itself, and the others wait for one short try of it at most.
+    """
+
+    def __init__(self, most_waiting: int = MOST_WAITING) -> None:
+        self._most_waiting = most_waiting
+        self._keys: dict[str, _Key] = {}
+
+    def add(self, submit: Submit, guide: Guide) -> bool:
+        """False: this key has too many guides waiting. Requests that wait for the same guide count once."""
+        key = self._keys.setdefault(submit.tenant, _Key())
+        for lane in key.lanes.values():
+            for waiting in lane:
+                if waiting.guide == guide:
+                    waiting.submits.append(submit)
+                    return True
+        if key.waiting >= self._most_waiting:
+            return False
+        key.lanes["quick"].append(Waiting(guide, submit.tenant, [submit]))
+        return True
+
+    def add_slow(self, waiting: Waiting) -> None:
+        """Its short try was not enough."""
+        waiting.lane = "slow"
+        self._keys.setdefault(waiting.tenant, _Key()).lanes["slow"].append(waiting)
+
+    def next_job(self, lanes: tuple[Lane, ...], now_s: float) -> Waiting | None:
+        """The next guide of the first of these lanes that has one."""
+        for lane in lanes:
+            ready = [key for key in self._keys.values() if key.lanes[lane]]
+            if ready:
+                return min(ready, key=lambda key: key.used_lately_s(now_s)).lanes[lane].popleft()
+        return None
+
+    def charge(self, tenant: str, used_s: float, now_s: float) -> None:
+        key = self._keys.setdefault(tenant, _Key())
+        key.used_s, key.at_s = key.used_lately_s(now_s) + used_s, now_s
+
+    def forget_idle(self, now_s: float) -> None:
+        """Keys that wait for nothing and have used next to nothing."""
+        self._keys = {
+            name: key for name, key in self._keys.items() if key.waiting or key.used_lately_s(now_s) > 1e-3
+        }
+
+    def __len__(self) -> int:
+        return sum(key.waiting for key in self._keys.values())
+
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +133,10 @@ class GuideChecker:
         self._workers: list[Worker] = []
         self._done: SimpleQueue[Checked] = SimpleQueue()
         # Wakes the loop, which sleeps on descriptors; a full pipe rings just as loud.
-        self.bell, self._rope = os.pipe()
-        os.set_blocking(self.bell, False)
-        os.set_blocking(self._rope, False)
-        self._ringing = threading.Lock()
+        self.wakeup, self._waker = os.pipe()
+        os.set_blocking(self.wakeup, False)
+        os.set_blocking(self._waker, False)
+        self._waking = threading.Lock()
         for number, lanes in enumerate(_LANES):
             threading.Thread(
                 target=self._work, args=(lanes,), name=f"cumulo-guides-{number}", daemon=True
@@ -77,7 +163,7 @@ class GuideChecker:
     def take_checked(self) -> list[Checked]:
         """The requests whose guides have been compiled or refused."""
         with contextlib.suppress(BlockingIOError):
-            while os.read(self.bell, 4096):
+            while os.read(self.wakeup, 4096):
                 pass
         done: list[Checked] = []
         while True:
@@ -96,9 +182,9 @@ class GuideChecker:
             workers = list(self._workers)
         for worker in workers:
             worker.close()
-        with self._ringing:  # nobody may write to a descriptor that is somebody else's by then
-            os.close(self._rope)
-            os.close(self.bell)
+        with self._waking:  # nobody may write to a descriptor that is somebody else's by then
+            os.close(self._waker)
+            os.close(self.wakeup)
 
     # -- in the threads -------------------------------------------------------------------------------------
     def _work(self, lanes: tuple[Lane, ...]) -> None:
@@ -158,6 +244,6 @@ class GuideChecker:
 
     def _tell(self, checked: Checked) -> None:
         self._done.put(checked)
-        with self._ringing, contextlib.suppress(BlockingIOError):
+        with self._waking, contextlib.suppress(BlockingIOError):
             if not self._closed:
-                os.write(self._rope, b".")
+                os.write(self._waker, b".")

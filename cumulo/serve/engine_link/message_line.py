@@ -100,7 +100,7 @@ def connect(path: str) -> MessageLine:
     return MessageLine(connection)
 
 
-class Doorway:
+class MessageListener:
     """Where the other process connects, once. Only who may enter the socket's folder can."""
 
     def __init__(self, path: str) -> None:
@@ -109,7 +109,7 @@ class Doorway:
         self._listener.listen(1)
         self._listener.setblocking(False)
 
-    def enter(self) -> MessageLine | None:
+    def accept(self) -> MessageLine | None:
         """None: nobody has come yet."""
         try:
             connection, _ = self._listener.accept()

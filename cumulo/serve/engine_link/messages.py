@@ -4,7 +4,6 @@ Commands go to the engine, reports come back. The engine's own dataclasses (Samp
 Story) travel as they are, so there is no second description of them to keep in step.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -56,24 +55,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     expects_cached: int = 0  # tokens that a router expects in the engine's prefix cache
     slo: Slo | None = None  # the latency asked for; None: the engine's own, if it has one
     adapter: str = ""  # the key of its adapter; empty: none
-
-
-class _PackedSubmit(msgspec.Struct, frozen=True, tag="submit"):
-    """A Submit whose params are not read yet: most requests repeat those of one before."""
-
-    request_id: str
-    tokens: bytes
-    params: msgspec.Raw
-    stream: bool
-    priority: int = 0
-    cache_salt: str = ""
-    tenant: str = ""
-    resumed: bytes = b""
-    resumed_samples: list[tuple[bytes, FinishReason | None]] = []
-    session: str = ""
-    expects_cached: int = 0
-    slo: Slo | None = None
-    adapter: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -250,33 +231,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 Report = Ready | EngineProgress | Rejected | BlockMap | AdapterReport | Fatal
-_Packed = _PackedSubmit | Abort | InspectBlocks | LoadAdapter | DropAdapter | Shutdown
 
 encode = msgspec.msgpack.Encoder().encode
-_decode_command = msgspec.msgpack.Decoder(_Packed).decode
-_SHORT_BYTES = 1024  # without a guide or many biases; only such are kept
-_decode_params = msgspec.msgpack.Decoder(SamplingParams).decode
-_decode_short_params = lru_cache(256)(_decode_params)
+decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
-
-
-def decode_command(packed: bytes) -> Command:
-    command: _Packed = _decode_command(packed)
-    if not isinstance(command, _PackedSubmit):
-        return command
-    params = bytes(command.params)
-    return Submit(
-        command.request_id,
-        command.tokens,
-        _decode_short_params(params) if len(params) <= _SHORT_BYTES else _decode_params(params),
-        command.stream,
-        command.priority,
-        command.cache_salt,
-        command.tenant,
-        command.resumed,
-        command.resumed_samples,
-        command.session,
-        command.expects_cached,
-        command.slo,
-        command.adapter,
-    )

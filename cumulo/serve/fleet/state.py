@@ -4,16 +4,20 @@ A line comes at least every half second, so that a gateway notices soon when a s
 """
 
 import asyncio
+import hashlib
 import statistics
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
+from cumulo import __version__
+from cumulo.base.files import sampled_digest
+from cumulo.fleet.wire import STATE_PATH, STATE_TYPE, FleetIdentity, FleetNews, written
+from cumulo.models.files.hub import resolve
 from cumulo.serve.engine_link.messages import StepRecord
-from cumulo.serve.fleet.identity import fleet_identity
-from cumulo.serve.fleet.wire import STATE_PATH, STATE_TYPE, FleetIdentity, FleetNews, written
 from cumulo.serve.service import Service
 
 router = APIRouter(include_in_schema=False)
@@ -97,3 +101,33 @@ def measured_speeds(records: Iterable[StepRecord]) -> tuple[float, float]:
         elif record.decode_tokens and not record.prefill_tokens:
             decoding_s.append(took_s)
     return (tokens / busy_s if busy_s else 0.0), (statistics.median(decoding_s) if decoding_s else 0.0)
+
+
+def fleet_identity(service: Service) -> FleetIdentity:
+    """Which model a server has, as a fingerprint: two servers with the same one draw the same tokens. It reads the
+    model's files; call it in a thread, once the engine has said what it loaded."""
+    info, text = service.info, service.text
+    tokenizer = hashlib.sha256()
+    for token in range(text.tokenizer.vocab_size):
+        tokenizer.update(text.tokenizer.token_bytes(token) + b"\n")
+    engine = service.options.engine
+    whole = hashlib.sha256(tokenizer.digest())
+    whole.update(repr((info.vocab_size, info.hidden_size, info.eos_ids, info.generation_defaults)).encode())
+    whole.update(repr((engine.dtype, engine.weights, engine.kv_dtype)).encode())
+    for path in _files(resolve(service.options.model).path):
+        whole.update(path.name.encode() + sampled_digest(path))
+    if service.options.chat_template is not None:
+        whole.update(service.options.chat_template.read_bytes())
+    return FleetIdentity(
+        version=__version__,
+        model=service.model_name,
+        fingerprint=whole.hexdigest()[:16],
+        tokenizer=tokenizer.hexdigest()[:16],
+        block_size=info.block_size,
+        max_context=info.max_context,
+        max_running=info.max_running,
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(one for one in path.iterdir() if one.is_file())

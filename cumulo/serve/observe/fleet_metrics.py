@@ -4,8 +4,8 @@ Both are read from the engines' last reports when somebody asks: counting costs 
 metrics are sums over all replicas, under the names that one engine has.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from cumulo.ranks.rank_meter import RankState
 from cumulo.serve.observe.stories import Record
 
+Row = TypeVar("Row")
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 # name, kind, help, how it is read from a replica's report
 _PER_REPLICA: tuple[tuple[str, type[Any], str, Callable[[dict[str, Any]], float]], ...] = (
@@ -66,6 +67,19 @@ def _transfer(one: dict[str, Any], name: str) -> float:
     return float((one["transfers"] or {}).get(name) or 0)
 
 
+def families(
+    table: Iterable[tuple[str, type[Any], str, Callable[[Row], float]]],
+    labels: Sequence[str],
+    rows: Sequence[tuple[Sequence[str], Row]],
+) -> Iterator[Metric]:
+    """A metric for each line of a table (name, kind, help, how it is read), with a value for each row."""
+    for name, kind, text, read in table:
+        family = kind(f"cumulo:{name}", text, labels=labels)
+        for values, one in rows:
+            family.add_metric(values, float(read(one)))
+        yield family
+
+
 class FleetMetrics(Collector):
     def __init__(
         self, registry: CollectorRegistry, model_name: str, report: Callable[[], list[dict[str, Any]]]
@@ -93,12 +107,8 @@ class FleetMetrics(Collector):
         return []  # nobody need look at replicas to register them
 
     def collect(self) -> Iterable[Metric]:
-        replicas = self._report()
-        for name, kind, text, read in _PER_REPLICA:
-            family = kind(f"cumulo:{name}", text, labels=("model_name", "replica"))
-            for one in replicas:
-                family.add_metric((self._model_name, one["name"]), float(read(one)))
-            yield family
+        rows = [((self._model_name, one["name"]), one) for one in self._report()]
+        yield from families(_PER_REPLICA, ("model_name", "replica"), rows)
         moved = CounterMetricFamily(
             "cumulo:requests_moved",
             "Number of requests that another replica has taken over.",
@@ -123,10 +133,9 @@ class RankMetrics(Collector):
         return []  # nobody need look at ranks to register them
 
     def collect(self) -> Iterable[Metric]:
-        engines = self._report()
-        for name, kind, text, read in _PER_RANK:
-            family = kind(f"cumulo:{name}", text, labels=("model_name", "replica", "rank"))
-            for engine, ranks in engines.items():
-                for one in ranks:
-                    family.add_metric((self._model_name, engine, str(one.rank)), float(read(one)))
-            yield family
+        rows = [
+            ((self._model_name, engine, str(one.rank)), one)
+            for engine, ranks in self._report().items()
+            for one in ranks
+        ]
+        yield from families(_PER_RANK, ("model_name", "replica", "rank"), rows)

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from cumulo.engine.decide.core.block_pool import BlockHash
-from cumulo.serve.engine_link.fleet import Fleet
 from cumulo.serve.engine_link.in_flight import Dispatch
 from cumulo.serve.engine_link.messages import Stats
-from cumulo.serve.engine_link.replica import FleetReplica
 from cumulo.serve.observe.stories import route_words
+from cumulo.serve.replicas.fleet import Fleet
+from cumulo.serve.replicas.replica import FleetReplica
 
 _DECISIONS = 50
 

@@ -1,7 +1,7 @@
 """FairQueue: the key that used the least compiling time lately goes first; each key's queue is bounded."""
 
 from cumulo.engine.decide.params import Guide, SamplingParams
-from cumulo.serve.engine_link.fair_queue import FairQueue
+from cumulo.serve.engine_link.guide_checker import FairQueue
 from cumulo.serve.engine_link.messages import Submit
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from cumulo.serve.access.keys import new_key
-from cumulo.serve.engine_link.fair_queue import MOST_WAITING
+from cumulo.serve.engine_link.guide_checker import MOST_WAITING
 from tests.base.sandbox.test_worker import wait_until_gone
 from tests.serve.http.raw import Answer, Client, post
 from tests.serve.running_server import PATIENCE_S, RunningServer, running_server, wait_for

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.errors import ApiError, ClientGone
-from cumulo.serve.fleet.passage import Passage
+from cumulo.serve.fleet.forwarded import ForwardedRequest
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ class PreparedEvent:
 async def open_stream(call: Call, writer: EventWriter) -> Response:
     """Wait for the first event, so that what fails before it has a status of its own."""
     try:
-        if call.passage is not None and call.passage.resumed:
+        if call.forwarded is not None and call.forwarded.resumed:
             # What a resumed stream's client has is read again, and not told again.
-            writer.add(call.passage.read_again(call.service.text.tokenizer, call.params))
+            writer.add(call.forwarded.read_again(call.service.text.tokenizer, call.params))
         first, more = await _events(call, writer)
     except BaseException:
         call.close()
@@ -101,18 +101,18 @@ async def _events(call: Call, writer: EventWriter) -> tuple[bytes, bool]:
     """The next events, and whether more will follow."""
     while True:
         batch = await call.next_batch()
-        if call.passage is not None:
-            batch = _untold(call.passage, writer, batch)
+        if call.forwarded is not None:
+            batch = _untold(call.forwarded, writer, batch)
         events = writer.add(batch)
         if call.complete:
             return events + writer.end() + _end_seal(call), False
         if events:
-            return events if call.passage is None else events + call.passage.seal(), True
+            return events if call.forwarded is None else events + call.forwarded.seal(), True
 
 
-def _untold(passage: Passage, writer: EventWriter, batch: Batch) -> Batch:
+def _untold(forwarded: ForwardedRequest, writer: EventWriter, batch: Batch) -> Batch:
     """What the client has not been told: by another server, before this one drew it again."""
-    told = [passage.is_told(*pair) for pair in batch]
+    told = [forwarded.is_told(*pair) for pair in batch]
     if any(told):
         writer.add([pair for pair, known in zip(batch, told, strict=True) if known])
         batch = [pair for pair, known in zip(batch, told, strict=True) if not known]
@@ -120,9 +120,9 @@ def _untold(passage: Passage, writer: EventWriter, batch: Batch) -> Batch:
 
 
 def _end_seal(call: Call) -> bytes:
-    if call.passage is None:
+    if call.forwarded is None:
         return b""
-    return call.passage.end_seal(sum(one.story.cached_tokens for one in call.finished if one is not None))
+    return call.forwarded.end_seal(sum(one.story.cached_tokens for one in call.finished if one is not None))
 
 
 class EventStream(Response):
@@ -162,7 +162,7 @@ class EventStream(Response):
             return self._failure(ApiError(500, "the server failed on this request")), False
 
     def _failure(self, error: ApiError) -> bytes:
-        seal = b"" if self._call.passage is None else self._call.passage.failure_seal(error.status)
+        seal = b"" if self._call.forwarded is None else self._call.forwarded.failure_seal(error.status)
         if isinstance(self._writer, FailureWriter):
             return self._writer.fail(error) + seal
         return b"data: " + error.body() + b"\n\n" + seal

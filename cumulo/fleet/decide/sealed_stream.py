@@ -1,0 +1,81 @@
+"""SealedStream: a server's stream of events, cut where its seals are (see fleet/wire.py).
+
+Only what is sealed goes to the client: so the events that it has and the tokens that are known belong together,
+wherever the server died.
+"""
+
+from typing import Literal
+
+from cumulo.fleet.wire import SEAL
+
+State = Literal["open", "ended", "failed"]
+
+
+class SealedStream:
+    """One answer, over all the servers that it comes from."""
+
+    __slots__ = (
+        "_counts", "_ids", "_logprobs", "_rest", "cached_tokens", "failed_status", "failure", "state", "tokens",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.state: State = "open"
+        self.tokens = 0  # that the client has
+        self.cached_tokens: int | None = None
+        self.failure = b""  # the events of a failed answer: told only if nobody can continue it
+        self.failed_status = 0
+        self._ids: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self._counts = b""
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """The sealed events in what has come, for the client."""
+        if self._rest:
+            data, self._rest = self._rest + data, b""
+        # By far the most usual piece: one batch of events and its seal.
+        place = data.find(SEAL)
+        if place >= 0 and data.find(b"\n\n", place + 4) == len(data) - 2:
+            self._seal(data[place + 4 : -2], data[: place + 2])
+            return data[: place + 2] if self.state != "failed" else b""
+        told, begin = [], 0
+        while place >= 0:
+            end = data.find(b"\n\n", place + 4)
+            if end < 0:
+                break
+            events = data[begin : place + 2]
+            self._seal(data[place + 4 : end], events)
+            if self.state != "failed":
+                told.append(events)
+            begin = end + 2
+            place = data.find(SEAL, begin)
+        self._rest = data[begin:]
+        return b"".join(told)
+
+    def restart(self) -> None:
+        """Another server continues: what was not sealed is drawn again."""
+        self._rest, self.state, self.failure, self.failed_status = b"", "open", b"", 0
+
+    def resume_body(self, path: str, body: bytes) -> bytes:
+        """A ResumeBody, written without reading the request again."""
+        return b'{"path":"%s","ids":[%s],"logprobs":[%s],"counts":%s,"body":%s}' % (
+            path.encode(), b",".join(self._ids), b",".join(self._logprobs), self._counts or b"{}", body,
+        )  # fmt: skip
+
+    def _seal(self, seal: bytes, events: bytes) -> None:
+        kind = seal[:1]
+        if kind == b"e":
+            self.state = "ended"
+            self.cached_tokens = int(seal[4:])
+        elif kind == b"f":
+            self.state, self.failure, self.failed_status = "failed", events, int(seal[7:])
+        elif kind == b"{":
+            self._counts = seal
+            self.tokens += 1
+        else:
+            ids, bracket, logprobs = seal.partition(b" [")
+            if bracket:
+                self._logprobs.append(logprobs[:-1])
+            ids = ids.replace(b" ", b",")
+            self.tokens += ids.count(b",") + 1
+            self._ids.append(ids)

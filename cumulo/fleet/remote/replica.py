@@ -1,0 +1,152 @@
+"""UpstreamReplica: one server behind the gateway: its connections, what it said of itself, and what it is doing."""
+
+import time
+from collections.abc import Sequence
+
+from cumulo.engine.decide.core.block_pool import BlockHash
+from cumulo.engine.decide.routing import ReplicaView
+from cumulo.fleet.decide.choosing import Breaker, Pace, Told
+from cumulo.fleet.remote.options import PoolMember, RemoteOptions
+from cumulo.fleet.remote.upstream import Upstream, UpstreamExchange
+from cumulo.fleet.wire import FleetIdentity, FleetNews, unpacked_hashes
+
+_LINES_TO_KEEP_A_PROMISE = 5  # of its state
+
+
+class ReplicaWork:
+    """One request on a replica: counts there until it is released."""
+
+    __slots__ = ("begun_s", "exchange", "prompt_tokens", "replica", "streams")
+
+    def __init__(self, replica: "UpstreamReplica", exchange: UpstreamExchange, prompt_tokens: int) -> None:
+        self.replica, self.exchange, self.prompt_tokens = replica, exchange, prompt_tokens
+        self.begun_s, self.streams = time.monotonic(), False
+        replica.works.add(self)
+        replica.waiting_tokens += prompt_tokens
+
+    def note_answer(self, streams: bool) -> None:
+        """Its answer begins: its prompt waits no longer."""
+        self.streams = streams
+        self.replica.waiting_tokens -= self.prompt_tokens
+        self.prompt_tokens = 0
+
+    def release(self) -> None:
+        if self in self.replica.works:
+            self.replica.works.discard(self)
+            self.replica.waiting_tokens -= self.prompt_tokens
+            self.exchange.close()
+
+
+class UpstreamReplica:
+    def __init__(self, member: PoolMember, options: RemoteOptions) -> None:
+        self.member, self.name = member, member.url
+        self.upstream = Upstream(member.url, options.connect_timeout_s)
+        self.breaker = Breaker(options.breaker_failures)
+        self.told: Told | None = None  # None: it has never answered
+        self.identity: FleetIdentity | None = None  # of a Cumulo server that let us in
+        self.news = FleetNews(ready=False)
+        self.adapters: dict[str, str] = {}  # fingerprints by name, of a Cumulo server
+        self.blocks: set[BlockHash] = set()
+        self._promised: list[set[BlockHash]] = [
+            set(),
+            set(),
+        ]  # of the blocks, those it has not told of; older first
+        self._lines = 0
+        self.trouble = "has not answered yet"  # why it takes no requests; empty: it takes them
+        self.refused = False  # it answers, but cannot be a replica here: the trouble says why
+        self.draining = False  # an operator's wish
+        self.works: set[ReplicaWork] = set()
+        self.waiting_tokens = 0
+        self.requests = self.failures = 0
+        self.heard_s = time.monotonic()
+
+    @property
+    def short_name(self) -> str:
+        return self.name.partition("//")[2]
+
+    @property
+    def is_cumulo(self) -> bool:
+        return self.identity is not None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        if self.told is None:
+            return ()
+        own = self.told.models if self.member.model is None else (self.member.model,)
+        return (*own, *self.adapters)
+
+    def parent_of(self, model: str) -> str | None:
+        """The model that an adapter belongs to; None: it is none."""
+        return self.identity.model if self.identity is not None and model in self.adapters else None
+
+    def likeness(self, model: str | None) -> str:
+        """Replicas of one likeness continue each other's answers; empty: of none."""
+        return f"{self.identity.fingerprint} {self.adapters.get(model or '', '')}" if self.identity else ""
+
+    def refuses(self, now_s: float) -> str:
+        if self.trouble:
+            return self.trouble
+        if self.draining or self.news.draining:
+            return "drains"
+        return self.breaker.refuses(now_s)
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(self.news.prompt_tok_s, self.news.step_s)
+
+    def view(self, usual: Pace, now_s: float, block_tokens: int) -> ReplicaView:
+        """`block_tokens`: of a block of text, which servers that are not Cumulo's are told apart by."""
+        news, identity = self.news, self.identity
+        return ReplicaView(
+            self.name,
+            waiting_tokens=max(self.waiting_tokens, news.waiting_tokens),
+            running=max(len(self.works), news.running + news.waiting),
+            max_running=identity.max_running if identity is not None else 256,
+            prompt_tok_s=news.prompt_tok_s or usual.prompt_tok_s,
+            step_s=news.step_s or usual.step_s,
+            block_size=identity.block_size if identity is not None else block_tokens,
+            blocks=self.blocks,
+            refuses=self.refuses(now_s),
+        )
+
+    # -- news ---------------------------------------------------------------------------------------------
+    def take_news(self, news: FleetNews) -> None:
+        self.news = news
+        if news.adapters is not None:
+            self.adapters = news.adapters
+        if news.reset:
+            self.blocks.clear()
+        if news.added or news.removed:
+            added = unpacked_hashes(news.added)
+            self.blocks.difference_update(unpacked_hashes(news.removed))
+            self.blocks.update(added)
+            for promised in self._promised:
+                promised.difference_update(added)
+        self._lines += 1
+        if self._lines % _LINES_TO_KEEP_A_PROMISE == 0:
+            broken = self._promised.pop(0)
+            self._promised.append(set())
+            self.blocks.difference_update(broken)
+
+    def promise(self, hashes: Sequence[BlockHash]) -> None:
+        """It has just computed these blocks, and will say so; until then they count as held."""
+        new = [one for one in hashes if one not in self.blocks]
+        self.blocks.update(new)
+        self._promised[-1].update(new)
+
+    def lose(self, trouble: str) -> None:
+        """It is dead, or as good as dead: whoever waits for it need not."""
+        self.trouble = trouble
+        self.blocks.clear()
+        self.news = FleetNews(ready=False)
+        self.upstream.close()
+        for work in list(self.works):
+            work.exchange.fail(trouble)
+
+    def move_away(self) -> None:
+        """Its running requests are continued elsewhere."""
+        for work in list(self.works):
+            work.exchange.fail("is being drained")
+
+    def close(self) -> None:
+        self.upstream.close()

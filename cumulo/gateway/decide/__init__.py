@@ -1,1 +1,0 @@
-"""What the gateway decides: pure, from plain data."""

@@ -1,0 +1,293 @@
+"""ProxiedRequest: one request on its way through the gateway, to one replica or, when that fails, to others.
+
+Before the first byte of an answer a request is sent again as it is. A stream that has begun is continued by another
+server with the same model, after the tokens that the client has; where that is not possible the client gets an
+error event that says so.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from starlette.types import Receive, Scope, Send
+
+from cumulo.engine.decide.routing import NoReplica
+from cumulo.fleet.decide.prefix_memory import Peek
+from cumulo.fleet.decide.sealed_stream import SealedStream
+from cumulo.fleet.remote.replica import ReplicaWork, UpstreamReplica
+from cumulo.fleet.remote.replicas import ChosenReplica, PromptHint, Replicas
+from cumulo.fleet.remote.upstream import UpstreamError
+from cumulo.fleet.wire import (
+    ASK_HEADER,
+    KEY_HEADER,
+    PROMPT_HEADER,
+    RESUME_PATH,
+    VIA_HEADER,
+    FleetAsk,
+    read_told,
+    unpacked_hashes,
+    written,
+)
+from cumulo.gateway.stories import ProxiedRecord
+from cumulo.gateway.wording import failure_event, is_worth_retrying, request_headers, response_headers
+from cumulo.load.connection import Response
+from cumulo.serve.errors import ApiError, ClientGone
+
+log = logging.getLogger(__name__)
+STORED = ("/v1/files", "/v1/batches")  # kept by one server: a caller's files are all at one
+_PROMPT = PROMPT_HEADER.decode()
+_AGAIN_S = 0.5  # until replicas that refused or failed are asked again
+_MOST_HELD_BYTES = 64 << 20  # of an answer that is not streamed: it is passed on when it is complete
+
+
+class ProxiedRequest:
+    def __init__(
+        self,
+        fleet: Replicas,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body: bytes,
+        asked: Peek,
+        prompt: PromptHint,
+        ask: FleetAsk,
+        record: ProxiedRecord,
+        pinned: str | None = None,
+    ) -> None:
+        """`pinned`: the one replica that can answer, because it has stored what is asked about."""
+        self._fleet, self._scope, self._receive, self._send = fleet, scope, receive, send
+        self._body, self._asked, self._prompt, self._ask = body, asked, prompt, ask
+        self.record, self._pinned = record, pinned
+        self._headers = [*request_headers(scope["headers"]), (VIA_HEADER, fleet.options.id.encode())]
+        self._stream = SealedStream()
+        self._like = ""  # the likeness of the replica that has begun the answer
+        self._begun = False  # has the client got a byte?
+        self._refusal: tuple[Response, bytes] | None = None  # what a replica answered that others may not
+        self._gone = False
+        self._work: ReplicaWork | None = None
+
+    async def run(self) -> None:
+        watcher = asyncio.create_task(self._watch_client())
+        try:
+            await self._until_answered()
+        finally:
+            watcher.cancel()
+            if self._work is not None:
+                self._work.release()
+
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        if self._work is not None:
+            self._work.exchange.fail("the client hung up")
+
+    # -- attempts -----------------------------------------------------------------------------------------
+    async def _until_answered(self) -> None:
+        options, tried, fruitless = self._fleet.options, set[str](), 0
+        deadline_s = time.monotonic() + options.wait_for_replica_s
+        reason = ""
+        while True:
+            try:
+                choice = self._choose(frozenset(tried))
+            except NoReplica as error:
+                left_s = deadline_s - time.monotonic()
+                refused = self._refusal is not None and self._refusal[0].status != 503 and not self._begun
+                if left_s <= 0 or refused or self._gone or self._fleet.ended:
+                    await self._give_up(reason or str(error))
+                    return
+                # All have been tried, or none takes requests: wait for one, and ask them all again.
+                await self._fleet.wait_for_change(min(left_s, _AGAIN_S) if tried else left_s)
+                tried.clear()
+                continue
+            tokens = self._stream.tokens
+            try:
+                if await self._attempt(choice):
+                    choice.replica.breaker.on_success()
+                    return
+                tried.add(choice.replica.name)
+                fruitless += 1
+                choice.replica.breaker.on_no_outcome()
+            except (ClientGone, ApiError, asyncio.CancelledError):
+                choice.replica.breaker.on_no_outcome()
+                raise
+            except UpstreamError as error:
+                if self._gone:
+                    choice.replica.breaker.on_no_outcome()
+                    raise ClientGone from None
+                reason = self._note_failure(choice.replica, str(error))
+                tried = (
+                    {choice.replica.name} if self._stream.tokens > tokens else tried | {choice.replica.name}
+                )
+                fruitless = 0 if self._stream.tokens > tokens else fruitless + 1
+                if not self._can_go_on(error) or fruitless > options.retries:
+                    await self._give_up(reason)
+                    return
+                deadline_s = time.monotonic() + options.wait_for_replica_s
+
+    def _choose(self, tried: frozenset[str]) -> ChosenReplica:
+        choice = self._fleet.choose(self._prompt, tried, self._like, self._pinned)
+        self.record.note_choice(choice.route, time.perf_counter())
+        return choice
+
+    def _note_failure(self, replica: UpstreamReplica, reason: str) -> str:
+        replica.failures += 1
+        replica.breaker.on_failure(time.monotonic(), reason)
+        self.record.note_failure(replica.name, reason, self._stream.tokens, time.perf_counter())
+        log.warning("%s: %s %s after %d tokens", self._ask.id, replica.name, reason, self._stream.tokens)
+        return f"{replica.name} {reason}"
+
+    def _can_go_on(self, error: UpstreamError) -> bool:
+        if error.sent and self._scope["method"] != "GET" and self._scope["path"].startswith(STORED):
+            return False  # it may have been done
+        return not self._fleet.ended and (not self._begun or bool(self._like))
+
+    async def _attempt(self, choice: ChosenReplica) -> bool:
+        """Whether the client has its whole answer; False: this replica refuses, another may not. Raises
+        UpstreamError when the replica fails."""
+        replica, upstream = choice.replica, choice.replica.upstream
+        replica.requests += 1
+        self._stream.restart()
+        exchange = await upstream.begin(self._request(replica))
+        work = self._work = ReplicaWork(replica, exchange, choice.prompt_tokens)
+        try:
+            if self._gone:
+                raise ClientGone
+            response = await exchange.head()
+            streams = response.headers.get("content-type", "").startswith("text/event-stream")
+            work.note_answer(streams)
+            self.record.note_answer(replica.name, response.status, response.headers.get("x-request-id", ""))
+            if streams and response.status == 200:
+                await self._relay(work)
+                return True
+            whole = await self._whole(work)
+            self._learn(replica, response)
+            if self._pinned is None and (
+                is_worth_retrying(response.status, whole) or self._is_elsewhere(response)
+            ):
+                self._refusal = response, whole
+                self.record.note_refusal(replica.name, response.status, time.perf_counter())
+                if response.status in (500, 502, 504):
+                    raise UpstreamError(f"answered with status {response.status}")
+                return False
+            if self._begun:
+                raise UpstreamError(
+                    f"answered with status {response.status} instead of continuing the stream"
+                )
+            await self._answer(response, whole)
+            return True
+        finally:
+            work.release()
+            self._work = None
+
+    def _is_elsewhere(self, response: Response) -> bool:
+        """Whether what is asked about may be stored at another replica: this gateway has not seen it made."""
+        stored = self._asked.previous_response_id is not None or self._scope["path"].startswith(
+            "/v1/responses/"
+        )
+        return stored and response.status == 404
+
+    def _request(self, replica: UpstreamReplica) -> Sequence[bytes]:
+        method, path, headers = (
+            self._scope["method"],
+            self._scope["raw_path"].decode("latin-1"),
+            self._headers,
+        )
+        if query := self._scope["query_string"]:
+            path += "?" + query.decode("latin-1")
+        body = self._body
+        if replica.is_cumulo:
+            key = self._fleet.options.fleet_key or ""
+            headers = [*headers, (KEY_HEADER, key.encode()), (ASK_HEADER, written(self._ask))]
+            if self._stream.tokens:
+                body, path = self._stream.resume_body(self._scope["path"], body), RESUME_PATH
+        return replica.upstream.request("GET" if method == "HEAD" else method, path, headers, body)
+
+    def _learn(self, replica: UpstreamReplica, response: Response) -> None:
+        """What the replica told of the prompt, when the client has the first byte of its answer."""
+        told = response.headers.get(_PROMPT)
+        if told is None:
+            return
+        prompt = read_told(told)
+        self.record.note_prompt(prompt.tokens, prompt.cached)
+        hashes = unpacked_hashes(prompt.hashes)
+        replica.promise(hashes)
+        memory = self._fleet.memory(self._prompt.model)
+        memory.learn(self._prompt.chain, self._prompt.text_bytes, prompt.tokens, hashes)
+
+    # -- answers ------------------------------------------------------------------------------------------
+    async def _relay(self, work: ReplicaWork) -> None:
+        exchange, replica, stream, send = work.exchange, work.replica, self._stream, self._send
+        sealed = replica.identity is not None
+        if not self._begun:
+            headers = response_headers(exchange.response)
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._begun = True
+            self._like = replica.likeness(self._prompt.model)
+        learnt = False
+        while pieces := await exchange.next_pieces():
+            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            if sealed:
+                data = stream.feed(data)
+            if data:
+                self.record.note_sent(time.perf_counter())
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            if not learnt:
+                learnt = True
+                self._learn(replica, exchange.response)
+            if self._gone:
+                raise ClientGone
+        if sealed:
+            if stream.state == "open":
+                raise UpstreamError("ended its answer in the middle")
+            if stream.state == "failed":
+                await self._fail_over()
+        self.record.note_end(stream.tokens if sealed else None, stream.cached_tokens, time.perf_counter())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fail_over(self) -> None:
+        """The replica ended the answer with an error of its own."""
+        stream = self._stream
+        if stream.failed_status >= 500:
+            raise UpstreamError("failed on this request")
+        await self._send({"type": "http.response.body", "body": stream.failure, "more_body": True})
+
+    async def _whole(self, work: ReplicaWork) -> bytes:
+        found, size = list[bytes](), 0
+        while pieces := await work.exchange.next_pieces():
+            found += pieces
+            size += sum(map(len, pieces))
+            if size > _MOST_HELD_BYTES:
+                raise ApiError(
+                    502, f"the answer is larger than the {_MOST_HELD_BYTES:,} bytes that are passed on"
+                )
+        return b"".join(found)
+
+    async def _answer(self, response: Response, body: bytes) -> None:
+        headers = [*response_headers(response), (b"content-length", b"%d" % len(body))]
+        self._begun = True
+        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+        self.record.note_sent(time.perf_counter())
+        self.record.note_end(None, None, time.perf_counter())
+        if self._scope["method"] == "HEAD":
+            body = b""
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _give_up(self, reason: str) -> None:
+        if self._gone:
+            raise ClientGone
+        self.record.note_error(reason, time.perf_counter())
+        if self._begun:
+            why = "no other replica could continue it"
+            if self._fleet.ended:
+                why = "it ends now"
+            elif not self._like:
+                why = "only Cumulo servers that share the gateway's fleet key can continue another's answer"
+            message = f"{reason}; {why}: send the request again"
+            event = self._stream.failure or failure_event(self._scope["path"], message)
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        elif self._refusal is not None:
+            await self._answer(*self._refusal)
+        else:
+            raise ApiError(503, f"no replica could answer: {reason}", code="no_replica", retry_after_s=2)

@@ -1,0 +1,1 @@
+"""Several engines of one server behind the interface of one."""
