@@ -24,7 +24,7 @@ def test_an_event_is_one_line_even_for_clients_that_split_at_unicodes_line_ends(
 
 def test_a_token_that_cannot_be_worded_ends_its_own_stream_with_an_error() -> None:
     class Asked:
-        id, passage, complete, closed = "call-1", None, False, False
+        id, forwarded, complete, closed = "call-1", None, False, False
 
         async def next_batch(self) -> list[Any]:
             return []

@@ -15,7 +15,6 @@ from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta, TextStream
-from cumulo.engine.outputs import Delta
 from cumulo.fleet.wire import FleetAsk, PromptTold, ResumeBody, packed_hashes, written
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.engine_link.messages import Finished
