@@ -135,7 +135,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """As `yaml.safe_load`, with an error for keys that are given twice."""
+    """`yaml.safe_load`, with an error for keys that are given twice."""
     try:
         return yaml.load(text, _UniqueKeys)
     except RecursionError:
@@ -143,7 +143,8 @@ def load_yaml(text: str) -> Any:
 
 
 def yaml_problem(error: Any) -> str:
-    """Of a `yaml.YAMLError`: the line, the column and the reason, without the parser's own words for its input."""
+    """The place and reason of a `yaml.YAMLError`: the line, the column and the reason, without the parser's own
+    words for its input."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not problem:
         return " ".join(str(error).split())

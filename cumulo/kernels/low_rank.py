@@ -28,7 +28,7 @@ class AdapterGroups:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Of one step: its tokens, and its rows whose hidden states are wanted."""
+    """The rows of one step: its tokens, and its rows whose hidden states are wanted."""
 
     tokens: AdapterGroups
     outputs: AdapterGroups

@@ -81,7 +81,7 @@ def unequal_sums(
 
 
 def _cut_widths(spec: ModelSpec) -> Iterator[tuple[str, int]]:
-    """Of the products whose inputs tensor parallelism spreads over ranks."""
+    """The widths of the products whose inputs tensor parallelism spreads over ranks."""
     head_dim = spec.head_dim if spec.mla is None else spec.mla.value_head_dim
     yield "the attention output", spec.heads * head_dim
     if spec.moe is None or spec.moe.dense_layers:

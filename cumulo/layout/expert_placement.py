@@ -90,7 +90,7 @@ class CopyMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertCopies:
-    """Of one layer: the expert in each place, by rank."""
+    """The copies of one layer: the expert in each place, by rank."""
 
     places: tuple[tuple[int, ...], ...]
 

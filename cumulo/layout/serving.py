@@ -124,7 +124,7 @@ class RankPart:
 
 
 def rank_part(spec: ModelSpec, layout: ServingLayout, rank: int) -> RankPart:
-    """Of a layout that `serving_problems` has nothing against."""
+    """The part of a rank in a layout that `serving_problems` has nothing against."""
     at = layout.place(rank)
     ends = list(accumulate(split_layers(spec.layers, layout.pp), initial=0))
     layers = range(ends[at.stage], ends[at.stage + 1])
@@ -165,7 +165,7 @@ class HeldParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is held: boxes lie side by side along the dimension that was cut."""
+        """The shape of what is held: boxes lie side by side along the dimension that was cut."""
         return tuple(max(box.at[dim] + box.size[dim] for box in self.boxes) for dim in range(len(self.whole)))
 
     @property

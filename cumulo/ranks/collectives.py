@@ -115,7 +115,7 @@ def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
 
 
 class _TimedWork(dist.Work):
-    """Of gloo's reduce-scatter nobody is told when it ends: it is timed until it is waited for."""
+    """For gloo's reduce-scatter: nobody is told when it ends: it is timed until it is waited for."""
 
     def __init__(self, work: Work, ended: Callable[[], None]) -> None:
         super().__init__()

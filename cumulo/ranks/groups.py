@@ -46,7 +46,7 @@ class Groups:
                 self._groups[members] = world_group() if len(members) == layout.world else new_group(members)
 
     def group(self, axis: Axis) -> Group:
-        """Of a layout of several ranks; a group may still have one member."""
+        """A group of a layout of several ranks; a group may still have one member."""
         return self._groups[self._members[axis]]
 
     def group_of_several(self, axis: Axis) -> Group | None:

@@ -59,7 +59,7 @@ class RankMeter:
         self._words[HELD_BYTES] = held_bytes
 
     def routed(self, tokens: int) -> None:
-        """So many choices of tokens fell on experts of this rank."""
+        """Counts choices of tokens that fell on experts of this rank."""
         self._words[ROUTED] += tokens
 
     def step(self, seconds: float) -> None:

@@ -32,7 +32,7 @@ class LinearProduct(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VocabularySlice:
-    """Of the vocabulary this rank has only the rows from `first` on."""
+    """This rank has of the vocabulary only the rows from `first` on."""
 
     first: int
     # Log-sums and wanted logits: of slices -> of all.
@@ -65,7 +65,7 @@ class TensorParallel:
         return VocabularySlice(self.index * rows, self._merge)
 
     def _merge(self, log_sum: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
-        """Of slices of the logits -> of all: one small exchange for both."""
+        """Merges figures of slices of the logits into those of all: one small exchange for both."""
         parts = gathered(torch.stack((log_sum, found)), self.group).view(self.size, 2, -1)
         return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
 

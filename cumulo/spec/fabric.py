@@ -41,7 +41,8 @@ class Fabric:
                 raise ConfigError(f"fabric {self.name}: {name} must be 0 or more, got {getattr(self, name)}")
 
     def oversubscription_of(self, tier: int) -> float:
-        """Of the links above tier `tier` (0: the leaf's); the last number given holds for all tiers above it."""
+        """The oversubscription of the links above tier `tier` (0: the leaf's); the last number given holds for
+        all tiers above it."""
         return self.oversubscription[min(tier, len(self.oversubscription) - 1)]
 
 
@@ -60,7 +61,7 @@ class Tier:
 
 
 def tiers_of(fabric: Fabric, node: Node, nodes: int) -> tuple[Tier, ...]:
-    """As many tiers as `nodes` need. Each switch splits its ports by the tier's oversubscription; those of the
+    """Adds as many tiers as `nodes` need. Each switch splits its ports by the tier's oversubscription; those of the
     top tier all go down."""
     if fabric.kind == "dragonfly":
         return _dragonfly(fabric, node, nodes)

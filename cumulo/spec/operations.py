@@ -73,7 +73,7 @@ class Scores(NamedTuple):
 
     @property
     def flops_per_pair(self) -> int:
-        """Of a query and a key: two for each number of a score, and of its product with the value."""
+        """FLOPs of a query and a key: two for each number of a score, and of its product with the value."""
         return 2 * self.heads * (self.key_width + self.value_width)
 
 
@@ -152,7 +152,7 @@ def model_operations(spec: ModelSpec, form: Form = "train") -> Iterator[tuple[in
 
 @lru_cache(512)
 def layer_scores(spec: ModelSpec, form: Form = "train") -> tuple[Scores, ...]:
-    """Of one layer: layers with and without experts attend alike."""
+    """The scores of one layer: layers with and without experts attend alike."""
     return tuple(found.scores for found in layer_operations(spec, False, form) if found.scores)
 
 
@@ -344,7 +344,7 @@ def _linear(
 
 
 def _norm(name: str, spec: ModelSpec, again: Again | None = None) -> Operation:
-    """Of the stream. Backward needs what it takes and what it gives."""
+    """A norm of the stream. Backward needs what it takes and what it gives."""
     parts = ("weight", "bias") if spec.norm_bias else ("weight",)
     hidden = spec.hidden
     kept = (Kept(hidden, "stream"), Kept(hidden, "stream", (again,) if again else ()))

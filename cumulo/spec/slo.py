@@ -81,7 +81,7 @@ class Slo:
 
     @property
     def text(self) -> str:
-        """As it is typed after --slo."""
+        """The SLO as it is typed after --slo."""
         return ",".join(f"{name}={1e3 * bound:.12g}ms" for name, bound in self.bounds.items())
 
     def with_rest_of(self, usual: "Slo | None") -> "Slo":

@@ -27,7 +27,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one job. The kernel enforces them, so no code in the job can pass over them."""
+    """The limits of one job. The kernel enforces them, so no code in the job can pass over them."""
 
     cpu_s: float  # processor time
     wall_s: float  # longer than cpu_s: a busy machine is not the job's fault

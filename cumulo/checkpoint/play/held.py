@@ -54,7 +54,7 @@ class Part:
 
 
 def held_whole(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
-    """Of a run in one process."""
+    """Everything that a run in one process holds."""
     return {
         name: Held(tensor.detach(), tuple(tensor.shape), (whole_box(tensor.shape),), (0,))
         for name, tensor in tensors.items()

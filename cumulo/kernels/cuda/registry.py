@@ -35,7 +35,7 @@ def _function(path: str) -> Callable[..., Any]:
 
 
 def device_name(device: torch.device | str) -> str:
-    """As the driver names it; a CPU plays kernels with the interpreter and has no winners."""
+    """The driver's name of the device; a CPU plays kernels with the interpreter and has no winners."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 

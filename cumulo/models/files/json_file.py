@@ -38,7 +38,7 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """As Hugging Face's files are: indented by two, with a last newline."""
+    """Writes as Hugging Face does: indented by two, with a last newline."""
     path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 

@@ -82,7 +82,7 @@ class PlacedPart:
 
     @property
     def stored_slices(self) -> tuple[slice, ...]:
-        """Of the tensor as the file has it."""
+        """The slices of the tensor as the file has it."""
         if not self.placement.transposed:
             return self.source_slices
         return (*self.source_slices[:-2], self.source_slices[-1], self.source_slices[-2])

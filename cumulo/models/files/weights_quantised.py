@@ -141,7 +141,7 @@ class QuantisedFolder:
 
     @property
     def packed(self) -> list[StoredMatrix]:
-        """Those that stay quantised in memory: parts of a parameter of which all parts are."""
+        """The parameters that stay quantised in memory: parts of a parameter of which all parts are."""
         plain = {one.target for one in self.placements if one.source not in self.matrices}
         return [
             matrix

@@ -85,7 +85,7 @@ class CudaAdapters:
         self._buffer[: len(words)].copy_(source, non_blocking=True)
 
     def _filled(self, groups: AdapterGroups, rows: int) -> NDArray[np.int32]:
-        """As many groups as the shape has room for; those too many have slot -1 and do nothing."""
+        """Fills up to as many groups as the shape has room for; those too many have slot -1 and do nothing."""
         count = most_groups(rows, self.bank.slots)
         words = np.zeros(self._words(rows), dtype=np.int32)
         order, starts, slots = words[:rows], words[rows : rows + count + 1], words[rows + count + 1 :]

@@ -169,7 +169,7 @@ class CudaDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """Of the whole model."""
+        """The vocabulary of the whole model."""
         return self.spec.vocab_size * (1 if self.slice is None else self.slice.ranks)
 
     @property

@@ -83,7 +83,7 @@ class RankRows:
         return self._wanted.own[:outputs]
 
     def all_wanted(self, homes: StepHomes, out: Tensor) -> Tensor:
-        """Of every draw the hidden state that its owner has written."""
+        """For every draw, the hidden state that its owner has written."""
         bring(self.memory, self._wanted, self._wanted.own[: len(out)])
         return gather_owned(self.memory, self._wanted, homes.owners, self._homes, self._slice, out)
 

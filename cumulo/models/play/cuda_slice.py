@@ -109,8 +109,8 @@ class RankSlice:
         return partial_dtype(rows, self._dtype, self._invariant)
 
     def draw(self, rows: int, draws: Tensor, picked: Tensor, tokens: Tensor) -> None:
-        """As `sample` does; only each part's maximum and mass, and the part that is drawn from, cross to others.
-        Every step ends with it, also one without rows: after it a rank may write what the others read."""
+        """Draws as `sample` does; only each part's maximum and mass, and the part that is drawn from, cross to
+        others. Every step ends with it, also one without rows: after it a rank may write what the others read."""
         own = self._logits.own[:rows]
         if rows:
             weigh_parts(own, draws, self._maxima.own, self._places.own, self._masses.own)
@@ -140,7 +140,7 @@ class RankSlice:
         entered.scatter_add_(0, places, difference)
 
     def end_step(self) -> None:
-        """Of a stage that draws nothing: after it a rank may write what the others read."""
+        """Ends the step of a stage that draws nothing: after it a rank may write what the others read."""
         meet_all(self.memory)
 
     def gather(self, rows: int) -> Tensor:

@@ -45,7 +45,7 @@ class ActivationRoom:
         return self._made[-1]
 
     def low(self, columns: int) -> Activation:
-        """Of the products with A; made when the first adapter is used, for the widest matrix."""
+        """The buffer of the products with A; made when the first adapter is used, for the widest matrix."""
         if self._low is None:
             self._low = self.buffer(columns)
         return self._low

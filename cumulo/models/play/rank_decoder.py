@@ -70,7 +70,8 @@ class RankDecoder:
         return self.decoder.weight_bytes
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """As a whole decoder; the result of a stage that is not the last goes to the next, and is empty here."""
+        """Computes like a whole decoder; the result of a stage that is not the last goes to the next, and is
+        empty here."""
         decoder, links = self.decoder, self.links
         if self.spread is not None:
             self.spread.begin_step()

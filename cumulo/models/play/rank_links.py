@@ -44,7 +44,7 @@ class RankLinks:
         return partial if self.tensor is None else self.tensor.sum(partial)
 
     def largest_of_slices(self, own: Tensor) -> Tensor:
-        """Of each number the largest that a slice has."""
+        """For each number, the largest that a slice has."""
         if self.tensor is None:
             return own
         return torch.stack(self.tensor.gather(own.cpu())).amax(0).to(own.device)

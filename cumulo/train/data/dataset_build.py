@@ -74,7 +74,8 @@ def build_dataset(
 
 
 def _fingerprint(files: Sequence[Path], task: BuildTask, tokenizer: Tokenizer) -> str:
-    """Of everything the result depends on; files by name, size and time: reading them all takes long."""
+    """A fingerprint of everything the result depends on; files by name, size and time: reading them all takes
+    long."""
     template = tokenizer.chat_template.source if tokenizer.chat_template and task.chat else ""
     parts: dict[str, Any] = asdict(task) | {"format": FORMAT, "template": template}
     del parts["tokenizer_folder"]

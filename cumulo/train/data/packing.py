@@ -94,7 +94,7 @@ class Packing:
         self._orders = lru_cache(maxsize=2)(self._order)
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of an epoch: documents, where each begins in the stream (and the stream's end), and rows."""
+        """The order of an epoch: documents, where each begins in the stream (and the stream's end), and rows."""
         random = np.random.default_rng([self.seed, epoch])
         shuffled = random.permutation(len(self.documents))
         begins = np.concatenate(([0], np.cumsum(self.sizes[shuffled])))

@@ -38,7 +38,7 @@ def send_order(buckets: Sequence[BucketTiming]) -> tuple[int, ...]:
 def timings(
     sizes: Sequence[int], needed: Sequence[int], backward_s: float, bytes_per_s: float
 ) -> list[BucketTiming]:
-    """Of buckets in the order in which they fill; a layer's backward takes as long as it has weights."""
+    """Timings of buckets in the order in which they fill; a layer's backward takes as long as it has weights."""
     total, done, found = max(1, sum(sizes)), 0, []
     for size, place in zip(sizes, needed, strict=True):
         done += size

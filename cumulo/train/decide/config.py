@@ -121,7 +121,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class FaultConfig:
-    """Of a run in several processes: what happens when one of them dies or waits for ever."""
+    """Faults of a run in several processes: what happens when one of them dies or waits for ever."""
 
     most_restarts: int = 3  # from the freshest checkpoint; then the run ends
     # A process that waited this long for others is reported, and all are restarted.

@@ -216,7 +216,7 @@ def _chunk_bytes(job: TrainJob, chunk: int) -> int:
 
 
 def _layer_bytes(job: TrainJob, has_experts: bool) -> float:
-    """Of one token."""
+    """Bytes of one token in a layer."""
     model, each, share = job.model, job.activation_bytes_each, _share(job)
     taken = each * model.hidden / share.stream  # this rank's part of the stream
     if job.recompute == "full":
@@ -303,8 +303,8 @@ def _attention_bytes(job: TrainJob, operations: list[Operation]) -> float:
 
 
 def _routing(moe: MoESpec, each: int, hidden: int, between: int) -> float:
-    """Of this rank's tokens: scores and their sum, chosen experts and their weights. Of all: what experts take and
-    give, the weights, and the order of (token, expert) pairs, there and back."""
+    """Routing of this rank's tokens: scores and their sum, chosen experts and their weights. Of all: what experts
+    take and give, the weights, and the order of (token, expert) pairs, there and back."""
     wide, chosen = max(4, each), moe.experts_per_token
     own = wide * (moe.experts + 1 + chosen) + INDEX_BYTES * chosen
     return own / between + chosen * (2 * each * hidden + each + 2 * INDEX_BYTES)

@@ -54,8 +54,8 @@ class OwnAnswer:
 
 
 def conversations(config: HeadConfig, own: Callable[[int], list[str]]) -> list[AskedTurns]:
-    """As many as answers are wanted: lines of a file, asked again and again, or built-in ones; `own` makes half of
-    them, if the configuration wants that."""
+    """Conversations, as many as answers are wanted: lines of a file, asked again and again, or built-in ones;
+    `own` makes half of them, if the configuration wants that."""
     if config.prompts not in (None, OWN_QUESTIONS):
         found = [AskedTurns((line,)) for line in prompt_lines(config.prompts)]
     else:

@@ -63,7 +63,7 @@ def example(answer: OwnAnswer, tokens: Tensor, decoder: Decoder, depth: int) -> 
 def examples_of(
     answers: Sequence[OwnAnswer], decoder: Decoder, depth: int, device: torch.device | str
 ) -> list[Example]:
-    """Those that are long enough to be learnt from."""
+    """Examples that are long enough to be learnt from."""
     answers = [one for one in answers if len(one.tokens) > one.prompt_length + 2 * depth]
     if not answers:
         return []

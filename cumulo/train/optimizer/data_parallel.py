@@ -121,7 +121,7 @@ class NeedOrder:
         self._arrived_s = time.perf_counter()
 
     def ordered(self, buckets: list[_Sending]) -> list[_Sending]:
-        """Of the first steps as they come: nothing is known yet."""
+        """The first steps' order is as they come: nothing is known yet."""
         if self._order is None and self._steps == _MEASURED_STEPS + 1 and self._group is not None:
             # Of the step before: backward, and bytes over the time until the last of them was used.
             took = [self._ended_s - self._began_s, self._arrived_s - self._began_s]

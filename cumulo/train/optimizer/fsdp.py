@@ -48,7 +48,7 @@ class ScatterThroughDoor(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Group, op: Any, async_op: bool = False
     ) -> Work | None:
-        """Of sums: `FullySharded` asks for no other."""
+        """Reduces by sums: `FullySharded` asks for no other."""
         reduce_scatter(output_tensor, input_tensor, group)
         return None
 

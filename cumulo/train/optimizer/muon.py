@@ -98,6 +98,6 @@ def muon_step(
 
 
 def _change(direction: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of one map: its direction made orthogonal, longer for tall ones (Jordan 2024)."""
+    """The change of one map: its direction made orthogonal, longer for tall ones (Jordan 2024)."""
     rows, columns = direction.shape[-2:]
     return orthogonalise(direction, dtype).mul(max(1.0, rows / columns) ** 0.5)

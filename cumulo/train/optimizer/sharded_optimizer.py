@@ -44,7 +44,7 @@ class WholeMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what `gather` gives."""
+        """The shape of what `gather` gives."""
         piece = self._piece
         return (self._shard.end - self._shard.begin, *piece.whole[1:]) if piece.expert else piece.whole
 

@@ -71,7 +71,7 @@ def _row_range(layout: Layout, piece: Piece, rank: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _places(layout: Layout, axis: Axis) -> tuple[tuple[int, int], ...]:
-    """Of every rank: how many its group has, and which of them it is."""
+    """For every rank: how many its group has, and which of them it is."""
     found = [(0, 0)] * layout.world
     for members in layout.groups(axis):
         for index, rank in enumerate(members):

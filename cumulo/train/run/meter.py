@@ -46,7 +46,7 @@ class Ceiling:
             self.flops = max(self.flops, self._ranks * _measured(self._device, self._dtype))
 
     def share(self, flops: float) -> float:
-        """Of the ceiling; not a number where it would be more than all."""
+        """The share of the ceiling; not a number where it would be more than all."""
         if flops > self.flops:
             self.measure_again()
         return flops / self.flops if flops <= self.flops else math.nan

@@ -239,7 +239,7 @@ class ModelRun:
         return stored_parameters(checkpoint)
 
     def weights_bytes(self) -> int | None:
-        """Of the weights that this process computes with; None: they come and go."""
+        """Bytes of the weights that this process computes with; None: they come and go."""
         if self.layout.zero >= 2:
             return None
         held = {parameter for chunk in self.chunks.values() for parameter in chunk.parameters()}

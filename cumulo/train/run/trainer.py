@@ -82,7 +82,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """Of one process of many: whom it works with. Made by `worker.py`."""
+    """One process of many: whom it works with. Made by `worker.py`."""
 
     groups: Groups
     team: Team  # all ranks, on a process group that only checkpoints use

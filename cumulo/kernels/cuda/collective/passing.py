@@ -25,7 +25,7 @@ _NEVER = 1 << 62  # a count that no message reaches
 
 @dataclass(frozen=True, slots=True)
 class PeerPassage:
-    """Of this rank both ends: it may send to one peer and receive from another."""
+    """Both ends of this rank: it may send to one peer and receive from another."""
 
     memory: PeerMemory
     inbox: PeerTensor  # [places, words]: of messages to this rank
@@ -39,7 +39,7 @@ class PeerPassage:
         return self.inbox.own.shape[0]
 
     def let_go(self, count: int = _NEVER) -> None:
-        """As if every message had come and gone: kernels that wait for a rank that died go on, with nonsense."""
+        """Marks every message as come and gone, so that kernels that wait for a dead rank end, with nonsense."""
         for counts in (self.arrived.own, self.taken.own):
             counts.fill_(count)
 
@@ -172,7 +172,7 @@ def receive(passage: PeerPassage, target: Tensor, peer: int) -> None:
 
 
 def token_words(draws: int) -> int:
-    """Of a message about so many draws."""
+    """The words of a message about this many draws."""
     return 1 + 3 * draws
 
 

@@ -33,7 +33,7 @@ from cumulo.kernels.cuda.linear.product import PagedRotation, Product
 def rotation_arguments(
     rotation: PagedRotation | None, near: Tensor, kept: int
 ) -> tuple[tuple[Tensor, ...], tuple[int, int], dict[str, int]]:
-    """Of a launch: tensors, strides and constants; `near` stands for those that are not read. `kept`: rows of a
+    """Tensors, strides and constants of a launch; `near` stands for those that are not read. `kept`: rows of a
     program; those of two heads would be paired wrongly."""
     if rotation is None:
         return (near,) * 6, (0, 0), {"DIM": 0, "HEADS": 0, "KV_HEADS": 0, "PAGE": 1}
@@ -52,7 +52,7 @@ def rotation_arguments(
 
 @gluon.jit
 def rows_of_tile(first, row, OUTPUTS, KEPT: gl.constexpr, SWIGLU: gl.constexpr, DIM: gl.constexpr):
-    """Of W. Rows past the end are read again and not stored."""
+    """The rows of W of a tile. Rows past the end are read again and not stored."""
     if DIM > 0:
         row = first + row % KEPT + row // KEPT * (DIM // 2)
     elif SWIGLU:
@@ -173,8 +173,8 @@ def candidates(m: int, n: int, k: int, paired: bool = False) -> list[DotConfig]:
 
 
 def default_config(m: int, n: int, k: int, paired: bool = False) -> DotConfig:
-    """As three models' shapes were fastest in chains of their layers. Short rows: four warps have eight steps each
-    or fewer. Long ones: warps share what registers cannot hold."""
+    """Three models' shapes were fastest with it, in chains of their layers. Short rows: four warps have eight steps
+    each or fewer. Long ones: warps share what registers cannot hold."""
     if k <= 1024:
         return DotConfig(32, 4, 4)
     slices = 8 if k <= 4096 else 16
@@ -314,7 +314,7 @@ def _few_dot_kernel(x, weight, out, norm_weight, residual, bias, cos, sin, posit
 
 
 def launch(product: Product, config: DotConfig | None) -> None:
-    """Of up to 8 rows; x and weight of 16 bits, K a multiple of 8."""
+    """Computes up to 8 rows; x and weight of 16 bits, K a multiple of 8."""
     m, n, k = product.sizes
     x, weight, rotation = product.x, product.weight, product.rotation
     assert isinstance(weight, Tensor)

@@ -54,7 +54,7 @@ FLOAT32 = InvariantConfig(64, 64, 32, 8, 2)  # no wide matrix unit for exact flo
 
 
 def config_for(m: int, n: int, dtype: torch.dtype, parts: int = 1) -> InvariantConfig:
-    """As measured on an H200: the largest tiles of which there are enough to occupy it."""
+    """Chosen by measurement on an H200: the largest tiles of which there are enough to occupy it."""
     if dtype == torch.float32:
         return FLOAT32
 

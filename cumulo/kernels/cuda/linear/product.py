@@ -48,7 +48,7 @@ class PagedRotation:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Of a block and of a head."""
+        """The strides of a block and of a head."""
         return self.keys.stride(0), self.keys.stride(1)
 
 

@@ -307,7 +307,7 @@ def _workspace_suffices(m: int, tiles: int, splits: int, block_n: int, swiglu: b
 
 
 def launch(product: Product, config: SkinnyConfig | None) -> None:
-    """Of at most 128 rows; 8-bit weights may be scaled by row or in blocks."""
+    """Computes at most 128 rows; 8-bit weights may be scaled by row or in blocks."""
     m, n, k = product.sizes
     x, swiglu, outputs = product.x, product.swiglu, product.outputs
     weight, scales = product.matrix

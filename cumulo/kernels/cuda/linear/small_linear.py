@@ -239,7 +239,7 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
 
 
 def launch(product: Product, config: SmallConfig | None) -> None:
-    """Of at most 4 rows; weights of any float dtype, whose rows are contiguous."""
+    """Computes at most 4 rows; weights of any float dtype, whose rows are contiguous."""
     m, n, k = product.sizes
     weight, scales = product.matrix
     if m > MAX_ROWS:

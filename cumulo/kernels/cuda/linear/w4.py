@@ -38,9 +38,9 @@ class W4Config:
 def default_config(
     m: int, n: int, k: int, group: int, multiprocessors: int = 132, swiglu: bool = False
 ) -> W4Config:
-    """As many programs as all multiprocessors hold at once: a step is short, so others must run while one waits.
-    With more rows a program has enough to do, and adding splits up costs more. One row of a matrix of up to 16 MiB
-    starts before the kernel ahead has ended."""
+    """Makes as many programs as all multiprocessors hold at once: a step is short, so others must run while one
+    waits. With more rows a program has enough to do, and adding splits up costs more. One row of a matrix of up
+    to 16 MiB starts before the kernel ahead has ended."""
     block_n, warps = (64, 2) if m <= 4 else (128, 4)
     tiles = triton.cdiv(n // 2 if swiglu else n, block_n) * triton.cdiv(m, MOST_ROWS)
     enough = (3 if m <= 16 else 4 / 3) * multiprocessors

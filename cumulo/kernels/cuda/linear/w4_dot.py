@@ -291,7 +291,7 @@ def _w4_dot_kernel(x, words, scales, minimums, out, norm_weight, residual, bias,
 
 
 def launch(product: Product, config: W4DotConfig | None) -> None:
-    """Of up to 8 rows of bfloat16."""
+    """Computes up to 8 rows of bfloat16."""
     m, n, k = product.sizes
     x, weight, rotation, swiglu = product.x, product.weight, product.rotation, product.swiglu
     assert isinstance(weight, W4Weight)

@@ -98,7 +98,7 @@ def launch_losses(
 
 @cache
 def logit_bytes() -> int:
-    """Of a chunk."""
+    """The bytes of a chunk's logits."""
     if not torch.cuda.is_available():
         return _LOGIT_BYTES
     return max(_LOGIT_BYTES, int(torch.cuda.get_device_properties().total_memory * _LOGIT_SHARE))

@@ -160,7 +160,7 @@ def propose(logits: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, a
 
 @triton.jit
 def no_inputs(row, positions, kv_slots, contexts, items, items_each, ITEMS: tl.constexpr):
-    """Of a row that only fills up a shape."""
+    """The inputs of a row that only fills up a shape."""
     tl.store(positions + row, 0)
     tl.store(kv_slots + row, -1)
     tl.store(contexts + row, 0)

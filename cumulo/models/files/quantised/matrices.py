@@ -122,7 +122,7 @@ class IntegerMatrix:
         )
 
     def affine_blocks(self) -> AffineBlocks:
-        """As the CPU's kernels take it: columns so ordered that groups are runs."""
+        """The form that the CPU's kernels take: columns so ordered that groups are runs."""
         codes, order, wide = self.codes, self._order(), self.bits > 4
         if order is not None:
             codes = codes[:, order]
