@@ -118,7 +118,7 @@ def compare_with_gpu() -> list[Row]:
 
 @dataclass
 class Recorder:
-    """A StepCost that only remembers what it was asked; steps of equal length keep the scheduler's order."""
+    """A StepClock that only remembers what it was asked; steps of equal length keep the scheduler's order."""
 
     loads: list[StepLoad] = field(default_factory=list)
 

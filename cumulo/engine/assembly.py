@@ -311,14 +311,13 @@ def compile_kernels(engine: Engine) -> None:
     length = min(40, scheduler.config.max_context - 3)
     if length < 1:
         return
-    recompute_s_per_token = scheduler.costs.recompute_s_per_token
     params = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
     engine.add([0] * length, params, request_id="compiling kernels")
     while engine.has_work:
         for output in engine.step().finished:
             if output.error is not None:
                 raise CumuloError(f"the model does not run on this device: {output.error}; try device=cpu")
-    scheduler.costs.recompute_s_per_token = recompute_s_per_token
+    scheduler.costs.forget()
     scheduler.pool.clear_cache()
 
 

@@ -100,10 +100,10 @@ def test_compiling_kernels_leaves_no_trace_in_the_engine(max_context: int) -> No
     tokens = []
     for compiled in (False, True):
         engine = make_engine(make_decoder("dense"), blocks=24, max_context=max_context)
-        cost = engine.scheduler.costs.recompute_s_per_token
+        cost = engine.scheduler.costs.prompt_s_per_token
         if compiled:
             compile_kernels(engine)
-        assert engine.scheduler.costs.recompute_s_per_token == cost
+        assert engine.scheduler.costs.prompt_s_per_token == cost
         request = engine.add([0, 0], SamplingParams(temperature=1, max_tokens=1))
         output = run(engine)[request.id]
         assert (request.id, output.story.cached_tokens) == ("request-1", 0)

@@ -27,7 +27,7 @@ def make(**options: object) -> Scheduler:
         blocks=400, block_size=4, max_context=200, max_running=4, max_tokens_per_step=16, prefix_cache=False
     )
     scheduler = Scheduler(SchedulerConfig(**{**defaults, **options}))  # type: ignore[arg-type]
-    scheduler.sharing.pace.s_per_row = 1e-6  # all draw in every step
+    scheduler.costs.s_per_row = 1e-6  # all draw in every step
     return scheduler
 
 

@@ -12,7 +12,7 @@ from cumulo.engine.decide.scheduler import Scheduler
 def make(**chosen: Any) -> Scheduler:
     usual: dict[str, Any] = dict(blocks=400, max_context=2048, max_running=16, prefix_cache=False)
     scheduler = Scheduler(SchedulerConfig(**(usual | chosen)))
-    scheduler.sharing.pace.s_per_prompt_token = scheduler.sharing.pace.s_per_row = 1e-6
+    scheduler.costs.prompt_s_per_token = scheduler.costs.s_per_row = 1e-6
     return scheduler
 
 

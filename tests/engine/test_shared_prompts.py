@@ -143,7 +143,7 @@ def make() -> Scheduler:
             prefix_cache=False,
         )
     )
-    scheduler.sharing.pace.s_per_prompt_token = 2.5e-3  # 16 tokens in a shared step
+    scheduler.costs.prompt_s_per_token = 2.5e-3  # 16 tokens in a shared step
     return scheduler
 
 

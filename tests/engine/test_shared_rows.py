@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.request import Request
+from cumulo.engine.decide.core.step_cost import StepCost
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.sharing.step_shares import StepPace, even_quotas
+from cumulo.engine.decide.sharing.step_shares import even_quotas
 from cumulo.engine.decide.sharing.tenants import Tenant
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
@@ -34,34 +35,34 @@ def test_rows_are_split_evenly_and_nobody_gets_none(counts: list[int], bound: in
 
 
 def test_steps_that_are_short_allow_more_rows_at_once_and_long_ones_fewer_by_and_by() -> None:
-    pace = StepPace(shared_step_s=0.04)
+    cost = StepCost(shared_step_s=0.04)
     for _ in range(50):
-        pace.observe(8, 0, 0.058)
-    assert pace.rows_in(0.04) == 5
-    pace.observe(1, 0, 0.012)  # one row says nothing about five
-    assert pace.rows_in(0.04) == 5
+        cost.observe(8, 0, 0.058)
+    assert cost.rows_in(0.04) == 5
+    cost.observe(1, 0, 0.012)  # one row says nothing about five
+    assert cost.rows_in(0.04) == 5
     for _ in range(5):
-        pace.observe(pace.rows_in(0.04), 0, 0.005)  # a faster device: its steps hardly depend on their rows
-    assert pace.rows_in(0.04) > 100
+        cost.observe(cost.rows_in(0.04), 0, 0.005)  # a faster device: its steps hardly depend on their rows
+    assert cost.rows_in(0.04) > 100
 
 
 def test_what_a_prompt_token_takes_is_learnt_from_steps_of_any_mix() -> None:
     """6 ms for a step, 6 for a row, 5 for a token of a prompt: neither part is taken for the other for long."""
-    chance, pace = random.Random(0), StepPace(shared_step_s=0.04)
+    chance, cost = random.Random(0), StepCost(shared_step_s=0.04)
     for _ in range(300):
         rows, tokens = chance.randrange(1, 6), chance.randrange(4, 30)
-        pace.observe(rows, tokens, 6e-3 + 6e-3 * rows + 5e-3 * tokens)
-        pace.observe(rows, 0, 6e-3 + 6e-3 * rows)
-    assert 4e-3 < pace.s_per_prompt_token < 6e-3
-    assert 6e-3 < pace.s_per_row < 9e-3
+        cost.observe(rows, tokens, 6e-3 + 6e-3 * rows + 5e-3 * tokens)
+        cost.observe(rows, 0, 6e-3 + 6e-3 * rows)
+    assert 4e-3 < cost.prompt_s_per_token < 6e-3
+    assert 6e-3 < cost.s_per_row < 9e-3
 
 
 # -- the scheduler ------------------------------------------------------------------------------------------
 def make(**chosen: Any) -> Scheduler:
     usual: dict[str, Any] = dict(blocks=2000, max_context=4096, max_running=32, prefix_cache=False)
     scheduler = Scheduler(SchedulerConfig(**(usual | chosen)))
-    scheduler.sharing.pace.s_per_row = 7e-3  # 5 rows in a shared step
-    scheduler.sharing.pace.s_per_prompt_token = 5e-3
+    scheduler.costs.s_per_row = 7e-3  # 5 rows in a shared step
+    scheduler.costs.prompt_s_per_token = 5e-3
     return scheduler
 
 
@@ -125,7 +126,7 @@ def test_long_steps_are_not_planned_ahead_where_others_may_come() -> None:
     assert plan.tokens == 5 and scheduler.plans_ahead(plan, 0.0)  # alone: 35 ms twice
     ask(scheduler, "one", "light", 20, 0.0)
     assert not scheduler.plans_ahead(plan, 0.0)
-    scheduler.sharing.pace.s_per_row = 1e-3
+    scheduler.costs.s_per_row = 1e-3
     assert scheduler.plans_ahead(plan, 0.0)  # a fast device: 5 ms twice
 
 

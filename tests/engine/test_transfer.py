@@ -198,7 +198,7 @@ def test_an_engine_that_has_computed_no_prompt_thinks_itself_as_fast_as_a_slow_p
 
 def test_one_slow_moment_of_a_prefill_engine_and_of_its_link_is_not_believed_for_ever() -> None:
     scheduler = _slow_prefill()
-    scheduler.costs.observe_compute(100, 1, 0.01)
+    scheduler.costs.observe(0, 100, 0.01)
     scheduler.transfers.learn(Landed(0, 5.0, 0, 0.0))
     tries = 0
     while not scheduler.transfers.orders:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
 from cumulo.engine.decide.speculation.rounds import TREE_DRAFTS
-from cumulo.engine.simulate.run import Arrival, StepCost, StepTime
+from cumulo.engine.simulate.run import Arrival, StepClock, StepTime
 
 _PROPOSED, _DRAWN = 1, 0  # a proposed token, and the one that is drawn where it is wrong
 _NEW_TOKEN = 1 << 24  # from here on tokens that a text has once
@@ -115,7 +115,7 @@ def _kept(number: int, start: int, rounds: Rounds, acceptance: float, rates: tup
 
 
 def rounds_time(
-    plan: StepPlan, rounds: Rounds, cost: StepCost, shared: Mapping[int, int], head: SimulatedHead | None
+    plan: StepPlan, rounds: Rounds, cost: StepClock, shared: Mapping[int, int], head: SimulatedHead | None
 ) -> StepTime:
     """A round computes every row with its drafts, and its head proposes them one after the other, or a level of a
     tree at a time."""

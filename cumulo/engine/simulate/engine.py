@@ -1,6 +1,6 @@
 """The simulated player: the engine's loop in virtual time. Called by the planner and `cumulo simulate serve`.
 
-The scheduler and the block pool are the real ones; a StepCost says how long the steps they plan would take. The
+The scheduler and the block pool are the real ones; a StepClock says how long the steps they plan would take. The
 loop is the engine's own (engine.py): with `overlap`, step N+1 is planned and submitted while the device computes N,
 so a newcomer waits for the step that runs and for the one behind it, here as there. In a pipeline a step passes
 one stage after the other, each in its part of the step's time, and as many steps as stages are on their way.
@@ -20,7 +20,7 @@ from cumulo.engine.simulate.disk import SimulatedDisk
 from cumulo.engine.simulate.drafts import SimulatedHead, rounds_time
 from cumulo.engine.simulate.lockstep import Lockstep
 from cumulo.engine.simulate.results import enter_result, note_settled, play_stretch
-from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost, StepInFlight
+from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock, StepInFlight
 from cumulo.errors import InvalidRequest
 
 _OWN_TOKEN = 1 << 23  # from here on tokens of a prompt that its answer repeats
@@ -29,7 +29,7 @@ _OWN_TOKEN = 1 << 23  # from here on tokens of a prompt that its answer repeats
 def simulate(
     arrivals: ListLike[Arrival],
     scheduler: Scheduler,
-    cost: StepCost,
+    cost: StepClock,
     *,
     overlap: bool = True,
     stop_s: float = float("inf"),
@@ -59,7 +59,7 @@ class SimulatedEngine:
     def __init__(
         self,
         scheduler: Scheduler,
-        cost: StepCost,
+        cost: StepClock,
         *,
         overlap: bool = True,
         step_by_step: bool = False,
@@ -186,7 +186,7 @@ class SimulatedEngine:
         return self.run
 
 
-def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepCost, run: Run) -> float:
+def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepClock, run: Run) -> float:
     """Queue a request; returns what that costs the loop."""
     served = Served(arrival)
     run.served.append(served)

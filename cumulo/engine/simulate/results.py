@@ -9,7 +9,7 @@ from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.drafts import SimulatedHead, drafted_result
 from cumulo.engine.simulate.lockstep import Lockstep
-from cumulo.engine.simulate.run import Run, Served, StepCost, StepInFlight, StepTime
+from cumulo.engine.simulate.run import Run, Served, StepClock, StepInFlight, StepTime
 
 
 def enter_result(
@@ -93,7 +93,7 @@ def close_ended(scheduler: Scheduler, now_s: float, run: Run) -> None:
 def play_stretch(
     scheduler: Scheduler,
     lockstep: Lockstep,
-    cost: StepCost,
+    cost: StepClock,
     run: Run,
     in_flight: StepInFlight,
     shared: Mapping[int, int],

@@ -60,7 +60,7 @@ class DecodeTime(NamedTuple):
         return StepTime(self.submit_s, self.fixed_s + read * self.context_token_s, self.apply_s)
 
 
-class StepCost(Protocol):
+class StepClock(Protocol):
     def time_of(self, plan: StepPlan, shared: Mapping[int, int]) -> StepTime:
         """`shared`: by slot, tokens of its context that an earlier sequence holds, too."""
         ...

@@ -31,7 +31,7 @@ from cumulo.engine.decide.transfer.orders import (
 from cumulo.engine.decide.transfer.travel import TransferPlan
 from cumulo.engine.simulate.engine import SimulatedEngine, take_in
 from cumulo.engine.simulate.fleet import PromptHashes
-from cumulo.engine.simulate.run import Arrival, Run, Served, StepCost
+from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock
 from cumulo.errors import InvalidRequest
 
 _NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
@@ -54,7 +54,7 @@ class KVLink:
 class SplitEngine(SimulatedEngine):
     """A simulated engine that others send mail to: what happens to it, and when."""
 
-    def __init__(self, name: str, scheduler: Scheduler, cost: StepCost) -> None:
+    def __init__(self, name: str, scheduler: Scheduler, cost: StepClock) -> None:
         super().__init__(scheduler, cost, step_by_step=True)
         self.name = name
         self._mail: list[tuple[float, int, Callable[[], None]]] = []
@@ -98,7 +98,7 @@ class SplitEngine(SimulatedEngine):
 class SplitPrefill(SplitEngine):
     """Computes orders, and knows when each layer of each chunk is done."""
 
-    def __init__(self, name: str, scheduler: Scheduler, cost: StepCost) -> None:
+    def __init__(self, name: str, scheduler: Scheduler, cost: StepClock) -> None:
         super().__init__(name, scheduler, cost)
         self.chunks: dict[str, list[tuple[int, float, float]]] = {}  # tokens, beginning and end of its step
         self.on_chunk: Callable[[str], None] = lambda key: None
@@ -134,7 +134,7 @@ class SplitPrefill(SplitEngine):
 
 
 class SplitDecode(SplitEngine):
-    def __init__(self, number: int, scheduler: Scheduler, cost: StepCost, layers: int) -> None:
+    def __init__(self, number: int, scheduler: Scheduler, cost: StepClock, layers: int) -> None:
         super().__init__(f"decode-{number}", scheduler, cost)
         self.link_free_s = 0.0
         self._first = number * _NUMBERS

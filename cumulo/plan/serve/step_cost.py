@@ -110,7 +110,7 @@ def padded_tokens(tokens: int) -> int:
 
 
 class StepCostModel:
-    """A StepCost (engine/simulate/run.py) of one rank under a profile. Ranks of a replica run in step."""
+    """A StepClock (engine/simulate/run.py) of one rank under a profile. Ranks of a replica run in step."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class StepCostModel:
         self._products: dict[tuple[int, int], tuple[float, float, float, float]] = {}
         self._spent = [0.0] * len(PARTS)  # by all steps asked about
 
-    # -- StepCost -------------------------------------------------------------------------------------------
+    # -- StepClock -------------------------------------------------------------------------------------------
     def time_of(self, plan: StepPlan, shared: Mapping[int, int] | None = None) -> StepTime:
         load = load_of(plan, self.work.window, shared)
         host, parts = self.profile.host, self.parts(load)

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 from cumulo.engine.decide.core.block_pool import BlockPool
 from cumulo.engine.decide.core.config import SchedulerConfig
-from cumulo.engine.decide.core.preemption import PreemptionChoice, PreemptionCosts, choose_preemption
+from cumulo.engine.decide.core.preemption import PreemptionChoice, choose_preemption
 from cumulo.engine.decide.core.request import Request, Sequence, State
+from cumulo.engine.decide.core.step_cost import StepCost
 from cumulo.engine.decide.plan import NewSlot, StepPlan
 
 
@@ -20,7 +21,7 @@ class KVManager:
         self.pool = BlockPool(
             config.blocks, config.block_size, prefix_cache=config.prefix_cache, ranks=config.dp
         )
-        self.costs = PreemptionCosts()
+        self.costs = StepCost(config.shared_step_s)
         # Whether others than the runner's steps write into blocks: then no step may be played before it is planned.
         self.written_by_others = False
         self.free_slots = list(range(config.max_running - 1, -1, -1))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cumulo.engine.decide.core.request import Sequence, State
+from cumulo.engine.decide.core.step_cost import StepCost
 
 Way = Literal["recompute", "swap"]
 
@@ -36,24 +37,6 @@ def less_important(head: Sequence, running: ListLike[Sequence], level: int) -> l
     ]
 
 
-@dataclass(slots=True)
-class PreemptionCosts:
-    """Measured by the engine while it runs; the starting values only matter before the first step."""
-
-    recompute_s_per_token: float = 1e-3
-    swap_s_per_block: float = 1e-4
-    prompt_s_per_token: float = 1e-3  # of steps of any size that have prompts: for how long a step may be
-    knows_prompts: bool = False  # whether a step with prompts was measured
-
-    def observe_compute(self, tokens: int, rows: int, seconds: float) -> None:
-        """Learn from a step that was mostly prefill: decode steps read all weights for few tokens."""
-        if tokens > rows and seconds > 0:
-            self.knows_prompts = True
-            self.prompt_s_per_token += 0.2 * (seconds / tokens - self.prompt_s_per_token)
-        if tokens >= max(16, 4 * rows) and seconds > 0:
-            self.recompute_s_per_token += 0.2 * (seconds / tokens - self.recompute_s_per_token)
-
-
 @dataclass(frozen=True, slots=True)
 class PreemptionChoice:
     way: Way
@@ -68,10 +51,10 @@ def choose_preemption(
     blocks: int,
     host_blocks_free: int,
     mode: Literal["auto", "recompute", "swap"],
-    costs: PreemptionCosts,
+    costs: StepCost,
 ) -> PreemptionChoice:
     """Swapping moves every block twice; recomputing pays for every token again."""
-    recompute_s = computed_tokens * costs.recompute_s_per_token
+    recompute_s = computed_tokens * costs.prompt_s_per_token
     swap_s = 2 * blocks * costs.swap_s_per_block
     if mode == "recompute":
         way, why = "recompute", "recomputed later (configured)"

@@ -17,9 +17,9 @@ from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, Prompts, StepTiming
 from cumulo.engine.decide.core.kv_manager import new_slot
-from cumulo.engine.decide.core.preemption import PreemptionCosts
 from cumulo.engine.decide.core.queue import Queue, WaitingQueue
 from cumulo.engine.decide.core.request import FinishReason, Request, Sequence, State
+from cumulo.engine.decide.core.step_cost import StepCost
 from cumulo.engine.decide.core.step_result import enter_result
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.story import WaitCause
@@ -41,7 +41,7 @@ class CoreScheduler:
         self.batch.extend(extensions)
 
     @property
-    def costs(self) -> PreemptionCosts:
+    def costs(self) -> StepCost:
         return self.kv.costs
 
     @property
@@ -268,7 +268,8 @@ class CoreScheduler:
         for one in self.batch.points.observe:
             one.observe(plan, timing, now_s)
         times = 1 if plan.rounds is None else plan.rounds.times
-        self.costs.observe_compute(plan.tokens, len(plan.slots), timing.seconds / times)
+        rows = plan.counts.count(1)
+        self.costs.observe(rows, plan.tokens - rows, timing.seconds / times)
 
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted), or as many as

@@ -132,45 +132,7 @@ def _is_much_shorter(demand: dict[Tenant, int], by_length: list[Tenant]) -> bool
     return not first.waiting and (second.waiting > 0 or _MUCH_SHORTER * demand[first] <= demand[second])
 
 
-_LEARN = 0.5  # share of the news in the average: steps that took longer than expected,
-_LEARN_LESS = 0.2  # ... and others
-_MOST_LONGER = (
-    4.0  # times as expected: a machine that stood still for a while says nothing about the next step
-)
 _by_last_step = attrgetter("last_step")
-
-
-class StepPace:
-    """How long a step's rows and prompt tokens take. Measured by the engine while it runs."""
-
-    def __init__(self, shared_step_s: float) -> None:
-        self.shared_step_s = shared_step_s
-        self.s_per_row = shared_step_s / 4  # before the first steps: what many would take is not known
-        self.s_per_prompt_token = 1e-3
-
-    def observe(self, rows: int, prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step with so many single tokens and tokens of prompts."""
-        if not prompt_tokens:
-            self._observe_rows(seconds / rows, seconds)
-            return
-        if rows:
-            self.s_per_row = min(self.s_per_row, seconds / rows)
-        # A step's fixed part is among what its rows take; half of the time per token is the prompt's in any case.
-        left_s = max(seconds - rows * self.s_per_row, seconds / 2 * prompt_tokens / (rows + prompt_tokens))
-        measured = min(left_s / prompt_tokens, _MOST_LONGER * self.s_per_prompt_token)
-        learn = _LEARN if measured > self.s_per_prompt_token else _LEARN_LESS
-        self.s_per_prompt_token += learn * (measured - self.s_per_prompt_token)
-
-    def _observe_rows(self, measured: float, seconds: float) -> None:
-        """A step has a fixed part, so a short one with few rows says little about what more rows would take: only
-        steps that are too long raise the estimate."""
-        if measured < self.s_per_row:
-            self.s_per_row = max(measured, 1e-9)
-        elif seconds > self.shared_step_s:
-            self.s_per_row += _LEARN * (min(measured, _MOST_LONGER * self.s_per_row) - self.s_per_row)
-
-    def rows_in(self, seconds: float) -> int:
-        return max(1, int(seconds / self.s_per_row))
 
 
 def decoding(running: ListLike[Sequence]) -> list[Sequence]:

@@ -12,13 +12,12 @@ from operator import attrgetter
 
 from cumulo.engine.decide.core import admission
 from cumulo.engine.decide.core.batch import RequestBatch
-from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, Prompts, StepTiming
+from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, Prompts
 from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.sharing.places import Places
 from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.step_shares import (
-    StepPace,
     Turns,
     Want,
     by_share,
@@ -43,7 +42,7 @@ class Sharing(Extension):
     def __init__(self, batch: RequestBatch, shares: FairShares, queue: TenantQueue) -> None:
         self.shares, self.queue = shares, queue
         self.places = Places(batch, shares, queue)
-        self.pace = StepPace(batch.config.shared_step_s)
+        self._cost = batch.kv.costs
         self.bounds_steps = True  # not where an SLO does
         self._batch, self._turns = batch, Turns()
         self._several, self._most_s = False, batch.config.shared_step_s  # of the step that is planned
@@ -113,7 +112,7 @@ class Sharing(Extension):
         part = _ROWS_IN_A_TURN if turn is not None else _ROWS_WITH_PROMPTS if prompts else 1.0
         newcomer = None if turn is None else turn.tenant
         left_out = rows_to_leave_out(
-            decoding(running), self.pace.rows_in(part * self._most_s), newcomer, now_s
+            decoding(running), self._cost.rows_in(part * self._most_s), newcomer, now_s
         )
         if not left_out:
             return running
@@ -151,9 +150,9 @@ class Sharing(Extension):
 
     def _tokens(self, rows: int) -> int:
         """Prompt tokens for which a step with so many rows has time."""
-        left_s = max(self._most_s - rows * self.pace.s_per_row, self._most_s / _LEAST_FOR_PROMPTS)
+        left_s = max(self._most_s - rows * self._cost.s_per_row, self._most_s / _LEAST_FOR_PROMPTS)
         budget = self._batch.config.max_tokens_per_step
-        return shared_step_tokens(budget, left_s, self.pace.s_per_prompt_token)
+        return shared_step_tokens(budget, left_s, self._cost.prompt_s_per_token)
 
     def share_prompts(
         self, waiting: list[Sequence], budget: int, may_admit: bool, plan: StepPlan, now_s: float
@@ -203,14 +202,8 @@ class Sharing(Extension):
         if not self._bounded:
             return tokens
         left_s = self._most_s - self._expected_s(plan)
-        return min(tokens, max(0, int(left_s / self.pace.s_per_prompt_token)))
-
-    def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
-        tokens, times = plan.tokens, 1 if plan.rounds is None else plan.rounds.times
-        if tokens and timing.seconds > 0:
-            single = plan.counts.count(1)
-            self.pace.observe(single, tokens - single, timing.seconds / times)
+        return min(tokens, max(0, int(left_s / self._cost.prompt_s_per_token)))
 
     def _expected_s(self, plan: StepPlan) -> float:
         rows = len(plan.slots)
-        return self.pace.s_per_row * rows + self.pace.s_per_prompt_token * (plan.tokens - rows)
+        return self._cost.expected_s(rows, plan.tokens - rows)

@@ -170,7 +170,7 @@ class Tiers(Extension):
         found = self.run_of(hashes[cached:])
         choice = choose_fetch(
             blocks=len(found), block_size=size, move_s_per_block=batch.kv.costs.swap_s_per_block,
-            compute_s_per_token=batch.kv.costs.recompute_s_per_token,
+            compute_s_per_token=batch.kv.costs.prompt_s_per_token,
         )  # fmt: skip
         return found if choice.fetch else []
 
@@ -183,7 +183,7 @@ class Tiers(Extension):
         self.counts.host_hit_tokens += tokens
         story.add(
             now_s, "fetched", where="in host memory", tokens=tokens, fetch_ms=1e3 * blocks * costs.swap_s_per_block,
-            compute_ms=1e3 * tokens * costs.recompute_s_per_token,
+            compute_ms=1e3 * tokens * costs.prompt_s_per_token,
         )  # fmt: skip
 
     def _fetch(self, sequence: Sequence, now_s: float) -> bool:
@@ -208,7 +208,7 @@ class Tiers(Extension):
         choice = choose_fetch(
             blocks=len(wanted), block_size=size,
             move_s_per_block=self.costs.disk_s_per_block + batch.kv.costs.swap_s_per_block,
-            compute_s_per_token=batch.kv.costs.recompute_s_per_token,
+            compute_s_per_token=batch.kv.costs.prompt_s_per_token,
             ahead_s=waiting * self.costs.disk_s_per_block,
         )  # fmt: skip
         if not wanted:
