@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
+from cumulo.engine.decide.core.config import DEVICE_DEFAULTS, SchedulingOptions
 from cumulo.engine.decide.rank_backend import BACKENDS
 from cumulo.engine.decide.transfer.orders import named_address, parse_address
 from cumulo.errors import CumuloError
@@ -15,36 +16,21 @@ _MOST_THREADS = 1024  # torch ends the process where it cannot start them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(SchedulingOptions):
+    """Those that the scheduler decides by are in SchedulingOptions."""
+
     device: str = "auto"  # auto: a GPU if there is one, else the CPU; or "cpu", "cuda"
-    # Tokens per KV block; 0: 16 on a CPU, 64 on a GPU, where a block is one tile of attention.
-    block_size: int = 0
     kv_blocks: int | None = None  # None: as many as kv_memory_gib holds
     kv_memory_gib: float | None = None  # None: chosen by the memory ledger from what is free
     max_context: int | None = None  # longest prompt + output; None: what the model was trained for
-    max_running: int = 0  # sequences that compute at the same time; 0: 256 on a CPU, 512 on a GPU
-    max_tokens_per_step: int = 0  # shared by prefill chunks and decodes; 0: 512 on a CPU, 8192 on a GPU
-    prefix_cache: bool = True
-    preemption: Literal["auto", "recompute", "swap"] = "auto"  # auto: whichever is predicted cheaper
     swap_gib: float = 0.0  # host memory for swapped-out blocks; 0: preemption always recomputes
     # Prefixes that leave the device's KV cache are kept in host memory, and from there on disk: docs/kv-tiers.md
     kv_host_gib: float = 0.0
     kv_disk: str = ""  # folder; engines of one host may share it
     kv_disk_gib: float = 0.0  # most that its files may take
-    priority_step_s: float = 30.0  # a request one priority lower overtakes those that came this much later
-    # While several tenants (API keys) are about, a step takes about this long, and twice as long while one key is
-    # alone: a newcomer waits for no step that another has filled
-    shared_step_s: float = 0.04
-    # TTFT and ITL promised to requests that do not ask for their own; None: nothing is promised (docs/slo.md)
-    slo: Slo | None = None
-    slo_late: Literal["refuse", "queue"] = (
-        "refuse"  # a request whose promise cannot be kept; queue: without one
-    )
     # Tokens are drafted and verified together: "ngram" drafts what followed the same words before; or the name of a
     # draft model with the same tokenizer, or the folder of an EAGLE-3 head; "mtp": DeepSeek-V3's layer. Empty: off
     speculate: str = ""
-    # A head on a GPU may draft trees of so many levels, 2 to 4, where they are measured to pay; 0: chains only
-    draft_tree: int = 0
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default
     dtype: str = "auto"  # of activations and KV; auto: float32 on a CPU, bfloat16 on a GPU
@@ -59,12 +45,9 @@ class EngineConfig:
     invariant_tp: int = 0
     cuda_graphs: bool = True  # steps are captured and replayed; off: every kernel is launched by the host
     # -- low-rank adapters: docs/adapters.md
-    max_loras: int = 0  # adapters that can be loaded at the same time; 0: none are served
     max_lora_rank: int = 16  # the greatest rank that an adapter may have
     # -- over several ranks (processes): docs/serving-ranks.md
     tp: int = 1  # tensor parallel: heads, feed-forward width and vocabulary in this many slices
-    pp: int = 1  # pipeline parallel: layers in this many stages
-    dp: int = 1  # data-parallel attention: each sequence's KV cache on one of this many ranks
     # Expert parallel: experts are spread whole over all tp × dp ranks of a stage; alone, it also sets tp.
     ep: int = 1
     # Copies of experts that get most tokens, over all ranks of a stage: placed anew by load after so many steps
@@ -190,9 +173,9 @@ class EngineConfig:
 
     def settled(self, kind: str) -> "EngineConfig":
         """With everything decided that depends on the kind of device, "cpu" or "cuda"."""
-        defaults = _DEFAULTS[kind]
-        chosen = {name: value for name, value in defaults.items() if getattr(self, name) in (0, "auto")}
-        settled = replace(self, device=kind, **chosen)  # type: ignore[arg-type]
+        chosen = {name: value for name, value in DEVICE_DEFAULTS[kind].items() if not getattr(self, name)}
+        dtype = _DTYPES[kind] if self.dtype == "auto" else self.dtype
+        settled = replace(self, device=kind, dtype=dtype, **chosen)  # type: ignore[arg-type]
         if kind == "cpu":
             if self.weights != "auto":
                 raise CumuloError(f"weights={self.weights} needs a GPU; on a CPU, omit weights")
@@ -219,7 +202,4 @@ _ALLOWED = {
     "kv_dtype": ("auto", "fp8", "int8"),
     "rank_backend": BACKENDS,
 }
-_DEFAULTS: dict[str, dict[str, int | str]] = {
-    "cpu": {"block_size": 16, "max_running": 256, "max_tokens_per_step": 512, "dtype": "float32"},
-    "cuda": {"block_size": 64, "max_running": 512, "max_tokens_per_step": 8192, "dtype": "bfloat16"},
-}
+_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}

@@ -145,7 +145,7 @@ def test_tokens_do_not_depend_on_how_the_work_was_cut_shared_or_preempted(case):
         blocks=case["dp"] * (-(-longest // size) + case["room"]), block_size=size,
         max_running=case["max_running"], max_tokens_per_step=case["max_running"] + case["budget"],
         prefix_cache=case["prefix_cache"], preemption=case["preemption"], priority_step_s=5.0,
-        host_blocks=case["host_blocks"] if case["dp"] == 1 else 0, dp=case["dp"], stages=case["stages"],
+        host_blocks=case["host_blocks"] if case["dp"] == 1 else 0, dp=case["dp"], pp=case["stages"],
     )  # fmt: skip
     late = made[len(made) // 2 :]
     aborted = {r.id for r in made if rng.random() < 0.15}

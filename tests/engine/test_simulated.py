@@ -223,7 +223,7 @@ def test_its_times_are_those_of_the_engines_own_loop(
     cost = LinearCost(submit_s=1e-3)
     runner = VirtualRunner(cost, stages)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=runner.perf_counter))
-    scheduler = Scheduler(config(stages=stages))
+    scheduler = Scheduler(config(pp=stages))
     engine = Engine(scheduler, runner, None, vocab_size=1 << 20, overlap=overlap, depth=stages)
     arrivals = [Arrival(one.arrived_s, one.prompt_tokens, one.output_tokens) for one in traffic(5)]
     coming, names, seen = 0, {}, {index: [] for index in range(len(arrivals))}
@@ -240,7 +240,7 @@ def test_its_times_are_those_of_the_engines_own_loop(
         for delta in engine.step().deltas:
             seen[names[delta.request_id]] += [runner.now_s] * len(delta.token_ids)
 
-    run = simulate(arrivals, Scheduler(config(stages=stages)), cost, overlap=overlap)
+    run = simulate(arrivals, Scheduler(config(pp=stages)), cost, overlap=overlap)
     for index, one in enumerate(run.served):
         assert len(seen[index]) == one.arrival.output_tokens
         assert one.first_token_s == pytest.approx(seen[index][0], rel=1e-12)

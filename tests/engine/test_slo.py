@@ -92,7 +92,7 @@ def test_a_refusal_for_want_of_kv_blocks_says_how_many_are_wanted() -> None:
 
 
 def test_with_late_queue_nobody_is_refused_and_more_are_in_time_than_without_promises() -> None:
-    run = play(config(late="queue"), traffic(60.0))
+    run = play(config(slo_late="queue"), traffic(60.0))
     assert all(one.finished for one in run.served)
     assert kept(run) >= 1.3 * kept(play(config(slo=None, max_tokens_per_step=256), traffic(60.0)))
 

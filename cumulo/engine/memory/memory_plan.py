@@ -7,12 +7,12 @@ naming the largest setting that would.
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from cumulo.base.quantities import GIB
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.config import SchedulerConfig, SchedulingOptions
 from cumulo.engine.memory.ledger import Ledger, format_bytes
 from cumulo.engine.memory.needs import DraftNeeds, Needs
 from cumulo.errors import CumuloError, OutOfMemory
@@ -157,25 +157,13 @@ def largest(fit: Callable[[int], bool], low: int, high: int) -> int:
 def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfig:
     """From the engine's options, settled for its device, and what the memory ledger gives it."""
     return SchedulerConfig(
+        **{option.name: getattr(config, option.name) for option in fields(SchedulingOptions)},
         blocks=memory.kv_blocks,
-        block_size=config.block_size,
         max_context=memory.max_context,
-        max_running=config.max_running,
-        max_tokens_per_step=config.max_tokens_per_step,
-        prefix_cache=config.prefix_cache,
-        preemption=config.preemption,
         host_blocks=memory.host_blocks,
         tier_blocks=memory.tier_blocks,
         disk=bool(config.kv_disk),
-        priority_step_s=config.priority_step_s,
-        shared_step_s=config.shared_step_s,
-        max_loras=config.max_loras,
         speculate=_drafts(config),
-        draft_tree=config.draft_tree,
-        stages=config.pp,
-        dp=config.dp,
-        slo=config.slo,
-        late=config.slo_late,
     )
 
 

@@ -75,7 +75,7 @@ class SimulatedEngine:
         self.run, self._lockstep = Run(), Lockstep(scheduler.batch)
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
         self.clock_s = 0.0
-        stages = scheduler.config.stages
+        stages = scheduler.config.pp
         self._stage_free_s = [0.0] * stages
         self._in_flight: deque[StepInFlight] = deque()  # at most one for each stage
         self._coming = 0

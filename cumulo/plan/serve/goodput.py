@@ -54,7 +54,7 @@ def play_goodput(
     done with requests whose promise cannot be kept. `slower`: than predicted by so much."""
     scheduler = replica.scheduler()
     if promise:
-        scheduler = Scheduler(replace(scheduler.config, slo=slo, late=late))
+        scheduler = Scheduler(replace(scheduler.config, slo=slo, slo_late=late))
         _learn(scheduler, replica, slower)
     engine = replica.engine_of(scheduler, replica.cost(slower=slower))
     engine.arrivals = list(traffic.arrivals)

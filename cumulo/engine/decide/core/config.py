@@ -6,34 +6,53 @@ from typing import Literal
 from cumulo.errors import CumuloError
 from cumulo.spec.slo import Slo
 
+# What 0 stands for, by kind of device.
+DEVICE_DEFAULTS = {
+    "cpu": {"block_size": 16, "max_running": 256, "max_tokens_per_step": 512},
+    "cuda": {"block_size": 64, "max_running": 512, "max_tokens_per_step": 8192},
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    blocks: int
-    block_size: int = 16
-    max_context: int
-    max_running: int = 256
-    max_tokens_per_step: int = 512
+class SchedulingOptions:
+    """The options of an engine that its scheduler decides by. EngineConfig and SchedulerConfig have them from
+    here."""
+
+    # Tokens per KV block; 0: 16 on a CPU, 64 on a GPU, where a block is one tile of attention.
+    block_size: int = 0
+    max_running: int = 0  # sequences that compute at the same time; 0: 256 on a CPU, 512 on a GPU
+    max_tokens_per_step: int = 0  # shared by prefill chunks and decodes; 0: 512 on a CPU, 8192 on a GPU
     prefix_cache: bool = True
-    preemption: Literal["auto", "recompute", "swap"] = "auto"
+    preemption: Literal["auto", "recompute", "swap"] = "auto"  # auto: whichever is predicted cheaper
+    priority_step_s: float = 30.0  # a request one priority lower overtakes those that came this much later
+    # While several tenants (API keys) are about, a step takes about this long, and twice as long while one key is
+    # alone: a newcomer waits for no step that another has filled
+    shared_step_s: float = 0.04
+    # TTFT and ITL promised to requests that do not ask for their own; None: nothing is promised (docs/slo.md)
+    slo: Slo | None = None
+    # What becomes of a request whose promise cannot be kept; queue: it is answered without a promise
+    slo_late: Literal["refuse", "queue"] = "refuse"
+    # A head on a GPU may draft trees of so many levels, 2 to 4, where they are measured to pay; 0: chains only
+    draft_tree: int = 0
+    max_loras: int = 0  # low-rank adapters that can be loaded at the same time; 0: none are served
+    pp: int = 1  # pipeline parallel: layers in this many stages
+    dp: int = 1  # data-parallel attention: each sequence's KV cache on one of this many ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(SchedulingOptions):
+    blocks: int
+    max_context: int
     host_blocks: int = 0
     tier_blocks: int = 0  # further ones, for prefixes that leave the device
     disk: bool = False  # from where they are written to files, and read
-    priority_step_s: float = 30.0
-    shared_step_s: float = 0.04
-    max_loras: int = 0  # low-rank adapters that can be loaded at the same time
     # Which drafts: by lookup, of a model, or of a head that a GPU asks by itself, in rounds.
     speculate: Literal["", "ngram", "model", "rounds"] = ""
-    draft_tree: int = 0  # levels of the trees that such a head may grow; 0: chains only
-    # Of a pipeline. A sequence whose next token is still being drawn would hold up all stages, so it waits, and a
-    # step takes its share of those that do not.
-    stages: int = 1
-    # Data-parallel attention: the blocks are equal runs of them, each on one rank with its sequences.
-    dp: int = 1
-    slo: Slo | None = None  # promised to requests that do not name their own
-    late: Literal["refuse", "queue"] = "refuse"  # requests whose promise cannot be kept
 
     def __post_init__(self) -> None:
+        for name, value in DEVICE_DEFAULTS["cpu"].items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
         if self.max_tokens_per_step < self.max_running:
             raise CumuloError(
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_running "
@@ -41,7 +60,7 @@ class SchedulerConfig:
             )
         if self.blocks % self.dp:
             raise CumuloError(f"{self.blocks} KV blocks cannot be shared evenly by dp {self.dp}")
-        if self.speculate and self.stages > 1:
+        if self.speculate and self.pp > 1:
             raise CumuloError(
                 "speculate needs pp 1: a pipeline's stages never wait for drawn tokens; omit one"
             )

@@ -130,7 +130,7 @@ class CoreScheduler:
         waiting: list[Sequence] = []
         starved = False
         index, slots, starts = plan.index, plan.slots, plan.starts
-        stages, most = self.config.stages, -(-len(self.running) // self.config.stages)
+        stages, most = self.config.pp, -(-len(self.running) // self.config.pp)
         # This loop runs for every sequence at every step: keep it lean.
         for sequence in running:
             position = sequence.computed

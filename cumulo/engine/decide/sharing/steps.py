@@ -192,7 +192,7 @@ class Sharing(Extension):
         """Whether to plan the next step while this one is computed. A newcomer waits for both, so they may take no
         longer together than one step may. Planning late costs the host's time per step, which is little of a long
         one."""
-        if self._batch.config.stages > 1 or not self.bounds_steps or not self.shares.ever_keys:
+        if self._batch.config.pp > 1 or not self.bounds_steps or not self.shares.ever_keys:
             return True  # the stages of a pipeline always have steps behind each other
         if not self.begin(now_s):
             return True

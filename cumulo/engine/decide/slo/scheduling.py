@@ -57,7 +57,7 @@ class SloScheduling(Extension):
                 story.add(
                     now_s, "promised", promise=_words(slo), expected_ms=expected_ms, ahead=outlook.ahead
                 )
-            elif config.late == "refuse":
+            elif config.slo_late == "refuse":
                 promises.refused += 1
                 raise refuse(outlook, slo.ttft_s)
             else:
