@@ -349,7 +349,7 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
 
 
 def free_memory(config: EngineConfig) -> int:
-    """Of the device that holds weights and KV cache."""
+    """The free memory of the device that holds weights and KV cache."""
     return gpu_memory() if config.device == "cuda" else available_memory()
 
 

@@ -70,7 +70,7 @@ class EngineLink(Protocol):
 
 
 class PrefillLink:
-    """Of an engine that computes prompts for others."""
+    """The link of an engine that computes prompts for others."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class PrefillLink:
             self._sender.tell_load(self._scheduler.handover.load())
 
     def step_done(self, plan: StepPlan) -> None:
-        """For runners that do not tell of single layers."""
+        """Runners that do not tell of single layers tell of all of them here."""
         if plan.sends:
             if self._before_told is not None:
                 self._before_told()
@@ -128,7 +128,7 @@ class PrefillLink:
 
 
 class DecodeLink:
-    """Of an engine whose prompts are computed by others."""
+    """The link of an engine whose prompts are computed by others."""
 
     def __init__(self, scheduler: Scheduler, receiver: TransferReceiver) -> None:
         self._scheduler, self._receiver = scheduler, receiver

@@ -99,7 +99,7 @@ Vector = NDArray[np.float64]
 
 
 def normalised(vector: Vector) -> Vector:
-    """At length 1 (L2). A vector of zeros has no direction and stays."""
+    """The vector at length 1 (L2). A vector of zeros has no direction and stays."""
     largest = float(np.abs(vector).max(initial=0.0))
     if largest == 0:
         return vector

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.speculation.learnt_cost import LearntCost
+from cumulo.engine.decide.speculation.policy import LearntCost
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
 from tests.engine.tiny_engine import run

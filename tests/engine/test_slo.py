@@ -16,8 +16,7 @@ from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.slo.promises import Promises, learning_prompts
-from cumulo.engine.decide.slo.step_model import StepMix, StepModel
+from cumulo.engine.decide.slo.promises import Promises, StepMix, StepModel, learning_prompts
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
 from cumulo.errors import CumuloError, Overloaded

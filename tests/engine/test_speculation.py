@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.speculation.choose import Acceptance, Offer, choose, class_of_chance, worth_asking
 from cumulo.engine.decide.speculation.drafts import NgramDraft, ProposedDraft
-from cumulo.engine.decide.speculation.learnt_cost import LearntCost
-from cumulo.engine.decide.speculation.policy import Drafting
+from cumulo.engine.decide.speculation.policy import Drafting, LearntCost
 from cumulo.engine.play.draft_source import DraftSource, attach_draft
 from tests import thorough
 from tests.engine.equivalence import FreeDrafts, Lengths, Way, check, draw_requests, run_alone

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
+from cumulo.engine.decide.kv_tiers import HostTier, choose_fetch
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.tiers.host_tier import HostTier, choose_fetch
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
 from cumulo.engine.play.disk_tier import KvFiles, TierMover, host_block_of

@@ -74,7 +74,7 @@ class AdapterSlots(Extension):
         return self.loaded[key]
 
     def of_print(self, fingerprint: str) -> Adapter:
-        """For another engine's order: whatever it is called there."""
+        """The adapter of another engine's order, whatever it is called there."""
         found = next((one for one in self.loaded.values() if one.fingerprint == fingerprint), None)
         if found is None:
             raise InvalidRequest("the adapter of this request is not loaded here")

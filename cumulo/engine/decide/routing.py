@@ -127,7 +127,7 @@ def expected(ask: Ask, replica: ReplicaView, promised: Container[BlockHash] = ()
 
 @dataclass(slots=True)
 class RoundRobin:
-    """In turn. Blind to load and caches."""
+    """Replicas take turns, whatever their load and caches."""
 
     turn: int = 0
 

@@ -11,13 +11,13 @@ from cumulo.engine.decide.core.extension import Extension
 from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.core.scheduler import CoreScheduler
 from cumulo.engine.decide.core.step_result import take_back
+from cumulo.engine.decide.kv_tiers import Tiers
 from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.steps import Sharing
 from cumulo.engine.decide.sharing.tenants import FairShares
 from cumulo.engine.decide.slo.scheduling import SloScheduling
 from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.speculation.rounds import RoundPolicy
-from cumulo.engine.decide.tiers.tiers import Tiers
 from cumulo.engine.decide.transfer.handover import Handover
 
 

@@ -153,7 +153,7 @@ class Story:
         self._wait(now_s, cause)
 
     def _wait(self, now_s: float, cause: WaitCause | None) -> None:
-        """From now on it waits for something else, or (None) no more."""
+        """The request waits for something else from now on, or (None) no more."""
         if self.waits_for is not None:
             since_s = self.arrived_s if self.waits_since_s is None else self.waits_since_s
             self.waits_s[self.waits_for] = self.waits_s.get(self.waits_for, 0.0) + now_s - since_s

@@ -63,7 +63,7 @@ class Ledger:
 
 
 def ledger_table(ledger: Ledger) -> "Table":
-    """For a terminal: predicted beside measured, and their ratio."""
+    """The ledger for a terminal: predicted beside measured, and their ratio."""
     from rich.table import Table
 
     table = Table(title="Memory ledger", title_justify="left")

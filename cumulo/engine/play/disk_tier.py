@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 
 from cumulo.base.files import sampled_digest
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.tiers.tiers import (
+from cumulo.engine.decide.kv_tiers import (
     KEPT_FILES,
     FilesRead,
     FilesSeen,
@@ -35,6 +33,8 @@ from cumulo.engine.decide.tiers.tiers import (
     TierEvent,
     WriteFile,
 )
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.play.mailbox import Mailbox
 from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.errors import ConfigError

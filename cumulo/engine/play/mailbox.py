@@ -40,7 +40,7 @@ class Mailbox(Generic[T]):
         return taken
 
     def wait(self, timeout_s: float) -> bool:
-        """Until something is in it; False: nothing came."""
+        """Wait until something is in it; False: nothing came."""
         return bool(self._items) or bool(select.select([self._bell], [], [], timeout_s)[0])
 
     def close(self) -> None:

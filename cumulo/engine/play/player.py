@@ -196,7 +196,7 @@ def _torch_runner(
 
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of keys and values, where activations are in `dtype`."""
+    """The number format of keys and values, where activations are in `dtype`."""
     return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(config.kv_dtype, dtype)
 
 

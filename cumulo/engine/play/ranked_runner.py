@@ -135,7 +135,7 @@ class RankedRunner:
         self.caches: RankCaches | None = None  # of an engine with a role: the KV of every rank
 
     def submit(self, plan: StepPlan) -> "RankedStep":
-        """To all ranks, without waiting for any."""
+        """Send to all ranks, without waiting for any."""
         if self._failed is not None:
             raise self._failed
         try:

@@ -175,7 +175,7 @@ class TcpSource:
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    """So many bytes, or None at the end of the stream."""
+    """Receive so many bytes; None at the end of the stream."""
     data = bytearray()
     while len(data) < size:
         try:
@@ -269,7 +269,7 @@ class CudaSource:
 
 
 class _RankSource:
-    """Of one rank: from the sender's memory into this engine's."""
+    """The copies of one rank, from the sender's memory into this engine's."""
 
     def __init__(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         from cumulo.kernels.cuda.collective import block_copy  # Triton is there on machines with a GPU only
@@ -329,7 +329,7 @@ def _words_of(cache: KVCache) -> list[torch.Tensor]:
 
 
 def _aligned_words(words: int) -> int:
-    """At addresses that the copy was compiled for."""
+    """The number of words, rounded up to addresses that the copy was compiled for."""
     return -(-words // 64) * 64
 
 

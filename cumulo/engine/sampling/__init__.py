@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""How logits become tokens."""

@@ -1,8 +1,8 @@
 """SimulatedDisk: the KV tier's files in virtual time. Asked by a simulated engine between two steps.
 
-What is written and read, and whether to read at all, is decided by the scheduler's own tiers (engine/decide/tiers);
-here is only how long it takes. Like the mover's (play/tiers/mover.py), one thread writes and another reads, one
-order after the other, and no step waits for them.
+What is written and read, and whether to read at all, is decided by the scheduler's own tiers
+(engine/decide/kv_tiers.py); here is only how long it takes. Like the mover's (play/disk_tier.py), one thread
+writes and another reads, one order after the other, and no step waits for them.
 """
 
 import heapq
@@ -10,7 +10,7 @@ import itertools
 from collections import OrderedDict
 
 from cumulo.engine.decide.core.block_pool import BlockHash
-from cumulo.engine.decide.tiers.tiers import (
+from cumulo.engine.decide.kv_tiers import (
     KEPT_FILES,
     FilesRead,
     FilesSeen,

@@ -66,11 +66,11 @@ class StepClock(Protocol):
         ...
 
     def decode(self, rows: int) -> DecodeTime | None:
-        """The same for a step of single tokens; None where it is no such line."""
+        """The time of a step of single tokens as a line; None where it is no such line."""
         ...
 
     def arrival_s(self, prompt_tokens: int) -> float:
-        """Of the engine's loop, to take a request in."""
+        """The time of the engine's loop to take a request in."""
         ...
 
 

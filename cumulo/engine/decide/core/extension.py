@@ -93,7 +93,7 @@ class Extension:
         """A step is going to be planned."""
 
     def choose_rows(self, plan: StepPlan, now_s: float) -> list[Sequence] | None:
-        """Of those who run, who may draw a token in this step; None: all."""
+        """Which running sequences may draw a token in this step; None: all."""
         return None
 
     def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:

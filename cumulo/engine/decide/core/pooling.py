@@ -37,7 +37,7 @@ class Pooled:
 
     @property
     def wants(self) -> str:
-        """In words, for the request's story."""
+        """What is needed, in words for the request's story."""
         if self.needs_every_token:
             return "every token's hidden state is needed, so no cached prefix serves"
         return "only the last token's hidden state is needed"

@@ -194,7 +194,7 @@ class TenantQueue:
         return self._turn.first()
 
     def _earliest(self, priority: int) -> tuple[Order, int, _Line]:
-        """Of the lines of this level, the first in order."""
+        """The first in order of the lines of this level."""
         heap = self._levels[priority].by_order
         while heap[0][2].place != (priority, heap[0][0]):
             heapq.heappop(heap)

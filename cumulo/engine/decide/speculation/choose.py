@@ -60,7 +60,7 @@ class Acceptance:
             self._prior.observe(kind, hits, misses)
 
     def rate(self, kind: int) -> float:
-        """Of a token whose predecessors were all right."""
+        """How often a token is right whose predecessors were all right."""
         if self._prior is None:
             return self._hits[kind] / self._tried[kind]
         return (self._hits[kind] + _PRIOR * self._prior.rate(kind)) / (self._tried[kind] + _PRIOR)

@@ -15,7 +15,7 @@ _LONGEST = 16  # tokens of common past that are counted
 
 
 class NgramDraft:
-    """Of one sequence. `advance` for every new token; `take` what may come next."""
+    """The draft of one sequence: `advance` enters every new token, `next_tokens` says what may come next."""
 
     __slots__ = ("_at", "_earlier", "_last_of", "matched", "size")
 
@@ -91,7 +91,7 @@ class NgramDraft:
 
 
 class ProposedDraft:
-    """Of one sequence; the same calls as NgramDraft's."""
+    """The draft of one sequence; it has the same calls as NgramDraft."""
 
     __slots__ = ("_tokens", "kinds", "size")
 

@@ -42,7 +42,7 @@ def kinds_of_rounds(levels: int) -> list[Rounds]:
 
 
 class _Learnt:
-    """Of steps with about so many rows."""
+    """What is known of steps with about so many rows."""
 
     def __init__(self) -> None:
         self.plain = [0.0, 0]  # seconds, steps seen

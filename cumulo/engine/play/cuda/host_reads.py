@@ -49,7 +49,7 @@ class HiddenReader:
         self._model, self._table, self._rows, self._own, self._rank = model, table, rows, own, rank
 
     def _hidden(self, row: int, first: int, count: int) -> Tensor:
-        """Of so many tokens of a row of the step."""
+        """The final hidden states of so many tokens of a row of the step."""
         model, own, stream = self._model, self._own, self._model.stream
         starts, index = (
             (self._rows.query_starts, row) if own is None else (own.rows.query_starts, own.place[row])

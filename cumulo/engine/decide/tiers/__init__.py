@@ -1,1 +1,0 @@
-"""KV tiers: prefix blocks that leave the device go to host memory and from there to disk. Pure."""
