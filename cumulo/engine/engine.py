@@ -17,6 +17,7 @@ from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.decide.adapters import salted
 from cumulo.engine.decide.core.extension import StepTiming
 from cumulo.engine.decide.core.request import DrawnSample, Request, Sequence, State
+from cumulo.engine.decide.core.step_result import take_back
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
@@ -259,7 +260,7 @@ class Engine:
         for index, token in enumerate(fresh if sequence.finish_reason != "stop" else fresh[:-1], 1):
             text += stream.push(token)
             if stream.matched is not None:
-                self.scheduler.take_back(sequence, len(fresh) - index)
+                take_back(sequence, len(fresh) - index)
                 del fresh[index:]
                 break
         if stream.matched is not None:

@@ -38,7 +38,7 @@ class Searching:
         level = min(firsts, key=lambda s: s.request.order).request.priority
         return min(
             (s for s in firsts if s.request.priority <= level),
-            key=lambda s: (s.request.share.counter, s.request.order),
+            key=lambda s: (s.request.usage.counter, s.request.order),
         )
 
     def remove(self, sequence: Sequence) -> None:
@@ -65,7 +65,7 @@ def test_the_queue_agrees_with_one_that_searches(seed: int, tenants: int, priori
                 f"r{step}", [1], PARAMS, seed=0, tenant=str(rng.randrange(tenants)),
                 priority=rng.randrange(priorities),
             )  # fmt: skip
-            made.share = shares.tenant(made.tenant)
+            made.usage = shares.tenant(made.tenant)
             made.order = (step + 40.0 * made.priority, step)
             sequence = made.sequences[0]
             queue.arrive(sequence)
@@ -77,7 +77,7 @@ def test_the_queue_agrees_with_one_that_searches(seed: int, tenants: int, priori
             if first is not None:
                 queue.take_first()
                 first.state = State.RUNNING
-                first.request.share.prompt_tokens += rng.randrange(1, 9)
+                first.request.usage.prompt_tokens += rng.randrange(1, 9)
                 leaves(first)
                 admitted.append(first)
         elif action < 0.75 and admitted:  # gives way and comes back, in its old place
@@ -98,7 +98,7 @@ def test_the_queue_agrees_with_one_that_searches(seed: int, tenants: int, priori
             queue.push(beam)
             searching.push(beam)
         elif admitted:
-            rng.choice(admitted).request.share.output_tokens += rng.randrange(1, 5)
+            rng.choice(admitted).request.usage.output_tokens += rng.randrange(1, 5)
         assert queue.count == len(waiting) == sum(tenant.waiting for tenant in shares.tenants.values())
     while (first := queue.first()) is not None:
         assert first is searching.first()
@@ -114,14 +114,14 @@ def test_one_tenants_requests_come_in_order() -> None:
     orders = [(rng.random(), number) for number in range(300)]
     for number, order in enumerate(orders):
         made = Request(f"r{number}", [1], PARAMS, seed=0, priority=rng.randrange(5))
-        made.share, made.order = shares.tenant(""), order
+        made.usage, made.order = shares.tenant(""), order
         queue.arrive(made.sequences[0])
     came = []
     while (first := queue.first()) is not None:
         assert queue.passed_over is None and queue.level == first.request.priority
         queue.take_first()
         first.state = State.RUNNING
-        first.request.share.prompt_tokens += 1
+        first.request.usage.prompt_tokens += 1
         came.append(first.request.order)
     assert came == sorted(orders)
 
@@ -132,7 +132,7 @@ def test_many_tenants_cost_no_more_than_many_requests(monkeypatch: pytest.Monkey
     queue = TenantQueue(shares)
     for number in range(5_000):
         made = Request(f"r{number}", [1], PARAMS, seed=0, tenant=f"tenant {number}")
-        made.share, made.order = shares.tenant(made.tenant), (float(number), number)
+        made.usage, made.order = shares.tenant(made.tenant), (float(number), number)
         queue.arrive(made.sequences[0])
     looked = 0
 

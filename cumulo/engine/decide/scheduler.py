@@ -8,9 +8,7 @@ from cumulo.engine.decide.adapters import AdapterSlots
 from cumulo.engine.decide.beams import Beams
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.extension import Extension
-from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.core.scheduler import CoreScheduler
-from cumulo.engine.decide.core.step_result import take_back
 from cumulo.engine.decide.kv_tiers import Tiers
 from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.steps import Sharing
@@ -48,9 +46,3 @@ class Scheduler(CoreScheduler):
             Beams(batch),
         )
         self.extend(one for one in extensions if one is not None)
-
-    def take_back(self, sequence: Sequence, count: int) -> None:
-        """The last `count` tokens are no part of the answer: a stop string was complete before them."""
-        if count > 0:
-            take_back(sequence, count)
-            sequence.request.share.output_tokens -= count

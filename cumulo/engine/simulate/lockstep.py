@@ -203,4 +203,4 @@ def _enter(sequence: Sequence, known: int) -> None:
     drawn = known - len(tokens)
     tokens.frombytes(bytes(tokens.itemsize * drawn))
     sequence.pending -= drawn
-    sequence.request.share.output_tokens += drawn
+    sequence.request.usage.output_tokens += drawn

@@ -73,7 +73,7 @@ class RoutingReporter:
             computed = max(one.computed for one in request.sequences)
             if computed < request.prompt_length:
                 left = request.prompt_length - max(computed, expected.get(request.id, 0))
-                queues[request.priority, request.share.name] += max(0, left)
+                queues[request.priority, request.tenant] += max(0, left)
         if len(expected) > 2 * len(scheduler.requests) + 64:
             self._expected = {name: expected[name] for name in scheduler.requests if name in expected}
         came: list[BlockHash] = []

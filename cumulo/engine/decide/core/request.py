@@ -38,11 +38,20 @@ class DrawnSample(NamedTuple):
     finish_reason: FinishReason | None = None  # None: it goes on
 
 
+class Usage:
+    """The tokens that were drawn for whoever a request belongs to."""
+
+    __slots__ = ("output_tokens",)
+
+    def __init__(self) -> None:
+        self.output_tokens = 0
+
+
 class Request:
     __slots__ = (
         "adapter", "arrived_s", "beam", "cache_salt", "error", "forks_left", "id", "order", "output_limit",
         "params", "pooled", "prefill_only", "priority", "prompt_length", "prompt_logprobs", "reserved_slots",
-        "seed", "sequences", "share", "slo", "stop_ids", "story", "tag", "tenant",
+        "seed", "sequences", "slo", "stop_ids", "story", "tag", "tenant", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -83,7 +92,7 @@ class Request:
         self.slo = slo  # asked for; bounds that it leaves out are the engine's
         self.output_limit = 0  # set when the scheduler accepts it
         self.order: tuple[float, int] = (0.0, 0)
-        self.share: Any = None  # what the extension for sharing between keys keeps of its tenant
+        self.usage: Any = Usage()  # an extension may put one in its place that several requests have
         self.story = Story(arrived_s, prompt_tokens=len(tokens))
         self.forks_left = params.samples - 1 if params.beam_width is None else 0
         self.reserved_slots: list[int] = []  # for samples or beams that do not exist yet

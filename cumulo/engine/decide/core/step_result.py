@@ -43,6 +43,7 @@ def enter_result(
         if sequence.state == finished:
             continue  # failed, aborted, or ended by a stop string, while this step ran
         request = sequence.request
+        request.usage.output_tokens += 1
         if request.beam is not None:
             continue  # its token is chosen, not drawn
         tokens = sequence.tokens
@@ -62,10 +63,13 @@ def enter_result(
 
 def take_back(sequence: Sequence, count: int) -> None:
     """The last `count` tokens are no part of the answer: a stop string was complete before them."""
+    if count <= 0:
+        return
     del sequence.tokens[-count:]
     for found in sequence.logprobs[-count:]:
         sequence.cumulative_logprob -= found.logprob
     del sequence.logprobs[-count:]
+    sequence.request.usage.output_tokens -= count
     story = sequence.request.story
     if story.finished_s is not None:
         story.output_tokens -= count

@@ -82,7 +82,7 @@ class TenantQueue:
     # -- coming and going ---------------------------------------------------------------------------------
     def arrive(self, sequence: Sequence) -> None:
         """A new request's first sequence."""
-        tenant = sequence.request.share
+        tenant = sequence.request.usage
         if tenant.name not in self._lines:
             if len(self._lines) > 1:
                 level = min(found[0] for priority in self._levels if (found := self._least(priority)))
@@ -101,12 +101,12 @@ class TenantQueue:
     def park(self, sequence: Sequence) -> None:
         """It waits, but is not queued: a beam whose next token is not chosen yet."""
         sequence.state = State.WAITING
-        sequence.request.share.waiting += 1
+        sequence.request.usage.waiting += 1
         self.count += 1
 
     def push(self, sequence: Sequence) -> None:
         """Queue a waiting sequence that is not queued now."""
-        tenant = sequence.request.share
+        tenant = sequence.request.usage
         self._pushes += 1
         line = self._lines.get(tenant.name)
         if line is None:
@@ -120,7 +120,7 @@ class TenantQueue:
     def set_aside(self, sequence: Sequence) -> None:
         """A beam that waits has been computed meanwhile: it is queued again when it is given its next token."""
         sequence.queued = 0
-        if (line := self._lines.get(sequence.request.share.name)) is not None:
+        if (line := self._lines.get(sequence.request.usage.name)) is not None:
             self._place(line)
 
     def take_first(self) -> None:
@@ -134,7 +134,7 @@ class TenantQueue:
 
     def leave(self, sequence: Sequence) -> None:
         """A waiting sequence ends."""
-        self._left(sequence.request.share)
+        self._left(sequence.request.usage)
         self.set_aside(sequence)
 
     def _left(self, tenant: Tenant) -> None:

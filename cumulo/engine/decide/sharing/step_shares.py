@@ -151,7 +151,7 @@ def rows_to_leave_out(
     whose short prompt is computed in this step."""
     by_tenant: dict[Tenant, list[Sequence]] = {}
     for sequence in ready:
-        by_tenant.setdefault(sequence.request.share, []).append(sequence)
+        by_tenant.setdefault(sequence.request.usage, []).append(sequence)
     counts = {tenant: len(own) for tenant, own in by_tenant.items()}
     if newcomer is not None:
         served = newcomer.recent(now_s)

@@ -7,7 +7,7 @@ one is here alone. That time is split between sequences that draw a token (rows.
 (prompts.py); places.py says who may hold how many slots and KV blocks.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -15,7 +15,7 @@ from cumulo.engine.decide.core import admission
 from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, Prompts
 from cumulo.engine.decide.core.request import Request, Sequence, State
-from cumulo.engine.decide.plan import StepPlan, StepResult
+from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.step_shares import (
     Turns,
@@ -47,12 +47,12 @@ class Places:
         held: dict[Tenant, Holding] = {}
         for sequence in self._batch.running:
             if sequence.state == State.RUNNING:
-                own = held.setdefault(sequence.request.share, Holding())
+                own = held.setdefault(sequence.request.usage, Holding())
                 own.slots += 1
                 own.blocks += len(sequence.blocks)
         for request in self._batch.requests.values():
             if request.reserved_slots:
-                held.setdefault(request.share, Holding()).slots += len(request.reserved_slots)
+                held.setdefault(request.usage, Holding()).slots += len(request.reserved_slots)
         return held
 
     def _wanted(self, sequence: Sequence) -> Holding:
@@ -66,14 +66,14 @@ class Places:
         )
 
     def _is_within_share(self, sequence: Sequence, held: dict[Tenant, Holding]) -> bool:
-        own, wanted = held.get(sequence.request.share, Holding()), self._wanted(sequence)
+        own, wanted = held.get(sequence.request.usage, Holding()), self._wanted(sequence)
         share = self._share()
         return own.slots + wanted.slots <= share.slots and own.blocks + wanted.blocks <= share.blocks
 
     def _leaves_room(self, sequence: Sequence, held: dict[Tenant, Holding]) -> bool:
         """Whether the others' eighth stays free. One that holds nothing need not leave it:
         alone, everything fits."""
-        if sequence.request.share not in held:
+        if sequence.request.usage not in held:
             return True
         wanted = self._wanted(sequence)
         return (
@@ -98,7 +98,7 @@ class Places:
                     return admitted
                 else:
                     blocked = True
-            passed.add(sequence.request.share)
+            passed.add(sequence.request.usage)
         return None
 
     def make_room(self, plan: StepPlan, now_s: float) -> None:
@@ -115,10 +115,10 @@ class Places:
         for victim in reversed(
             self._batch.running[1:]
         ):  # the youngest first, and never the oldest: it always gets on
-            own = held.get(victim.request.share)
+            own = held.get(victim.request.usage)
             if victim.state != State.RUNNING or victim.request.prefill_only or own is None:
                 continue
-            if victim.request.share is head.request.share or victim.request.priority < head.request.priority:
+            if victim.request.usage is head.request.usage or victim.request.priority < head.request.priority:
                 continue
             has_slots, has_blocks = own.slots > share.slots, own.blocks > share.blocks
             if not ((slots_short > 0 and has_slots) or (blocks_short > 0 and has_blocks)):
@@ -139,11 +139,11 @@ class Places:
         while (sequence := self._queue.first(passed)) is not None:
             if self._is_within_share(sequence, held):
                 return sequence
-            passed.add(sequence.request.share)
+            passed.add(sequence.request.usage)
         return None
 
 
-_by_counter = attrgetter("request.share.counter")
+_by_counter = attrgetter("request.usage.counter")
 _ALONE = 2.0  # times shared_step_s, for a key whose steps nobody shares at present
 _LEAST_FOR_PROMPTS = 4  # a quarter of a step, however many sequences draw tokens
 _ROWS_WITH_PROMPTS = 0.5  # of a step's time that has prompts, too,
@@ -164,8 +164,8 @@ class Sharing(Extension):
 
     # -- what tenants are served ------------------------------------------------------------------------------
     def arrive(self, request: Request) -> None:
-        request.share = self.shares.tenant(request.tenant)
-        self.shares.came(request.share, request.arrived_s)
+        request.usage = self.shares.tenant(request.tenant)
+        self.shares.came(request.usage, request.arrived_s)
 
     def order_victims(self, victims: list[Sequence]) -> list[Sequence]:
         """The youngest of the tenant served most goes first."""
@@ -176,32 +176,20 @@ class Sharing(Extension):
     def admitted(self, sequence: Sequence, cached: int, plan: StepPlan, now_s: float) -> int:
         request = sequence.request
         if request.story.admitted_s is None:  # recomputation is not the tenant's doing
-            request.share.prompt_tokens += sequence.to_compute
+            request.usage.prompt_tokens += sequence.to_compute
         return 0
 
     def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:
         for row in range(flight.decoding, len(flight.rows)):
             request = flight.rows[row].request
             if not request.story.preemptions:
-                request.share.computed_tokens += plan.counts[row]
+                request.usage.computed_tokens += plan.counts[row]
         passed_over, self.queue.passed_over = self.queue.passed_over, None
         if passed_over is not None and passed_over.queued:
             passed_over.request.story.block(now_s, "fair_share", "those whose keys have been served less")
 
-    def before_result(
-        self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float
-    ) -> Iterable[Sequence]:
-        finished = State.FINISHED
-        for sequence in flight.draws:
-            if sequence.state != finished:
-                sequence.request.share.output_tokens += 1
-        if plan.may_accept:
-            for sequence, count in self._batch.gained.items():  # the drawn token is counted already
-                sequence.request.share.output_tokens += count - (sequence.state != finished)
-        return ()
-
     def request_ended(self, request: Request, now_s: float) -> None:
-        self.shares.went(request.share, now_s)
+        self.shares.went(request.usage, now_s)
 
     # -- how long steps are, and whose tokens they compute ----------------------------------------------------
     def begin_step(self, plan: StepPlan, now_s: float) -> None:
@@ -246,7 +234,7 @@ class Sharing(Extension):
             first = self.queue.first(tenants)
             if first is None:
                 break
-            tenants.add(first.request.share)
+            tenants.add(first.request.usage)
             if admission.obstacle(batch, first) is None:
                 wanted.append(self._want(first, admission.tokens_to_compute(batch, first)))
         return wanted
@@ -258,9 +246,9 @@ class Sharing(Extension):
         is_short = (
             0 < tokens <= whole <= short_tokens(self._tokens(0))
             and request.params.samples == 1
-            and request.share.requests <= _FEW_REQUESTS
+            and request.usage.requests <= _FEW_REQUESTS
         )
-        return Want(request.share, tokens, is_short, request.priority)
+        return Want(request.usage, tokens, is_short, request.priority)
 
     def _tokens(self, rows: int) -> int:
         """Prompt tokens for which a step with so many rows has time."""
@@ -278,7 +266,7 @@ class Sharing(Extension):
             return Prompts([])
         bound = min(budget, self._tokens(len(plan.slots)))
         seated, running, new = waiting[:], sum(sequence.to_compute for sequence in waiting), 0
-        served = {sequence.request.share for sequence in waiting}
+        served = {sequence.request.usage for sequence in waiting}
         while may_admit and new < short_tokens(bound):
             newcomer = self._admit(plan, now_s, served)
             if newcomer is None and running + new < bound:
@@ -286,7 +274,7 @@ class Sharing(Extension):
             if newcomer is None:
                 break
             seated.append(newcomer)
-            served.add(newcomer.request.share)
+            served.add(newcomer.request.usage)
             new += newcomer.to_compute
         wants = [self._want(sequence, sequence.to_compute) for sequence in seated]
         given = by_share(wants, budget, bound, now_s, self._turns)

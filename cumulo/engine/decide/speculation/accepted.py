@@ -35,6 +35,7 @@ def enter_accepted(
             stop, stops_at = room, None  # a device's rounds may pass the limit
         sequence.tokens.extend(accepted[:stop])
         sequence.computed = start + 1 + len(accepted[:stop])
+        request.usage.output_tokens += len(accepted[:stop])
         request.story.accepted_tokens += _drafts_among(len(accepted[:stop]), result.round_hits.get(row))
         for found in result.accepted_logprobs.get(row, [])[:stop]:
             sequence.cumulative_logprob += found.logprob
