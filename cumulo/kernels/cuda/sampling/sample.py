@@ -1,7 +1,7 @@
 """Draw one token per row of logits on the device: greedy, or at a temperature from the whole vocabulary. No host.
 
 The random number of a draw is the same function of (seed, sample, position) as on a CPU
-(engine/sampling/random_numbers.py), and a token is picked the same way: by inverting the cumulative distribution
+(engine/sampling/distribution.py), and a token is picked the same way: by inverting the cumulative distribution
 in token order.
 
 Must move: the logits once, and one part of each row a second time.
