@@ -38,7 +38,7 @@ class DrawnSample(NamedTuple):
     finish_reason: FinishReason | None = None  # None: it goes on
 
 
-class Usage:
+class TokenUsage:
     """The tokens that were drawn for whoever a request belongs to."""
 
     __slots__ = ("output_tokens",)
@@ -92,7 +92,7 @@ class Request:
         self.slo = slo  # asked for; bounds that it leaves out are the engine's
         self.output_limit = 0  # set when the scheduler accepts it
         self.order: tuple[float, int] = (0.0, 0)
-        self.usage: Any = Usage()  # an extension may put one in its place that several requests have
+        self.usage: Any = TokenUsage()  # an extension may put one in its place that several requests have
         self.story = Story(arrived_s, prompt_tokens=len(tokens))
         self.forks_left = params.samples - 1 if params.beam_width is None else 0
         self.reserved_slots: list[int] = []  # for samples or beams that do not exist yet
