@@ -66,12 +66,10 @@ def _wrong_places(job: JobRequest, places: Sequence[TaskPlace], free: FreeCapaci
             found.append(f"{where}whose device is {node.device}")
         if len(set(gpus)) != each or len(gpus) != each or any(not 0 <= gpu < node.gpus for gpu in gpus):
             return [*found, f"{job.job_id} gets GPUs {gpus} of {place.node} for a task of {each}"]
-        free.allocate(job, [place])
-        left = [
-            free.cpu_milli[number],
-            free.memory_mib[number],
-            *(free.gpu_milli[number, gpu] for gpu in gpus),
-        ]
+    free.allocate(job, places)
+    for number in free.numbers(places):
+        left = free.cpu_milli[number], free.memory_mib[number], free.gpu_milli[number].min()
         if min(left) < 0:
-            found.append(f"{where}which has too little free")
+            where = free.nodes[number].name
+            found.append(f"{job.job_id} is placed on {where}, which has too little free")
     return found

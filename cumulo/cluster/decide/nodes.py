@@ -110,7 +110,8 @@ class FreeCapacity:
                 shares = self.gpu_milli[node]
                 for gpu in place.gpus:
                     shares[gpu] += share
-                self.whole[node] = np.count_nonzero(shares == WHOLE_GPU)
+        for node in self.numbers(places) if job.gpus_per_task else ():
+            self.whole[node] = np.count_nonzero(self.gpu_milli[node] == WHOLE_GPU)
 
 
 def _locked(column: NDArray[Any]) -> NDArray[Any]:
