@@ -93,7 +93,7 @@ def _check(chosen: ServeCommandOptions) -> None:
 def _check_loras(chosen: ServeCommandOptions) -> None:
     """Limits that were asked for hold; those that were not follow the adapters."""
     from cumulo.errors import CumuloError
-    from cumulo.models.adapters.files import greatest_rank
+    from cumulo.models.adapters.config import greatest_rank
     from cumulo.serve.adapter_registry import named_loras
 
     if chosen.max_loras == 0:

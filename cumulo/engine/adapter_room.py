@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import CumuloError
-from cumulo.models.adapters.files import greatest_rank
+from cumulo.models.adapters.config import greatest_rank
 
 DEFAULT_PLACES = 8  # where adapters are named and max_loras is not
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from cumulo.errors import ModelError
 from cumulo.models.adapters.bank import AdapterBank
-from cumulo.models.adapters.files import greatest_rank, read_adapter, read_config
+from cumulo.models.adapters.config import greatest_rank, read_config
+from cumulo.models.adapters.files import read_adapter
 from cumulo.models.files.load import load_model
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.spec.from_huggingface import spec_from_config
