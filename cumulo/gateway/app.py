@@ -37,7 +37,6 @@ class GatewayApp:
         self.draining = False
         self.in_flight = 0
         self._operation = GatewayPages(self.gate, fleet, self.metrics, self.stories, lambda: self.draining)
-        self._homes: dict[str, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -58,7 +58,6 @@ class UpstreamReplica:
         self.works: set[ReplicaWork] = set()
         self.waiting_tokens = 0
         self.requests = self.failures = 0
-        self.heard_s = time.monotonic()
 
     @property
     def short_name(self) -> str:
