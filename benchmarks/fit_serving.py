@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from cumulo.plan.evidence.serving import ServedRow, saturated_tokens_per_s, served_rows
-from cumulo.plan.serve.published_engine import Saturation
+from cumulo.plan.serve.profile import Saturation
 
 # constant: (prior, how many times off it may easily be). From our own H200 runs: all but products_4bit, all_reduce,
 # most_running and reserved.
@@ -105,7 +105,7 @@ def main() -> None:
     if options.write:
         path = Path(str(resources.files("cumulo.plan") / "data" / "published_serving.yaml"))
         content = {"errors": largest, "all": asdict(saturation(every)), "left_out": folds}
-        head = "# Fields: cumulo/plan/serve/published_engine.py. Fitted by benchmarks/fit_serving.py.\n"
+        head = "# Fields: cumulo/plan/serve/profile.py. Fitted by benchmarks/fit_serving.py.\n"
         path.write_text(head + yaml.safe_dump(content, sort_keys=False), "utf-8")
 
 

@@ -10,7 +10,7 @@ torch.compile), `plain` (neither that nor our joined operations), `recompute`, `
 documents).
 
 Tokens and targets are random and weights are drawn as for a new model, so gradients are real. MFU counts 3 × the
-forward pass, attention as a causal mask shows it, over the device's data sheet (cumulo/train/run/meter.py).
+forward pass, attention as a causal mask shows it, over the device's data sheet (cumulo/train/run/metrics.py).
 
 `--trainer` trains the same model through the trainer, from a dataset file, with its log and an asynchronous
 checkpoint, and says what that costs.
@@ -44,7 +44,7 @@ from cumulo.train.decide.config import OptimizerConfig, TrainConfig, config_from
 from cumulo.train.model.arithmetic import ARITHMETICS
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.optimizer.optimizer import Optimizer
-from cumulo.train.run.meter import Ceiling, training_flops_per_token
+from cumulo.train.run.metrics import Ceiling, training_flops_per_token
 from cumulo.train.run.trainer import Trainer
 from cumulo.train.run.verify import plain_gradients
 

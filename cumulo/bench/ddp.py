@@ -15,7 +15,7 @@ from cumulo.ranks.collectives import barrier
 from cumulo.ranks.groups import Groups, world_group
 from cumulo.ranks.start import run_ranks, tell_starter
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.loader import DeviceBatch
+from cumulo.train.data.packing import DeviceBatch
 from cumulo.train.decide.config import OptimizerConfig
 from cumulo.train.model.model import TrainingDecoder, initialise
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink

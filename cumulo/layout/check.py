@@ -4,8 +4,7 @@ what would work; trainer and planner refuse by it before anything is allocated. 
 from collections.abc import Iterator
 
 from cumulo.errors import InvalidRequest
-from cumulo.layout.layout import Layout, nearest_divisor, uneven
-from cumulo.layout.stages import chunks_per_stage, pipeline_chunks
+from cumulo.layout.layout import Layout, chunks_per_stage, nearest_divisor, pipeline_chunks, uneven
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import ModelSpec
 

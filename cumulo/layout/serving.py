@@ -15,8 +15,8 @@ from itertools import accumulate
 
 from cumulo.errors import ConfigError
 from cumulo.layout.check import tensor_sliced
+from cumulo.layout.layout import split_layers
 from cumulo.layout.pieces import Box, slice_in_parts, tp_cut, whole_box
-from cumulo.layout.stages import split_layers
 from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
 

@@ -13,8 +13,7 @@ from typing import Literal, get_args
 
 from cumulo.errors import ConfigError
 from cumulo.layout.check import layout_problems
-from cumulo.layout.layout import Layout
-from cumulo.layout.stages import chunks_per_stage, is_bidirectional, pipeline_chunks, split_layers
+from cumulo.layout.layout import Layout, chunks_per_stage, is_bidirectional, pipeline_chunks, split_layers
 from cumulo.spec.model import ModelSpec
 
 # What backward computes again. full: whole layers, of which only the input is kept. selective: the attention

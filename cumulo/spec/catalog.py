@@ -20,9 +20,8 @@ from cumulo.base.nearest import nearest
 from cumulo.base.strict import build, yaml_problem
 from cumulo.errors import ConfigError, ModelError
 from cumulo.spec.check import checked
-from cumulo.spec.cluster import Cluster
+from cumulo.spec.cluster import Cluster, Fabric
 from cumulo.spec.device import Device, Node
-from cumulo.spec.fabric import Fabric
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.model_file import FIELDS, from_dict

@@ -10,8 +10,7 @@ pytest.importorskip("torch.distributed", reason="this torch has no distributed p
 
 from torch import Tensor
 
-from cumulo.layout.layout import Layout
-from cumulo.layout.stages import held_chunks, is_bidirectional, pipeline_chunks, splits_backward
+from cumulo.layout.layout import Layout, held_chunks, is_bidirectional, pipeline_chunks, splits_backward
 from cumulo.pipeline.decide.actions import Sends, StagePlacement
 from cumulo.pipeline.decide.catalog import FAMILIES, Family, build
 from cumulo.pipeline.decide.check import check

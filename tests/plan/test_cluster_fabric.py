@@ -8,8 +8,7 @@ from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Network
 from cumulo.spec import catalog
-from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric import Fabric
+from cumulo.spec.cluster import Cluster, Fabric
 
 NODE = catalog.node("dgx-h100")
 

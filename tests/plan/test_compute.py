@@ -14,13 +14,15 @@ from cumulo.plan.time.compute import (
     attention_flops,
     head,
     layer,
+    megatron_flops,
+    met_weights,
+    model_flops,
     product_s,
     rates,
     scale,
     visible_keys,
 )
 from cumulo.plan.time.compute_profile import Profiles
-from cumulo.plan.time.flops import megatron_flops, met_weights, model_flops
 from cumulo.spec import catalog
 from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from cumulo.errors import ConfigError
-from cumulo.layout.layout import Layout, Place
+from cumulo.layout.layout import Layout, Place, split_layers
 from cumulo.layout.pieces import pieces
-from cumulo.layout.stages import split_layers
 from cumulo.plan.job import OPERATIONS, OptimizerKind, TrainJob
 from cumulo.plan.memory.live import stage_loads
 from cumulo.plan.memory.peak import peak_memory, stage_loads_of

@@ -12,8 +12,7 @@ from cumulo.errors import ConfigError
 from cumulo.plan.network.collectives import Network, chosen, collective_s
 from cumulo.plan.network.lines import Kind
 from cumulo.spec import catalog
-from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric import Fabric
+from cumulo.spec.cluster import Cluster, Fabric
 from tests import thorough
 
 GIB = 2**30

@@ -8,8 +8,7 @@ from cumulo.layout.layout import Layout
 from cumulo.plan.job import OptimizerKind, TrainJob
 from cumulo.plan.memory.peak import peak_memory
 from cumulo.plan.memory.states import heaviest_stage, state_bytes
-from cumulo.plan.search.offload import HOST_MEMORY_BYTES_PER_S, activations_s, optimizer_s, plan_time
-from cumulo.plan.time.step import estimate
+from cumulo.plan.time.step import HOST_MEMORY_BYTES_PER_S, activations_s, estimate, optimizer_s, plan_time
 from cumulo.spec.catalog import cluster, model
 
 GPUS = cluster(8, "h100-sxm")

@@ -16,7 +16,7 @@ from cumulo.plan.search.fixed import fixed_job
 from cumulo.plan.search.plan_file import obstacle_of
 from cumulo.plan.search.search import timed
 from cumulo.plan.search.space import Choices, TrainGoal, shapes
-from cumulo.plan.time.flops import model_flops
+from cumulo.plan.time.compute import model_flops
 from cumulo.plan.time.step import estimate
 from cumulo.spec import catalog
 from cumulo.spec.catalog import cluster

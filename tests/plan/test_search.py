@@ -14,7 +14,6 @@ from cumulo.plan.memory import live as memory_live
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
 from cumulo.plan.search.bounds import Bounds
 from cumulo.plan.search.fixed import fixed_job
-from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.plan_file import job_from, job_text
 from cumulo.plan.search.search import search, timed
 from cumulo.plan.search.space import (
@@ -29,7 +28,7 @@ from cumulo.plan.search.space import (
 )
 from cumulo.plan.search.why import least_memory, refuse
 from cumulo.plan.time.compute_profile import shipped
-from cumulo.plan.time.step import lower_bound_s
+from cumulo.plan.time.step import lower_bound_s, plan_time
 from cumulo.spec.catalog import cluster, model
 from tests.thorough import rare
 

@@ -10,9 +10,8 @@ from cumulo.cli.shared.plan_start import with_plan
 from cumulo.cli.shared.serve_options import ServeCommandOptions
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import play
-from cumulo.plan.serve.deployment import Deployment
+from cumulo.plan.serve.deployment import Deployment, Promised, promised
 from cumulo.plan.serve.plan_file import ServePlanFile, check_places, plan_file, plan_text, read_plan
-from cumulo.plan.serve.promised import Promised, promised
 from cumulo.plan.serve.traffic import Traffic
 from tests.plan.test_serve_search import SLO, replica, some_traffic
 

@@ -14,8 +14,7 @@ from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import local_spec
 from cumulo.plan.network.collectives import Network, collective_s
-from cumulo.plan.serve.profile import profile_for, read_profile, shipped_profiles
-from cumulo.plan.serve.published_engine import published_profile
+from cumulo.plan.serve.profile import profile_for, published_profile, read_profile, shipped_profiles
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.step_cost import (
     PARTS,

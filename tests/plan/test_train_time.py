@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from cumulo.layout.layout import Layout
-from cumulo.layout.stages import split_layers
+from cumulo.layout.layout import Layout, split_layers
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.states import heaviest_stage
 from cumulo.plan.time import compute_profile
-from cumulo.plan.time.data_parallel import around
-from cumulo.plan.time.step import estimate, lower_bound_s
+from cumulo.plan.time.step import around, estimate, lower_bound_s
 from cumulo.spec import catalog
 from cumulo.spec.model import ModelSpec
 

@@ -10,7 +10,7 @@ from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.time.communication import distinct, exchanged_s
-from cumulo.plan.time.flops import model_flops
+from cumulo.plan.time.compute import model_flops
 from cumulo.plan.time.step import estimate
 from cumulo.spec import catalog
 from cumulo.spec.model import MoESpec

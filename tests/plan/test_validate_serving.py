@@ -17,7 +17,7 @@ from cumulo.plan.evidence.serving import (
     saturated_tokens_per_s,
     served_rows,
 )
-from cumulo.plan.serve.published_engine import constants, fitted_file
+from cumulo.plan.serve.profile import constants, fitted_file
 
 
 @pytest.mark.parametrize("key", ["model", "device"])

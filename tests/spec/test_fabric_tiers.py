@@ -1,10 +1,10 @@
-"""Tiers of switches: cumulo/spec/fabric.py."""
+"""Tiers of switches: cumulo/spec/cluster.py."""
 
 import pytest
 
 from cumulo.errors import ConfigError
 from cumulo.spec import catalog
-from cumulo.spec.fabric import Fabric, tiers_of
+from cumulo.spec.cluster import Fabric, tiers_of
 
 NODE = catalog.node("dgx-h100")
 

@@ -19,7 +19,7 @@ from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import Form, Kept, MatrixProduct, Operation, Weight
 from cumulo.train.decide.config import config_from
 from cumulo.train.decide.ledger import predict
-from cumulo.train.run.meter import training_flops_per_token
+from cumulo.train.run.metrics import training_flops_per_token
 
 PLAIN = ModelSpec("llama", 1024, 256, 4, 4, 2, 64, 512, 512)
 TOY = replace(PLAIN, family="toy")

@@ -12,8 +12,7 @@ from cumulo.layout.pieces import pieces
 from cumulo.pipeline.play.deferred import DeferredWeights
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec
-from cumulo.train.data.loader import DeviceBatch, to_device
-from cumulo.train.data.packing import Batch
+from cumulo.train.data.packing import Batch, DeviceBatch, to_device
 from cumulo.train.decide.config import OptimizerConfig
 from cumulo.train.model.model import TrainingDecoder, initialise
 from cumulo.train.optimizer.optimizer import Optimizer

@@ -13,8 +13,7 @@ from cumulo.layout.pieces import Piece, pieces
 from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.train.data.loader import to_device
-from cumulo.train.data.packing import IGNORED, Batch
+from cumulo.train.data.packing import IGNORED, Batch, to_device
 from cumulo.train.model.model import TrainingDecoder, seeded_normal
 from cumulo.train.model.split import split_for
 from tests.train.pool import run_ranks

@@ -7,7 +7,7 @@ import torch
 
 from cumulo.layout.layout import Layout
 from cumulo.ranks.ring_attention import Ring, ring_attention
-from cumulo.train.data.loader import to_device
+from cumulo.train.data.packing import to_device
 from cumulo.train.model.document_mask import DocumentMask
 from cumulo.train.parallel.context_parallel import ScatteredDocuments
 from tests.thorough import rare

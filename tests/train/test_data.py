@@ -9,11 +9,9 @@ import pytest
 
 from cumulo.errors import ConfigError, TrainingError
 from cumulo.models.text.tokenizer import load_tokenizer
-from cumulo.train.data import dataset_build, documents
-from cumulo.train.data.dataset_build import build_dataset
-from cumulo.train.data.documents import STANDARD_LIBRARY, find_files, pieces_of, read_rows
-from cumulo.train.data.loader import BatchLoader
-from cumulo.train.data.packing import IGNORED, Packing, TokenDataset, split_documents
+from cumulo.train.data import dataset_build
+from cumulo.train.data.dataset_build import STANDARD_LIBRARY, build_dataset, find_files, pieces_of, read_rows
+from cumulo.train.data.packing import IGNORED, BatchLoader, Packing, TokenDataset, split_documents
 from cumulo.train.data.prepare import bpe_tokenizer, byte_tokenizer, save_tokenizer
 
 TEXTS = [f"Document {n}: " + "grüße 🌍 " * (n % 7) + "x" * n for n in range(60)]
@@ -41,7 +39,7 @@ def texts_of(dataset: TokenDataset, tokenizer: Path) -> list[str]:
 def test_every_document_is_in_the_dataset_once_and_in_order(
     workers: int, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 1000)  # many pieces, cut anywhere in a line
+    monkeypatch.setattr(dataset_build, "PIECE_BYTES", 1000)  # many pieces, cut anywhere in a line
     source = write_jsonl(tmp_path / "data.jsonl", TEXTS)
     built = build_dataset(tmp_path / "set", [str(source)], tokenizer, workers=workers)
     dataset = TokenDataset(built)
@@ -54,7 +52,7 @@ def test_every_document_is_in_the_dataset_once_and_in_order(
 def test_an_interrupted_build_goes_on_where_it_was(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 500)
+    monkeypatch.setattr(dataset_build, "PIECE_BYTES", 500)
     source = write_jsonl(tmp_path / "data.jsonl", TEXTS)
     done: list[int] = []
     original = dataset_build.tokenise_shard

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from cumulo.layout.expert_placement import heaviest_share
-from cumulo.layout.layout import Layout
+from cumulo.layout.layout import Layout, pipeline_chunks
 from cumulo.layout.pieces import pieces, zero_rows
-from cumulo.layout.stages import pipeline_chunks
 from cumulo.models.files.load import load_model
 from cumulo.ranks.groups import Groups, world_group
 from cumulo.spec.model import ModelSpec, MoESpec

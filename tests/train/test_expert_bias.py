@@ -9,7 +9,7 @@ import torch
 from cumulo.layout.layout import Layout
 from cumulo.layout.pieces import pieces
 from cumulo.ranks.groups import Groups
-from cumulo.train.data.loader import to_device
+from cumulo.train.data.packing import to_device
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.model.model import TrainingDecoder
 from cumulo.train.model.split import split_for

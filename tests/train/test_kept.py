@@ -11,7 +11,7 @@ from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
-from cumulo.train.data.loader import to_device
+from cumulo.train.data.packing import to_device
 from cumulo.train.decide.config import DataConfig, ModelConfig, TrainConfig
 from cumulo.train.decide.ledger import cpu_activation_bytes
 from cumulo.train.model.model import TrainingDecoder, initialise

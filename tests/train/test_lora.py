@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from cumulo.errors import ConfigError
-from cumulo.layout.adapters import adapter_shapes, is_adapter
-from cumulo.layout.layout import Layout
-from cumulo.layout.pieces import pieces
-from cumulo.layout.stages import pipeline_chunks
+from cumulo.layout.layout import Layout, pipeline_chunks
+from cumulo.layout.pieces import adapter_shapes, is_adapter, pieces
 from cumulo.models.files.load import load_model
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec, MoESpec

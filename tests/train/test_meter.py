@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from cumulo.spec.counting import flops_per_token
-from cumulo.train.run import meter
-from cumulo.train.run.meter import Ceiling, training_flops_per_token
+from cumulo.train.run import metrics
+from cumulo.train.run.metrics import Ceiling, training_flops_per_token
 from tests.train.layout_runs import DENSE
 
 
 def test_a_ceiling_that_was_measured_too_low_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter([10.0, 40.0, 20.0])
     for name in ("_measured", "_first_measured"):
-        monkeypatch.setattr(meter, name, lambda device, dtype: next(rates))
+        monkeypatch.setattr(metrics, name, lambda device, dtype: next(rates))
     ceiling = Ceiling(torch.device("cpu"), torch.float32, ranks=2)
     assert ceiling.share(5.0) == 0.25
     assert ceiling.share(60.0) == 0.75  # 10 was measured on a busy machine

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cumulo.train.run.collective_log import CollectiveRecord
-from cumulo.train.run.log import TrainRecord
+from cumulo.train.run.log import CollectiveRecord, TrainRecord
 from cumulo.train.run.metrics import COLLECTIVE_METRICS, STEP_METRICS, TrainMetrics
 
 ROOT = Path(__file__).parents[2]

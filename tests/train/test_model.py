@@ -12,8 +12,7 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files import names_huggingface
 from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.spec.from_huggingface import spec_from_config
-from cumulo.train.data.loader import DeviceBatch, to_device
-from cumulo.train.data.packing import IGNORED, Batch
+from cumulo.train.data.packing import IGNORED, Batch, DeviceBatch, to_device
 from cumulo.train.model.model import TrainingDecoder, cross_entropy_sum
 from tests.models import tiny
 from tests.models.stepper import Stepper

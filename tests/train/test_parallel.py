@@ -18,7 +18,7 @@ from cumulo.ranks.collectives import all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.loader import to_device
+from cumulo.train.data.packing import to_device
 from cumulo.train.decide.config import LoraConfig, TrainConfig
 from cumulo.train.model.model import TrainingDecoder, initialise
 from cumulo.train.run.model_run import ModelRun

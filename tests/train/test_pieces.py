@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from cumulo.errors import ConfigError
-from cumulo.layout.layout import Layout
+from cumulo.layout.layout import Layout, held_chunks
 from cumulo.layout.pieces import Box, chunk_parts, pieces, zero_rows
-from cumulo.layout.stages import held_chunks
 from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 

@@ -72,7 +72,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], words: st
 
 
 def test_schedules_that_part_backward_are_known() -> None:
-    from cumulo.layout.stages import splits_backward
+    from cumulo.layout.layout import splits_backward
 
     parted = [
         name

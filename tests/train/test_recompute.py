@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.loader import to_device
+from cumulo.train.data.packing import to_device
 from cumulo.train.model.model import TrainingDecoder
 from tests.train.split_case import DENSE, LATENT, SPARSE, Case, check, make_batch, rows, whole_model
 

@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
 
 from cumulo.errors import CumuloError
-from cumulo.layout.layout import Layout
-from cumulo.layout.stages import pipeline_chunks
+from cumulo.layout.layout import Layout, pipeline_chunks
 from cumulo.pipeline.decide.catalog import FAMILIES
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig, TrainConfig, check_layout

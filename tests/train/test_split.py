@@ -8,7 +8,7 @@ import torch
 from cumulo.errors import ModelError
 from cumulo.layout.layout import Layout
 from cumulo.layout.pieces import chunk_parts
-from cumulo.train.data.loader import to_device
+from cumulo.train.data.packing import to_device
 from cumulo.train.model.model import TrainingDecoder
 from tests.train.split_case import DENSE, LATENT, SPARSE, TIED, Case, check, make_batch, rows, whole_model
 

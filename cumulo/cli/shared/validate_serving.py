@@ -23,7 +23,7 @@ def validate_serving(
     """By model and by device; `left_out`: each under constants that never saw it."""
     from cumulo.base import report
     from cumulo.plan.evidence.serving import own_runs, saturated_tokens_per_s, served_rows
-    from cumulo.plan.serve.published_engine import constants, fitted_file
+    from cumulo.plan.serve.profile import constants, fitted_file
 
     rows = served_rows() if tables is None else _read(tables)
     title = "Published throughputs, each group left out" if left_out else "Published throughputs, as fitted"

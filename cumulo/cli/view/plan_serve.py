@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from cumulo.base.chart import Chart
     from cumulo.base.report import Row
     from cumulo.plan.serve.capacity import RateTrial
-    from cumulo.plan.serve.deployment import Deployment
-    from cumulo.plan.serve.promised import Promised
+    from cumulo.plan.serve.deployment import Deployment, Promised
     from cumulo.plan.serve.search import ServePlan
     from cumulo.spec.slo import Slo
 

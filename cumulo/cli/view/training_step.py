@@ -9,8 +9,7 @@ from cumulo.errors import CumuloError
 
 
 def print_step(folder: Path | None, step: int | None, json_file: Path | None) -> None:
-    from cumulo.train.run.collective_log import read_collectives
-    from cumulo.train.run.log import read_log
+    from cumulo.train.run.log import read_collectives, read_log
 
     if folder is None or step is None:
         raise CumuloError("say which step of which run: cumulo explain step 5 --folder runs/train")

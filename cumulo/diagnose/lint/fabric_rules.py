@@ -12,8 +12,7 @@ from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, Routing
 from cumulo.collectives.simulate.player import RoundTraffic, play_network
 from cumulo.collectives.simulate.rounds import MessageRound
 from cumulo.diagnose.lint import Finding
-from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric import tiers_of
+from cumulo.spec.cluster import Cluster, tiers_of
 
 _SEEDS = 12
 _MOST_PATHS = 400  # messages whose buffers are checked for circles

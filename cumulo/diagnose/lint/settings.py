@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cumulo.base.nearest import nearest
 from cumulo.diagnose.lint import Finding, Severity
-from cumulo.spec.fabric import Fabric
+from cumulo.spec.cluster import Fabric
 
 _LINE = re.compile(
     r"^\s*(?:export\s+|ENV\s+|-x\s+|-\s+)?([A-Z][A-Z0-9_]*)\s*[=:]\s*[\"']?([^\"'#\n]*)[\"']?", re.MULTILINE

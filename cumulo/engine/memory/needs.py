@@ -11,7 +11,7 @@ from cumulo.base.quantities import GIB, LedgerLine
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.speculation.choose import most_draws
 from cumulo.errors import CumuloError
-from cumulo.layout.adapters import padded_rank, served_elements
+from cumulo.layout.pieces import padded_rank, served_elements
 from cumulo.spec.gpu_kernels import adapter_obstacle_of, obstacle_of
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.operations import layer_operations, model_operations

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.low_rank import AdapterGroups, AdapterRows, LowRankStack, add_low_rank
-from cumulo.layout.adapters import padded_rank
+from cumulo.layout.pieces import padded_rank
 from cumulo.layout.serving import RankPart
 from cumulo.models.adapters.files import AdaptableMatrix, AdapterWeights, adaptable_matrices
 from cumulo.models.batch import lazy_zeros

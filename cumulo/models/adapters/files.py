@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ModelError
-from cumulo.layout.adapters import SERVED_SECTIONS
+from cumulo.layout.pieces import SERVED_SECTIONS
 from cumulo.layout.serving import RankPart, held_parameters
 from cumulo.models.adapters.config import (
     AdapterConfig,

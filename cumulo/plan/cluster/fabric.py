@@ -8,8 +8,7 @@ from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Group, Network
 from cumulo.plan.time.step import estimate
-from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric import Tier, tiers_of
+from cumulo.spec.cluster import Cluster, Tier, tiers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import yaml
 
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
+from cumulo.plan.time.compute import megatron_flops, model_flops
 from cumulo.plan.time.efficiency import shipped_efficiency
-from cumulo.plan.time.flops import megatron_flops, model_flops
 from cumulo.spec.catalog import Catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.model import ModelSpec

@@ -14,8 +14,7 @@ from functools import cache, lru_cache
 from importlib import resources
 
 from cumulo.engine.simulate.run import Arrival
-from cumulo.plan.serve.profile import ServingProfile
-from cumulo.plan.serve.published_engine import Saturation
+from cumulo.plan.serve.profile import Saturation, ServingProfile
 from cumulo.plan.serve.replica import TENSORRT_LLM, Replica
 from cumulo.plan.serve.step_cost import StepLoad
 from cumulo.spec.catalog import shipped

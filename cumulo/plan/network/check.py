@@ -18,8 +18,7 @@ from cumulo.plan.network.collectives import Network, chosen
 from cumulo.plan.network.lines import Kind
 from cumulo.plan.network.profile import NetworkProfile
 from cumulo.spec import catalog
-from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric import Fabric
+from cumulo.spec.cluster import Cluster, Fabric
 
 
 @dataclass(frozen=True, slots=True)

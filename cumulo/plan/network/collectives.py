@@ -20,8 +20,7 @@ from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts
 from cumulo.errors import ConfigError
 from cumulo.plan.network.lines import CollectiveLine, Kind, Reach, lines
 from cumulo.plan.network.profile import NetworkProfile, network_constants, profile_of
-from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric import tiers_of
+from cumulo.spec.cluster import Cluster, tiers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from cumulo.plan.memory.peak import (
 from cumulo.plan.search.space import JobShape, TrainGoal, Variant, job_of
 from cumulo.plan.time.chunks import Pieces, chunks_of, is_paired, pieces_of
 from cumulo.plan.time.compute_profile import Profile
-from cumulo.plan.time.data_parallel import Surroundings, around, surroundings
 from cumulo.plan.time.pipeline_bounds import bound_s
+from cumulo.plan.time.step import Surroundings, around, surroundings
 from cumulo.spec.model import ModelSpec
 
 

@@ -21,7 +21,6 @@ from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.ledger import TrainEstimate
 from cumulo.plan.memory.peak import fits_into, peak_memory
 from cumulo.plan.search.bounds import Bounds
-from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.space import (
     Choices,
     JobShape,
@@ -34,6 +33,7 @@ from cumulo.plan.search.space import (
     zero_stages,
 )
 from cumulo.plan.time.compute_profile import Profile, shipped
+from cumulo.plan.time.step import plan_time
 
 # Bounds and estimates add the same numbers in different orders: what differs by less is equal.
 _SLACK = 1 - 1e-9

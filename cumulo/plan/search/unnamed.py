@@ -18,10 +18,10 @@ from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.ledger import Interval
 from cumulo.plan.memory.peak import peak_memory
 from cumulo.plan.search.fixed import Fitted, fitted, fixed_job, said_in
-from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.search import Plan, timed
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.time.efficiency import GENERATIONS
+from cumulo.plan.time.step import plan_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
-from cumulo.plan.search.offload import plan_time
 from cumulo.plan.search.search import Plan, search
 from cumulo.plan.search.space import Choices, TrainGoal, Variant, job_of, pipelines, shapes, zero_stages
+from cumulo.plan.time.step import plan_time
 from cumulo.spec.cluster import Cluster
 
 # What one would do about each part of a step.

@@ -1,10 +1,12 @@
 """Deployment: replicas of one kind and what they would do, priced. Ranked by the search, shown by the command."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cumulo.base.quantities import quantity
 from cumulo.engine.decide.speculation.choose import MOST_DRAFTED
 from cumulo.errors import OutOfMemory
+from cumulo.plan.serve.goodput import play_goodput
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.step_cost import StepLoad, pairs
@@ -124,3 +126,23 @@ def _most_at_once(replica: Replica) -> int:
 def _kv_share(replica: Replica) -> float:
     """The least that reading a token's keys and values can cost: where others read them, too, caches help."""
     return 1 / replica.profile.shared_kv_speedup if replica.prefix_cache else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    late: Literal["refuse", "queue"]  # what the server does with requests that it cannot promise it to
+    unpromised_share: float  # of all requests: those
+    kept_share: float  # of the others: those that keep it
+
+
+def promised(replica: Replica, traffic: Traffic, slo: Slo) -> Promised | None:
+    """At the pessimistic end of step times. Requests that the plan counts on are not turned away: where more could
+    not be promised than the SLO lets miss it, they are served without a promise. None: nothing can be promised."""
+    slow = replica.confidence.slowest
+    refusing = play_goodput(replica, traffic, slo, promise=True, slower=slow)
+    if refusing.refused_share <= 1 - slo.share:
+        return Promised("refuse", refusing.refused_share, refusing.kept_share)
+    queueing = play_goodput(replica, traffic, slo, promise=True, late="queue", slower=slow)
+    if not queueing.admitted:
+        return None
+    return Promised("queue", queueing.refused_share, queueing.kept_share)

@@ -11,8 +11,7 @@ from cumulo.base.quantities import quantity
 from cumulo.base.strict import build, yaml_problem
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
-from cumulo.plan.serve.deployment import Deployment
-from cumulo.plan.serve.promised import Promised
+from cumulo.plan.serve.deployment import Deployment, Promised
 from cumulo.spec.slo import Slo
 
 

@@ -16,17 +16,21 @@ from cumulo.engine.simulate.drafts import SimulatedHead
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory
-from cumulo.layout.adapters import served_elements
 from cumulo.layout.layout import local_spec
+from cumulo.layout.pieces import served_elements
 from cumulo.layout.serving import ServingLayout
 from cumulo.plan.network.collectives import Network
-from cumulo.plan.serve.profile import ServingProfile, profile_for
-from cumulo.plan.serve.published_engine import Confidence, confidence_of, published_profile
+from cumulo.plan.serve.profile import (
+    Confidence,
+    ServingProfile,
+    confidence_of,
+    profile_for,
+    published_profile,
+)
 from cumulo.plan.serve.step_cost import StepCostModel
 from cumulo.plan.serve.step_cost_work import BITS_OF_KV, Format, StepWork, check_split, step_work
-from cumulo.spec.cluster import Cluster
+from cumulo.spec.cluster import Cluster, Fabric
 from cumulo.spec.device import Device, Node
-from cumulo.spec.fabric import Fabric
 from cumulo.spec.model import ModelSpec
 
 CUMULO, TENSORRT_LLM = "cumulo", "tensorrt-llm"

@@ -11,8 +11,7 @@ from functools import partial
 
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import Capacity, RateGrid, RateTrial, play
-from cumulo.plan.serve.deployment import Candidate, Deployment
-from cumulo.plan.serve.promised import Promised, promised
+from cumulo.plan.serve.deployment import Candidate, Deployment, Promised, promised
 from cumulo.plan.serve.replica import CUMULO, Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.split import decode, prefill

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from cumulo.layout.stages import split_layers
+from cumulo.layout.layout import split_layers
 from cumulo.pipeline.decide.catalog import family
 from cumulo.pipeline.decide.costs import ChunkCost
 from cumulo.plan.job import TrainJob

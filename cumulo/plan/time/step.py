@@ -9,24 +9,99 @@ layers is added (`data_parallel`). How the constants were fitted is in docs/plan
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cumulo.errors import ConfigError
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.costs import ChunkCost, Costs, Link
 from cumulo.pipeline.simulate.timeline import Timeline, simulate
 from cumulo.plan.evidence import weights as evidence
-from cumulo.plan.job import TrainJob
+from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.ledger import Interval, TrainEstimate
 from cumulo.plan.memory.live import enough_micro_batches
+from cumulo.plan.memory.peak import chunk_activation_bytes
+from cumulo.plan.memory.states import Elements, heaviest_stage, state_bytes, updated_elements
 from cumulo.plan.time import compute_profile
 from cumulo.plan.time.chunks import Chunks, chunks_of, network_of
-from cumulo.plan.time.communication import layer_calls, layer_counts, message_call, recomputed_share
-from cumulo.plan.time.compute import Seconds, add
+from cumulo.plan.time.communication import (
+    data_exchanges,
+    data_rounds,
+    layer_calls,
+    layer_counts,
+    message_call,
+    recomputed_share,
+    trained_elements,
+)
+from cumulo.plan.time.compute import Seconds, add, model_flops, rates
 from cumulo.plan.time.compute_profile import Profile, shipped
-from cumulo.plan.time.data_parallel import AroundTime, around
-from cumulo.plan.time.flops import model_flops
 from cumulo.plan.time.pipeline_bounds import bound_s, played_s
 from cumulo.spec.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class AroundTime:
+    data_s: float  # of the collectives, what computation does not hide
+    optimizer_s: float
+    weights_s: float  # accumulation, casts and copies, in all micro-batches
+    sent_bytes: float  # by one rank to its data-parallel peers
+
+
+class Surroundings(NamedTuple):
+    """What `around` counts, before computation hides some of it: alike under all schedules and recomputations."""
+
+    travel_s: float  # of the collectives, of one micro-batch with ZeRO-3, else of a step
+    optimizer_s: float
+    weights_s: float
+    sent_bytes: float
+
+    def data_s(self, job: TrainJob, profile: Profile, micro_batch_s: float) -> float:
+        """Gradients travel behind the last micro-batch's backward, weights behind the next step's first forward;
+        with ZeRO-3, behind every micro-batch."""
+        exposed_s = _exposed(job, profile, self.travel_s, micro_batch_s)
+        return data_rounds(job) * exposed_s
+
+
+def around(job: TrainJob, cluster: Cluster, profile: Profile, micro_batch_s: float) -> AroundTime:
+    """`micro_batch_s`: forward and backward of one micro-batch on a stage, behind which data can travel."""
+    found = surroundings(job, cluster, profile)
+    data_s = found.data_s(job, profile, micro_batch_s)
+    return AroundTime(data_s, found.optimizer_s, found.weights_s, found.sent_bytes)
+
+
+def surroundings(job: TrainJob, cluster: Cluster, profile: Profile) -> Surroundings:
+    byte_s = rates(profile, cluster.device).byte_s
+    elements = trained_elements(job)  # frozen weights are neither accumulated nor updated
+    travel_s, sent_bytes = _travel(job, cluster, elements, profile.bucket_bytes)
+    return Surroundings(
+        travel_s=travel_s,
+        optimizer_s=updated_elements(job.layout, elements) * profile.optimizer_bytes * byte_s,
+        weights_s=job.micro_batches * elements.total * profile.weight_bytes * byte_s,
+        sent_bytes=data_rounds(job) * sent_bytes,
+    )
+
+
+def _travel(job: TrainJob, cluster: Cluster, elements: Elements, bucket_bytes: float) -> tuple[float, float]:
+    """Seconds of all collectives, of one micro-batch with ZeRO-3, else of a step; and the bytes a rank sends."""
+    seconds = sent = 0.0
+    network = network_of(cluster)
+    for exchange in data_exchanges(job, elements):
+        pieces = exchange.pieces(job, bucket_bytes)
+        each_s = 0.0
+        for call in exchange.calls:
+            times = call.forward + call.backward
+            each_s += times * call.seconds(network, pieces)
+            sent += times * call.sent_bytes
+        seconds += pieces * each_s
+    return seconds, sent
+
+
+def _exposed(job: TrainJob, profile: Profile, travel_s: float, hidden_behind_s: float) -> float:
+    """A share is always waited for; the rest only where it takes longer than the computation beside it."""
+    travel_s /= profile.data_rate
+    if not job.overlap_data:
+        return travel_s
+    share = profile.data_exposed
+    return share * travel_s + max(0.0, (1 - share) * travel_s - hidden_behind_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +265,65 @@ def timeline(job: TrainJob, cluster: Cluster) -> Timeline:
     shown = enough_micro_batches(layout.schedule, layout.pp, job.micro_batches)
     schedule = build(layout.schedule, layout.pp, shown, job.chunks_per_stage)
     return simulate(schedule, Costs(time.chunks.costs, link=link, message_bytes=message_bytes))
+
+
+# What offloading to the host's memory costs a step. Search, `why` and reports time plans with `plan_time`.
+#
+# Symbols: P parameters that a rank updates, w and g bytes of a weight and a gradient, o of the optimizer's states
+# for a parameter, H the rate between a device and its host, M a device's share of its host's memory bandwidth.
+#
+#     optimizer     g P / H down, (2 o + g) P / M for the step itself, w P / H back: nothing is hidden
+#     activations   what each micro-batch keeps, down in forward and back in backward, each behind the arithmetic
+
+# Of a node: two sockets of eight DDR5-4800 channels each, as the catalogue's cpu has them.
+HOST_MEMORY_BYTES_PER_S = 2 * 307.2e9
+
+
+def plan_time(
+    job: TrainJob, cluster: Cluster, profile: Profile | None = None, explain: bool = True
+) -> TrainEstimate:
+    """The cost model's estimate, with what the job offloads."""
+    found = estimate(job, cluster, profile, explain)
+    parts = dict(found.breakdown)
+    if job.offload_optimizer:
+        # A host is no faster than its devices: the search prunes by their time.
+        parts["optimizer on the host"] = max(optimizer_s(job, cluster), parts.pop("optimizer", 0.0))
+    if job.offload_activations:
+        parts["activations to the host"] = activations_s(job, cluster, found.step_s)
+    if not (job.offload_optimizer or job.offload_activations):
+        return found
+    step_s = sum(parts.values())
+    slower = step_s / found.step_s
+    return replace(
+        found,
+        step_s=step_s,
+        breakdown=tuple(parts.items()),
+        tokens_per_s=found.tokens_per_s / slower,
+        mfu=found.mfu / slower,
+        hfu=found.hfu / slower,
+        interval=Interval(found.interval.low * slower, found.interval.high * slower),
+    )
+
+
+def optimizer_s(job: TrainJob, cluster: Cluster) -> float:
+    """Gradients down, the step on the host, weights back."""
+    layout, elements = job.layout, heaviest_stage(job)
+    gradient = DTYPE_BYTES[job.gradient_dtype]
+    host_bytes = state_bytes(job, elements).host  # states and gradients of what the rank updates
+    updated = updated_elements(layout, elements)
+    down = gradient * updated
+    if layout.world == 1:  # the gradients of every micro-batch, as wide as the weights
+        down = job.micro_batches * job.weight_bytes_each * updated
+    # Where weights are shared out, what comes back is their float32 copy.
+    back = (max(4, job.weight_bytes_each) if layout.zero >= 2 else job.weight_bytes_each) * updated
+    step = 2 * (host_bytes - gradient * updated) + gradient * updated
+    share = HOST_MEMORY_BYTES_PER_S / cluster.node.gpus
+    return (down + back) / cluster.device.host_bytes_per_s + step / share
+
+
+def activations_s(job: TrainJob, cluster: Cluster, step_s: float) -> float:
+    """What the arithmetic does not hide: a third of the step is forward, behind which activations leave; behind the
+    rest they come back."""
+    kept = sum(chunk_activation_bytes(job, chunk) for chunk in range(job.chunks)) / job.layout.pp
+    moved_s = job.micro_batches * kept / cluster.device.host_bytes_per_s
+    return max(0.0, moved_s - step_s / 3) + max(0.0, moved_s - 2 * step_s / 3)

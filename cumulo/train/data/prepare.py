@@ -18,8 +18,7 @@ from cumulo.models.text.tokenizer import Tokenizer, byte_alphabet, load_tokenize
 from cumulo.spec.check import checked
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.to_huggingface import config_from_spec
-from cumulo.train.data.dataset_build import build_dataset
-from cumulo.train.data.documents import find_files, pieces_of, read_rows
+from cumulo.train.data.dataset_build import build_dataset, find_files, pieces_of, read_rows
 from cumulo.train.data.packing import TokenDataset
 from cumulo.train.decide.config import TrainConfig, check_layout, new_spec
 

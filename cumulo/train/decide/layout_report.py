@@ -4,9 +4,8 @@
 import math
 from collections.abc import Iterator
 
-from cumulo.layout.layout import Axis, Layout
+from cumulo.layout.layout import Axis, Layout, held_chunks
 from cumulo.layout.pieces import chunk_parts, pieces, zero_rows
-from cumulo.layout.stages import held_chunks
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import TrainConfig

@@ -10,15 +10,13 @@ from typing import get_args
 
 from cumulo.base.quantities import LedgerLine
 from cumulo.errors import ConfigError, OutOfMemory
-from cumulo.layout.adapters import adapter_shapes
-from cumulo.layout.layout import Place
-from cumulo.layout.pieces import pieces
-from cumulo.layout.stages import splits_backward
+from cumulo.layout.layout import Place, splits_backward
+from cumulo.layout.pieces import adapter_shapes, pieces
 from cumulo.plan.job import Recompute, TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.peak import peak_memory, stage_loads_of, stage_memory
-from cumulo.plan.search.offload import plan_time
 from cumulo.plan.time.compute_profile import shipped_for
+from cumulo.plan.time.step import plan_time
 from cumulo.spec.catalog import cluster, shipped
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.spec.operations import Operation, Share, layer_operations

@@ -4,8 +4,7 @@ possible. Pure; called by `verify.py`."""
 import math
 from dataclasses import dataclass, replace
 
-from cumulo.layout.layout import Layout
-from cumulo.layout.stages import pipeline_chunks
+from cumulo.layout.layout import Layout, pipeline_chunks
 from cumulo.pipeline.decide.catalog import family
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
 from cumulo.train.decide.config import DataConfig, ModelConfig, ScheduleConfig, TrainConfig

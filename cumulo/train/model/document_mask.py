@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cumulo.train.data.loader import DeviceBatch
+from cumulo.train.data.packing import DeviceBatch
 
 
 class Documents(Protocol):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cumulo.layout.adapters import adapter_shapes, is_adapter
+from cumulo.layout.pieces import adapter_shapes, is_adapter
 from cumulo.models.linear import Linear
 from cumulo.train.decide.config import LoraConfig
 from cumulo.train.model.model import TrainingDecoder, seeded_normal

@@ -21,8 +21,7 @@ from cumulo.models.rope import RotaryTable, Rotation
 from cumulo.ranks.tensor_parallel import VocabularySlice
 from cumulo.spec.check import refuse_unplayable
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.loader import DeviceBatch
-from cumulo.train.data.packing import IGNORED
+from cumulo.train.data.packing import IGNORED, DeviceBatch
 from cumulo.train.model.arithmetic import WIDE, Arithmetic, use_arithmetic
 from cumulo.train.model.attention import TrainingAttention, TrainingLatentAttention
 from cumulo.train.model.document_mask import Documents, OwnTokens

@@ -15,7 +15,7 @@ from cumulo.layout.layout import Layout
 from cumulo.models.linear import Linear
 from cumulo.ranks.groups import Groups
 from cumulo.ranks.tensor_parallel import TensorParallel, VocabularySlice
-from cumulo.train.data.loader import DeviceBatch
+from cumulo.train.data.packing import DeviceBatch
 from cumulo.train.model.document_mask import DocumentMask, OwnTokens
 from cumulo.train.parallel.context_parallel import ContextParallel
 from cumulo.train.parallel.expert_parallel import ApplyExperts, ByExpert, ExpertParallel

@@ -16,7 +16,7 @@ from cumulo.ranks.collectives import Ring, all_reduce
 from cumulo.ranks.differentiable import exchanged
 from cumulo.ranks.groups import Group
 from cumulo.ranks.ring_attention import AttentionBlock, MaskedBlock, PackedBlock, ring_attention
-from cumulo.train.data.loader import DeviceBatch
+from cumulo.train.data.packing import DeviceBatch
 from cumulo.train.model.document_mask import OwnTokens
 
 

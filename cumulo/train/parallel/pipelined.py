@@ -7,13 +7,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from cumulo.layout.layout import Layout
-from cumulo.layout.stages import chunks_per_stage, held_chunks, stage_placement
+from cumulo.layout.layout import Layout, chunks_per_stage, held_chunks, stage_placement
 from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, Sends
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.check import check
 from cumulo.pipeline.decide.communication import with_communication
-from cumulo.train.data.loader import DeviceBatch
+from cumulo.train.data.packing import DeviceBatch
 from cumulo.train.model.model import TrainingDecoder
 
 

@@ -22,7 +22,7 @@ from cumulo.train.data.packing import Batch
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.ledger import entries, predict, refuse_if_too_large
 from cumulo.train.model.arithmetic import ARITHMETICS
-from cumulo.train.run.meter import Ceiling, peak_memory_bytes, training_flops_per_token
+from cumulo.train.run.metrics import Ceiling, peak_memory_bytes, training_flops_per_token
 from cumulo.train.run.model_run import ModelRun, StepLoss
 
 

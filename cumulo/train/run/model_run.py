@@ -22,17 +22,15 @@ from torch import Tensor, nn
 from cumulo.checkpoint.play.boxes import read_parts, stored_shapes
 from cumulo.checkpoint.play.held import Held, all_parts, held_whole
 from cumulo.checkpoint.play.store import Checkpoint
-from cumulo.layout.adapters import adapter_shapes, is_adapter
-from cumulo.layout.pieces import chunk_parts, pieces
-from cumulo.layout.stages import held_chunks, splits_backward
+from cumulo.layout.layout import held_chunks, splits_backward
+from cumulo.layout.pieces import adapter_shapes, chunk_parts, is_adapter, pieces
 from cumulo.pipeline.decide.actions import Action, PipelineSchedule
 from cumulo.pipeline.play.run import Wire, play
 from cumulo.ranks.collectives import Peers, all_reduce
 from cumulo.ranks.groups import Groups, SecondLane
 from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.loader import DeviceBatch, to_device
-from cumulo.train.data.packing import IGNORED, Batch, Packing
+from cumulo.train.data.packing import IGNORED, Batch, DeviceBatch, Packing, to_device
 from cumulo.train.decide.config import TrainConfig
 from cumulo.train.model.arithmetic import ARITHMETICS
 from cumulo.train.model.lora import add_adapters, initialise_adapter

@@ -26,18 +26,15 @@ from cumulo.ranks.collectives import meter
 from cumulo.ranks.groups import Groups
 from cumulo.ranks.hang import HangWatch
 from cumulo.ranks.team import Team
-from cumulo.train.data.loader import BatchLoader
-from cumulo.train.data.packing import Packing, split_documents
+from cumulo.train.data.packing import BatchLoader, Packing, split_documents
 from cumulo.train.data.prepare import Prepared, prepare
 from cumulo.train.decide.config import TrainConfig, config_text
 from cumulo.train.decide.ledger import write_ledger
 from cumulo.train.decide.schedule import SpikeGuard, learning_rate_share
 from cumulo.train.model.lora import merged
-from cumulo.train.run.collective_log import CollectiveLog
 from cumulo.train.run.forecast import Forecast, training_device
-from cumulo.train.run.log import RunLog, TrainRecord
-from cumulo.train.run.meter import peak_memory_bytes
-from cumulo.train.run.metrics import TrainMetrics, loss_plot
+from cumulo.train.run.log import CollectiveLog, RunLog, TrainRecord
+from cumulo.train.run.metrics import TrainMetrics, loss_plot, peak_memory_bytes
 from cumulo.train.run.model_run import ModelRun, held_out_loss
 from cumulo.train.run.state import Progressed, RunState, StopRequest
 

@@ -21,8 +21,7 @@ from cumulo.ranks.groups import Groups
 from cumulo.ranks.start import run_ranks
 from cumulo.spec.counting import parameter_shapes
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.loader import to_device
-from cumulo.train.data.packing import IGNORED, Batch
+from cumulo.train.data.packing import IGNORED, Batch, to_device
 from cumulo.train.decide.config import TrainConfig, check_layout, new_spec
 from cumulo.train.decide.shrink import shrink
 from cumulo.train.model.lora import adapt

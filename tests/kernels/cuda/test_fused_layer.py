@@ -9,8 +9,7 @@ from cumulo.kernels.cuda.elementwise import rope_cache
 from cumulo.kernels.cuda.linear import fp8_blocks as blocks
 from cumulo.kernels.cuda.linear import fp8_pair as pair
 from cumulo.spec.model import ModelSpec
-from cumulo.train.data.loader import DeviceBatch, to_device
-from cumulo.train.data.packing import Batch
+from cumulo.train.data.packing import Batch, DeviceBatch, to_device
 from cumulo.train.model.arithmetic import FP8, FP8_BLOCKS, WIDE, Arithmetic, product
 from cumulo.train.model.model import TrainingDecoder, initialise
 from tests.kernels.cuda.tolerance import relative_error

@@ -9,8 +9,7 @@ from cumulo.collectives.simulate.fabrics.clos import ClosGraph, ClosTier, LinkRa
 from cumulo.collectives.simulate.fabrics.dragonfly import DragonflyGraph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, LinkTable, Routing
 from cumulo.errors import ConfigError
-from cumulo.spec.cluster import Cluster
-from cumulo.spec.fabric import tiers_of
+from cumulo.spec.cluster import Cluster, tiers_of
 
 FABRIC_SCALE_UP_LATENCY_S = (
     0.8e-6  # a step from GPU to GPU, as measured on Hopper (plan/data/collectives.yaml)
