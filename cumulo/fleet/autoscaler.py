@@ -44,7 +44,7 @@ class ScaledEngines(Protocol):
     def start_another(self) -> None: ...
 
     def take_back(self, name: str) -> None:
-        """One that drains serves again."""
+        """An engine that drains serves again."""
         ...
 
     def retire(self, name: str) -> None:
@@ -76,7 +76,7 @@ class ScaledFleet(ScaledEngines, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScaleEvent:
-    """One change of the number of engines."""
+    """A change of the number of engines."""
 
     time_s: float  # since the epoch
     role: str
@@ -131,7 +131,7 @@ class FleetAutoscaler:
 
     # -- the loop -----------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Until cancelled."""
+        """Looks at the fleet at every interval, until it is cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), self.settings.interval_s)
@@ -190,7 +190,7 @@ class FleetAutoscaler:
         return rule
 
     def _speed(self) -> ReplicaSpeed:
-        """As the engines measure themselves."""
+        """The speed of one replica, as the engines measure themselves."""
         views = self.fleet.views()
         if not views and self.role in self._rules:
             return self._rules[self.role].speed
@@ -199,7 +199,7 @@ class FleetAutoscaler:
         return ReplicaSpeed(_SHARE_OF_SPEED * prompt, _SHARE_OF_SPEED * output, 1 / _SHARE_OF_SPEED)
 
     def _seen(self) -> dict[str, RoleSeen]:
-        """By role, since the last look."""
+        """What each role is told, by role, since the last look."""
         views = self.fleet.views()
         begun, waiting = self.fleet.begun_and_waiting()
         whole = RoleSeen(
@@ -228,7 +228,7 @@ class FleetAutoscaler:
         return found
 
     def report(self) -> dict[str, Any]:
-        """For /v1/fleet and the console."""
+        """Returns what /v1/fleet and the console show of autoscaling."""
         self._count()
         told = self._limits_and_wanted(self.settings.limits, self.role) | {
             "replica_s": round(self.replica_s, 3),

@@ -71,7 +71,7 @@ class GatewayMetrics:
         self._cached_tokens.inc(record.cached_tokens or 0)
 
     def totals(self) -> dict[str, int]:
-        """Of all replicas, since the gateway started."""
+        """Counts of all replicas together, since the gateway started."""
         return {
             "in_flight": sum(len(one.works) for one in self._fleet.replicas.values()),
             "answered": self._answered_count,
@@ -84,7 +84,7 @@ class GatewayMetrics:
 
 
 class _ReplicaMetrics(Collector):
-    """Read when they are asked for: replicas come and go."""
+    """Metrics of replicas, which are read when they are asked for: replicas come and go."""
 
     def __init__(self, fleet: Replicas) -> None:
         self._fleet = fleet

@@ -336,6 +336,6 @@ def fleet_page() -> Response:
 
 
 def _hash(text: str, tag: str) -> str:
-    """Of what stands in the page itself: nothing else runs."""
+    """The hash of what stands in the page itself: nothing else runs."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -70,7 +70,7 @@ class Slo:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Those that are set, by name."""
+        """The bounds that are set, by name."""
         named = {"ttft": self.ttft_s, "itl": self.itl_s, "tpot": self.tpot_s, "e2e": self.e2e_s}
         return {name: bound for name, bound in named.items() if bound is not None}
 

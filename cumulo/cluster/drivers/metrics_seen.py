@@ -25,7 +25,7 @@ _HISTOGRAMS = {  # of requests, by the bound of an SLO that they are compared wi
 
 @dataclass(slots=True)
 class ReplicaCounters:
-    """Of one replica, since it started; sums over labels."""
+    """The counters of one replica since it started, summed over labels."""
 
     values: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # cumulative, by upper bound

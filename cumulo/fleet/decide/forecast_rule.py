@@ -29,7 +29,7 @@ class Following(NamedTuple):
 
 
 class LookBack(NamedTuple):
-    """One look of the past."""
+    """What came between two looks of the past."""
 
     work_s: float  # of a saturated replica, that came since the look before
     requests: int

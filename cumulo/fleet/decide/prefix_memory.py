@@ -101,7 +101,7 @@ class PrefixMemory:
         return max(1, round(text_bytes * self.tokens_per_byte))
 
     def hashes(self, chain: Sequence[bytes]) -> list[BlockHash]:
-        """Of the prompt's blocks, as far as its text is known."""
+        """The hashes of the prompt's blocks, as far as its text is known."""
         found = []
         for text in chain:
             blocks = self._blocks.get(text)

@@ -58,7 +58,7 @@ class ScalingRule(Protocol):
         ...
 
     def decide(self, seen: FleetSeen) -> list[ScaleTo]:
-        """One answer for each role. Looks come in order of time."""
+        """Returns one answer for each role. Looks come in order of time."""
         ...
 
 
@@ -75,7 +75,7 @@ class ReplicaSpeed:
     decode_saturated: float | None = None  # the same of a replica that only decodes; None: as the others
 
     def at_most(self, role: str) -> float:
-        """By how much a saturated replica of this role does more."""
+        """The factor by which a saturated replica of this role does more."""
         return self.decode_saturated or self.saturated if role == "decode" else self.saturated
 
     def work_s(self, role: str, prompt_tokens: float, output_tokens: float) -> float:

@@ -97,7 +97,7 @@ class Replicas:
         return replica
 
     async def remove(self, name: str) -> None:
-        """What runs there is continued elsewhere."""
+        """Remove a replica; the requests that run there are continued elsewhere."""
         replica = self.replicas.pop(name)
         watch, task = self._watches.pop(name)
         task.cancel()

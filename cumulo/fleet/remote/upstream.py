@@ -23,7 +23,7 @@ class UpstreamError(Exception):
 
 
 class NoHttp(UpstreamError):
-    """What answers there is no web server."""
+    """The replica's address does not answer as a web server does."""
 
 
 class UpstreamExchange:

@@ -51,7 +51,7 @@ class Watch:
         self._stuck_at: int | None = None  # the last step of an engine that stands still
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follows the server until it is cancelled."""
         replica, pause_s = self._replica, 0.2
         while True:
             replica.refused = False
@@ -76,7 +76,7 @@ class Watch:
             await asyncio.sleep(pause_s)
 
     async def _follow(self) -> None:
-        """Until it is in trouble."""
+        """Follows the server until it is in trouble."""
         if self._options.fleet_key is None:
             await self._probe_for_ever()
             return

@@ -22,7 +22,7 @@ from cumulo.spec.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class ScaleLook:
-    """One look of the rule, for the picture."""
+    """What the rule saw and wanted at one moment, for the picture."""
 
     time_s: float
     role: str

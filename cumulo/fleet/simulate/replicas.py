@@ -17,7 +17,7 @@ from cumulo.plan.serve.step_cost import StepCostModel, StepLoad, pairs
 
 
 class MemberLoad(NamedTuple):
-    """Of one replica, now."""
+    """The load of one replica at a moment."""
 
     waiting: int  # requests without a first token
     waiting_tokens: int  # of their prompts, not computed yet
@@ -30,7 +30,7 @@ class PlayedReplica(Protocol):
     def clock_s(self) -> float: ...
     @property
     def requests(self) -> int:
-        """That it has taken and not answered."""
+        """The number of requests that it has taken and not answered."""
         ...
 
     @property

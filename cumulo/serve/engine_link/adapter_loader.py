@@ -47,7 +47,7 @@ class AdapterLoader:
 
 
 def enter(store: AdapterStore | None, order: LoadAdapter, reading: "Future[AdapterWeights]") -> AdapterReport:
-    """Of an adapter that has been read, or could not be."""
+    """Puts an adapter into the store that has been read, and reports; or reports why it could not be read."""
     try:
         weights = reading.result()
         assert store is not None

@@ -110,7 +110,7 @@ class MessageListener:
         self._listener.setblocking(False)
 
     def accept(self) -> MessageLine | None:
-        """None: nobody has come yet."""
+        """Returns the line to the other process; None: it has not connected yet."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:

@@ -108,7 +108,7 @@ async def _whole(receive: Receive, most_bytes: int) -> bytes:
 
 
 def _resumed(scope: Scope, path: str, body: bytes, receive: Receive) -> Receive:
-    """From here on it is the request that was made at first."""
+    """Turns a resumed request into the request that was made at first."""
     scope["path"], scope["raw_path"] = path, path.encode()
     headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
     scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]

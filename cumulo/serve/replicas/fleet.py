@@ -221,7 +221,7 @@ class Fleet:
 
     @property
     def unplaced_tokens(self) -> int:
-        """Of prompts that wait for a replica."""
+        """The number of tokens of prompts that wait for a replica."""
         return sum(len(one.submit.tokens) // 4 for one in self._unplaced.values())
 
     def place_unplaced(self) -> None:
@@ -262,7 +262,7 @@ class Fleet:
             self._end(request, "the request was aborted while no replica was ready")
 
     async def block_map(self) -> BlockMap:
-        """Of all replicas that are up, one after the other."""
+        """The blocks of all replicas that are up, one after the other."""
         return merged_blocks(await asyncio.gather(*(one.client.block_map() for one in self._up())))
 
     async def load_adapter(self, adapter: ServedAdapter) -> AdapterReport | None:

@@ -63,7 +63,7 @@ def begin_restart(fleet: Fleet, name: str, patience_s: float) -> FleetReplica:
 
 
 def begin_rolling_restart(fleet: Fleet, patience_s: float) -> None:
-    """All replicas, one after the other."""
+    """Restart all replicas, one after the other."""
     replicas = list(fleet.replicas.values())
     if len(replicas) < 2:
         raise NotPossibleNow(
@@ -77,7 +77,7 @@ def begin_rolling_restart(fleet: Fleet, patience_s: float) -> None:
 
 
 def add(fleet: Fleet) -> FleetReplica:
-    """One more; it gets requests as soon as its model is loaded."""
+    """Add a replica; it gets requests as soon as its model is loaded."""
     if len(fleet.replicas) >= MOST_REPLICAS:
         raise NotPossibleNow(f"a fleet has at most {MOST_REPLICAS} replicas")
     replica = fleet.make_replica()

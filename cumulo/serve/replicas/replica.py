@@ -68,7 +68,7 @@ class FleetReplica:
 
     @property
     def step_s(self) -> float | None:
-        """Of a step that only decodes; None: it was not measured yet."""
+        """The time of a step that only decodes; None: it was not measured yet."""
         return statistics.median(self._steps_s) if self._steps_s else None
 
     @property
@@ -84,7 +84,7 @@ class FleetReplica:
         return None if stats is None or stats.routing is None else stats.routing.prompt_s_per_token
 
     def life(self) -> ReplicaLife:
-        """As an autoscaler sees it."""
+        """The replica as an autoscaler sees it."""
         state: Literal["starting", "ready", "draining"] = "ready"
         if self.draining or self.busy_with:
             state = "draining"
@@ -165,7 +165,7 @@ def with_worst_index(report: FairnessReport, indices: Sequence[float]) -> Fairne
 
 
 def merged_blocks(maps: Sequence[BlockMap]) -> BlockMap:
-    """One map after the other."""
+    """The blocks of one map after those of the other."""
     owners: list[str] = []
     owner_of: list[int] = []
     for one in maps:
