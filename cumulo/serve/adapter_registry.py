@@ -69,7 +69,7 @@ class AdapterRegistry:
 
     @property
     def served(self) -> dict[str, ServedAdapter]:
-        """By name: those that calls can name."""
+        """The adapters that calls can name, by name."""
         return {one.name: one for one in self.all.values() if one.ready and not one.dropped}
 
     def named(self, name: str) -> ServedAdapter | None:
@@ -80,7 +80,7 @@ class AdapterRegistry:
 
     # -- they come and go ---------------------------------------------------------------------------------
     def put(self, name: str, folder: str) -> ServedAdapter:
-        """A new one, not ready yet."""
+        """Add a new adapter, which is not ready yet."""
         if not self.most:
             raise AdapterRefused(
                 "this server was started without room for adapters: start it with --max-loras 8, or with --lora"

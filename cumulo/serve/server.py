@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class _Run:
-    """One life of the server, from load to drain."""
+    """One run of the server, from load to drain."""
 
     def __init__(
         self,

@@ -117,7 +117,6 @@ class Service:
         self.abort_reason = "the request was aborted"
         self._callers: dict[str, Caller] = {}  # of requests in flight
         self._ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
-        self._streamed_tokens = 0  # in the report that is being taken in
         self.metrics.up.set_function(lambda: float(self.engine.state == "ready"))
         self.metrics.restarts.set_function(lambda: float(self.engine.restarts))
         self.metrics.loras.set_function(lambda: float(len(self.adapters.served)))
@@ -286,8 +285,6 @@ class Service:
     def on_progress(self, stats: Stats) -> None:
         self.recent_steps.extend(stats.records)
         self.step_history.note(stats, time.perf_counter())
-        self.metrics.generation_tokens.inc(self._streamed_tokens)
-        self._streamed_tokens = 0
         self.metrics.on_progress(stats)
         if stats.routing is not None:  # of a single engine; a fleet's engines are asked together
             self.block_log.note(stats.routing.came, stats.routing.went, self.engine.restarts)
@@ -299,7 +296,7 @@ class Service:
     def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None:
         if not delta.token_ids:
             return
-        self._streamed_tokens += len(delta.token_ids)
+        self.metrics.generation_tokens.inc(len(delta.token_ids))
         if request.last_token_s is not None and request.submit.params.n == 1:
             self.metrics.itl.observe(now_s - request.last_token_s)
         request.last_token_s = now_s

@@ -98,7 +98,7 @@ def install() -> BufferedStderr:
 
 
 def start_logging(level: str, who: str) -> None:
-    """The one set-up of logging, of both processes."""
+    """Set up logging, in the same way for server and engine process."""
     install()
     logging.basicConfig(level=level.upper(), format=f"%(asctime)s {who} %(levelname)s %(message)s")
 

@@ -47,7 +47,7 @@ class StoredResponses:
     def __init__(
         self, most: int, most_bytes: int = MOST_BYTES, most_bytes_each: int = MOST_BYTES_EACH
     ) -> None:
-        """`most` 0: nothing is kept."""
+        """With `most` 0 nothing is kept."""
         self.most, self.most_bytes, self._most_bytes_each = most, most_bytes, min(most_bytes, most_bytes_each)
         self.count = self.size_bytes = 0
         self._by_caller: dict[str, _OfCaller] = {}  # by caller

@@ -46,7 +46,7 @@ class RateLimits:
         return bucket
 
     def take_request(self, caller: Caller) -> float:
-        """Seconds to wait; 0: taken."""
+        """Take one request; returns the seconds to wait, 0 if it was taken."""
         return self._take("requests", caller, 1)
 
     def take_tokens(self, caller: Caller, prompt_tokens: int) -> float:

@@ -109,7 +109,7 @@ async def version() -> Response:
 
 # -- models ---------------------------------------------------------------------------------------------------
 def _models(service: Service) -> list[dict[str, Any]]:
-    """The model itself, then its adapters."""
+    """List the model itself, then its adapters."""
     return [_model(service), *(_model(service, adapter) for adapter in service.adapters.served.values())]
 
 

@@ -31,7 +31,7 @@ _ZERO = np.uint8(ord("0"))
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Upper bounds, or exact counts."""
+    """How much structure a body has: upper bounds, or exact counts."""
 
     containers: int = 0
     strings: int = 0

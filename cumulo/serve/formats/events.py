@@ -84,7 +84,7 @@ class Collector:
         self.calls += 1
 
     def arguments(self, fragment: str) -> None:
-        """Of the call that started last."""
+        """Add to the arguments of the call that started last."""
         self._gather(fragment, in_arguments=True)
 
     def end(self) -> None:

@@ -88,7 +88,7 @@ class MistralParser:
         return False
 
     def _in_list(self) -> bool:
-        """Before a call of the list, or its end."""
+        """Read what stands before a call of the list, or its end."""
         rest = self._pending.lstrip()
         if not rest:
             return False

@@ -304,7 +304,7 @@ class Connection(HttpToolsProtocol):
             super().shutdown()
 
     def describe(self) -> str:
-        """For the log."""
+        """How the log names this connection."""
         return f"a connection from {self.address.name} ({self._reading.value})"
 
     # -- time-outs ----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from cumulo.serve.errors import ApiError
 from cumulo.serve.http.keeper import Tally
 
 _READING = ("GET", "HEAD", "OPTIONS")
-_REMEMBERED = 256  # names that were accepted; more come only from somebody who tries
 
 
 class HostCheck:
@@ -36,11 +35,10 @@ class HostCheck:
                     hosts += 1
                 elif name == b"origin":
                     origin = value
-            if hosts != 1 or origin is not None or host not in self._hosts.accepted:
-                error = self._problem(scope, host, hosts, origin)
-                if error is not None:
-                    await _refuse(error, scope, receive, send)
-                    return
+            error = self._problem(scope, host, hosts, origin)
+            if error is not None:
+                await _refuse(error, scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
     def _problem(self, scope: Scope, host: bytes | None, hosts: int, origin: bytes | None) -> ApiError | None:
@@ -94,17 +92,13 @@ class AllowedHosts:
             own = socket.gethostname().lower()
             names |= {own, own.partition(".")[0]}
         self._names = names - {""}
-        self.accepted: set[bytes] = set()  # those that were looked at, and found good
 
     def __contains__(self, host: bytes) -> bool:
-        if self._any or host in self.accepted:
+        if self._any:
             return True
         name = _name(host)
         address = _address(name)
-        good = name in self._names or (address is not None and (not self._local or address.is_loopback))
-        if good and len(self.accepted) < _REMEMBERED:
-            self.accepted.add(host)
-        return good
+        return name in self._names or (address is not None and (not self._local or address.is_loopback))
 
 
 def _name(host: bytes) -> str:

@@ -131,7 +131,7 @@ class Keeper:
         connection.reserved, connection.address = False, address
 
     def promote(self, connection: KeptConnection) -> bool:
-        """Out of the reserve, if there is room by now."""
+        """Move a connection out of the reserve if there is room by now; returns whether there is."""
         address = self._addresses.get(connection.address.name, connection.address)
         if not self._has_room(address):
             return False

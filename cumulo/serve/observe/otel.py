@@ -145,7 +145,7 @@ class Tracing:
                 log.exception("the trace of %s could not be made", call[0].call_id)
 
     def emit(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
-        """The spans of one ended call."""
+        """Make the spans of one ended call."""
         epoch_s = time.time() - time.perf_counter()  # of the clock that the stories use, as of now
 
         def to_ns(time_s: float) -> int:

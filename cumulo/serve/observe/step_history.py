@@ -37,20 +37,14 @@ class StepSeries:
     def __init__(self, width_s: float, count: int) -> None:
         self.width_s, self.count = width_s, count
         self._slices: OrderedDict[int, Slice] = OrderedDict()
-        self._newest, self._begins_s, self._ends_s = Slice(), 0.0, 0.0  # what almost every step belongs to
 
     def slice_at(self, time_s: float) -> Slice:
-        if self._begins_s <= time_s < self._ends_s:
-            return self._newest
         number = int(time_s // self.width_s)
         found = self._slices.get(number)
         if found is None:
             found = self._slices[number] = Slice()
             while len(self._slices) > self.count + 1:
                 self._slices.popitem(last=False)
-        if next(reversed(self._slices)) == number:
-            self._newest, self._begins_s = found, number * self.width_s
-            self._ends_s = self._begins_s + self.width_s
         return found
 
     def last(self, now_s: float, count: int, per_slice: int = 1) -> list[Slice]:
@@ -82,9 +76,6 @@ class StepHistory:
                 part.steps += 1
                 part.busy_s += record.finished_s - record.started_s
             part = series.slice_at(now_s)
-            if stats.running > part.running:
-                part.running = stats.running
-            if stats.waiting > part.waiting:
-                part.waiting = stats.waiting
-            if stats.blocks_used > part.blocks_used:
-                part.blocks_used = stats.blocks_used
+            part.running = max(part.running, stats.running)
+            part.waiting = max(part.waiting, stats.waiting)
+            part.blocks_used = max(part.blocks_used, stats.blocks_used)

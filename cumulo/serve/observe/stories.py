@@ -133,7 +133,7 @@ class Stories:
         return next(iter(found.values()), [])
 
     def recent(self, count: int) -> list[Record]:
-        """Newest first."""
+        """The last ones, newest first."""
         return list(reversed(self._records.values()))[:count]
 
 
@@ -233,7 +233,7 @@ def route_words(route: Route) -> dict[str, Any]:
 
 
 def summary(record: Record) -> str:
-    """One paragraph a person can read at 3 a.m."""
+    """Tell a request's story in one paragraph that a person can read at 3 a.m."""
     story = record.story
     if story is None:
         if record.outcome is None:
@@ -338,6 +338,6 @@ class Rejections:
         (self._without_key if rejection.caller is None else self._of_callers).append(rejection)
 
     def recent(self) -> list[Rejection]:
-        """Newest first."""
+        """The last ones, newest first."""
         both = chain(self._of_callers, self._without_key)
         return sorted(both, key=lambda one: one.received_s, reverse=True)

@@ -164,7 +164,7 @@ class Results:
         return count
 
     def write(self, content: Mapping[str, Any], good: bool) -> None:
-        """Blocks: called in a thread."""
+        """Append one line. It blocks, so it is called in a thread."""
         rest = memoryview(msgspec.json.encode(content) + b"\n")
         with self._lock:
             if good not in self._descriptors:

@@ -68,7 +68,7 @@ class Batches:
             self._workers[record.owner] = asyncio.create_task(self._work(record.owner))
 
     async def _work(self, owner: str) -> None:
-        """One key's batches, one after the other."""
+        """Run one key's batches, one after the other."""
         waiting = self._waiting[owner]
         while waiting:
             await self._run(waiting.popleft())
@@ -97,7 +97,7 @@ class Batches:
         return record
 
     def owned_by(self, owner: str) -> list[BatchRecord]:
-        """Newest first."""
+        """The batches of one key, newest first."""
         found = [record for record in self._records.values() if record.owner == owner]
         return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
 

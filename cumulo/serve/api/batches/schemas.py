@@ -16,7 +16,7 @@ WINDOW_S = 24 * 3600
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """Why a file is no batch."""
+    """A reason why a file is no batch."""
 
     code: str
     message: str

@@ -102,7 +102,7 @@ class FileStore:
         return stored
 
     def owned_by(self, owner: str) -> list[StoredFile]:
-        """Newest first."""
+        """The files of one key, newest first."""
         found = [stored for stored in self._files.values() if stored.owner == owner]
         return sorted(found, key=lambda stored: (stored.created_at, stored.id), reverse=True)
 

@@ -97,7 +97,7 @@ def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
 
 
 def delta_of(piece: Piece) -> dict[str, Any]:
-    """The same, as a streamed chunk says it."""
+    """What a piece of an answer adds, as a streamed chunk says it."""
     if isinstance(piece, Text):
         return {"content": piece.text}
     if isinstance(piece, Reasoning):
@@ -118,7 +118,7 @@ def legacy_message(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def legacy_delta(piece: Piece) -> dict[str, Any]:
-    """The same, as a streamed chunk says it."""
+    """What a piece of an answer adds, as a streamed chunk says it."""
     if isinstance(piece, Text | Reasoning):
         return delta_of(piece)
     if isinstance(piece, ToolCallStart):
@@ -156,7 +156,7 @@ class AnswerForm:
     thoughts_opened: bool = False
 
     def reader(self) -> AnswerReader | None:
-        """For one answer; None: it is all text."""
+        """Make the reader of one answer; None if the answer is all text."""
         if self.tool_format is None and not self.thinks:
             return None
         return AnswerReader(
@@ -233,7 +233,7 @@ def check_form(wanted: ResponseFormat | None) -> None:
 
 
 def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
-    """Raises ApiError where the form cannot be."""
+    """Make the form of an answer; raises ApiError where it cannot be."""
     try:
         return _answer_form(body, use, text, prompt)
     except (RecursionError, InvalidRequest) as error:

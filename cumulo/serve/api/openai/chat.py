@@ -27,7 +27,7 @@ from cumulo.serve.api.openai.conversation import (
     template_variables,
     text_of,
 )
-from cumulo.serve.api.openai.events import DONE, PreparedEvent, event, json_response, open_stream
+from cumulo.serve.api.openai.events import DONE, event, json_response, open_stream
 from cumulo.serve.api.openai.logprobs import chat_logprobs, prompt_logprobs, spoken, worded
 from cumulo.serve.api.openai.sampling import chat_params, check_tokens, default_limit, is_search
 from cumulo.serve.api.openai.schemas import ChatRequest
@@ -42,7 +42,6 @@ from cumulo.serve.service import Service
 
 router = APIRouter(route_class=JsonRoute)
 log = logging.getLogger(__name__)
-_NOT_BEGUN = object()
 
 
 @router.post(
@@ -185,19 +184,14 @@ class ChatEvents:
             "model": call.model,
             **_tier(body),
         }
-        self._all_told = body.logprobs or body.return_token_ids or self._counts.continuous
         self._prompt_told = False
         self._readers: dict[int, AnswerReader | None] = {}  # of the choices that have begun
-        self._prepared: dict[int, PreparedEvent] = {}  # of those that are nothing but text
 
     def add(self, batch: Batch) -> bytes:
         pieces: list[bytes] = []
         for _, item in batch:
             if isinstance(item, Delta):
-                if item.finish_reason is not None or not self._is_plain(item.index):
-                    pieces += self._chunks(item)
-                elif item.text:
-                    pieces.append(self._prepared[item.index].with_text(item.text))
+                pieces += self._chunks(item)
         return b"".join(pieces)
 
     def end(self) -> bytes:
@@ -251,15 +245,6 @@ class ChatEvents:
         added = reader.read(item.text, last=item.finish_reason is not None)
         word = delta_of if self._body.functions is None else legacy_delta
         return [word(piece) for piece in added], _reason(self._body, reader.finish_reason(item.finish_reason))
-
-    def _is_plain(self, index: int) -> bool:
-        """Whether a choice that has begun is nothing but text; its event is prepared behind the first token."""
-        if index in self._prepared:
-            return True
-        if self._all_told or self._readers.get(index, _NOT_BEGUN) is not None:
-            return False
-        self._prepared[index] = PreparedEvent(self._chunk(index, {"content": PreparedEvent.MARK}))
-        return True
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

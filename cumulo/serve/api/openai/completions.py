@@ -11,7 +11,7 @@ from starlette.responses import Response
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta, Sample
-from cumulo.serve.api.openai.events import DONE, PreparedEvent, event, json_response, open_stream
+from cumulo.serve.api.openai.events import DONE, event, json_response, open_stream
 from cumulo.serve.api.openai.logprobs import (
     CompletionColumns,
     echoed_columns,
@@ -182,12 +182,9 @@ class CompletionEvents:
             "created": call.created,
             "model": call.model,
         }
-        body = asked.body
-        self._all_told = body.logprobs is not None or body.return_token_ids or self._counts.continuous
         self._begun: set[int] = set()
         self._shown: dict[int, int] = {}  # characters of a choice's text that the client has, where counted
         self._columns: dict[int, CompletionColumns] = {}
-        self._prepared: dict[int, PreparedEvent] = {}  # of the choices that have begun, without logprobs
 
     def add(self, batch: Batch) -> bytes:
         pieces: list[bytes] = []
@@ -195,11 +192,7 @@ class CompletionEvents:
             if not isinstance(item, Delta):
                 continue
             index = position * self._samples + item.index
-            if index in self._prepared and item.finish_reason is None:
-                if item.text:
-                    pieces.append(self._prepared[index].with_text(item.text))
-            else:
-                pieces += self._chunk(position, index, item)
+            pieces += self._chunk(position, index, item)
         return b"".join(pieces)
 
     def end(self) -> bytes:
@@ -231,8 +224,6 @@ class CompletionEvents:
             self._counts.note(item)
         if begins:
             text = self._asked.echoed[position] + text
-            if not self._all_told:
-                self._prepared[index] = PreparedEvent(self._content(index, PreparedEvent.MARK))
         logprobs = None
         if self._body.logprobs is not None:
             told = spoken(entries, finish_reason, self._asked.ends)

@@ -109,7 +109,7 @@ def conversation(
 
 
 def _check(message: Message, place: str) -> None:
-    """Which fields belong to which role."""
+    """Refuse fields that do not belong to the message's role."""
     if message.content is None and not message.tool_calls:
         raise _missing(f"{place}.content")
     if message.role == "tool" and message.tool_call_id is None:
@@ -136,7 +136,7 @@ def text_of(message: Message) -> str:
 
 
 def check_continued(messages: Sequence[Message], add_generation_prompt: bool | None) -> None:
-    """What `continue_final_message` needs."""
+    """Refuse a conversation that `continue_final_message` cannot continue."""
     last, param = messages[-1], "continue_final_message"
     if add_generation_prompt:
         raise invalid(

@@ -22,7 +22,6 @@ to_json = msgspec.json.Encoder().encode
 # (`str.splitlines`, httpx's `iter_lines`), and would cut an event in two.
 _LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 DONE = b"data: [DONE]\n\n"
-_MARK = "\0"  # where text goes in a prepared event; no other field can hold it
 
 
 class EventWriter(Protocol):
@@ -45,17 +44,7 @@ class FailureWriter(Protocol):
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    return _JsonAnswer(to_json(content), status)
-
-
-class _JsonAnswer(Response):
-    def __init__(self, body: bytes, status: int) -> None:
-        # Instead of Response's own, which looks for headers that are never given here.
-        self.status_code, self.background, self.body = status, None, body
-        self.raw_headers = [
-            (b"content-length", str(len(body)).encode()),
-            (b"content-type", b"application/json"),
-        ]
+    return Response(to_json(content), status, media_type="application/json")
 
 
 def to_line(content: Any) -> bytes:
@@ -69,19 +58,6 @@ def to_line(content: Any) -> bytes:
 
 def event(content: Any) -> bytes:
     return b"data: " + to_line(content) + b"\n\n"
-
-
-class PreparedEvent:
-    """An event that is sent for every token and differs in one text only: all else is written once."""
-
-    MARK = _MARK
-
-    def __init__(self, content: Any) -> None:
-        """`content` has MARK where the text goes."""
-        self._before, self._after = event(content).split(to_line(_MARK))
-
-    def with_text(self, text: str) -> bytes:
-        return self._before + to_line(text) + self._after
 
 
 async def open_stream(call: Call, writer: EventWriter) -> Response:

@@ -24,7 +24,7 @@ class StreamCounts:
         self._output_tokens += len(item.token_ids)
 
     def field(self) -> dict[str, Any]:
-        """What a chunk says now."""
+        """The `usage` field of a chunk that is sent now."""
         if not self.continuous:
             return {"usage": None} if self.wanted else {}
         return {

@@ -142,7 +142,7 @@ def _named(function: NamedFunction) -> Entry:
 
 
 def _response_format(wanted: TextFormat | None) -> Entry | None:
-    """As chat completions call it."""
+    """The wanted form as `response_format` of a chat completion."""
     if wanted is None:
         return None
     for name, kind in (("schema_", "json_schema"), ("regex", "regex"), ("grammar", "grammar")):

@@ -160,7 +160,7 @@ def _new_item(block: Block, suffix: str) -> Item:
 
 # -- input items as the API gives them back ---------------------------------------------------------------
 def spelled_inputs(items: Sequence[InputItem]) -> list[Item]:
-    """Each with an id, and messages in parts."""
+    """The input items, each with an id, and messages in parts."""
     suffix = secrets.token_hex(12)
     return [_spelled_input(item, f"{suffix}_in{index}") for index, item in enumerate(items)]
 
