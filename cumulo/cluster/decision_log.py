@@ -36,7 +36,7 @@ class DecisionLog:
 
 
 def replay(path: Path, policy: Callable[[str], Policy]) -> tuple[int, list[str]]:
-    """How many turns were replayed, and what came out otherwise."""
+    """Returns how many turns were replayed, and which decisions differ now."""
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     differing = []
     for number, line in enumerate(lines, 1):
@@ -76,6 +76,6 @@ def _now(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_decisions(decided: Iterable[Decision]) -> list[dict[str, Any]]:
-    """As JSON has them: lists, not tuples."""
+    """Decisions as JSON has them: lists, not tuples."""
     found = [plain(one) for one in decided]
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]

@@ -36,13 +36,13 @@ class JobProgress:
 
     @property
     def left_s(self) -> float | None:
-        """Until it is done, at the measured speed or else at the predicted one."""
+        """Seconds until it is done, at the measured speed or else at the predicted one."""
         speed = self.step_s or self.predicted_step_s
         return None if self.steps is None or speed is None else (self.steps - self.step) * speed
 
 
 def run_progress(run_folder: Path) -> JobProgress:
-    """Of a run that may not have begun, or be writing at this moment."""
+    """The progress of a run that may not have begun, or may be writing at this moment."""
     steps = None
     if (config := _read(run_folder / "config.yaml")) is not None:
         content = yaml.safe_load(config)

@@ -80,7 +80,7 @@ class ReplicaScaling:
     start_up_s: float = 60.0  # from the order of a replica to its first token
     ttft_s: float | None = 2.0  # the SLO
     itl_s: float | None = None
-    interval_s: float = 10.0  # between two looks
+    interval_s: float = 10.0  # between two decisions
     cooldown_s: float | None = None  # before a replica is removed; None: two or ten times its start-up
     idle_s: float = 300.0  # without a request, before the last replica goes, where min_replicas is 0
 
@@ -128,7 +128,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True)
 class ElasticRange:
-    """With how many devices the job makes sense; the policy chooses."""
+    """The numbers of devices with which the job makes sense; the policy chooses."""
 
     min: int
     max: int

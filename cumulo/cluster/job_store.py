@@ -105,7 +105,7 @@ def _changed(record: JobRecord, event: Mapping[str, Any]) -> JobRecord:
 
 
 def default_store() -> Path:
-    """In the user's state directory, as the XDG specification names it."""
+    """The store in the user's state directory, as the XDG specification names it."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "cumulo" / "jobs"
 
 
@@ -164,7 +164,7 @@ class JobStore:
         return folded(self.events())
 
     def find(self, name: str) -> JobRecord:
-        """By its id; the name of the job file means the last job of that name."""
+        """The job of that id; the name of a job file means the last job of that name."""
         jobs = self.jobs()
         if name in jobs:
             return jobs[name]

@@ -132,5 +132,5 @@ def cancel(store: JobStore, name: str) -> JobRecord:
 
 
 def progress_of(record: JobRecord) -> JobProgress | None:
-    """None: a service has no steps."""
+    """The progress of a training job; None: a service has no steps."""
     return run_progress(run_folder(record)) if record.job.train is not None else None

@@ -19,7 +19,7 @@ _SIZES = ("tp", "pp", "dp", "ep")
 
 @dataclass(frozen=True, slots=True)
 class ServedShape:
-    """From the plan or the options."""
+    """How a service is divided, from its plan or its options."""
 
     tp: int
     pp: int
@@ -30,7 +30,7 @@ class ServedShape:
 
     @property
     def ranks(self) -> int:
-        """Of one replica, by the engine's own rule: a device has one rank."""
+        """The ranks of one replica, by the engine's own rule: a device has one rank."""
         return EngineConfig(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep).layout.world
 
     @property

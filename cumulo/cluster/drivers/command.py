@@ -28,7 +28,7 @@ def mark_attempt(output: Path, number: int) -> None:
 
 
 def served_url(output: Path, who: str = "") -> str:
-    """Of the last attempt; empty: it is not ready yet."""
+    """The URL that the last attempt printed; empty: it is not ready yet."""
     try:
         text = output.read_text("utf-8", "replace")
     except OSError:

@@ -71,7 +71,7 @@ class Attempt:
 
     @property
     def exit_code(self) -> int | None:
-        """None: it was killed, shell and all, or it still runs."""
+        """The exit code; None: the process was killed with its shell, or it still runs."""
         return self._number("exit")
 
     @property
@@ -79,7 +79,7 @@ class Attempt:
         return self._number("pid")
 
     def signal(self, number: int) -> None:
-        """To all its processes, if it lives; the shell ignores none, so it ends with them."""
+        """Signals all its processes, if it lives. The shell ignores no signal, so it ends with them."""
         if self.alive and (pid := self.pid) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, number)
@@ -277,7 +277,7 @@ def main(folder: Path) -> None:
 
 
 def _wait(line: socket.socket, attempts: list[Attempt]) -> None:
-    """Until somebody wakes us or a job ends."""
+    """Waits until somebody wakes the supervisor or a job ends."""
     watched = [line.fileno()]
     try:
         for attempt in attempts:

@@ -45,7 +45,7 @@ class GangTask:
         self._processes: list[asyncio.subprocess.Process] = []
 
     async def where(self) -> tuple[str, str, int]:
-        """Its node's id, its address, and a port that is free there."""
+        """Returns its node's id, its address, and a port that is free there."""
         with socket.socket() as line:
             line.bind(("", 0))
             port = line.getsockname()[1]
@@ -257,7 +257,7 @@ def actor_resources(group: DeviceGroup) -> dict[str, Any]:
 def _environments(
     group: DeviceGroup, tasks: int, place: int, places: list[tuple[str, str, int]]
 ) -> list[dict[str, str]]:
-    """Of each rank of a task: as torchrun would set them."""
+    """The variables of each rank of a task, as torchrun would set them."""
     _, address, port = places[0]
     return [
         {
@@ -274,7 +274,7 @@ def _environments(
 
 
 def _tasks_that_fit(group: DeviceGroup) -> int:
-    """On the nodes that are alive, whoever uses them now."""
+    """How many tasks fit the nodes that are alive, whoever uses them now."""
     name = "CPU" if group.on_cpu else "GPU"
     alive = [node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]]
     if group.per_node:

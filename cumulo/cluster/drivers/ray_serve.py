@@ -135,7 +135,7 @@ class ServiceRoute:
         return await self._ask("GET", "/v1/fleet")
 
     async def metrics(self) -> str:
-        """Of the gateway; requests that wait here for a replica count as being there."""
+        """The metrics of the gateway; requests that wait here for a replica count as being there."""
         waiting = f"cumulo:gateway_in_flight {self._waiting}\n"
         if not self._gateway:
             return waiting
@@ -220,7 +220,7 @@ def _listening(output: Path) -> str:
 
 
 def front_application(key: str, router: str) -> Any:
-    """On the head: what clients hold open must not die with a worker node."""
+    """Runs on the head: what clients hold open must not die with a worker node."""
     actor = {"num_cpus": 0, "resources": ON_HEAD}
     deployment: Any = serve.deployment(
         ServiceRoute, name="ServiceRoute", num_replicas=1, ray_actor_options=actor, max_ongoing_requests=4096

@@ -156,6 +156,6 @@ def _group_lines(job: JobFile, group: DeviceGroup) -> Iterator[str]:
 
 
 def _minutes(limit: str) -> str:
-    """As Slurm writes times: its limits are whole minutes."""
+    """The limit as Slurm writes times: in whole minutes."""
     minutes = max(1, -(-int(seconds(limit, "time_limit")) // 60))
     return f"{minutes // 1440}-{minutes % 1440 // 60:02}:{minutes % 60:02}:00"

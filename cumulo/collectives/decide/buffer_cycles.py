@@ -115,6 +115,6 @@ def _shortest_cycle(waits: Mapping[Buffer, set[Buffer]]) -> tuple[Buffer, ...]:
 
 
 def named_cycle(cycle: Sequence[Buffer]) -> str:
-    """As people read it: L0 → S0 → L2 → S1 → L0."""
+    """The circle as people read it: L0 → S0 → L2 → S1 → L0."""
     names = [switch if not port else f"{switch} (from {port})" for switch, port in cycle]
     return " → ".join([*names, names[0]]) if names else "none"

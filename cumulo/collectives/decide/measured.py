@@ -23,7 +23,7 @@ class CollectiveProfile:
     curves: Mapping[tuple[str, int], Mapping[str, Curve]]  # (collective, ranks) -> algorithm -> times
 
     def times(self, kind: str, size_bytes: float, ranks: int) -> dict[str, float]:
-        """Of every algorithm that was measured so, gloo's with it; empty: none was."""
+        """The seconds of every algorithm that was measured so, gloo's with it; empty: none was."""
         found = self.curves.get((kind, ranks), {})
         return {algorithm: between(curve, size_bytes) for algorithm, curve in found.items()}
 
@@ -42,7 +42,7 @@ class CollectiveProfile:
     def fastest(
         self, kind: Collective, size_bytes: float, ranks: int, otherwise: str | None = None
     ) -> str | None:
-        """None: gloo is. `otherwise`: where nothing was measured."""
+        """The fastest algorithm; None: gloo is. `otherwise`: the answer where nothing was measured."""
         times = self.times(kind, size_bytes, ranks)
         if not times:
             return otherwise
@@ -51,7 +51,7 @@ class CollectiveProfile:
 
 
 def read_collective_profile(path: str) -> CollectiveProfile | None:
-    """Of a file; empty: none."""
+    """The profile in a file; None: no path was given."""
     if not path:
         return None
     try:

@@ -108,7 +108,7 @@ class MessagePlayer:
         self._number = 0  # collectives so far
 
     def run(self, schedule: CollectiveSchedule, tensor: Tensor, received: Tensor | None = None) -> None:
-        """In place; see `tensor_chunks`. All ranks call it with the same schedule."""
+        """Plays a schedule in place; see `tensor_chunks`. All ranks call it with the same schedule."""
         chunks = TensorChunks(schedule, self.rank, tensor, received)
         self._number += 1
         self._exchange.prepare(schedule)

@@ -12,7 +12,7 @@ from cumulo.collectives.play.tensor_chunks import TensorChunks
 def play_here(
     schedule: CollectiveSchedule, tensors: list[Tensor], received: list[Tensor] | None = None
 ) -> None:
-    """In place. `tensors` by rank; switches have their own."""
+    """Plays a schedule in place. `tensors` by rank; switches have their own."""
     nodes = [
         TensorChunks(schedule, rank, tensors[rank], received[rank] if received else None)
         for rank in range(schedule.ranks)

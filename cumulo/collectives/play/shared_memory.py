@@ -37,7 +37,7 @@ SLOTS = 8  # messages that may be under way from one rank to another on a channe
 _TAKEN_AT, _HEADERS_AT = 32, 64  # in a box; a semaphore has 32 bytes
 _BOX = -(-(_HEADERS_AT + SLOTS * HEADER.size) // 32) * 32
 _SPINS = 50
-_LOOK_S = 0.2  # how often a waiting rank looks whether its peer still lives
+_LOOK_S = 0.2  # how often a waiting rank checks whether its peer still lives
 
 _libc = ctypes.CDLL(None, use_errno=True)  # gives up Python's lock while it waits
 _quick = ctypes.PyDLL(None)
@@ -105,7 +105,7 @@ class Mailboxes:
         _quick.sem_post(ctypes.c_void_p(self._bases[self.rank] + at))
 
     def wait_taken(self, standing: CollectiveStanding, transfer: Transfer, number: int) -> None:
-        """Until a message has been read."""
+        """Waits until a message has been read."""
         key = (transfer.peer, standing.channel)
         at = _BOX * (self.rank * self.channels + standing.channel) + _TAKEN_AT
         while self._taken[key] <= number:
@@ -177,7 +177,7 @@ class SharedMemoryPlayer:
         self._unread: list[tuple[CollectiveStanding, Transfer, int]] = []  # of the last collective
 
     def run(self, schedule: CollectiveSchedule, tensor: Tensor, received: Tensor | None = None) -> None:
-        """In place; see `tensor_chunks`. All ranks call it with the same schedule."""
+        """Plays a schedule in place; see `tensor_chunks`. All ranks call it with the same schedule."""
         if schedule.channels > self.boxes.channels:
             raise ConfigError(
                 f"{schedule.name} has {schedule.channels} channels, and this player {self.boxes.channels} at most"
@@ -333,7 +333,7 @@ class _Lane:
         self._chunks.empty.difference_update(transfer.chunks)
 
     def _add(self, chunk: int, count: int, parts: list[tuple[int, Tensor]]) -> None:
-        """In the order of ranks, into the place that nobody reads."""
+        """Adds parts in the order of ranks, into the place that nobody reads."""
         offsets, first = self._schedule.offsets, self._schedule.offsets[chunk]
         for start, length, at in self._runs(chunk, count):
             home, place = self._home(start, length), self._place(start, length)

@@ -27,7 +27,7 @@ class PacketRun:
     forever: bool  # it ended because a state came again: there is no deadlock, ever
 
     def share(self, flow: str) -> float:
-        """Of a link, what the flow reached."""
+        """The share of a link that the flow reached."""
         return self.delivered[flow] / self.slots if self.slots else 0.0
 
 

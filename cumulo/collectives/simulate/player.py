@@ -326,7 +326,7 @@ class _Play:
         return float((users[used] * size / capacity).max()) if used.any() and capacity.min() > 0 else np.inf
 
     def _advance(self) -> None:
-        """To the next event, or to the next end of a message."""
+        """Advances to the next event, or to the next end of a message."""
         step_s = self.events[0][0] - self.now if self.events else np.inf
         if len(self.left):
             with np.errstate(divide="ignore", invalid="ignore"):

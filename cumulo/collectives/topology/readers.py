@@ -233,7 +233,7 @@ def _walk(
 
 
 def _kind(one: list[str], other: list[str]) -> str:
-    """By how far their paths from the CPU agree."""
+    """The kind of a link, by how far the paths from the CPU agree."""
     if one[0] != other[0]:
         return "SYS"
     shared = shared_bridges(one, other)

@@ -121,7 +121,7 @@ def _ring(machine: MachineGraph, left: _Left, speed: float, turn: int) -> tuple[
 
 
 def ring_text(found: FoundRings) -> list[str]:
-    """As NCCL prints channels."""
+    """The rings as NCCL prints channels."""
     count = len(found.orders)
     return [
         f"Channel {number:02d}/{count:02d} : {' '.join(str(gpu) for gpu in order)}"

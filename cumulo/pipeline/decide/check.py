@@ -36,7 +36,7 @@ def check(schedule: PipelineSchedule, sends: Sends = Sends.BUFFERED) -> CheckRep
 
 
 def peak_live_activations(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """Of each stage, in micro-batches × chunks; it follows from the order alone."""
+    """The most live activations of each stage, in micro-batches × chunks; they follow from the order alone."""
     peaks = []
     for stage in range(schedule.stages):
         alive = peak = 0

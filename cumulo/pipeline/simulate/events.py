@@ -36,7 +36,7 @@ def makespan_s(program: Program, costs: Costs) -> float:
 
 
 def played_blocks(schedule: PipelineSchedule, costs: Costs) -> list[list[tuple[ActionBlock, float, float]]]:
-    """Of each stage: its blocks of compute actions with their starts and ends."""
+    """The blocks of compute actions of each stage, with their starts and ends."""
     program = compile_schedule(schedule)
     return [
         [(block, end_s - costs.block_s(stage, block), end_s) for block, end_s in zip(mine, ends, strict=True)]
@@ -117,8 +117,7 @@ class _Compiler:
 
     def program(self) -> Program:
         orders = tuple(tuple(blocks(order)) for order in self.schedule.orders)
-        compiled = self._stage if self.explicit else self._computing_stage
-        steps = tuple(compiled(stage, order) for stage, order in enumerate(orders))
+        steps = tuple(self._stage(stage, order) for stage, order in enumerate(orders))
         return Program(self.schedule, self.sends, orders, steps, tuple(self.work_blocks), self.never + 1)
 
     def _slot(self, action: Action, chunk: int, gradient: bool) -> int:
@@ -153,64 +152,14 @@ class _Compiler:
                 steps.append(self._send(stage, action, made))
                 continue
             waits: list[int] = []
+            posts: list[tuple[int, int, int]] = []
             for part in block:
-                self._compute(stage, part, made, waits)
+                self._compute(stage, part, made, waits, posts)
             for part in block:
                 own = self._slot(part, part.chunk, False)
                 made.add((part.kind, own))
                 if part.kind is Kind.BACKWARD:  # it is both of its halves
                     made.add((Kind.BACKWARD_INPUT, own))
-            steps.append(((), tuple(waits), self._work(stage, block), (), False))
-        return tuple(steps)
-
-    def _computing_stage(self, stage: int, order: tuple[ActionBlock, ...]) -> tuple[Step, ...]:
-        """Of a schedule without sends and receives. A search compiles hundreds of these, so slots are worked out in
-        place: that of the next chunk is `micro_batches` further on."""
-        micro_batches, last, gradients, never = (
-            self.schedule.micro_batches, self.last, self.gradients, self.never,
-        )  # fmt: skip
-        forwards: set[int] = set()  # made on this stage, by its order
-        inputs: set[int] = set()
-        links = stage * self.schedule.stages
-        homes = [
-            [self.schedule.stage_of(chunk, direction) for chunk in range(last + 1)]
-            for direction in range(self.schedule.directions)
-        ]
-        steps: list[Step] = []
-        for block in order:
-            waits: list[int] = []
-            posts: list[tuple[int, int, int]] = []
-            owned = []
-            for part in block:
-                kind, chunk, direction = part.kind, part.chunk, part.direction
-                own = (direction * (last + 3) + chunk + 1) * micro_batches + part.micro_batch
-                owned.append((kind, own))
-                if kind is Kind.FORWARD:
-                    if chunk:
-                        if homes[direction][chunk - 1] != stage:
-                            waits.append(own)
-                        elif own - micro_batches not in forwards:
-                            waits.append(never)
-                    if chunk < last and (peer := homes[direction][chunk + 1]) != stage:
-                        posts.append((own + micro_batches, links + peer, peer))
-                elif kind is Kind.BACKWARD_WEIGHT:
-                    if own not in inputs:
-                        waits.append(never)
-                else:
-                    if own not in forwards:
-                        waits.append(never)
-                    if chunk < last:
-                        if homes[direction][chunk + 1] != stage:
-                            waits.append(own + gradients)
-                        elif own + micro_batches not in inputs:
-                            waits.append(never)
-                    if chunk and (peer := homes[direction][chunk - 1]) != stage:
-                        posts.append((own - micro_batches + gradients, links + peer, peer))
-            for kind, own in owned:
-                if kind is Kind.FORWARD:
-                    forwards.add(own)
-                elif kind is not Kind.BACKWARD_WEIGHT:
-                    inputs.add(own)
             steps.append(((), tuple(waits), self._work(stage, block), tuple(posts), False))
         return tuple(steps)
 
@@ -243,8 +192,16 @@ class _Compiler:
         message = (slot, stage * self.schedule.stages + peer, peer)
         return (), waits, 0, (message,), self.sends is Sends.RENDEZVOUS
 
-    def _compute(self, stage: int, action: Action, made: set[tuple[Kind, int]], waits: list[int]) -> None:
-        """What it needs has been received or made, or never comes."""
+    def _compute(
+        self,
+        stage: int,
+        action: Action,
+        made: set[tuple[Kind, int]],
+        waits: list[int],
+        posts: list[tuple[int, int, int]],
+    ) -> None:
+        """What it needs has been received or made, or never comes. Without receives, what another stage makes is
+        waited for, and what another stage needs is posted."""
         own = self._slot(action, action.chunk, False)
         if action.kind is Kind.BACKWARD_WEIGHT:
             if (Kind.BACKWARD_INPUT, own) not in made:
@@ -253,13 +210,21 @@ class _Compiler:
         forward = action.kind is Kind.FORWARD
         if not forward and (Kind.FORWARD, own) not in made:
             waits.append(self.never)
-        before = action.chunk - 1 if forward else action.chunk + 1
-        if not 0 <= before <= self.last:
-            return
-        if self.schedule.stage_of(before, action.direction) == stage:
-            what = Kind.FORWARD if forward else Kind.BACKWARD_INPUT
-            there = (what, self._slot(action, before, False)) in made
-        else:
-            there = (Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT, own) in made
-        if not there:
-            waits.append(self.never)
+        ahead = 1 if forward else -1
+        before, after = action.chunk - ahead, action.chunk + ahead
+        if 0 <= before <= self.last:
+            if self.schedule.stage_of(before, action.direction) == stage:
+                what = Kind.FORWARD if forward else Kind.BACKWARD_INPUT
+                there = (what, self._slot(action, before, False)) in made
+            elif self.explicit:
+                there = (Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT, own) in made
+            else:
+                waits.append(self._slot(action, action.chunk, not forward))
+                there = True
+            if not there:
+                waits.append(self.never)
+        if not self.explicit and 0 <= after <= self.last:
+            peer = self.schedule.stage_of(after, action.direction)
+            if peer != stage:
+                slot = self._slot(action, after, not forward)
+                posts.append((slot, stage * self.schedule.stages + peer, peer))

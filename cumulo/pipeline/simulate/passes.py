@@ -125,7 +125,7 @@ class _Play:
             one.wait_s = self.machine.exchange_s if one.bytes > 0 else 0.0
 
     def _advance(self) -> None:
-        """To the next end of something."""
+        """Advances to the next end of something."""
         computing = sum(one.computes for one in self.running) * self.machine.copies
         speed = min(1.0, self.machine.cores / computing) if computing else 1.0
         cards: dict[int, int] = {}

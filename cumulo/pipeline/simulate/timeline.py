@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Of all stages together: idle time over stages × makespan."""
+        """The share of all stages together: idle time over stages × makespan."""
         whole_s = self.makespan_s * self.schedule.stages
         return sum(self.bubble_s) / whole_s if whole_s else 0.0
 

@@ -53,7 +53,7 @@ def pod_metrics(address: str) -> dict[str, str]:
 
 
 def fetch(url: str) -> str:
-    """Its text; nothing where it does not answer."""
+    """The text at a URL; empty where it does not answer."""
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
             return str(answer.read().decode())

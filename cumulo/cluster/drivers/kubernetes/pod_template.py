@@ -20,7 +20,7 @@ Body = dict[str, Any]
 
 
 def metadata(job: JobFile, part: str = "", **labels: str) -> Body:
-    """Of an object of the job; its labels select its pods."""
+    """The metadata of an object of the job; its labels select its pods."""
     name = f"{job.name}-{part}" if part else job.name
     return {"name": name, "namespace": job.kubernetes.namespace, "labels": labels_of(job, part) | labels}
 
@@ -96,13 +96,13 @@ def resources(job: JobFile, gpus: int, many_nodes: bool = False) -> Body:
 
 
 def times(count: int, amount: str) -> str:
-    """As many times an amount such as 64Gi."""
+    """An amount such as 64Gi, multiplied by a count."""
     number = amount.rstrip("KMGTi")
     return f"{count * int(number)}{amount.removeprefix(number)}"
 
 
 def _cores(job: JobFile) -> int:
-    """Of one pod: a core for each rank that it starts."""
+    """The cores of one pod: one for each rank that it starts."""
     group = job.devices[0]
     if job.serve is None or not group.on_cpu:
         return group.each

@@ -123,7 +123,7 @@ def _external(job: JobFile, target: Body, low: int, high: int) -> list[Body]:
 
 
 def rule_text(job: JobFile, low: int, high: int) -> str:
-    """As `cumulo serve --autoscale` takes it."""
+    """The rule as `cumulo serve --autoscale` takes it."""
     asked = job.serve.autoscale if job.serve is not None else None
     if asked is None:
         raise ConfigError(

@@ -73,7 +73,7 @@ class LinkTable:
         return first, f"{site}{apart}{last}"
 
     def named(self, name: str) -> int:
-        """For people who name a link that fails."""
+        """The link of that name; people name the one that fails."""
         for link in range(len(self.capacity)):
             if self.name(link) == name:
                 return link
