@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from cumulo.engine.decide.transfer.travel import BlockRuns
+from cumulo.engine.decide.transfer.orders import BlockRuns
 from cumulo.engine.play import transfer_ways
 from cumulo.engine.play.transfer_ways import CudaSource
 from cumulo.engine.play.transfer_wire import RankCaches

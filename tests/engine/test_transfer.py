@@ -14,19 +14,22 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.routing import Ask, PrefixAware, ReplicaView
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
+    BlockRuns,
     ComputeOrder,
     CopyStopped,
     FetchOrder,
     Landed,
+    LayerPiece,
     OrderBegun,
     OrderFailed,
     PeerLoad,
     PeerLost,
     ReleaseOrder,
+    TransferPlan,
+    TransferProgress,
     named_addresses,
     parse_address,
 )
-from cumulo.engine.decide.transfer.travel import BlockRuns, LayerPiece, TransferPlan, TransferProgress
 from cumulo.engine.decide.transfer.under_way import Peer, choose_prefill
 from cumulo.engine.play.transfer_ways import copy_runs
 from cumulo.errors import CumuloError

@@ -16,8 +16,8 @@ from cumulo.engine.decide.transfer.orders import (
     PeerLoad,
     PeerLost,
     ReleaseOrder,
+    TransferPlan,
 )
-from cumulo.engine.decide.transfer.travel import TransferPlan
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
 from cumulo.engine.play.transfer_wire import RankCaches

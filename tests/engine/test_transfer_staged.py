@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.transfer.travel import BlockRuns
+from cumulo.engine.decide.transfer.orders import BlockRuns
 from cumulo.engine.play import transfer_receiver, transfer_sender, transfer_staged
 from cumulo.engine.play.transfer_staged import StagedExport, StagedSource
 from cumulo.engine.play.transfer_ways import TcpExport, TcpSource

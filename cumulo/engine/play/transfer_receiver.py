@@ -25,8 +25,8 @@ from cumulo.engine.decide.transfer.orders import (
     PeerLoad,
     PeerLost,
     ReceiverEvent,
+    TransferProgress,
 )
-from cumulo.engine.decide.transfer.travel import TransferProgress
 from cumulo.engine.play.mailbox import Mailbox
 from cumulo.engine.play.transfer_staged import StagedSource
 from cumulo.engine.play.transfer_ways import BlockSource, CudaSource, SharedSource, TcpSource

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cumulo.engine.decide.transfer.travel import BlockRuns
+from cumulo.engine.decide.transfer.orders import BlockRuns
 from cumulo.engine.play.transfer_ways import ASK, receive_exactly, words_by_rank
 from cumulo.engine.play.transfer_wire import SentCache, open_socket
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cumulo.engine.decide.transfer.travel import BlockRuns
+from cumulo.engine.decide.transfer.orders import BlockRuns
 from cumulo.engine.play.transfer_wire import RankCaches, SentCache, open_socket
 from cumulo.errors import CumuloError
 from cumulo.kernels.cpu.library import native

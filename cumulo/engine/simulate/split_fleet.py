@@ -27,8 +27,8 @@ from cumulo.engine.decide.transfer.orders import (
     Order,
     OrderFailed,
     ReceiverEvent,
+    TransferPlan,
 )
-from cumulo.engine.decide.transfer.travel import TransferPlan
 from cumulo.engine.simulate.engine import SimulatedEngine, take_in
 from cumulo.engine.simulate.fleet import PromptHashes
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock

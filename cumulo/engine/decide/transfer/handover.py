@@ -26,8 +26,8 @@ from cumulo.engine.decide.transfer.orders import (
     PeerLoad,
     PeerLost,
     ReceiverEvent,
+    TransferPlan,
 )
-from cumulo.engine.decide.transfer.travel import TransferPlan
 from cumulo.engine.decide.transfer.under_way import (
     MOST_ORDERS,
     Incoming,

@@ -4,11 +4,156 @@ data.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from cumulo.engine.decide.transfer.travel import TransferPlan
 from cumulo.errors import CumuloError
+
+
+class BlockRun(NamedTuple):
+    """Blocks that follow one another in both caches: one copy."""
+
+    source: int
+    target: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """Blocks that are copied one after the other. Every layer of a transfer asks for the same ones, so what a copy
+    needs to know of them is worked out once, when it is first asked for."""
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]  # as many
+
+    @staticmethod
+    def joined(pairs: Iterable[tuple[int, int]]) -> "BlockRuns":
+        """Blocks by source and target."""
+        listed = list(pairs)
+        return BlockRuns(tuple(source for source, _ in listed), tuple(target for _, target in listed))
+
+    @property
+    def blocks(self) -> int:
+        return len(self.sources)
+
+    @cached_property
+    def source_end(self) -> int:
+        """No block at or beyond it is read."""
+        return max(self.sources, default=-1) + 1
+
+    @cached_property
+    def target_end(self) -> int:
+        return max(self.targets, default=-1) + 1
+
+    @cached_property
+    def words(self) -> "array[int]":
+        """Source, target and blocks of each run, as 64-bit integers."""
+        return array("q", [number for run in self.runs for number in run])
+
+    @cached_property
+    def runs(self) -> tuple[BlockRun, ...]:
+        """Neighbours in one run."""
+        found: list[BlockRun] = []
+        first = to = blocks = 0  # of the run that is growing
+        for source, target in zip(self.sources, self.targets, strict=True):
+            if blocks and source == first + blocks and target == to + blocks:
+                blocks += 1
+                continue
+            if blocks:
+                found.append(BlockRun(first, to, blocks))
+            first, to, blocks = source, target, 1
+        if blocks:
+            found.append(BlockRun(first, to, blocks))
+        return tuple(found)
+
+
+class LayerPiece(NamedTuple):
+    """What is copied at once: the same runs of blocks of some layers, keys and values."""
+
+    layer: int  # the first
+    runs: BlockRuns
+    layers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Whose KV goes from which blocks to which. Layers in order, and within a layer blocks in order: what is
+    computed first is copied first."""
+
+    number: int  # of the order, which the receiver counts
+    source: str  # the engine that computes
+    layers: int
+    block_size: int
+    tokens: int  # computed there
+    held_blocks: int  # the receiver has these already, by their hashes: they are not sent
+    sources: tuple[int, ...]  # the sender's blocks of all tokens
+    targets: tuple[int, ...]  # the receiver's, from `held_blocks` on
+
+    @property
+    def blocks(self) -> int:
+        return len(self.targets)
+
+    def runs(self, first: int, end: int) -> BlockRuns:
+        """Blocks [first, end) of the sequence."""
+        held = self.held_blocks
+        return BlockRuns(self.sources[first:end], self.targets[first - held : end - held])
+
+
+class TransferProgress:
+    """How far a transfer is: what the sender has computed, and what of it has been copied."""
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self.plan = plan
+        self._ready = [0] * plan.layers  # blocks that are complete at the source
+        self._copied = [plan.held_blocks] * plan.layers
+        self._runs: dict[tuple[int, int], BlockRuns] = {}  # layers are cut alike: joined once for all
+        self._behind = 0  # layers before it have nothing to copy
+
+    def computed(self, layers: int, tokens: int) -> None:
+        """The first `layers` layers have the KV of the first `tokens` tokens. A block is sent when it is full, the
+        last one when everything is computed."""
+        plan = self.plan
+        blocks = len(plan.sources) if tokens >= plan.tokens else tokens // plan.block_size
+        for layer in range(layers):
+            if blocks > self._ready[layer]:
+                self._ready[layer] = blocks
+        self._behind = 0
+
+    def next_piece(self, most_blocks: int, most_layers: int = 1) -> LayerPiece | None:
+        """What to copy now, or None until more has been computed. `most_blocks`: of all layers together."""
+        for layer in range(self._behind, self.plan.layers):
+            ready, copied = self._ready[layer], self._copied[layer]
+            if copied < ready:
+                self._behind = layer
+                layers = self._alike(layer, min(most_layers, max(1, most_blocks // (ready - copied))))
+                end = min(ready, copied + most_blocks)
+                self._copied[layer : layer + layers] = [end] * layers
+                runs = self._runs.get((copied, end))
+                if runs is None:
+                    runs = self._runs[copied, end] = self.plan.runs(copied, end)
+                return LayerPiece(layer, runs, layers)
+        return None
+
+    def _alike(self, layer: int, most: int) -> int:
+        """How many layers from this one on are as far, here and there."""
+        end = min(layer + most, self.plan.layers)
+        state = self._ready[layer], self._copied[layer]
+        for other in range(layer + 1, end):
+            if (self._ready[other], self._copied[other]) != state:
+                return other - layer
+        return end - layer
+
+    @property
+    def complete_blocks(self) -> int:
+        """Blocks of the sequence, from its first, that are here in all layers."""
+        return min(self._copied)
+
+    @property
+    def done(self) -> bool:
+        return self.complete_blocks == len(self.plan.sources)
+
 
 Address = str | tuple[str, int]  # a path, or a host and its port
 _LONGEST_PATH = 107  # what Linux takes

@@ -19,8 +19,8 @@ from cumulo.engine.decide.transfer.orders import (
     OrderFailed,
     PeerLoad,
     ReleaseOrder,
+    TransferPlan,
 )
-from cumulo.engine.decide.transfer.travel import TransferPlan
 
 
 @dataclass(slots=True)
