@@ -239,7 +239,11 @@ def test_guides_do_not_touch_other_requests_of_the_batch():
     together, unguided = answers(requests), answers(free)
     for name in free:
         assert tokens_of(together)[name] == tokens_of(unguided)[name]
-        assert together[name].samples[0].logprobs == unguided[name].samples[0].logprobs
+        pairs = zip(together[name].samples[0].logprobs, unguided[name].samples[0].logprobs, strict=True)
+        for ours, theirs in pairs:
+            assert (ours.token, ours.rank) == (theirs.token, theirs.rank)
+            # In batches of another size torch's products add in another order.
+            assert ours.logprob == pytest.approx(theirs.logprob, rel=1e-12)
 
 
 def test_a_slot_that_held_a_guided_sequence_is_free_of_it_afterwards():
