@@ -3,18 +3,14 @@
 import json
 import math
 import os
-import platform
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
@@ -31,14 +27,16 @@ class ReportTable:
     title: str
     headings: list[str]  # one for each cell of a row; "": none
     right: list[bool]  # which cells line up on the right
-    rows: list[tuple[list[str], str]]  # cells and a note, which can have rich's markup
+    rows: Sequence[
+        tuple[Sequence[str | Text], str]
+    ]  # cells and a note; a text without a style is never markup
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         wide = self._wide()
         if Measurement.get(console, options.update(max_width=10_000), wide).maximum <= options.max_width:
             yield wide
             return
-        cells = [[Text.from_markup(cell) for cell in row] for row, _ in self.rows]
+        cells = [list(map(_text, row)) for row, _ in self.rows]
         headings = [Text(one, style="dim") for one in self.headings]
         widths = [max(one.cell_len for one in column) for column in zip(headings, *cells, strict=True)]
         fitting = len(widths)
@@ -69,7 +67,7 @@ class ReportTable:
             for heading, cell in zip(self.headings[fitting:], row[fitting:], strict=True)
             if cell
         ]
-        parts += [Text.from_markup(note)] if note else []
+        parts += [Text(note)] if note else []
         told = Text("; ").join(parts)
         told.style = "dim"
         return told
@@ -93,7 +91,7 @@ class ReportTable:
             )
         result.add_column("", style="dim", overflow="fold")
         for cells, note in self.rows:
-            result.add_row(*cells, note)
+            result.add_row(*map(_text, cells), Text(note))
         result.show_header = any(self.headings)
         return result
 
@@ -130,6 +128,8 @@ class Row:
 
 def machine() -> dict[str, Any]:
     """What the figures were taken on. Package versions are read without importing the packages."""
+    import platform
+
     model, features = _cpu()
     return {
         "platform": f"{platform.system()} {platform.release()}",
@@ -161,6 +161,32 @@ def write_json(path: Path | None, rows: Sequence[Row], **extra: Any) -> None:
     write_text_file(path, text, "the report to")
 
 
+def grid(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    title: str = "",
+    left: Sequence[int] = (0,),
+    caption: str = "",
+) -> Table:
+    """A table of figures, with a line for each row. `left`: the columns that line up on the left, counted from
+    0."""
+    result = Table(
+        title=title or None, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False,
+        caption=caption or None, caption_justify="left", caption_style="dim", show_header=any(headings),
+    )  # fmt: skip
+    for place, heading in enumerate(headings):
+        result.add_column(
+            heading, justify="left" if place in left else "right", no_wrap=place not in left[1:]
+        )
+    for row in rows:
+        result.add_row(*map(_text, row))
+    return result
+
+
+def _text(cell: str | Text) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)
+
+
 def table(title: str, rows: Sequence[Row]) -> ReportTable:
     """The rows for a terminal; columns that no row would fill are left out."""
     # Findings (words, yes or no) read from the left, figures line up on the right.
@@ -172,12 +198,14 @@ def table(title: str, rows: Sequence[Row]) -> ReportTable:
     for row in rows:
         size, unit = _scale(row)
         value = _shown(row.value, size, unit)
-        cells = [row.name, f"{value} {unit}".strip()] if worded else [row.name, value, unit]
+        cells: list[str | Text] = [row.name, value, unit]
+        if worded:
+            cells = [row.name, f"{value} {unit}".strip()]
         if bounded:
             cells += [_bound(row, row.must, size, unit)]
         if aimed:
             cells += [_bound(row, row.aim, size, unit)]
-        lines.append((cells + ([_verdict(row)] if judged else []), escape(row.note)))
+        lines.append((cells + ([_verdict(row)] if judged else []), row.note))
     columns = [("", False), ("", not worded)]
     columns += [("", False)] * (not worded) + [("must", True)] * bounded + [("aim", True)] * aimed
     columns += [("", False)] * judged
@@ -190,14 +218,14 @@ def shown(row: Row) -> str:
     return f"{_shown(row.value, size, unit)} {unit}".strip()
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: Row) -> str | Text:
     if row.must is None and row.aim is None:
         return ""
     if not row.ok:
-        return f"[bold red]{'failed' if isinstance(row.must, bool) else 'misses must'}[/bold red]"
+        return Text("failed" if isinstance(row.must, bool) else "misses must", "bold red")
     if row.aim is not None and row.reaches(row.aim):
-        return "[bold green]reaches aim[/bold green]"
-    return "[green]ok[/green]"
+        return Text("reaches aim", "bold green")
+    return Text("ok", "green")
 
 
 def _scale(row: Row) -> tuple[float, str]:
@@ -256,6 +284,9 @@ def _cpu() -> tuple[str, list[str]]:
 
 def _cpu_name() -> str:
     """ARM kernels leave the name to lscpu, which knows the part numbers."""
+    import platform
+    import subprocess
+
     if path := shutil.which("lscpu"):
         text = subprocess.run([path], capture_output=True, text=True, check=False, env={"LC_ALL": "C"}).stdout
         for line in text.splitlines():
@@ -272,6 +303,8 @@ def _memory_bytes() -> int:
 
 
 def package_version(package: str) -> str | None:
+    from importlib import metadata  # every command's help would wait for it
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,8 +1,12 @@
 """The command `cumulo`: one file per verb, no logic of its own. `main` is the entry point."""
 
+import os
 import sys
 from copy import copy
 from typing import TYPE_CHECKING
+
+from cumulo.cli.shared.terminal import print_error
+from cumulo.errors import CumuloError
 
 if TYPE_CHECKING:
     import typer
@@ -14,21 +18,17 @@ def main() -> None:
     from typer.main import get_command
 
     from cumulo.cli.app import app
-    from cumulo.cli.shared.help_words import use_plain_types
-    from cumulo.errors import CumuloError
+    from cumulo.cli.shared.help import use_plain_types
 
     command = get_command(with_needed_verbs(app, sys.argv[1:]))
     use_plain_types(command)
     try:
         command(prog_name="cumulo")
     except CumuloError as error:
-        from cumulo.cli.shared.terminal import print_error
-
         print_error(error)
         sys.exit(2)
     except BrokenPipeError:
         # `cumulo generate ... | head`: the reader has gone; point stdout elsewhere so exit stays silent.
-        import os
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
@@ -63,7 +63,7 @@ def _with_needed_verbs_of(group: "TyperInfo", words: list[str]) -> "TyperInfo":
 
 def _without_options(verb: "CommandInfo") -> "CommandInfo":
     def shown() -> None:
-        """Its options are not."""
+        """The verb without its options, for the list of verbs."""
 
     shown.__doc__ = verb.callback.__doc__
     listed = copy(verb)

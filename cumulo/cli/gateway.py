@@ -1,10 +1,12 @@
 """`cumulo gateway`: one address in front of several servers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cumulo.cli.shared.declare import argument, option, takes_options
+from cumulo.cli.shared.terminal import note
+from cumulo.errors import CumuloError
 
 if TYPE_CHECKING:
     from cumulo.fleet.remote.replicas import Replicas
@@ -86,10 +88,6 @@ class GatewayCommandOptions:
 @takes_options
 def gateway(chosen: GatewayCommandOptions) -> None:
     """Route requests to several servers; streams of a server that dies are continued by another."""
-    from dataclasses import fields
-
-    from cumulo.errors import CumuloError
-
     if chosen.log_level not in ("debug", "info", "warning", "error"):
         raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
     try:
@@ -101,7 +99,6 @@ def gateway(chosen: GatewayCommandOptions) -> None:
             f"the gateway needs packages that are not installed ({error.name}): "
             "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
-    from cumulo.cli.shared.terminal import note
     from cumulo.fleet.wire import fleet_key, read_key
     from cumulo.serve import stderr_log
 

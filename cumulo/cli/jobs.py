@@ -6,6 +6,7 @@ import typer
 
 from cumulo.cli.launch import StoreOption
 from cumulo.cli.shared import options
+from cumulo.cli.shared.terminal import note
 
 JOBS_EXAMPLE = "Example: [bold]cumulo jobs --all[/bold]"
 LOGS_EXAMPLE = "Example: [bold]cumulo launch examples/job-train.yaml && cumulo logs tiny -f[/bold]"
@@ -17,17 +18,15 @@ JobArgument = Annotated[
 
 
 def jobs(
-    everything: Annotated[bool, typer.Option("--all", help="Also show jobs that have ended.")] = False,
-    replay: Annotated[
-        bool,
-        typer.Option("--replay", help="Ask the policies again for every recorded decision, and compare."),
-    ] = False,
+    everything: bool = typer.Option(False, "--all", help="Also show jobs that have ended."),
+    replay: bool = typer.Option(
+        False, "--replay", help="Ask the policies again for every recorded decision, and compare."
+    ),
     store: StoreOption = None,
     json_file: options.JsonOption = None,
 ) -> None:
     """Show the jobs of all targets: state, placement, why a job waits, predicted next to measured speed."""
-    from cumulo.cli.shared.terminal import note
-    from cumulo.cli.view.jobs import print_jobs, print_replay
+    from cumulo.cli.jobs_report import print_jobs, print_replay
     from cumulo.cluster.job_store import JobStore, default_store
     from cumulo.cluster.launching import refreshed
 
@@ -44,13 +43,13 @@ def jobs(
 
 def logs(
     job: JobArgument,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep printing what the job prints, until it ends.")
-    ] = False,
+    follow: bool = typer.Option(
+        False, "--follow", "-f", help="Keep printing what the job prints, until it ends."
+    ),
     store: StoreOption = None,
 ) -> None:
     """Print the output of a job."""
-    from cumulo.cli.view import jobs as view
+    from cumulo.cli import jobs_report as view
     from cumulo.cluster.job_store import JobStore, default_store
 
     kept = JobStore(store or default_store())
@@ -64,7 +63,6 @@ def logs(
 
 def cancel(job: JobArgument, store: StoreOption = None) -> None:
     """Cancel a job; a training run saves a checkpoint first."""
-    from cumulo.cli.shared.terminal import note
     from cumulo.cluster import launching
     from cumulo.cluster.job_store import JobStore, default_store
 

@@ -6,6 +6,10 @@ from typing import Annotated
 
 import typer
 
+from cumulo.base.nearest import did_you_mean
+from cumulo.cli.shared.terminal import note, out
+from cumulo.errors import ConfigError
+
 EXAMPLE = (
     "Example: [bold]cumulo launch examples/job-train.yaml --on local[/bold], then `cumulo jobs` and "
     "`cumulo logs tiny -f`"
@@ -19,53 +23,41 @@ StoreOption = Annotated[
 
 
 def launch(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
-    on: Annotated[str, typer.Option(help="Where the job runs: local, ray, slurm or kubernetes.")] = "local",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print exactly what would be submitted, and submit nothing.")
-    ] = False,
-    key: Annotated[
-        str | None,
-        typer.Option(
-            help="Submission key: a second launch with it returns the same job. Default: made from the job file; "
-            "a file can be launched again when its job has ended."
-        ),
-    ] = None,
-    slots: Annotated[
-        int | None, typer.Option(help="With --on local: cores that jobs may take together. Default: all.")
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            help="With --on local: the policy that places jobs, or FILE.py:FUNCTION. Default: fifo."
-        ),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the job has ended; fail if it fails.")
-    ] = False,
-    out_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="With --on kubernetes: write the manifests there, and submit nothing.",
-        ),
-    ] = None,
-    form: Annotated[
-        str, typer.Option("--format", help="With --out: yaml, kustomize or helm.", metavar="FORMAT")
-    ] = "yaml",
+    job_file: Path = typer.Argument(..., metavar="JOB.yaml", help="The job file."),
+    on: str = typer.Option("local", help="Where the job runs: local, ray, slurm or kubernetes."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Print exactly what would be submitted, and submit nothing."
+    ),
+    key: str | None = typer.Option(
+        None,
+        help="Submission key: a second launch with it returns the same job. Default: made from the job file; "
+        "a file can be launched again when its job has ended.",
+    ),
+    slots: int | None = typer.Option(
+        None, help="With --on local: cores that jobs may take together. Default: all."
+    ),
+    policy: str | None = typer.Option(
+        None, help="With --on local: the policy that places jobs, or FILE.py:FUNCTION. Default: fifo."
+    ),
+    wait: bool = typer.Option(False, "--wait", help="Wait until the job has ended; fail if it fails."),
+    out_folder: Path | None = typer.Option(
+        None,
+        "--out",
+        metavar="DIR",
+        help="With --on kubernetes: write the manifests there, and submit nothing.",
+    ),
+    form: str = typer.Option(
+        "yaml", "--format", help="With --out: yaml, kustomize or helm.", metavar="FORMAT"
+    ),
     store: StoreOption = None,
 ) -> None:
     """Submit a job: what to train or serve, on how many of which devices. It continues when this command ends."""
-    from cumulo.base.nearest import did_you_mean
-    from cumulo.cli.shared.terminal import note, out
-    from cumulo.cli.view.jobs import follow
+    from cumulo.cli.jobs_report import follow
     from cumulo.cluster import launching
     from cumulo.cluster.decide.policies import policy_named
     from cumulo.cluster.drivers.local import set_policy, set_slots
     from cumulo.cluster.job_file import read_job
     from cumulo.cluster.job_store import TARGETS, JobStore, default_store
-    from cumulo.errors import ConfigError
 
     target = next((one for one in TARGETS if one == on), None)
     if target is None:
@@ -81,12 +73,10 @@ def launch(
 
         check_work(job)
         for path in write_manifests(job, out_folder, form):
-            out.print(str(path), markup=False, soft_wrap=True)
+            out.print(str(path), soft_wrap=True)
         return
     if dry_run:
-        out.print(
-            launching.explain(job, target, JobStore(store or default_store())), markup=False, soft_wrap=True
-        )
+        out.print(launching.explain(job, target, JobStore(store or default_store())), soft_wrap=True)
         return
     kept = JobStore(store or default_store())
     if slots is not None:
@@ -99,16 +89,15 @@ def launch(
         note(
             f"this job was submitted before, as {record.job_id}; it is {record.state}, and nothing was submitted"
         )
-    out.print(record.job_id, markup=False)
+    out.print(record.job_id)
     if wait and not follow(kept, record.job_id, show_output=False):
         raise typer.Exit(1)
 
 
 def _check_options(job_file: Path, words: Sequence[str]) -> None:
     """Refuse options of a service that `cumulo serve` does not take, by its own parser."""
-    from cumulo.cli.shared.serve_words import refused_by_serve
+    from cumulo.cli.serve import refused_by_serve
     from cumulo.cluster.job_check import line_of
-    from cumulo.errors import ConfigError
 
     if refused := refused_by_serve(words):
         line = line_of(job_file.read_text("utf-8"), "serve.options")

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from cumulo.base.quantities import quantity
 from cumulo.cli.shared import options
-from cumulo.cli.shared.declare import REQUIRED, option, takes_options, typed_flags
+from cumulo.cli.shared.declare import REQUIRED, flag, option, takes_options, typed_flags
+from cumulo.cli.shared.terminal import loading, note, out
+from cumulo.errors import ConfigError
 
 EXAMPLE = "Example: [bold]cumulo quantize --method rtn --bits 4 --output smollm2-w4[/bold]"
 
@@ -48,10 +51,8 @@ class QuantizeOptions:
     )
     damping: float = option("gptq: share of the Hessian's mean diagonal that is added to it.", 0.01)
     scheme: str = option("fp8: what shares a scale: channel, tensor or block (128 x 128).", "channel")
-    static_activations: bool = option(
-        "fp8: measure one scale for the activations of each matrix on the calibration text.",
-        False,
-        "--static-activations",
+    static_activations: bool = flag(
+        "fp8: measure one scale for the activations of each matrix on the calibration text."
     )
     layers: int | None = option(
         "Quantize only this many layers from the first, to try a method quickly. Default: all.", None
@@ -66,16 +67,12 @@ def quantize(chosen: QuantizeOptions) -> None:
     It works layer by layer, so it needs the memory of about one layer and of the calibration text. If it is
     interrupted, run the same command again: it continues after the last finished layer.
     """
-    from cumulo.base.quantities import quantity
-    from cumulo.cli.shared.terminal import loading, note, out
-    from cumulo.errors import ConfigError
-
     for name in ("sequences", "length"):
         if getattr(chosen, name) < 1:
             raise ConfigError(f"--{name} must be 1 or more, got {getattr(chosen, name)}")
-    for name, flag in typed_flags().items():
+    for name, written in typed_flags().items():
         if chosen.method not in _METHODS_OF.get(name, (chosen.method,)):
-            note(f"{flag} is ignored: it is for {', '.join(_METHODS_OF[name])}, not for {chosen.method}")
+            note(f"{written} is ignored: it is for {', '.join(_METHODS_OF[name])}, not for {chosen.method}")
     with loading(lines=True) as show:
         import torch
 
@@ -102,5 +99,5 @@ def quantize(chosen: QuantizeOptions) -> None:
     if made.resumed_at:
         note(f"resumed after layer {made.resumed_at}")
     size, plain = (quantity(count, "B") for count in (made.weight_bytes, made.source_bytes))
-    out.print(f"{made.folder}: {made.recipe.in_words}", markup=False, soft_wrap=True)
-    out.print(f"{size}, in 16 bits {plain}", markup=False)
+    out.print(f"{made.folder}: {made.recipe.in_words}", soft_wrap=True)
+    out.print(f"{size}, in 16 bits {plain}")

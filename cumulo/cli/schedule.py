@@ -1,11 +1,16 @@
 """`cumulo schedule`: the timeline of a pipeline schedule, and its bubble next to the published formula."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from cumulo.base import report
+from cumulo.base.files import write_text_file
+from cumulo.base.report import Row
 from cumulo.cli.shared import options
+from cumulo.cli.shared.terminal import marked, note, only_json, out
 
 if TYPE_CHECKING:
     from cumulo.base.report import Row
@@ -18,45 +23,35 @@ _NAMES = "Schedule: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe or dual
 
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=_NAMES)],
-    stages: Annotated[int, typer.Option(help="Number of pipeline stages.")] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.")] = 8,
-    chunks: Annotated[int | None, typer.Option(help="Model chunks per stage, for interleaved-1f1b.")] = None,
-    forward_ms: Annotated[float, typer.Option(help="Forward time of a micro-batch on one stage, in ms.")] = 1,
-    backward_input_ms: Annotated[
-        float, typer.Option(help="Time of the input-gradient half of the backward pass, in ms.")
-    ] = 1,
-    backward_weight_ms: Annotated[
-        float, typer.Option(help="Time of the weight-gradient half of the backward pass, in ms.")
-    ] = 1,
-    overlap_saving: Annotated[
-        float,
-        typer.Option(
-            help="Share of forward and backward time saved where DualPipe overlaps them, from 0 to 1."
-        ),
-    ] = 0,
-    latency_us: Annotated[float, typer.Option(help="Latency of a message between stages, in µs.")] = 0,
-    message_mib: Annotated[
-        float, typer.Option(help="Size of a micro-batch's activation or gradient, in MiB.")
-    ] = 0,
-    bandwidth_gb_s: Annotated[
-        float | None,
-        typer.Option(help="Bandwidth between two stages in each direction, in GB/s. Default: no limit."),
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the timeline into this file (SVG).")
-    ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a Chrome/Perfetto trace to this file.")
-    ] = None,
+    name: str = typer.Argument(..., metavar="NAME", help=_NAMES),
+    stages: int = typer.Option(4, help="Number of pipeline stages."),
+    micro_batches: int = typer.Option(8, help="Micro-batches per step."),
+    chunks: int | None = typer.Option(None, help="Model chunks per stage, for interleaved-1f1b."),
+    forward_ms: float = typer.Option(1, help="Forward time of a micro-batch on one stage, in ms."),
+    backward_input_ms: float = typer.Option(
+        1, help="Time of the input-gradient half of the backward pass, in ms."
+    ),
+    backward_weight_ms: float = typer.Option(
+        1, help="Time of the weight-gradient half of the backward pass, in ms."
+    ),
+    overlap_saving: float = typer.Option(
+        0, help="Share of forward and backward time saved where DualPipe overlaps them, from 0 to 1."
+    ),
+    latency_us: float = typer.Option(0, help="Latency of a message between stages, in µs."),
+    message_mib: float = typer.Option(0, help="Size of a micro-batch's activation or gradient, in MiB."),
+    bandwidth_gb_s: float | None = typer.Option(
+        None, help="Bandwidth between two stages in each direction, in GB/s. Default: no limit."
+    ),
+    svg: Path | None = typer.Option(
+        None, metavar="FILE", help="Also draw the timeline into this file (SVG)."
+    ),
+    perfetto: Path | None = typer.Option(
+        None, metavar="FILE", help="Also write a Chrome/Perfetto trace to this file."
+    ),
     json_file: options.JsonOption = None,
 ) -> None:
     """Draw the timeline of a pipeline schedule, with its bubble and memory next to the published formula."""
-    from dataclasses import replace
 
-    from cumulo.base import report
-    from cumulo.base.files import write_text_file
-    from cumulo.cli.shared.terminal import note, out
     from cumulo.pipeline.decide.catalog import build, family
     from cumulo.pipeline.decide.check import check
     from cumulo.pipeline.decide.costs import Costs, Link
@@ -82,15 +77,13 @@ def schedule(
         note(f"trace written to {perfetto}; open it in https://ui.perfetto.dev")
     rows = _rows(chosen, timeline, costs, max(checked.peak_live_activations))
     report.write_json(json_file, rows)
-    if str(json_file) != "-":
-        out.print(f"[bold]{title}[/bold]  [dim]{chosen.title} ({chosen.paper})[/dim]")
+    if not only_json(json_file):
+        out.print(marked("[bold]{}[/bold]  [dim]{} ({})[/dim]", title, chosen.title, chosen.paper))
         _print_picture(timeline)
         out.print(report.table("", rows))
 
 
 def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> "list[Row]":
-    from cumulo.base.report import Row
-
     schedule, formula = timeline.schedule, chosen.formula
     stages, micro_batches = schedule.stages, schedule.micro_batches
     idle_s = max(timeline.inner_bubble_s if formula.inner else timeline.bubble_s)
@@ -119,7 +112,6 @@ def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> 
 def _print_picture(timeline: "Timeline") -> None:
     from rich.text import Text
 
-    from cumulo.cli.shared.terminal import note, out
     from cumulo.pipeline.decide.actions import Kind
     from cumulo.pipeline.draw import columns_to_read, text_rows
 

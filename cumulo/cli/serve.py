@@ -1,19 +1,30 @@
 """`cumulo serve`: an OpenAI-compatible server for one model."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cumulo.base.report import available_cores
 from cumulo.cli.shared.declare import takes_options, typed_flags
 from cumulo.cli.shared.serve_options import ServeCommandOptions
+from cumulo.cli.shared.terminal import note
+from cumulo.errors import CumuloError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from cumulo.serve.engine_link.messages import Ready
     from cumulo.serve.options import ServeOptions
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+from cumulo.cli.shared.declare import typed_names
 
 _OF_A_RANK = ("model", "rank_of", "rank_count", "fleet_key_file", "threads")  # its engine says all else
 EXAMPLE = (
@@ -24,8 +35,6 @@ EXAMPLE = (
 @takes_options
 def serve(chosen: ServeCommandOptions) -> None:
     """Serve a model with an OpenAI-compatible API. /docs lists all endpoints."""
-    from cumulo.errors import CumuloError
-
     if chosen.new_api_key is not None:
         _make_key(chosen.new_api_key, chosen)
         return
@@ -34,8 +43,6 @@ def serve(chosen: ServeCommandOptions) -> None:
         _be_rank(chosen)
         return
     if chosen.plan is not None:
-        from cumulo.cli.shared.plan_start import with_plan
-
         chosen = with_plan(chosen, chosen.plan)
     if (
         chosen.replicas == 1
@@ -53,7 +60,6 @@ def serve(chosen: ServeCommandOptions) -> None:
             f"the server needs packages that are not installed ({error.name}): "
             "pip install -e '.[serve]' in Cumulo's folder"
         ) from error
-    from cumulo.cli.shared.terminal import note
     from cumulo.serve import stderr_log
 
     stderr_log.install()  # before the first note: one that cannot be written must not end the server
@@ -73,9 +79,7 @@ def serve(chosen: ServeCommandOptions) -> None:
 
 
 def _check(chosen: ServeCommandOptions) -> None:
-    """What is wrong whatever the model is."""
-    from cumulo.errors import CumuloError
-
+    """Refuse options that are wrong whatever the model is."""
     if chosen.cache_group is not None:
         raise CumuloError("--cache-group applies to a new key: add --new-api-key NAME")
     if chosen.operator:
@@ -92,7 +96,6 @@ def _check(chosen: ServeCommandOptions) -> None:
 
 def _check_loras(chosen: ServeCommandOptions) -> None:
     """Limits that were asked for hold; those that were not follow the adapters."""
-    from cumulo.errors import CumuloError
     from cumulo.models.adapters.config import greatest_rank
     from cumulo.serve.adapter_registry import named_loras
 
@@ -141,7 +144,6 @@ def _announce(
     info: "Ready", address: str, served: "ServeOptions", console: bool, chosen: ServeCommandOptions
 ) -> None:
     """Say that the server is ready, and where."""
-    from cumulo.cli.shared.terminal import note
     from cumulo.serve.adapter_registry import named_loras
 
     note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
@@ -157,9 +159,7 @@ def _announce(
 
 def _be_rank(chosen: ServeCommandOptions) -> None:
     """This host has ranks of an engine on another one, until it is interrupted."""
-    from cumulo.cli.shared.terminal import note
     from cumulo.engine.play.rank_player import serve_ranks
-    from cumulo.errors import CumuloError
     from cumulo.fleet.wire import fleet_key
 
     others = [flag for name, flag in typed_flags().items() if name not in _OF_A_RANK]
@@ -178,8 +178,6 @@ def _be_rank(chosen: ServeCommandOptions) -> None:
 
 def _role(chosen: ServeCommandOptions, key: str | None) -> dict[str, Any]:
     """The engine's options that say which part of a split deployment it is."""
-    from cumulo.errors import CumuloError
-
     if (chosen.prefill > 0) != (chosen.decode > 0):
         raise CumuloError("--prefill and --decode go together: for example --prefill 1 --decode 2")
     if chosen.decode and chosen.replicas != 1:
@@ -200,10 +198,6 @@ def _role(chosen: ServeCommandOptions, key: str | None) -> dict[str, Any]:
 
 def _standard_otlp_endpoint() -> str | None:
     """OpenTelemetry's own variable. It may be meant for other programs, so what we cannot use is passed over."""
-    import os
-
-    from cumulo.cli.shared.terminal import note
-
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     if not endpoint:
         return None
@@ -223,8 +217,6 @@ def _standard_otlp_endpoint() -> str | None:
 
 def _open(address: str) -> None:
     """Show the console where there is a screen; a text browser would take over this terminal."""
-    import os
-    import sys
     import webbrowser
 
     if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
@@ -243,8 +235,6 @@ def _console() -> "Callable[[FastAPI], None] | None":
 
 
 def _make_key(name: str, chosen: ServeCommandOptions) -> None:
-    from cumulo.cli.shared.terminal import note
-    from cumulo.errors import CumuloError
     from cumulo.serve.access.keys import new_key
 
     if chosen.api_keys is None:
@@ -264,3 +254,66 @@ def _make_key(name: str, chosen: ServeCommandOptions) -> None:
         f"This is the key of {name}. It is shown only once; {chosen.api_keys} stores its hash. "
         f"Start the server with --api-keys {chosen.api_keys}."
     )
+
+
+if TYPE_CHECKING:
+    from cumulo.plan.serve.plan_file import ServePlanFile
+
+T = TypeVar("T")
+
+
+def with_plan(chosen: T, path: Path) -> T:
+    """The options with those of the plan filled in; refused where this machine cannot start it."""
+    from cumulo.plan.serve.plan_file import read_plan
+
+    plan = read_plan(path)
+    filled = _filled(chosen, plan.options())
+    _check_places(filled, plan)
+    if filled.model is None and plan.planned_for.catalogue_model is not None:  # type: ignore[attr-defined]
+        raise CumuloError(
+            f"the plan is for {plan.planned_for.catalogue_model} as the catalogue describes it, without weights: "
+            f"name a folder, a GGUF file or a Hugging Face model, as in: cumulo serve MODEL --plan {path}"
+        )
+    note(f"the plan predicts: {plan.planned_for}")
+    return filled
+
+
+def _check_places(filled: Any, plan: "ServePlanFile") -> None:
+    from cumulo.base.machine import LEAST_CPU_RANKS, gpus_here
+    from cumulo.plan.serve.plan_file import check_places
+
+    engine = filled.engine
+    started = dataclasses.replace(
+        plan, replicas=filled.replicas, prefill=filled.prefill, decode=filled.decode, tp=engine.tp or 1,
+        pp=engine.pp or 1,
+    )  # fmt: skip
+    if engine.device == "cpu":
+        check_places(started, max(available_cores(), LEAST_CPU_RANKS), "CPU cores")
+    else:
+        check_places(started, len(gpus_here()), "GPUs")
+
+
+def _filled(chosen: T, told: dict[str, Any]) -> T:
+    typed = typed_names()
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(chosen):  # type: ignore[arg-type]
+        value = getattr(chosen, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = _filled(value, told)
+        elif field.name in told and field.name not in typed:
+            changes[field.name] = told[field.name]
+    return dataclasses.replace(chosen, **changes)  # type: ignore[type-var]
+
+
+def refused_by_serve(words: Sequence[str]) -> str | None:
+    """What `cumulo serve` would say of these words; None: it takes them."""
+    alone = typer.Typer()
+    alone.command()(serve)
+    command: Any = typer.main.get_command(alone)
+    try:
+        command.make_context("serve", [*words])
+    except Exception as error:  # typer's own copy of click has no public name
+        if not hasattr(error, "format_message"):
+            raise
+        return str(error.format_message())
+    return None

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row, table, write_json
-from cumulo.cli.shared.terminal import err, note, out
+from cumulo.cli.shared.terminal import err, note, only_json, out, show_report, text_column
 from cumulo.errors import ConfigError, CumuloError, TrainingError
 from cumulo.ranks.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
 from cumulo.train.decide.config import (
@@ -23,6 +23,7 @@ from cumulo.train.run.log import TrainRecord
 if TYPE_CHECKING:
     from cumulo.base.quantities import LedgerLine
     from cumulo.train.run.trainer import Trainer, TrainResult
+from cumulo.train.head.config import HeadConfig
 
 
 def parse_change(text: str) -> tuple[str, str]:
@@ -33,13 +34,13 @@ def parse_change(text: str) -> tuple[str, str]:
 
 
 def print_config(config: TrainConfig) -> None:
-    out.print(config_text(config), markup=False, soft_wrap=True, end="")
+    out.print(config_text(config), soft_wrap=True, end="")
 
 
 def print_layout(config: TrainConfig) -> None:
     from cumulo.train.decide.layout_report import explain_layout
 
-    out.print(explain_layout(config, known_spec(config)), markup=False, soft_wrap=True)
+    out.print(explain_layout(config, known_spec(config)), soft_wrap=True)
 
 
 def print_verdict(config: TrainConfig, json_file: Path | None) -> None:
@@ -52,15 +53,15 @@ def print_verdict(config: TrainConfig, json_file: Path | None) -> None:
         "largest difference", verdict.difference, "relative", "lower", must=TOLERANCE,
         note=f"of losses, gradient norms and final weights over {verdict.steps} steps; at {verdict.where}",
     )  # fmt: skip
-    if str(json_file) != "-":
-        out.print(table(f"{verdict.layout} in float64 against one process", [row]))
-    write_json(json_file, [row], losses=list(verdict.losses))
+    show_report(
+        f"{verdict.layout} in float64 against one process", [row], json_file, losses=list(verdict.losses)
+    )
     if not verdict.same:
         raise TrainingError(f"layout {verdict.layout} does not compute the same result as one process")
 
 
 def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
-    """In this process, as one rank of several, or by starting the ranks."""
+    """Train in this process, as one rank of several, or by starting the ranks."""
     if under_torchrun():
         _run_rank(config, resume, json_file)
         return
@@ -124,7 +125,7 @@ def _run_rank(config: TrainConfig, resume: bool, json_file: Path | None) -> None
 
 
 def _end(code: int) -> NoReturn:
-    """At once: threads that still wait for ranks that are gone are not waited for."""
+    """End at once: threads that still wait for ranks that are gone are not waited for."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -132,16 +133,16 @@ def _end(code: int) -> NoReturn:
 
 def _report(config: TrainConfig, result: "TrainResult", json_file: Path | None) -> None:
     rows = report_rows(result)
-    if str(json_file) != "-":
+    if not only_json(json_file):
         done = "finished" if result.finished else f"stopped after step {result.steps}; checkpoint saved"
         out.print(table(f"{config.folder}: {done}", rows))
-        out.print(f"\nlog {config.folder}/log.csv · plot {result.plot}", markup=False, soft_wrap=True)
+        out.print(f"\nlog {config.folder}/log.csv · plot {result.plot}", soft_wrap=True)
         if not result.finished:
-            out.print(f"resume: cumulo train --resume --folder {config.folder}", markup=False, soft_wrap=True)
-        out.print(f"chat: cumulo chat {result.model_folder}", markup=False, soft_wrap=True)
+            out.print(f"resume: cumulo train --resume --folder {config.folder}", soft_wrap=True)
+        out.print(f"chat: cumulo chat {result.model_folder}", soft_wrap=True)
         if result.adapter_folder is not None:
             words = f"adapter in PEFT layout: {result.adapter_folder}"
-            out.print(words, markup=False, soft_wrap=True)
+            out.print(words, soft_wrap=True)
     write_json(json_file, rows, losses=[record.loss for record in result.records])
 
 
@@ -193,8 +194,8 @@ class Display:
         self._every = max(1, config.steps // 20)
         self._mean: float | None = None
         self._bar = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TimeRemainingColumn(), TextColumn("[dim]{task.fields[words]}"),
+            text_column("{task.description}", "bold"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TimeRemainingColumn(), text_column("{task.fields[words]}", "dim"),
             console=err, disable=not err.is_terminal,
         )  # fmt: skip
         self._task: TaskID = self._bar.add_task("preparing", total=None, words="")
@@ -233,3 +234,41 @@ class Display:
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def train_head(config: HeadConfig, json_file: Path | None) -> None:
+    with err.status("starting"):
+        from cumulo.train.head.trainer import HeadTrainer
+    bars = Progress(
+        text_column("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=err,
+    )
+    tasks: dict[str, TaskID] = {}
+
+    def tell(what: str, done: int, total: int) -> None:
+        stage = what.split(",")[0]
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(what, total=total)
+        bars.update(tasks[stage], completed=done, description=what)
+
+    with bars:
+        result = HeadTrainer(config, tell).run()
+    rows = [
+        Row(
+            f"{name}: proposal {index}, right", shares[0], "of 1",
+            note=f"those before it being right; among two choices {shares[1]:.0%}, among four {shares[3]:.0%}",
+        )
+        for name, proposals in result.right.items()
+        for index, shares in enumerate(proposals, 1)
+    ]  # fmt: skip
+    rows += [
+        Row("tokens the head can propose", result.known_share, "of 1"),
+        Row("loss", result.loss, better="lower"),
+        Row("trained on", result.tokens, "tokens", note=f"{result.answers} answers of the model itself"),
+        Row("took", result.seconds, "s", better="lower"),
+    ]
+    show_report("draft head", rows, json_file)
+    note(f"to use it: cumulo serve --speculate {result.folder}")

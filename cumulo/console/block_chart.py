@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from cumulo.base import svg
-from cumulo.console.words import short_id
+from cumulo.console.values import short_id
 from cumulo.serve.engine_link.messages import BlockMap
 
 _MOST_CELLS = 1536

@@ -1,103 +1,91 @@
-"""Charts of the live page as SVG text: columns and lines over time with labelled axes. Colours are in style.css."""
+"""TimeChart: a card of the live page with columns or lines over time, drawn by ECharts in the browser."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
+from typing import Any
 
-from cumulo.base import svg
+from nicegui import ui
 
-_WIDTH, _HEIGHT = 480, 132
-_LEFT, _RIGHT, _TOP, _FOOT = 44, 4, 8, 18  # around the drawing, for the labels
+from cumulo.console.shell import show
 
-
-@dataclass(frozen=True, slots=True)
-class ChartAxis:
-    """`floor`: the scale never ends below this, so that small values look small. `ends`: the labels below the left
-    and the right end."""
-
-    unit: str
-    floor: float
-    ends: tuple[str, str]
-    most: float | None = None  # a fixed end instead of one that fits the values
-    counts: bool = False  # whole numbers: half of the scale is one, too
+# Colours by what is drawn; style.css has the same for maps and legends of other pages.
+INKS = {
+    "decode": "var(--accent)", "prefill": "#c08a3e", "2": "#5b7fb8", "3": "#a8648c", "4": "#7f9a44", "5": "#b9694f",
+    "6": "#7b72b5", "7": "#4f8fa3", "0": "#3d8f86", "1": "#c08a3e",
+}  # fmt: skip
+_TEXT = {"color": "var(--soft)", "fontSize": 11, "fontFamily": "system-ui, sans-serif"}
+_NOTHING = {"text": "nothing in this time", "left": "center", "top": "40%", "textStyle": _TEXT}
+_ENDS = {**_TEXT, "interval": 0, "alignMinLabel": "left", "alignMaxLabel": "right"}
 
 
-def nice_most(value: float, floor: float, steps: tuple[int, ...] = (1, 2, 5, 10)) -> float:
-    """The end of a scale: 1, 2 or 5 times a power of ten, at least the floor and the value."""
-    wanted = max(value, floor)
-    if wanted <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(wanted))
-    return next(step * power for step in steps if step * power >= wanted * (1 - 1e-9))
+class TimeChart:
+    """`floor`: the scale never ends below this, so that small values look small; `most`: where it always ends."""
+
+    def __init__(
+        self, title: str, explained: str, unit: str, floor: float, most: float | None = None
+    ) -> None:
+        self._unit, self._floor, self._most = unit, floor, most
+        with ui.element("div").classes("card"):
+            show(f'<h2 title="{escape(explained)}">{escape(title)}</h2>')
+            self._chart = ui.echart({}, renderer="svg").classes("time-chart")
+            self.below = show("")
+
+    def columns(
+        self, values: Sequence[float], ends: tuple[str, str], ink: str, tips: Sequence[str] = ()
+    ) -> None:
+        """One column per value, oldest left; `ends` are the labels below the left and the right end."""
+        bars = {"type": "bar", "data": list(values), "barCategoryGap": "10%", "color": INKS[ink]}
+        self._show(columns_option(self._unit, [bars], ends, self._scale(values), tips))
+
+    def lines(self, lines: Sequence[tuple[str, str, Sequence[float | None]]], ends: tuple[str, str]) -> None:
+        """Lines of one scale, each with its name, its ink and its values; None leaves a gap."""
+        series = [
+            {"type": "line", "name": name, "data": list(points), "showSymbol": False, "color": INKS[ink]}
+            for name, ink, points in lines
+        ]
+        known = [value for _, _, points in lines for value in points if value is not None]
+        self._show(columns_option(self._unit, series, ends, self._scale(known), (), legend=True))
+
+    def _scale(self, values: Sequence[float]) -> float | None:
+        """Where the scale ends; None: as ECharts finds fit."""
+        return self._most or (self._floor if max(values, default=0.0) < self._floor else None)
+
+    def _show(self, option: dict[str, Any]) -> None:
+        self._chart.options.clear()
+        self._chart.options.update(option)
+        self._chart.update()
 
 
-def column_chart(values: Sequence[float], axis: ChartAxis, ink: str, titles: Sequence[str] = ()) -> str:
-    """One column per value, oldest left. `titles`: what the pointer tells at each."""
-    most = _most(values, axis)
-    width = (_WIDTH - _LEFT - _RIGHT) / max(1, len(values))
-    columns = []
-    for index, value in enumerate(values):
-        if value <= 0 and not titles:
-            continue
-        height = max(1.0, _span() * min(1.0, value / most)) if value > 0 else 0.0
-        columns.append(
-            svg.tag(
-                "rect", *([svg.title(titles[index])] if titles else []), class_=f"ink-{ink}",
-                x=_LEFT + index * width, y=_bottom() - height,
-                width=max(0.5, width - (1 if width > 3 else 0)), height=height,
-            )
-        )  # fmt: skip
-    if not any(value > 0 for value in values):
-        columns = [svg.text((_LEFT + _WIDTH) / 2, _bottom() - _span() / 4, "nothing in this time", "middle")]
-    return _frame(axis, most, "".join(columns))
-
-
-def line_chart(lines: Sequence[tuple[str, str, Sequence[float | None]]], axis: ChartAxis) -> str:
-    """Lines of one scale, each with its name, its ink and its values; None leaves a gap."""
-    values = [value for _, _, points in lines for value in points if value is not None]
-    most = _most(values, axis)
-    paths = []
-    for _, ink, points in lines:
-        step = (_WIDTH - _LEFT - _RIGHT) / max(1, len(points) - 1)
-        path, pen = "", "M"
-        for index, value in enumerate(points):
-            if value is None:
-                pen = "M"
-                continue
-            path += f"{pen}{_LEFT + index * step:.1f} {_bottom() - _span() * min(1.0, value / most):.1f}"
-            pen = "L"
-        paths.append(svg.tag("path", class_=f"line-{ink}", d=path))
-    legend = "".join(f'<span><i class="ink-{ink}"></i>{escape(name)}</span>' for name, ink, _ in lines)
-    return _frame(axis, most, "".join(paths)) + f'<div class="legend">{legend}</div>'
-
-
-def _most(values: Sequence[float], axis: ChartAxis) -> float:
-    steps = (2, 4, 10) if axis.counts else (1, 2, 5, 10)
-    return axis.most or nice_most(max(values, default=0.0), axis.floor, steps)
-
-
-def _bottom() -> float:
-    return _HEIGHT - _FOOT
-
-
-def _span() -> float:
-    return _HEIGHT - _FOOT - _TOP
-
-
-def _frame(axis: ChartAxis, most: float, drawn: str) -> str:
-    """The drawing on lines at nothing, half and all of the scale."""
-    parts = []
-    for share in (0.0, 0.5, 1.0):
-        y = _bottom() - _span() * share
-        parts.append(svg.tag("path", class_="grid", d=f"M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"))
-        parts.append(svg.text(_LEFT - 6, y + 3.5, _label(most * share), "end"))
-    left, right = axis.ends
-    ends = svg.text(_LEFT, _HEIGHT - 4, left), svg.text(_WIDTH - _RIGHT, _HEIGHT - 4, right, "end")
-    return svg.picture(_WIDTH, _HEIGHT, *parts, drawn, *ends, label=axis.unit, class_="chart axes")
-
-
-def _label(value: float) -> str:
-    if value >= 10_000:
-        return f"{value / 1000:,.0f}k"
-    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"
+def columns_option(
+    unit: str,
+    series: list[dict[str, Any]],
+    ends: tuple[str, str],
+    most: float | None,
+    tips: Sequence[str],
+    legend: bool = False,
+) -> dict[str, Any]:
+    """ECharts' option. `tips`: what the pointer tells at each column, instead of its value."""
+    count = max((len(one["data"]) for one in series), default=0)
+    names = list(tips) or [""] * count
+    if count and not tips:
+        names[0], names[-1] = ends
+    nothing = not any(value for one in series for value in one["data"])
+    return {
+        "animation": False,
+        "grid": {"left": 46, "right": 8, "top": 10, "bottom": 46 if legend else 22},
+        "title": _NOTHING if nothing else {},
+        "tooltip": {"trigger": "axis", "confine": True},
+        "legend": {"show": legend, "bottom": 0, "left": 0, "textStyle": _TEXT, "icon": "roundRect"},
+        "xAxis": {
+            "type": "category", "data": names, "axisTick": {"show": False},
+            "axisLabel": {**_ENDS, "show": not tips},
+            "axisLine": {"lineStyle": {"color": "var(--line)"}},
+        },
+        "yAxis": {
+            "type": "value", "name": unit, "nameTextStyle": {"color": "transparent"}, "min": 0, "max": most,
+            "splitNumber": 3, "interval": 50 if most == 100 else None,
+            "minInterval": 1 if unit == "sequences" else 0, "axisLabel": _TEXT,
+            "splitLine": {"show": True, "lineStyle": {"color": "var(--line)"}},
+        },
+        "series": [{**one, "emphasis": {"disabled": True}} for one in series],
+    }  # fmt: skip

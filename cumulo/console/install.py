@@ -11,12 +11,10 @@ from fastapi import FastAPI
 from nicegui import app as pages_app
 from nicegui import ui
 
-from cumulo.console import chat_page, live_page, requests_page, system_page
-from cumulo.console.fleet import page as fleet_page
-from cumulo.console.front import Front
-from cumulo.console.jobs import page as jobs_page
+from cumulo.console import fleet_page, jobs_page, live_page, requests_page, system_page
+from cumulo.console.chat import page as chat_page
+from cumulo.console.front import Front, Sessions
 from cumulo.console.machine_use import MachineUse
-from cumulo.console.sessions import Sessions
 from cumulo.console.shell import Shell
 from cumulo.serve.service import Service
 
@@ -59,5 +57,5 @@ def install(app: FastAPI) -> None:
 
 
 def _is_news(line: logging.LogRecord) -> bool:
-    """Not that a page has opened or closed its socket; and a page's id is nothing for a log."""
+    """Whether a line is worth logging: that a page has opened or closed its socket is not, nor is a page's id."""
     return not str(line.msg).startswith("connection ") and "WebSocket" not in str(line.msg)

@@ -72,7 +72,7 @@ class Latencies:
 
 
 def latencies(records: Iterable[Record], now_s: float) -> Latencies:
-    """Of the requests that were received within the last minutes."""
+    """The latencies of the requests that were received within the last minutes."""
     firsts: list[float] = []
     gaps: list[float] = []
     count = preemptions = 0

@@ -9,16 +9,14 @@ from nicegui import ui
 from starlette.requests import Request
 
 from cumulo.console.block_chart import block_chart
-from cumulo.console.charts import ChartAxis, column_chart, line_chart
+from cumulo.console.charts import TimeChart
+from cumulo.console.front import Visitor
 from cumulo.console.live_numbers import WINDOWS, Window, latencies, machine_line, rates, slices
 from cumulo.console.machine_use import MachineUse
-from cumulo.console.memory_ledger import ledger_html
-from cumulo.console.sessions import Visitor
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.tiles import tile
+from cumulo.console.values import tile
 from cumulo.engine.memory.ledger import format_bytes
 from cumulo.serve.engine_link.messages import BlockMap, Ready, StepRecord
-from cumulo.serve.observe.step_history import Slice
 
 _REFRESH_S = 1.0
 _STEPS_SHOWN = 96
@@ -52,16 +50,26 @@ class _Live:
             ).props("unelevated dense no-caps toggle-color=primary padding='4px 10px'")
             self._span = ui.label("").classes("soft small")
         with ui.element("div").classes("pair"):
-            self._decode = _card("Decode throughput, tokens/s", "Output tokens computed per second.")
-            self._prefill = _card("Prefill throughput, tokens/s", "Prompt tokens computed per second.")
-            self._requests = _card(
+            self._decode = TimeChart(
+                "Decode throughput, tokens/s", "Output tokens computed per second.", "tokens/s", 10
+            )
+            self._prefill = TimeChart(
+                "Prefill throughput, tokens/s", "Prompt tokens computed per second.", "tokens/s", 10
+            )
+            self._requests = TimeChart(
                 "Running and queued, sequences",
                 "Sequences that the engine computes, and those that wait for a place.",
+                "sequences",
+                4,
             )
-            self._busy = _card("CPU, memory and GPU use, %", "Of the whole machine that runs the server.")
-            self._steps = _card(
+            self._busy = TimeChart(
+                "CPU, memory and GPU use, %", "Of the whole machine that runs the server.", "%", 100, most=100
+            )
+            self._steps = TimeChart(
                 f"Time of the last {_STEPS_SHOWN} steps, ms",
                 "A step computes one token of every running sequence and a part of the waiting prompts.",
+                "ms",
+                10,
             )
             self._map = _card("KV cache blocks", "Which request holds which block of the KV cache.")
         self._machine_tiles = show("", "tiles")
@@ -74,10 +82,7 @@ class _Live:
     async def tick(self) -> None:
         self._draw_tiles(time.perf_counter())
         self._draw_history()
-        steps = list(self._service.recent_steps)[-_STEPS_SHOWN:]
-        self._steps.set_content(
-            _steps_html(steps) if steps else empty("Nothing computed yet", "Ask something on the Chat page.")
-        )
+        self._draw_steps(list(self._service.recent_steps)[-_STEPS_SHOWN:])
         info = self._service.engine.info
         if info is not None and info is not self._ledger_drawn_for:
             self._ledger.set_content(ledger_html(info))
@@ -119,18 +124,20 @@ class _Live:
             (self._decode, "decode", [part.decode_tokens for part in parts]),
             (self._prefill, "prefill", [part.prefill_tokens for part in parts]),
         ):
-            values = [count / window.slice_s for count in tokens]
-            card.set_content(column_chart(values, ChartAxis("tokens/s", 10, ends), ink))
-        self._requests.set_content(_requests_chart(parts, ends))
+            card.columns([count / window.slice_s for count in tokens], ends, ink)
+        running = ("running", "decode", [float(part.running) for part in parts])
+        queued = ("queued", "prefill", [float(part.waiting) for part in parts])
+        self._requests.lines((running, queued), ends)
         self._draw_machine(now_s, window, ends)
 
     def _draw_machine(self, now_s: float, window: Window, ends: tuple[str, str]) -> None:
         samples = list(self._machine.samples)
         if not samples:
-            self._busy.set_content(
-                empty("Not known on this system", "It is read from /proc, which Linux has.")
+            self._busy.below.set_content(
+                empty("Not known yet", "It is sampled every few seconds; it needs the package psutil.")
             )
             return
+        self._busy.below.set_content("")
         lines = [
             ("CPU", "decode", [s.cpu_percent for s in samples]),
             ("memory", "2", [s.memory_percent for s in samples]),
@@ -144,7 +151,7 @@ class _Live:
             ]
             lines.append((name, str((number + 3) % 8), busy))
         drawn = [(name, ink, machine_line(samples, values, window, now_s)) for name, ink, values in lines]
-        self._busy.set_content(line_chart(drawn, ChartAxis("%", 100, ends, most=100)))
+        self._busy.lines(drawn, ends)
         tiles = [
             ("CPU use", last.cpu_percent, "%", "Share of all cores' time that was busy in the last 5 s."),
             ("Memory in use", *_gib(last.memory_used_bytes), f"Of {total}, by all processes."),
@@ -164,6 +171,24 @@ class _Live:
         columns = {4: "four", 6: "six"}.get(len(tiles), "four")
         self._machine_tiles.classes(replace=f"tiles {columns}")
         self._machine_tiles.set_content("".join(tile(*one) for one in tiles))
+
+    def _draw_steps(self, steps: list[StepRecord]) -> None:
+        if not steps:
+            self._steps.below.set_content(empty("Nothing computed yet", "Ask something on the Chat page."))
+            return
+        times_ms = [(step.finished_s - step.started_s) * 1e3 for step in steps]
+        tips = [
+            f"step {step.index}: {step.prefill_tokens} prefill and {step.decode_tokens} decode tokens"
+            for step in steps
+        ]
+        last = steps[-1]
+        self._steps.columns(times_ms, ("", ""), "decode", tips)
+        told = (
+            f"Steps {steps[0].index:,} to {last.index:,}. Last step: {times_ms[-1]:.1f} ms for "
+            f"{last.prefill_tokens:,} prefill and {last.decode_tokens:,} decode tokens. Rest the pointer on a step "
+            "to see its figures."
+        )
+        self._steps.below.set_content(f'<p class="soft small told">{told}</p>')
 
     async def _draw_map(self) -> None:
         """Asks the engine only when a step has passed since: an idle engine is left alone."""
@@ -193,30 +218,6 @@ def _card(title: str, explained: str) -> ui.html:
         return show("")
 
 
-def _requests_chart(parts: list[Slice], ends: tuple[str, str]) -> str:
-    lines = (
-        ("running", "decode", [float(part.running) for part in parts]),
-        ("queued", "prefill", [float(part.waiting) for part in parts]),
-    )
-    return line_chart(lines, ChartAxis("sequences", 4, ends, counts=True))
-
-
-def _steps_html(steps: list[StepRecord]) -> str:
-    times_ms = [(step.finished_s - step.started_s) * 1e3 for step in steps]
-    titles = [
-        f"step {step.index}: {time_ms:.1f} ms, {step.prefill_tokens} prefill and {step.decode_tokens} decode tokens"
-        for step, time_ms in zip(steps, times_ms, strict=True)
-    ]
-    last = steps[-1]
-    told = (
-        f"Last step: {times_ms[-1]:.1f} ms for {last.prefill_tokens:,} prefill and {last.decode_tokens:,} decode "
-        "tokens. Rest the pointer on a step to see its figures."
-    )
-    ends = (f"step {steps[0].index:,}", f"step {last.index:,}")
-    chart = column_chart(times_ms, ChartAxis("ms", 10, ends), "decode", titles)
-    return f'{chart}<p class="soft small told">{told}</p>'
-
-
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
@@ -227,3 +228,33 @@ def _gib(count: int | None) -> tuple[str | None, str]:
         return None, ""
     number, unit = format_bytes(count).split(" ")
     return number, unit
+
+
+def ledger_html(info: Ready) -> str:
+    rows = "".join(
+        f'<tr><td>{_part(row["name"])}</td><td class="right num">{format_bytes(row["predicted_bytes"])}</td>'
+        f'<td class="right num">{_measured(row["measured_bytes"])}</td>'
+        f'<td class="right num">{_ratio(row["predicted_bytes"], row["measured_bytes"])}</td>'
+        f'<td class="soft small wide-only">{escape(row["how"])}</td></tr>'
+        for row in info.ledger["rows"]
+    )
+    total = info.ledger
+    return (
+        '<table class="plain"><tr><th>part</th><th class="right">predicted</th><th class="right">measured</th>'
+        '<th class="right" title="measured / predicted">ratio</th><th class="wide-only">prediction</th></tr>'
+        f'{rows}<tr><td><b>total</b></td><td class="right num"><b>{format_bytes(total["predicted_bytes"])}</b></td>'
+        f'<td class="right num"><b>{_measured(total["measured_bytes"])}</b></td><td></td>'
+        f'<td class="soft small wide-only">of {format_bytes(total["available_bytes"])} available</td></tr></table>'
+    )
+
+
+def _measured(count: int | None) -> str:
+    return "–" if count is None else format_bytes(count)
+
+
+def _ratio(predicted: int, measured: int | None) -> str:
+    return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
+
+
+def _part(name: str) -> str:
+    return escape(name.replace("kv cache", "KV cache"))

@@ -1,7 +1,8 @@
 """MachineUse: CPU, memory and GPU use of this machine, sampled every few seconds. Shown by the Live page.
 
-Read from /proc, as top does; on systems without it there is nothing to show. A sample takes a few milliseconds at
-most and is taken whether or not a page looks, so that a page has an hour to show when it opens.
+psutil reads the system and pynvml asks NVIDIA's driver; where one of them is missing, its part is not shown. A
+sample takes a few milliseconds at most and is taken whether or not a page looks, so that a page has an hour to
+show when it opens.
 """
 
 import asyncio
@@ -10,12 +11,26 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from cumulo.console.gpu_use import Gpu, GpuUse
+try:
+    import psutil
+except ImportError:
+    psutil = None
+try:
+    import pynvml
+except ImportError:
+    pynvml = None
 
 SAMPLE_S = 5.0
 _KEPT = int(3600 / SAMPLE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    utilization_percent: int  # share of the last sample period in which a kernel ran
+    used_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,65 +49,72 @@ class UseSample:
 
 
 class MachineUse:
-    def __init__(self, engine_pids: Callable[[], tuple[int, ...]], proc: Path = Path("/proc")) -> None:
+    def __init__(self, engine_pids: Callable[[], tuple[int, ...]]) -> None:
         self.samples: deque[UseSample] = deque(maxlen=_KEPT)
-        self._engine_pids, self._proc = engine_pids, proc
-        self._before: tuple[int, int] | None = None  # busy and all ticks when last looked
-        self._gpus: GpuUse | None = None
+        self._engine_pids = engine_pids
+        self._gpus: list[Any] = []  # NVML's handles
+        self._before = (0.0, 0.0)  # busy and all seconds of all cores when last looked
 
     async def run(self) -> None:
         """Sample until cancelled."""
-        self._gpus = await asyncio.to_thread(GpuUse)  # opening a driver may take a while
-        # In a thread: a GPU's driver takes its milliseconds, which belong to the streams.
-        while await asyncio.to_thread(self.sample):
+        if psutil is None:
+            return
+        self._before = _cpu_seconds()
+        self._gpus = await asyncio.to_thread(_gpu_handles)  # opening a driver may take a while
+        while True:
             await asyncio.sleep(SAMPLE_S)
+            # In a thread: a GPU's driver takes its milliseconds, which belong to the streams.
+            await asyncio.to_thread(self.sample)
 
-    def sample(self) -> bool:
-        """Whether there was something to read."""
-        try:
-            busy, total = _ticks((self._proc / "stat").read_text("ascii"))
-            memory_total, available = _memory((self._proc / "meminfo").read_text("ascii"))
-        except (OSError, ValueError, IndexError, KeyError):
-            return False
-        before, self._before = self._before, (busy, total)
-        if before is None:  # use is the difference of two looks
-            return True
-        before_busy, before_total = before
-        cpu_percent = 100 * (busy - before_busy) / max(1, total - before_total)
+    def sample(self) -> None:
+        memory = psutil.virtual_memory()
+        # Use is the difference of two looks; psutil keeps the last one for each thread, and threads change here.
+        before, self._before = self._before, _cpu_seconds()
+        busy_s, all_s = (now - then for now, then in zip(self._before, before, strict=True))
+        engines = [size for pid in self._engine_pids() if (size := _resident_bytes(pid)) is not None]
         self.samples.append(
             UseSample(
                 time.perf_counter(),
-                cpu_percent,
-                memory_total - available,
-                memory_total,
-                self._resident_of_all(self._engine_pids()),
-                self._resident(os.getpid()),
-                tuple(self._gpus.read()) if self._gpus is not None else (),
+                100 * busy_s / all_s if all_s > 0 else 0.0,
+                memory.total - memory.available,
+                memory.total,
+                sum(engines) if engines else None,
+                _resident_bytes(os.getpid()),
+                tuple(map(_gpu, self._gpus)),
             )
         )
-        return True
-
-    def _resident_of_all(self, pids: tuple[int, ...]) -> int | None:
-        sizes = [size for pid in pids if (size := self._resident(pid)) is not None]
-        return sum(sizes) if sizes else None
-
-    def _resident(self, pid: int) -> int | None:
-        try:
-            pages = int((self._proc / str(pid) / "statm").read_text("ascii").split()[1])
-        except (OSError, ValueError, IndexError):
-            return None
-        return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _ticks(stat: str) -> tuple[int, int]:
-    """Busy and all clock ticks of all cores since boot; waiting for a disk is not busy."""
-    user, nice, system, idle, iowait, *rest = map(int, stat.split("\n", 1)[0].split()[1:9])
-    busy = user + nice + system + sum(rest)
-    return busy, busy + idle + iowait
+def _cpu_seconds() -> tuple[float, float]:
+    """Busy and all seconds of all cores since the machine started; waiting for a disk is not busy."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted as user time, too
+    return sum(times) - guests - idle, sum(times) - guests
 
 
-def _memory(meminfo: str) -> tuple[int, int]:
-    """Total and available bytes."""
-    sizes = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
-    total_kib, available_kib = (int(sizes[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
-    return total_kib << 10, available_kib << 10
+def _resident_bytes(pid: int) -> int | None:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return None
+
+
+def _gpu_handles() -> list[Any]:
+    """NVML's handles; an empty list where there is no driver."""
+    if pynvml is None:
+        return []
+    try:
+        pynvml.nvmlInit()
+        return [pynvml.nvmlDeviceGetHandleByIndex(at) for at in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return []
+
+
+def _gpu(handle: Any) -> Gpu:
+    """What the driver does not tell is shown as 0."""
+    try:
+        busy, memory = pynvml.nvmlDeviceGetUtilizationRates(handle), pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError:
+        return Gpu(0, 0, 0)
+    return Gpu(int(busy.gpu), int(memory.used), int(memory.total))

@@ -7,10 +7,17 @@ from fastapi import FastAPI
 from nicegui import ui
 from starlette.requests import Request
 
-from cumulo.console.request_table import STATUSES, Filter, badge, rows_of, table_html
-from cumulo.console.sessions import Visitor
+from cumulo.console.front import Visitor
+from cumulo.console.request_view import (
+    STATUSES,
+    Filter,
+    badge,
+    compared_html,
+    rows_of,
+    story_html,
+    table_html,
+)
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.story_view import compared_html, story_html
 from cumulo.serve.observe.stories import NotUnique, Record
 
 _MOST_ROWS = 200
@@ -82,7 +89,7 @@ class _Table:
         return frozenset(engine.in_flight) - frozenset(asked.result().owners)
 
     def _likely_waiting(self) -> frozenset[str]:
-        """As many as wait, of the requests without a token: those that came last."""
+        """The requests without a token that came last, as many as wait."""
         service = self._shell.service
         records = [service.stories.get(name) for name in service.engine.in_flight]
         without = [one for one in records if one is not None and not one.token_times_s]
@@ -131,7 +138,8 @@ class _Table:
 
 
 def _find(shell: Shell, visitor: Visitor, request_id: str) -> list[Record]:
-    """By its id or a short form of it; an empty list, and words on the page, if there is none."""
+    """The records of a request, by its id or a short form of it; an empty list, and words on the page, if there
+    are none."""
     stories, kept = shell.service.stories, shell.service.options.stories
     hint = f"The server keeps the last {kept:,} requests, until it is restarted."
     records: list[Record] = []

@@ -9,8 +9,8 @@ from pathlib import Path
 from nicegui import ui
 from starlette.requests import Request
 
-from cumulo.console.sessions import Sessions, Visitor
-from cumulo.console.words import duration
+from cumulo.console.front import Sessions, Visitor
+from cumulo.console.values import duration
 from cumulo.serve.service import Service
 
 ACCENT = "#2b756c"

@@ -1,5 +1,7 @@
 """The system page: which model, where it runs, what versions, how it is configured."""
 
+import dataclasses
+import os
 import platform
 import time
 from html import escape
@@ -11,13 +13,19 @@ from nicegui import ui
 from starlette.requests import Request
 
 from cumulo import __version__
-from cumulo.console.knobs import effective
-from cumulo.console.resolved_options import engine_rows, server_rows
+from cumulo.base.quantities import quantity
+from cumulo.console.chat.settings import effective
+from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.system.adapters_card import AdaptersCard
-from cumulo.console.words import duration
+from cumulo.console.values import duration
+from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.ledger import format_bytes
+from cumulo.errors import CumuloError
+from cumulo.serve.adapter_registry import ServedAdapter
+from cumulo.serve.engine_link.messages import Ready
+from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service
+from cumulo.spec.slo import Slo
 
 _PACKAGES = (
     "torch",
@@ -150,3 +158,198 @@ def _card(title: str, rows: list[tuple[str, Any]]) -> str:
         for name, value in rows
     )
     return f'<div class="card"><h2>{title}</h2><table class="plain">{cells}</table></div>'
+
+
+_COLUMNS = (  # name, tooltip
+    ("adapter", "What requests call it, as their model."),
+    ("rank", "Rank of its matrices."),
+    ("folder", "Where the server read it."),
+    ("running", "Requests that use it now."),
+    ("requests", "Requests that were answered with it."),
+    ("state", "loading, loaded, finishing its last requests, or lost."),
+)
+_NO_ROOM = (
+    "Start the server with --lora NAME=DIR or --max-loras 8 to serve low-rank adapters next to the model."
+)
+_NONE = "Load one below, or with POST /v1/load_lora_adapter. Requests name it as their model."
+
+
+def adapters_html(adapters: list[ServedAdapter], most: int, may_operate: bool) -> str:
+    title = f"<h2>Adapters ({len(adapters)} of {most})</h2>"
+    if not adapters:
+        return title + empty("No adapter is loaded", _NONE if most else _NO_ROOM)
+    head = "".join(f'<th title="{tip}">{name}</th>' for name, tip in _COLUMNS) + (
+        "<th></th>" if may_operate else ""
+    )
+    rows = "".join(_row(adapter, may_operate) for adapter in adapters)
+    return f'{title}<table class="plain fleet"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _row(adapter: ServedAdapter, may_operate: bool) -> str:
+    name = escape(adapter.name, quote=True)
+    state = "finishing its last requests" if adapter.dropped else "loaded" if adapter.ready else "loading"
+    if adapter.error:
+        state = f"lost: {escape(adapter.error)}"
+    cells = (name, adapter.rank or "", escape(adapter.folder), adapter.calls, f"{adapter.answered:,}", state)
+    shown = "".join(f'<td class="small">{cell}</td>' for cell in cells)
+    if not may_operate:
+        return f"<tr>{shown}</tr>"
+    # A name has only letters, digits and . _ : / - (AdapterRegistry.put).
+    button = (
+        f"<button aria-label=\"Drop {name}\" onclick=\"emitEvent('drop_adapter', ['{name}'])\">Drop</button>"
+    )
+    shown_button = button if adapter.ready and not adapter.dropped else ""
+    return f'<tr>{shown}<td class="actions">{shown_button}</td></tr>'
+
+
+class AdaptersCard:
+    def __init__(self, shell: Shell, visitor: Visitor) -> None:
+        self._shell, self._visitor = shell, visitor
+        self._table = show("", "card")
+        if visitor.may_operate and shell.service.adapters.most:
+            with ui.element("div").classes("filters"):
+                self._name = ui.input("Name").props("outlined dense")
+                self._name.tooltip("What requests call the adapter, as their model.")
+                self._folder = ui.input("Folder on the server").props("outlined dense")
+                self._folder.tooltip("A folder in PEFT's layout, as `cumulo train` and peft write it.")
+                button = ui.button("Load adapter", icon="add", on_click=self._load)
+                button.props("flat dense no-caps").classes("quiet")
+        ui.on("drop_adapter", lambda event: self._drop(str(event.args[0])))
+        self.draw()
+
+    def draw(self) -> None:
+        registry = self._shell.service.adapters
+        self._table.set_content(
+            adapters_html(list(registry.all.values()), registry.most, self._visitor.may_operate)
+        )
+
+    async def _load(self) -> None:
+        if not self._may():
+            return
+        name, folder = str(self._name.value or "").strip(), str(self._folder.value or "").strip()
+        try:
+            await self._shell.service.load_adapter(name, folder)
+            ui.notify(f"{name} is loaded", position="top")
+            self._name.set_value("")
+            self._folder.set_value("")
+        except CumuloError as error:
+            ui.notify(str(error).capitalize(), type="negative", position="top", multi_line=True)
+        self.draw()
+
+    def _drop(self, name: str) -> None:
+        if not self._may():
+            return
+        try:
+            adapter = self._shell.service.adapters.drop(name)
+            waits = f"; {adapter.calls} requests are answered first" if adapter.calls else ""
+            ui.notify(f"{name} is dropped{waits}", position="top")
+        except CumuloError as error:
+            ui.notify(str(error).capitalize(), type="negative", position="top", multi_line=True)
+        self.draw()
+
+    def _may(self) -> bool:
+        """Checked here, because a page can be made to send anything."""
+        if self._visitor.may_operate and self._shell.sessions.still_valid(self._visitor):
+            return True
+        ui.notify("Your key may not operate the server.", type="negative", position="top")
+        return False
+
+
+Rows = list[tuple[str, str]]
+
+_UNSET = {  # what None means, option by option
+    "model": "the built-in model",
+    "chat_template": "the model's own template",
+    "requests_per_minute": "no limit",
+    "tokens_per_minute": "no limit",
+    "otlp_endpoint": "no traces are sent",
+    "files": "a temporary folder",
+}
+_HIDDEN = ("engine", "api_keys", "seed", "fleet_key", "transfer_key")  # keys are nobody's to read
+
+
+def server_rows(options: ServeOptions, model_name: str) -> Rows:
+    derived: dict[str, Any] = {
+        "name": model_name,
+        "max_connections_per_address": options.max_connections // 2,
+        "default_max_tokens": options.chat_limit,
+    }
+    return [
+        (field.name, shown(field.name, derived.get(field.name) if value is None else value))
+        for field in dataclasses.fields(options)
+        if field.name not in _HIDDEN
+        for value in [getattr(options, field.name)]
+    ]
+
+
+def engine_rows(config: EngineConfig, info: Ready) -> Rows:
+    """What was left to the engine is shown as the engine decided it."""
+    on_gpu = "GPU kernels on" in info.runs_on or "PyTorch operators on" in info.runs_on
+    settled = config.settled("cuda" if on_gpu else "cpu")
+    known: dict[str, Any] = {
+        "block_size": f"{info.block_size} tokens",
+        "kv_blocks": info.kv_blocks,
+        "max_context": f"{info.max_context:,} tokens",
+        "max_running": f"{info.max_running:,} sequences",
+        "max_tokens_per_step": info.max_tokens_per_step,
+        "threads": config.threads or f"all cores ({len(_cores())})",
+        "kv_memory_gib": config.kv_memory_gib or _kv_memory(info),
+        "preemption": _preemption(config),
+        "weights": "as the model's file has them" if config.weights == "auto" else config.weights,
+        "kv_dtype": settled.dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        "rank_backend": _rank_backend(config, info, on_gpu),
+        "cuda_graphs": settled.cuda_graphs if on_gpu else "no GPU is used",
+    }
+    return [
+        (field.name, shown(field.name, known.get(field.name, getattr(settled, field.name))))
+        for field in dataclasses.fields(settled)
+        if field.name not in _HIDDEN
+    ]
+
+
+def _cores() -> set[int]:
+    """The cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _kv_memory(info: Ready) -> str:
+    held = [row["predicted_bytes"] for row in info.ledger["rows"] if row["name"].lower().startswith("kv")]
+    return f"{format_bytes(sum(held))}, chosen from what was free" if held else "chosen from what was free"
+
+
+def _rank_backend(config: EngineConfig, info: Ready, on_gpu: bool) -> str:
+    if config.rank_backend != "auto":
+        return config.rank_backend
+    if config.layout.world == 1:
+        return "one rank exchanges nothing"
+    told = info.runs_on.partition("ranks exchange numbers by ")[
+        2
+    ]  # with its reason, where it is not the usual one
+    return told or ("symmetric" if on_gpu else "gloo")
+
+
+def _preemption(config: EngineConfig) -> str:
+    if config.preemption != "auto":
+        return config.preemption
+    return "recompute or swap, whichever is faster" if config.swap_gib else "recompute"
+
+
+def shown(name: str, value: Any) -> str:
+    """A value with its unit, for people."""
+    if value is None:
+        return _UNSET.get(name, "none")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, str):
+        return value or "none"
+    if isinstance(value, Slo):  # promised to every request, not to a share of them
+        return ", ".join(f"{bound.upper()} {quantity(time_s, 's')}" for bound, time_s in value.bounds.items())
+    if name.endswith("_bytes"):
+        return format_bytes(int(value))
+    if name.endswith("_gib"):
+        return f"{value:g} GiB"
+    if name.endswith("_s"):
+        return f"{value:g} s"
+    return f"{value:,}" if isinstance(value, int) and name != "port" else str(value)

@@ -361,7 +361,7 @@ class _Judge:
 
 
 def _missed(lone: Summary) -> str:
-    """What requests got, in words."""
+    """The latencies or errors that lone requests got, in words."""
     if not lone.succeeded:
         return ", ".join(f"{count} × {kind}" for kind, count in lone.errors.items())
     spreads = {"TTFT": lone.ttft_s, "ITL": lone.itl_s, "TPOT": lone.tpot_s, "end to end": lone.e2e_s}

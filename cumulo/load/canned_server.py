@@ -18,7 +18,7 @@ def _event(fields: dict[str, object]) -> bytes:
 
 
 def _chunk(delta: dict[str, str], finish: str | None = None) -> dict[str, object]:
-    """As long as the chunks of real servers are."""
+    """A chunk as long as those of real servers."""
     return {
         "id": "chatcmpl-0123456789abcdef0123456789abcdef",
         "object": "chat.completion.chunk",

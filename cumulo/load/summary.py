@@ -98,7 +98,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of the measured requests of one level; warm-up is excluded everywhere.
+    """The figures of the measured requests of one level; warm-up is excluded everywhere.
 
     The window runs from when the first measured request was due to when the last one ended. All tokens
     that arrived inside it count for throughput, those of warm-up requests still running too: the server

@@ -56,7 +56,7 @@ def read_trace(path: Path, unit_s: float = 1.0) -> list[TraceRow]:
 
 
 def open_trace(path: Path) -> io.TextIOWrapper:
-    """Its text, unpacked where its name ends in .gz."""
+    """The trace's text, unpacked where its name ends in .gz."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
     return path.open(encoding="utf-8-sig", newline="")

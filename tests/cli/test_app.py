@@ -10,7 +10,7 @@ from typer.main import get_command
 from cumulo import __version__
 from cumulo.cli import with_needed_verbs
 from cumulo.cli.app import app
-from cumulo.cli.shared.help_words import use_plain_types
+from cumulo.cli.shared.help import use_plain_types
 from cumulo.errors import CumuloError
 from tests.cli.conftest import ROOT, Run, cumulo_process
 
@@ -124,7 +124,7 @@ def test_a_user_error_is_one_line_and_exit_code_two(cumulo: Run, monkeypatch: py
     def fail(*_: object) -> None:
         raise CumuloError("the [file] is\nmissing: get one")
 
-    monkeypatch.setattr("cumulo.cli.talk.completion.run", fail)
+    monkeypatch.setattr("cumulo.cli.generate.run_jobs", fail)
     ran = cumulo("generate", "hello")
     assert ran.code == 2
     assert ran.err == "error: the [file] is missing: get one\n"
@@ -135,6 +135,6 @@ def test_an_error_of_ours_keeps_its_traceback(cumulo: Run, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("cumulo.cli.talk.completion.run", fail)
+    monkeypatch.setattr("cumulo.cli.generate.run_jobs", fail)
     with pytest.raises(ZeroDivisionError):
         cumulo("generate", "hello")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.cli.talk import conversation
+from cumulo.cli import chat as conversation
 from cumulo.engine.config import EngineConfig
 from tests.serve.tiny_model import save_tiny_model
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cumulo.cli.talk.completion import read_jobs
+from cumulo.cli.generate import read_jobs
 from cumulo.engine.decide.prompt_lines import parse_lines
 from cumulo.errors import InvalidRequest
 

@@ -12,8 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cumulo.cli import plan_serve, simulate
 from cumulo.cli.app import app
+from cumulo.cli.plan import serve as plan_serve
+from cumulo.cli.simulation import serve as simulate
 from cumulo.errors import CumuloError
 
 FAST = ["--requests", "60", "--input", "200", "--output", "20"]
@@ -244,7 +245,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_size() -> None:
 
 def test_simulating_and_planning_import_no_torch() -> None:
     code = (
-        "import sys; from cumulo.cli import simulate, plan_serve; import cumulo.plan.serve.search;"
+        "import sys; from cumulo.cli import simulation, plan; import cumulo.plan.serve.search;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,7 +12,7 @@ import pytest
 import typer
 import yaml
 
-from cumulo.cli.cloud.kubernetes import check
+from cumulo.cli.kubernetes import check
 from cumulo.cluster.drivers.kubernetes import schema_check
 from cumulo.cluster.drivers.kubernetes.check import check_bodies, check_files, check_manifests
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, parse_manifests, shown_path

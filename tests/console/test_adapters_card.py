@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cumulo.console.knobs import model_options
-from cumulo.console.system.adapters_card import adapters_html
+from cumulo.console.chat.settings import model_options
+from cumulo.console.system_page import adapters_html
 from cumulo.models.files.load import inspect_model
 from cumulo.serve.adapter_registry import ServedAdapter
 from tests.console.browsing import (
@@ -67,7 +67,7 @@ class TestInABrowser:
                 page.wait_for_function(_CHOSEN)
                 page.reload()
                 ready(page)
-                page.locator(".knobs").get_by_text("poet (adapter)").wait_for()
+                page.locator(".settings").get_by_text("poet (adapter)").wait_for()
                 say(page, "Sing!")
                 answered(page)
                 assert text_of(page, ".said.assistant .foot").startswith("poet · 3 tokens")

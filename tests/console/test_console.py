@@ -142,7 +142,7 @@ def test_live_names_its_numbers_and_shows_an_hour(browser: Any, server: RunningS
             model=MODEL, max_tokens=8, messages=[{"role": "user", "content": "Hi"}]
         )
         page.get_by_text("1 min", exact=True).click()
-        decode = page.locator(".card", has_text="Decode throughput").locator("rect.ink-decode")
+        decode = page.locator(".card", has_text="Decode throughput").locator("svg path[fill='var(--accent)']")
         decode.first.wait_for(state="attached")
         assert answer.usage is not None and answer.usage.completion_tokens
 

@@ -7,12 +7,10 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from cumulo.console.api_caller import ApiCaller, ApiFailure
 from cumulo.console.chat.answer import ChatAnswer
 from cumulo.console.chat.conversation import LARGEST_STORED_BYTES, Conversation, fenced, read_files
-from cumulo.console.chat.presets import BUILT_IN, read_own
-from cumulo.console.chat.running_answers import RunningAnswers
-from cumulo.console.knobs import effective, model_options
+from cumulo.console.chat.running_answers import ApiCaller, ApiFailure, RunningAnswers
+from cumulo.console.chat.settings import BUILT_IN, effective, model_options, read_own
 from cumulo.engine.decide.story import Story
 from cumulo.serve.observe.stories import Record
 

@@ -10,8 +10,7 @@ pytest.importorskip("nicegui")
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from cumulo.console.front import Front
-from cumulo.console.sessions import COOKIE, Sessions
+from cumulo.console.front import COOKIE, Front, Sessions
 from cumulo.serve.access.keys import ApiKeys, Caller, new_key
 
 HOST = "console.example"

@@ -21,7 +21,7 @@ DRIVER = """
 typedef struct { unsigned gpu, memory; } utilization;
 typedef struct { unsigned long long total, free, used; } memory;
 static int numbers[2] = {0, 1};
-int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = &numbers[index]; return 0; }
 int nvmlDeviceGetUtilizationRates(void *device, utilization *answer) {

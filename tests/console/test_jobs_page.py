@@ -11,7 +11,7 @@ from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobPhase, JobRecord, JobStore, default_store
-from cumulo.console.jobs.view import colour, job_tiles_html, map_html, queue_html, timeline_html
+from cumulo.console.jobs_page import colour, job_tiles_html, map_html, queue_html, timeline_html
 from tests.console.browsing import DESKTOP, PHONE, in_a_browser, looking_at
 from tests.serve.running_server import running_server
 from tests.serve.tiny_model import save_tiny_model

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from cumulo.console.calls_view import _laid_out
-from cumulo.console.chat.tool_call import ShownToolCall
-from cumulo.console.tools_box import EXAMPLE, ToolsProblem, read_tools
+from cumulo.console.chat.answer import ShownToolCall
+from cumulo.console.chat.answer_view import _laid_out
+from cumulo.console.chat.settings import EXAMPLE, ToolsProblem, read_tools
 
 
 def test_the_example_is_a_list_of_tools_and_no_text_is_none() -> None:

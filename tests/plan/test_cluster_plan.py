@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cumulo.cli.plan_cluster import cluster as command
+from cumulo.cli.plan.cluster import cluster as command
 from cumulo.errors import ConfigError
 from cumulo.plan.cluster.checkpoints import best_job_gpus
 from cumulo.plan.cluster.failures import Recovery, ettr

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cumulo.cli.shared.draft_options import DraftOptions
+from cumulo.cli.shared.plan_options import DraftOptions
 from cumulo.engine.simulate.drafts import tree_rates
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError

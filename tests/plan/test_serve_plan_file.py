@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.cli.serve import _served
-from cumulo.cli.shared.plan_start import with_plan
+from cumulo.cli.serve import _served, with_plan
 from cumulo.cli.shared.serve_options import ServeCommandOptions
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import play

@@ -156,7 +156,7 @@ def test_the_loss_counts_as_layers_where_stages_are_balanced() -> None:
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; from cumulo.plan.evidence import validate; from cumulo.plan.time import step; "
-        "from cumulo.cli import plan_validate, calibrate; "
+        "from cumulo.cli import plan, calibrate; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

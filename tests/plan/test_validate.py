@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cumulo.cli.plan_validate import validate
-from cumulo.cli.shared.asked_rows import AskedRows
+from cumulo.cli.plan.validate import validate
+from cumulo.cli.plan.validate_rows import AskedRows
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import PublishedRow, citations, dates, held_out_rows, rows

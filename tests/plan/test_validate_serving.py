@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from cumulo.base.quantiles import quantile
-from cumulo.cli.plan_validate import validate
+from cumulo.cli.plan.validate import validate
 from cumulo.engine.simulate.run import Arrival
 from cumulo.plan.evidence.serving import (
     own_runs,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cumulo.bench.quantised import Figures, QualityConfig, chart, measure, parse_methods, rows
-from cumulo.cli.view.quality import print_figures
+from cumulo.cli.bench.verbs import print_figures
 from cumulo.errors import ConfigError, CumuloError
 from tests.quant.folders import TEXT, tiny_folder
 

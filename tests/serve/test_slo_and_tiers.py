@@ -50,7 +50,7 @@ def test_promises_and_tiers_of_a_server_and_of_the_next_one(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("given", ["/var/cache/kv", "/var/cache/kv:", ":5", "/var/cache/kv:-1"])
 def test_a_disk_needs_a_folder_and_a_size(given: str) -> None:
-    from cumulo.cli.shared.tier_options import TierOptions
+    from cumulo.cli.shared.options import TierOptions
     from cumulo.errors import CumuloError
 
     with pytest.raises(CumuloError, match="a folder and a size in GiB"):
@@ -58,7 +58,7 @@ def test_a_disk_needs_a_folder_and_a_size(given: str) -> None:
 
 
 def test_a_disk_is_not_asked_for_more_than_it_has(tmp_path: Path) -> None:
-    from cumulo.cli.shared.tier_options import TierOptions
+    from cumulo.cli.shared.options import TierOptions
     from cumulo.errors import CumuloError
 
     assert TierOptions(kv_disk=f"{tmp_path}/new/kv:0.1").config()["kv_disk_gib"] == 0.1
@@ -69,7 +69,7 @@ def test_a_disk_is_not_asked_for_more_than_it_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [float("inf"), float("nan"), -1.0])
 @pytest.mark.parametrize("name", ["kv_host_gib", "swap_gib"])
 def test_host_memory_has_a_size(name: str, size: float) -> None:
-    from cumulo.cli.shared.tier_options import TierOptions
+    from cumulo.cli.shared.options import TierOptions
     from cumulo.errors import CumuloError
 
     with pytest.raises(CumuloError, match=f"--{name.replace('_', '-')} must be a size in GiB"):

@@ -3,6 +3,8 @@
     @dataclass(frozen=True, kw_only=True)
     class ServeOptions:
         port: int = option("Port to listen on; 0: any free port.", 8000)
+        lenient: bool = flag("Ignore unknown fields of requests.")
+        max_queue: int = LIMITS("Maximum number of queued requests.", 1024)  # of LIMITS = Panel("Limits")
         engine: EngineOptions = EngineOptions()
 
     @takes_options
@@ -32,6 +34,23 @@ def option(help: str, default: Any = REQUIRED, *flags: str, panel: str | None = 
     """A field that is an option; `flags` name it where its field's name does not."""
     found = typer.Option(*flags, help=help, rich_help_panel=panel, **more)
     return dataclasses.field(default=default, metadata={"option": found})
+
+
+def flag(help: str, panel: str | None = None) -> Any:
+    """A field that is an option without a value: False, unless it is typed."""
+    return dataclasses.field(
+        default=False, metadata={"option": typer.Option(help=help, rich_help_panel=panel), "flag": True}
+    )
+
+
+class Panel(str):
+    """The title of a panel of the help; called, it declares an option in this panel."""
+
+    def __call__(self, help: str, default: Any = REQUIRED, *flags: str, **more: Any) -> Any:
+        return option(help, default, *flags, panel=self, **more)
+
+    def flag(self, help: str) -> Any:
+        return flag(help, self)
 
 
 def argument(help: str, default: Any = REQUIRED, metavar: str | None = None) -> Any:
@@ -66,12 +85,12 @@ def takes_options(command: Callable[[T], None]) -> Callable[..., None]:
 
 
 def typed_names() -> frozenset[str]:
-    """Of the command that runs: the options that were typed, also where their value is the default."""
+    """The options of the running command that were typed, also where their value is the default."""
     return frozenset(_typed.get())
 
 
 def typed_flags() -> Mapping[str, str]:
-    """The same options, and how each is written on the command line."""
+    """The options that were typed, each with how it is written on the command line."""
     return _typed.get()
 
 
@@ -98,6 +117,8 @@ def _parameters(
                 found = copy.copy(told["option"])
                 found.help = helps.get(field.name, found.help)
                 found.rich_help_panel = found.rich_help_panel or getattr(kind, "PANEL", None)
+                if "flag" in told:
+                    found.param_decls = (f"--{field.name.replace('_', '-')}",)
                 hint = Annotated[hint, found]
             default = inspect.Parameter.empty if default is REQUIRED else default
             yield inspect.Parameter(

@@ -1,12 +1,15 @@
 """Options that several verbs share, each declared once."""
 
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from cumulo.cli.shared.declare import option
+from cumulo.base.nearest import did_you_mean
+from cumulo.cli.shared.declare import flag, option
+from cumulo.errors import CumuloError
 
 if TYPE_CHECKING:
     from cumulo.engine.config import EngineConfig
@@ -80,20 +83,16 @@ class EngineOptions:
     )
 
     tp: int | None = option(
-        "Tensor parallel: cut heads, feed-forward width and vocabulary over this many processes.",
-        None,
-        "--tp",
+        "Tensor parallel: cut heads, feed-forward width and vocabulary over this many processes.", None
     )
     pp: int | None = option(
-        "Pipeline parallel: divide the layers over this many processes (times --tp and --dp).", None, "--pp"
+        "Pipeline parallel: divide the layers over this many processes (times --tp and --dp).", None
     )
     dp: int | None = option(
-        "Data-parallel attention: each sequence's KV cache is in one of this many processes.", None, "--dp"
+        "Data-parallel attention: each sequence's KV cache is in one of this many processes.", None
     )
     ep: int | None = option(
-        "Expert parallel: spread whole experts over the tp x dp processes; alone it also sets --tp.",
-        None,
-        "--ep",
+        "Expert parallel: spread whole experts over the tp x dp processes; alone it also sets --tp.", None
     )
     redundant_experts: int | None = option(
         "With --ep: number of copies of the experts that get most tokens, placed by measured load.", None
@@ -136,7 +135,7 @@ class SamplingOptions:
     frequency_penalty: float = option("Subtracted from a token's logit for each time it has appeared.", 0.0)
     max_tokens: int = option("Maximum number of tokens in the answer.", 128)
     min_tokens: int = option("Minimum number of tokens in the answer.", 0)
-    ignore_eos: bool = option("Continue after the end-of-sequence token.", False, "--ignore-eos")
+    ignore_eos: bool = flag("Continue after the end-of-sequence token.")
     seed: int | None = option("Random seed. The same seed gives the same answer.", None)
     stop: list[str] | None = option("Stop the answer at this text. Can be given more than once.", None)
     n: int = option("Number of answers per prompt.", 1, "--n", "-n")
@@ -145,7 +144,7 @@ class SamplingOptions:
     logprobs: int | None = option("Return log-probabilities with this many alternatives per token.", None)
 
     def given(self) -> dict[str, Any]:
-        """As SamplingParams wants them, without those that have no value: those are the model's."""
+        """The options that have a value, as SamplingParams takes them; the others are the model's."""
         chosen = asdict(self) | {"stop": tuple(self.stop or ())}
         return {name: value for name, value in chosen.items() if value is not None}
 
@@ -153,7 +152,6 @@ class SamplingOptions:
 def engine_config(**chosen: Any) -> "EngineConfig":
     """An EngineConfig of the given options; None means the engine's own default."""
     from cumulo.engine.config import EngineConfig
-    from cumulo.errors import CumuloError
 
     threads, max_context, kv_gib = (chosen.get(key) for key in ("threads", "max_context", "kv_memory_gib"))
     if threads is not None and threads < 1:
@@ -176,9 +174,6 @@ def engine_config(**chosen: Any) -> "EngineConfig":
 
 def _check_drafter(name: str | None) -> None:
     """A word that is neither a drafter nor a path nor a Hugging Face name is refused before a model is loaded."""
-    from cumulo.base.nearest import did_you_mean
-    from cumulo.errors import CumuloError
-
     drafters = ("ngram", "mtp")
     if name is None or name in drafters or "/" in name or Path(name).expanduser().exists():
         return
@@ -186,3 +181,54 @@ def _check_drafter(name: str | None) -> None:
         f"--speculate must be ngram, mtp, a draft model or a folder with an EAGLE-3 head; there is nothing at "
         f"{name!r}{did_you_mean(name, drafters, otherwise='')}"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    PANEL: ClassVar[str] = "KV cache in host memory and on disk"
+
+    kv_host_gib: float = option(
+        "Host memory for prefixes that leave the KV cache, in GiB: they are fetched from there instead of computed "
+        "again.",
+        0.0,
+    )
+    kv_disk: str = option(
+        "Folder and size in GiB for prefixes that leave host memory, for example /var/cache/kv:100. They survive a "
+        "restart, and the replicas of a host share them.",
+        "",
+        metavar="PATH:GIB",
+    )
+    swap_gib: float = option(
+        "Host memory for the KV blocks of preempted sequences, in GiB; 0: preemption recomputes.", 0.0
+    )
+
+    def config(self) -> dict[str, Any]:
+        """Fields of EngineConfig."""
+        for name, value in (("--kv-host-gib", self.kv_host_gib), ("--swap-gib", self.swap_gib)):
+            if not 0 <= value < float("inf"):
+                raise CumuloError(f"{name} must be a size in GiB, 0 or more; got {value:g}")
+        folder, gib = "", 0.0
+        if self.kv_disk:
+            folder, _, size = self.kv_disk.rpartition(":")
+            try:
+                gib = float(size.lower().removesuffix("gib"))
+            except ValueError:
+                gib = 0.0
+            if not folder or not 0 < gib < float("inf"):
+                raise CumuloError(
+                    f"--kv-disk must be a folder and a size in GiB, such as /var/cache/kv:100; got {self.kv_disk!r}"
+                )
+            _check_disk(folder, gib)
+        return {
+            "kv_host_gib": self.kv_host_gib, "kv_disk": folder, "kv_disk_gib": gib, "swap_gib": self.swap_gib
+        }  # fmt: skip
+
+
+def _check_disk(folder: str, gib: float) -> None:
+    """Refuse more than the whole disk: what is free on it may change, its size does not."""
+    place = Path(folder).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    whole = shutil.disk_usage(place).total / (1 << 30)
+    if gib > whole:
+        raise CumuloError(f"--kv-disk {folder}:{gib:g} is more than its disk has, {whole:.0f} GiB in all")

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cumulo.cli.shared.declare import option
-from cumulo.cli.shared.tier_options import TierOptions
+from cumulo.cli.shared.declare import Panel, option
+from cumulo.cli.shared.options import TierOptions
+from cumulo.errors import ConfigError
 
 if TYPE_CHECKING:
     from cumulo.plan.serve.traffic import Traffic
     from cumulo.spec.catalog import Catalog
     from cumulo.spec.cluster import Cluster
+from typing import ClassVar
 
-REQUESTS, TRAFFIC, CLUSTER, TRAINING = "Requests", "Traffic", "Cluster", "Training"
+REQUESTS, TRAFFIC, CLUSTER, TRAINING = map(Panel, ("Requests", "Traffic", "Cluster", "Training"))
 ARRIVALS = "Arrival process: poisson, constant or burst:SIZE."
 _LENGTHS = "128, uniform:64-256, normal:MEAN,SD, lognormal:MEDIAN,SIGMA or file:LENGTHS.txt"
 
@@ -33,16 +35,12 @@ CatalogFile = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    gpus: int = option("Number of GPUs. The plan uses all of them.", panel=CLUSTER)
-    device: str | None = option(
-        "Device, by its name in the catalogue. Default: h100-sxm.", None, panel=CLUSTER
+    gpus: int = CLUSTER("Number of GPUs. The plan uses all of them.")
+    device: str | None = CLUSTER("Device, by its name in the catalogue. Default: h100-sxm.", None)
+    node: str | None = CLUSTER(
+        "Node type, by its name in the catalogue. Default: the first one with the device.", None
     )
-    node: str | None = option(
-        "Node type, by its name in the catalogue. Default: the first one with the device.",
-        None,
-        panel=CLUSTER,
-    )
-    fabric: str = option("Network fabric, by its name in the catalogue.", "rail-infiniband", panel=CLUSTER)
+    fabric: str = CLUSTER("Network fabric, by its name in the catalogue.", "rail-infiniband")
 
     def cluster(self, catalog: "Catalog") -> "Cluster":
         return catalog.cluster(self.gpus, self.known_device, self.node, self.fabric)
@@ -54,22 +52,18 @@ class ClusterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    batch: int = option("Global batch size, in sequences per step.", 1024, panel=TRAINING)
-    sequence: int = option("Sequence length, in tokens.", 4096, panel=TRAINING)
+    batch: int = TRAINING("Global batch size, in sequences per step.", 1024)
+    sequence: int = TRAINING("Sequence length, in tokens.", 4096)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """What requests look like."""
 
-    input_tokens: str = option(f"Prompt length in tokens: {_LENGTHS}.", "512", "--input", panel=REQUESTS)
-    output_tokens: str = option(
-        "Answer length in tokens, in the same forms as --input.", "128", "--output", panel=REQUESTS
-    )
-    shared_prefix: int = option(
-        "Length of a prefix that requests share, in tokens.", 0, panel=REQUESTS, min=0
-    )
-    prefixes: int = option("Number of different shared prefixes.", 1, panel=REQUESTS, min=1)
+    input_tokens: str = REQUESTS(f"Prompt length in tokens: {_LENGTHS}.", "512", "--input")
+    output_tokens: str = REQUESTS("Answer length in tokens, in the same forms as --input.", "128", "--output")
+    shared_prefix: int = REQUESTS("Length of a prefix that requests share, in tokens.", 0, min=0)
+    prefixes: int = REQUESTS("Number of different shared prefixes.", 1, min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +71,15 @@ class TrafficOptions:
     """Simulated traffic: drawn, or a trace."""
 
     requested: RequestOptions = RequestOptions()
-    arrivals: str = option(ARRIVALS, "poisson", panel=TRAFFIC)
-    trace: Path | None = option(
+    arrivals: str = TRAFFIC(ARRIVALS, "poisson")
+    trace: Path | None = TRAFFIC(
         "Replay a trace: JSON Lines with arrival_s, prompt_tokens, output_tokens and, for prompts with a shared "
         "prefix, prefix and prefix_tokens; or a public trace (Azure, BurstGPT, Mooncake).",
         None,
-        panel=TRAFFIC,
         metavar="FILE",
     )
-    requests: int = option("Number of requests to simulate at each rate.", 1000, panel=TRAFFIC)
-    seed: int = option("Random seed. The same seed gives the same traffic.", 0, panel=TRAFFIC)
+    requests: int = TRAFFIC("Number of requests to simulate at each rate.", 1000)
+    seed: int = TRAFFIC("Random seed. The same seed gives the same traffic.", 0)
 
     def traffic(self) -> "Traffic":
         from cumulo.load.simulated import draw_traffic, read_any_trace
@@ -117,8 +110,6 @@ DiskSpeed = Annotated[
 
 def tier_fields(stores: TierOptions, disk_gb_s: float) -> dict[str, Any]:
     """KV blocks beyond the device, as fields of a simulated replica."""
-    from cumulo.errors import ConfigError
-
     if not 0 < disk_gb_s < float("inf"):
         raise ConfigError(f"--disk-gb-s must be more than 0 GB/s, got {disk_gb_s:g}")
     return stores.config() | {"disk_bytes_per_s": 1e9 * disk_gb_s}
@@ -126,8 +117,6 @@ def tier_fields(stores: TierOptions, disk_gb_s: float) -> dict[str, Any]:
 
 def kv_format(text: str) -> str:
     """--kv as a replica takes it."""
-    from cumulo.errors import ConfigError
-
     if text not in ("", "bfloat16", "float8"):
         raise ConfigError(f"--kv takes bfloat16 and float8; got {text!r}")
     return text if text == "float8" else ""
@@ -140,3 +129,52 @@ SloOption = Annotated[
 SloPercentile = Annotated[
     float, typer.Option(help="Percentile of TTFT and ITL that must meet the SLO.", rich_help_panel=TRAFFIC)
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    PANEL: ClassVar[Panel] = Panel("Speculation")
+
+    acceptance: float = option(
+        "Speculation: how often a drafted token is right, those before it being right, 0 to 1; 0: no speculation. "
+        "The scheduler chooses how many to draft.",
+        0.0,
+        min=0,
+        max=1,
+    )
+    speculate: str = option(
+        "With --acceptance: what drafts. ngram: repeated text, at no cost; DIR: an EAGLE-3 head in this folder, "
+        "which need not exist yet.",
+        "ngram",
+        metavar="ngram|DIR",
+    )
+    draft_choices: str = option(
+        "With --speculate DIR on a GPU: how often the head's second, third and fourth choice is right, for example "
+        "0.12,0.06,0.04. Trees of drafts need it; `cumulo train` reports it.",
+        "",
+    )
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a simulated replica."""
+        if not self.speculate:
+            raise ConfigError(
+                "--speculate must be ngram or the folder of a head; for no speculation, omit --acceptance"
+            )
+        try:
+            choices = (
+                tuple(float(part) for part in self.draft_choices.split(",")) if self.draft_choices else ()
+            )
+        except ValueError:
+            choices = (2.0,)
+        if (
+            len(choices) > 3
+            or any(not 0 <= one <= 1 for one in choices)
+            or sum(choices) + self.acceptance > 1
+        ):
+            raise ConfigError(
+                "--draft-choices must be up to three shares that add up to at most 1 with --acceptance, such as "
+                f"0.12,0.06,0.04; got {self.draft_choices!r}"
+            )
+        if choices and (self.speculate == "ngram" or not self.acceptance):
+            raise ConfigError("--draft-choices describes a head: add --acceptance and --speculate DIR")
+        return {"acceptance": self.acceptance, "speculate": self.speculate, "draft_choices": choices}

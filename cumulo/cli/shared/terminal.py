@@ -1,31 +1,60 @@
 """Where the verbs write: answers on stdout, everything else (status, progress, errors) on stderr."""
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from cumulo.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from rich.progress import TextColumn
+
+    from cumulo.base.report import Row
     from cumulo.engine.config import EngineConfig
     from cumulo.engine.llm import LLM
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# What is printed may hold names and texts of users, which are never markup: `[1]` and `:1234:` stay as they are.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def marked(template: str, *values: object) -> Text:
+    """A template with rich's markup, whose {} are filled with values that are none."""
+    return Text.from_markup(template.format(*(escape(str(value)) for value in values)), emoji=False)
+
+
+def only_json(json_file: Path | None) -> bool:
+    """Whether the report goes to stdout as JSON, where a table would spoil it."""
+    return str(json_file) == "-"
+
+
+def show_report(title: str, rows: "Sequence[Row]", json_file: Path | None, **more: Any) -> None:
+    """What most verbs end with: the rows as a table and, where --json asks for it, as JSON."""
+    from cumulo.base import report
+
+    report.write_json(json_file, rows, **more)
+    if not only_json(json_file):
+        out.print(report.table(title, rows))
 
 
 def print_error(error: Exception) -> None:
     """One clear line, never wrapped or marked up: it may hold file names and brackets."""
     message = " ".join(str(error).split())
-    err.print("[bold red]error:[/bold red]", end=" ")
-    err.print(message, markup=False, soft_wrap=True)
+    err.print(marked("[bold red]error:[/bold red]"), end=" ")
+    err.print(message, soft_wrap=True)
 
 
 def note(message: str) -> None:
     """A quiet remark on stderr."""
-    err.print(message, style="dim", markup=False, soft_wrap=True)
+    err.print(message, style="dim", soft_wrap=True)
 
 
 def read_stdin() -> str:
@@ -34,8 +63,6 @@ def read_stdin() -> str:
 
 
 def read_text(path: Path) -> str:
-    from cumulo.errors import InvalidRequest
-
     try:
         return decode(path.read_bytes(), str(path))
     except OSError as error:
@@ -43,8 +70,6 @@ def read_text(path: Path) -> str:
 
 
 def decode(data: bytes, source: str) -> str:
-    from cumulo.errors import InvalidRequest
-
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -54,15 +79,22 @@ def decode(data: bytes, source: str) -> str:
         ) from error
 
 
+def text_column(template: str, style: str = "none") -> "TextColumn":
+    """A column of a progress display whose text is never markup."""
+    from rich.progress import TextColumn
+
+    return TextColumn(template, style, markup=False)
+
+
 @contextmanager
 def loading(lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """A progress callback `(stage, done, total)` drawn as one bar on stderr that vanishes at the end.
 
     With `lines`, where stderr is no terminal, each new stage is a line: for what takes minutes.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
-    columns = (BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("[dim]{task.description}"))
+    columns = (BarColumn(bar_width=30), TimeElapsedColumn(), text_column("{task.description}", "dim"))
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
         last = ""
@@ -80,8 +112,8 @@ def loading(lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr whose words can be changed."""
-    with err.status(what) as status:
-        yield lambda text: status.update(f"{what}: {text}")
+    with err.status(Text(what)) as status:
+        yield lambda text: status.update(Text(f"{what}: {text}"))
 
 
 _ADAPTER = "lora"  # what the only adapter of a command is called in stories
@@ -99,3 +131,28 @@ def load_llm(model: str | None, config: "EngineConfig | None", lora: Path | None
         )
     llm.default_adapter = _ADAPTER if lora is not None else None
     return llm
+
+
+def warn_if_busy() -> None:
+    """Other programs make every figure worse, and not every side's alike: say so before measuring."""
+
+    from cumulo.base.report import available_cores
+
+    load = os.getloadavg()[0]
+    if load > 0.5 * available_cores():
+        note(
+            f"the machine is busy (load {load:.1f}): the results will be wrong; measure again when it is idle"
+        )
+
+
+def finish(title: str, rows: "Sequence[Row]", json_file: Path | None) -> None:
+    """Show and write the rows; a missed `must` is exit code 1, so that scripts notice."""
+    from cumulo.base import report
+
+    facts = report.machine()
+    console = err if only_json(json_file) else out
+    console.print(report.table(title, rows))
+    console.print(f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}", style="dim")
+    report.write_json(json_file, rows)
+    if not all(row.ok for row in rows):
+        raise typer.Exit(1)

@@ -3,14 +3,44 @@
 It has three forms: a message for the API, an entry for the browser's storage, and what the chat page draws.
 """
 
+import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cumulo.console.chat.tool_call import ShownToolCall
 from cumulo.serve.observe.stories import Record
+
+
+@dataclass(slots=True)
+class ShownToolCall:
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+    def add_piece(self, piece: dict[str, Any]) -> None:
+        self.id += piece.get("id") or ""
+        function = piece.get("function") or {}
+        self.name += function.get("name") or ""
+        self.arguments += function.get("arguments") or ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether its arguments can be sent back; an answer that was cut may end in the middle of them."""
+        try:
+            return isinstance(json.loads(self.arguments or "{}"), dict)
+        except ValueError:
+            return False
+
+    def message_part(self) -> dict[str, Any]:
+        """The call as an assistant message of the API holds it."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments or "{}"},
+        }
+
 
 Odds = list[Any]  # the text of a token (or of the few that spell one character), its probability, words on it
 
@@ -64,7 +94,8 @@ class ChatAnswer:
             self.odds.append([text, round(share, 4), "\n\n".join(map(_told, group))])
 
     def take_times(self, records: Sequence[Record]) -> None:
-        """Those of its story, where it is told: the page itself hears of tokens a little later."""
+        """Take the times of the request's story where there is one: the page itself hears of tokens a little
+        later."""
         story = records[0].story if len(records) == 1 else None
         if story is None or story.first_token_s is None or story.finished_s is None:
             return
@@ -82,7 +113,7 @@ class ChatAnswer:
         return (self.output_tokens - 1) / self.decode_s
 
     def entry(self) -> dict[str, Any]:
-        """As a conversation keeps it. Calls that were cut cannot be said again, so they are left out."""
+        """The answer as a conversation keeps it. Calls that were cut cannot be said again, so they are left out."""
         about = {
             "request_id": self.request_id,
             "model": self.model,

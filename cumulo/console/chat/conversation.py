@@ -57,7 +57,8 @@ class Conversation:
 
     # -- the browser's storage ----------------------------------------------------------------------------
     def stored(self) -> dict[str, Any]:
-        """As JSON-ready data, within the bound: probabilities of tokens are dropped first, then old turns."""
+        """The conversation as JSON-ready data, within the bound: probabilities of tokens are dropped first, then
+        old turns."""
         self.updated_s = time.time()
         entries = self.entries
         if _size(entries) > LARGEST_STORED_BYTES:
@@ -74,7 +75,7 @@ class Conversation:
 
     @classmethod
     def from_stored(cls, stored: Any) -> "Conversation | None":
-        """None if it is none: a browser's storage can hold anything."""
+        """The stored conversation; None if it is none, since a browser's storage can hold anything."""
         if not isinstance(stored, dict) or not isinstance(stored.get("entries"), list):
             return None
         if not isinstance(stored.get("id"), str) or not re.fullmatch(r"[0-9a-f]{24}", stored["id"]):

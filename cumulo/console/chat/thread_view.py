@@ -2,15 +2,18 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
-from cumulo.console.answer_view import AnswerActions, AnswerView, copy_button, small_button
 from cumulo.console.chat.answer import ChatAnswer
+from cumulo.console.chat.answer_view import AnswerActions, AnswerView, copy_button, small_button
 from cumulo.console.chat.conversation import Conversation, Entry
-from cumulo.console.shell import empty, show
+from cumulo.console.front import Visitor
+from cumulo.console.request_view import badge, story_html
+from cumulo.console.shell import Shell, empty, show
 
 _LOOK_DOWN = """
 const t = document.querySelector('.thread');
@@ -117,3 +120,39 @@ def _results(entries: list[Entry], index: int) -> dict[str, str]:
             break
         found[str(entry.get("tool_call_id"))] = entry["content"]
     return found
+
+
+class StoryPanel:
+    def __init__(self, shell: Shell, visitor: Visitor) -> None:
+        self._shell, self._visitor = shell, visitor
+        with (
+            ui.element("aside")
+            .classes("story-panel")
+            .props('aria-label="Story of the request"') as self._root
+        ):
+            with ui.element("div").classes("panel-head"):
+                show("<h2>Story of the request</h2>")
+                self._link = show("")
+                small_button("Close story", "close", self.close)
+            self._body = show("")
+
+    def open(self, request_id: str) -> None:
+        stories = self._shell.service.stories
+        records = [r for r in stories.of_call(request_id) if self._visitor.may_see(r.caller)]
+        if records:
+            self._body.set_content("".join(story_html(record, badge(record)) for record in records))
+            self._link.set_content(
+                f'<a class="small" href="/requests/{escape(request_id)}">open as a page</a>'
+            )
+        else:
+            kept = self._shell.service.options.stories
+            hint = f"The server keeps the last {kept:,} requests, until it is restarted."
+            self._link.set_content("")
+            self._body.set_content(empty("Nothing is known of this request", hint))
+        self._root.classes(add="open")
+
+    def close(self) -> bool:
+        """Whether it was open."""
+        was_open = "open" in self._root.classes
+        self._root.classes(remove="open")
+        return was_open

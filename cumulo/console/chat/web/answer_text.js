@@ -1,9 +1,9 @@
 // <answer_text>: a growing text, drawn as Markdown. Only its last block is drawn again when something is added.
 // `tokens`, if there are any, are [text, probability, explanation] and underline what was unlikely.
-import { blocks, linesOf } from "cumulo_markdown";
+import { blocks, replaceTexts } from "cumulo_markdown";
 
 export default {
-  template: '<div class="answer-text" @mouseover="show" @mouseleave="hide"></div>',
+  template: '<div class="answer-text" @mouseover="show" @mouseleave="hide" @click="copy"></div>',
   props: { text: String, tokens: Array, waiting: Boolean },
   emits: ["behind"],
   mounted() {
@@ -42,16 +42,14 @@ export default {
       }
       const last = this.drawn.pop();
       last?.node.remove();
-      for (const block of blocks(linesOf(this.source, last?.at ?? 0), this.mark)) {
+      for (const block of blocks(this.source, last?.at ?? 0)) {
+        if (this.marks.length) replaceTexts(block.node, this.source, block.at, this.marked);
         this.$el.append(block.node);
         this.drawn.push(block);
       }
     },
-    mark(parent, text, places) {
-      if (!this.marks.length) {
-        parent.append(text);
-        return;
-      }
+    marked(text, places) {
+      const parent = document.createDocumentFragment();
       let from = 0;
       while (from < text.length) {
         const index = tokenAt(this.ends, places[from]);
@@ -70,6 +68,14 @@ export default {
         }
         from = to;
       }
+      return parent;
+    },
+    copy(event) {
+      const button = event.target.closest(".copy-code");
+      if (!button) return;
+      window.cumuloCopy(button.closest(".code-block").querySelector("code").textContent);
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = "Copy"), 1200);
     },
     show(event) {
       const index = event.target.dataset?.token;

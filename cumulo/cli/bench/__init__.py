@@ -1,0 +1,9 @@
+"""`cumulo bench`: measurements next to the values they must reach, as a table and as JSON."""
+
+from cumulo.cli.bench import collectives
+from cumulo.cli.bench.verbs import app
+
+__all__ = ["app"]
+
+app.command("collectives", epilog=collectives.EXAMPLE)(collectives.collectives)
+app.command("overlap", epilog=collectives.OVERLAP_EXAMPLE)(collectives.overlap)

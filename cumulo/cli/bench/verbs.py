@@ -1,0 +1,397 @@
+"""`cumulo bench VERB`: measurements next to the values they must reach, as a table and as JSON."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cumulo.base import report
+from cumulo.base.files import write_text_file
+from cumulo.base.quantities import number, parse_number, quantity
+from cumulo.base.report import Row, available_cores
+from cumulo.cli.bench import serve as bench_serve
+from cumulo.cli.shared import options
+from cumulo.cli.shared.terminal import err, finish, loading, note, only_json, out, warn_if_busy, working
+from cumulo.errors import CumuloError
+
+app = typer.Typer(
+    help="Measure performance. Reports show every figure next to the value it must reach.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
+
+
+@app.command(epilog="Example: [bold]cumulo bench engine --json engine.json[/bold]")
+def engine(
+    model: options.ModelArgument = None,
+    against: str = typer.Option(
+        "", help="Also measure these in turns with Cumulo: transformers, llama.cpp or both."
+    ),
+    threads: options.Threads = None,
+    rounds: int = typer.Option(5, min=1, help="Number of measurements."),
+    quality: bool = typer.Option(
+        True, help="Also compare the outputs with the model dequantized to float32."
+    ),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure decode and prefill speed, also against other engines, and the accuracy of the fast path."""
+    from cumulo.bench import engine as bench_engine
+
+    config = options.engine_config(threads=threads)
+    threads = config.threads or available_cores()
+    rivals = bench_engine.parse_rivals(against)
+    warn_if_busy()
+    with loading(lines=True) as show:
+        rows = bench_engine.measure(model, rivals, threads, rounds, show)
+        if quality:
+            from cumulo.bench import quality as bench_quality
+
+            rows += bench_quality.measure(model, threads, show)
+    finish(f"engine, {threads} threads", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench scheduler[/bold]")
+def scheduler(
+    repeats: int = typer.Option(5, min=1, help="Number of measurements."),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure the time the scheduler needs per step on one core, also with a long queue."""
+    from cumulo.bench import scheduler as bench_scheduler
+
+    with working("scheduler") as tell:
+        rows = bench_scheduler.measure(repeats, tell)
+    finish("scheduler, one core", rows, json_file)
+
+
+@app.command(
+    epilog="Example: [bold]cumulo bench cluster --nodes 200 --jobs 1000 --loads 0.9 --policy backfill[/bold]"
+)
+def cluster(
+    policy: str = typer.Option(
+        "fifo,backfill,conservative,shortest,fair,priority,las,elastic,goodput,attained,backfill+topology",
+        help="Policies, separated by commas, as for `cumulo simulate cluster`.",
+    ),
+    loads: str = typer.Option(
+        "0.5,0.9,1.2,2", help="Loads of the trace: GPU time asked for over GPU time there is."
+    ),
+    workload: str = typer.Option(
+        "usual",
+        help="Shapes of the trace, separated by commas: usual, shares (of GPUs), cores (and memory), devices "
+        "(of eight kinds), tenants (a thousand, with quotas), priorities (a hundred), burst (all jobs wait at "
+        "once), wide (gangs on a twentieth of all nodes), unpredicted (durations), failures (of nodes); "
+        "several together, such as tenants+burst; or all, one by one.",
+    ),
+    nodes: int = typer.Option(10_000, min=1, help="Number of nodes."),
+    gpus_per_node: int = typer.Option(8, min=1, help="GPUs of each node."),
+    jobs: int = typer.Option(100_000, min=1, help="Number of jobs."),
+    seed: int = typer.Option(0, help="Random seed of the trace."),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure what scheduling decisions cost on a large cluster: the whole trace and the slowest decision."""
+    from cumulo.cluster.simulate import decision_cost
+    from cumulo.cluster.simulate.workloads import WORKLOADS, WorkloadSize
+
+    wanted = [parse_number(part, "--loads", more_than=True) for part in loads.split(",")]
+    names = [name.strip() for name in policy.split(",")]
+    shapes = [*WORKLOADS] if workload == "all" else [name.strip() for name in workload.split(",")]
+    size = WorkloadSize(nodes=nodes, jobs=jobs, load=1.0, gpus_per_node=gpus_per_node, seed=seed)
+    console = err if only_json(json_file) else out
+
+    def found(one: decision_cost.PolicyCost) -> None:
+        """Measuring everything takes an hour: who stops it keeps what was found."""
+        console.print(one.line, soft_wrap=True)
+
+    with loading(lines=True) as show:
+        rows = decision_cost.measure(names, shapes, wanted, size, found, show)
+    finish(f"{jobs:,} jobs on {nodes:,} nodes, one core", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench plans[/bold]")
+def plans(
+    repeats: int = typer.Option(5, min=1, help="Number of measurements."),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure the time to send a step's plan to four ranks, through shared memory and over TCP."""
+    from cumulo.bench import plan_ring as bench_plan_ring
+
+    with working("plans") as tell:
+        rows = bench_plan_ring.measure(repeats, tell)
+    finish("plans to ranks", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench gateway --streams 200 --minutes 0.5[/bold]")
+def gateway(
+    streams: int = typer.Option(1000, min=1, help="Number of concurrent streams."),
+    minutes: float = typer.Option(10.0, min=0.1, help="How long they are held, in minutes."),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure what a gateway adds to TTFT, and its load and memory under many streams, on one core."""
+    from cumulo.bench import gateway as bench_gateway
+
+    with working("gateway") as tell:
+        rows = bench_gateway.measure(streams, minutes, tell)
+    finish("gateway, one core", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
+def checkpoint(
+    mebibytes: int = typer.Option(1024, min=16, help="Size of the training state, in MiB."),
+    repeats: int = typer.Option(3, min=1, help="Number of measurements."),
+    folder: Path | None = typer.Option(
+        None, help="Folder on the disk to measure. Default: the folder for temporary files."
+    ),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure how long an asynchronous checkpoint stops training, next to a synchronous one."""
+    from cumulo.bench import checkpoint as bench_checkpoint
+
+    with working("checkpoints") as tell:
+        rows = bench_checkpoint.measure(mebibytes, repeats, folder, tell)
+    finish("checkpoints, one process", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench data[/bold]")
+def data(
+    repeats: int = typer.Option(3, min=1, help="Number of measurements."),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure how fast training batches are read from a memory-mapped dataset on one core."""
+    from cumulo.bench import data as bench_data
+
+    with working("data") as tell:
+        rows = bench_data.measure(repeats, tell)
+    finish("data, one core", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench ddp[/bold]")
+def ddp(
+    processes: int = typer.Option(4, min=2, help="Number of processes."),
+    rounds: int = typer.Option(7, min=1, help="Number of measurements of both sides."),
+    steps: int = typer.Option(4, min=1, help="Steps per measurement."),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure data-parallel training over gloo against torch's DistributedDataParallel."""
+    from cumulo.bench import ddp as bench_ddp
+
+    warn_if_busy()
+    with working("ddp") as tell:
+        rows = bench_ddp.measure(processes, rounds, steps, tell)
+    finish(f"data parallel, {processes} processes", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")
+def overhead(
+    model: options.ModelArgument = None,
+    threads: options.Threads = None,
+    rounds: int = typer.Option(5, min=1, help="Number of measurements of both sides."),
+    requests: int = typer.Option(32, min=16, help="Requests per round; 16 run at the same time."),
+    output_tokens: str = typer.Option(
+        "uniform:64-128", "--output", help="Answer length in tokens, for example 64 or uniform:64-128."
+    ),
+    first_tokens: int = typer.Option(40, min=1, help="Number of single requests for measuring TTFT."),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure what the HTTP server adds to the engine: share of throughput kept, and time added to TTFT."""
+    from cumulo.bench import overhead as bench_overhead
+    from cumulo.load.prompts import parse_lengths
+
+    lengths = parse_lengths(output_tokens, "--output")
+    threads = options.engine_config(threads=threads).threads or available_cores()
+    warn_if_busy()
+    with loading(lines=True) as show:
+        rows = bench_overhead.measure(model, threads, rounds, requests, lengths, first_tokens, show)
+    finish(f"serving, {threads} threads", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench kernels[/bold]")
+def kernels(
+    only: str = typer.Option(
+        "", help="GPU only: measure operations whose names contain one of these, for example moe,sample."
+    ),
+    tune: bool = typer.Option(
+        False,
+        "--tune",
+        help="GPU only: time the candidates for each shape instead, and keep the table of winners that the "
+        "decoder loads on such a GPU. This takes many minutes.",
+    ),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure each kernel against the limits of the device (the GPU if there is one) and against other kernels."""
+    with working("kernels") as tell:
+        import torch
+
+        if torch.cuda.is_available():
+            words = [word for word in only.split(",") if word]
+            if tune:
+                from cumulo.bench.gpu.tune import tune_all
+
+                tune_all(tell, words)
+            from cumulo.bench.gpu import report as gpu_report
+
+            rows = [Row(**row) for row in gpu_report.rows(words, tell)]
+            title = f"kernels, {torch.cuda.get_device_name()}"
+        else:
+            from cumulo.bench import cpu_kernels as kernel_bench
+
+            rows, title = [Row(**row) for row in kernel_bench.rows()], "kernels"
+    finish(title, rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench guided --schemas 24 --steps 60[/bold]")
+def guided(
+    model: options.ModelArgument = None,
+    schemas: int = typer.Option(
+        200, min=1, help="Number of schemas to draw from the JSON Schema Test Suite."
+    ),
+    steps: int = typer.Option(200, min=20, help="Number of steps to time with guides, and as many without."),
+    seed: int = typer.Option(1, help="Random seed for drawing the schemas."),
+    threads: options.Threads = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Check that every guided answer fits its schema, and measure what the masks add to a step of 16 sequences."""
+    config = options.engine_config(threads=threads, max_running=16, kv_memory_gib=0.5)
+    with loading(lines=True) as show:
+        from cumulo.bench import guided as bench_guided
+
+        rows = bench_guided.measure(model, config, schemas, steps, seed, show)
+    finish("guided decoding, 16 sequences", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench speculate --prompts 16 --new-tokens 64[/bold]")
+def speculate(
+    model: options.ModelArgument = None,
+    speculate: str = typer.Option("ngram", help="What drafts, as in `cumulo serve --speculate`."),
+    threads: options.Threads = None,
+    prompts: int = typer.Option(48, min=1, help="Number of prompts of each workload."),
+    new_tokens: int = typer.Option(128, min=2, help="Maximum number of tokens per answer."),
+    batches: str = typer.Option("1,16", help="Requests at the same time, separated by commas."),
+    lengths: str = typer.Option(
+        "1,3,5,7,11,15", help="Draft lengths to measure one by one, separated by commas; empty: none."
+    ),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure speculation: tokens per second with and without drafts, acceptance, and that answers are equal."""
+    from cumulo.bench import speculate as bench_speculate
+
+    warn_if_busy()
+    with working("speculation") as tell:
+        rows = bench_speculate.measure(
+            model, speculate, threads, prompts, new_tokens, _numbers(batches), _numbers(lengths), tell
+        )
+    finish("speculation", rows, json_file)
+
+
+@app.command(epilog="Example: [bold]cumulo bench lora --rows 8 --adapters 4 --rounds 3[/bold]")
+def lora(
+    model: options.ModelArgument = None,
+    rows: int = typer.Option(64, min=1, help="Sequences in the step."),
+    adapters: int = typer.Option(32, min=1, help="Adapters, interleaved over the rows."),
+    rank: int = typer.Option(16, min=1, help="Rank of every adapter."),
+    rounds: int = typer.Option(15, min=1, help="Number of measurements."),
+    threads: options.Threads = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure what low-rank adapters add to a step: none, one and many in one batch, as ratios."""
+    from cumulo.bench import lora as bench_lora
+
+    warn_if_busy()
+    config = options.engine_config(threads=threads)
+    with working("adapters") as tell:
+        found = bench_lora.measure(model, config, rows, adapters, rank, rounds, tell)
+    finish("adapters", found, json_file)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise CumuloError(f"expected whole numbers separated by commas, got {text!r}") from None
+
+
+@app.command(epilog="Example: [bold]cumulo bench quality --methods rtn --sequences 2 --length 64[/bold]")
+def quality(
+    model: options.ModelArgument = None,
+    methods: str = typer.Option(
+        "rtn,awq,gptq,int8,fp8",
+        help="Methods to quantize with: rtn, awq, gptq, int8, fp8; separated by commas.",
+    ),
+    folder: list[Path] | None = typer.Option(
+        None, help="Also measure this quantized folder. Can be given more than once."
+    ),
+    bits: int = typer.Option(4, help="Bits per weight for rtn, awq and gptq."),
+    group: int | None = typer.Option(
+        None, help="Columns that share a scale. Default: as for `cumulo quantize`."
+    ),
+    calibration: Path | None = typer.Option(
+        None, help="Calibration text of awq and gptq. Default: as for `cumulo quantize`."
+    ),
+    calibration_sequences: int = typer.Option(64, min=1, help="Number of calibration sequences."),
+    text: Path | None = typer.Option(
+        None, help="Held-out text. Default: the part of the Python reference that is not calibrated with."
+    ),
+    sequences: int = typer.Option(16, min=1, help="Number of sequences of the text to read."),
+    length: int = typer.Option(256, min=16, help="Tokens per sequence."),
+    rounds: int = typer.Option(3, min=1, help="Number of measurements of speed."),
+    plot: Path | None = typer.Option(None, metavar="FILE", help="Also draw KL over size as SVG."),
+    threads: options.Threads = None,
+    json_file: options.JsonOption = None,
+) -> None:
+    """Quantize a model by every method and compare perplexity, KL, top-1, speed and memory with 16 bits."""
+    options.engine_config(threads=threads)
+    with loading(lines=True) as show:
+        from cumulo.bench import quantised as bench_quantised
+        from cumulo.quant.play.run import Calibration
+
+        config = bench_quantised.QualityConfig(
+            bench_quantised.parse_methods(methods),
+            tuple(folder or ()),
+            bits,
+            group,
+            Calibration(calibration, calibration_sequences),
+            text,
+            sequences,
+            length,
+            rounds,
+            threads,
+        )
+        found = bench_quantised.measure(model, config, show)
+    print_figures(found, plot, json_file)
+
+
+if TYPE_CHECKING:
+    from cumulo.bench.quantised import Figures
+
+
+def print_figures(found: "Sequence[Figures]", plot: Path | None, json_file: Path | None) -> None:
+    """Exit code 1 where a calibrated method is worse than rounding to nearest."""
+    import typer
+
+    from cumulo.base.chart import chart_file
+    from cumulo.bench.quantised import chart, rows
+
+    lines = [
+        (
+            one.name,
+            number(one.perplexity),
+            number(one.kl),
+            f"{100 * one.agreement:.1f}%",
+            quantity(one.weight_bytes, "B"),
+            quantity(one.decode_tok_s, "tok/s"),
+            f"{one.relative_speed:.2f}x",
+        )
+        for one in found
+    ]
+    headings = ("", "perplexity", "mean KL, nats", "top-1", "weights", "decode", "over 16 bits")
+    console = err if only_json(json_file) else out
+    console.print(report.grid(headings, lines, "quality against 16 bits"))
+    result = rows(found)
+    failed = [row for row in result if not row.ok]
+    for row in failed:
+        note(f"{row.name}: {row.value:.2f}, must be at most {row.must:g}")
+    if plot is not None:
+        write_text_file(plot, chart_file(chart(found)))
+    report.write_json(json_file, result)
+    if failed:
+        raise typer.Exit(1)

@@ -1,1 +1,0 @@
-"""Commands of the cloud: Kubernetes manifests, autoscaling."""

@@ -1,1 +1,0 @@
-"""`cumulo collective` and `cumulo bench collectives`."""

@@ -1,1 +1,0 @@
-"""The verbs about networks: simulate network, network lint, topology, diagnose."""

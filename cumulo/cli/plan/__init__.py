@@ -1,0 +1,15 @@
+"""`cumulo plan`: predictions for training, serving and a whole cluster, and how accurate they have been."""
+
+import typer
+
+from cumulo.cli.plan import cluster, serve, train, validate
+
+app = typer.Typer(
+    help="Plan before you run: memory, speed, parallelism and cost.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.command("train", epilog=train.EXAMPLE)(train.train)
+app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
+app.command("cluster", epilog=cluster.EXAMPLE)(cluster.cluster)
+app.command("validate", epilog=validate.EXAMPLE)(validate.validate)

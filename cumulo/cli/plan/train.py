@@ -1,0 +1,348 @@
+"""`cumulo plan train`: the fastest way to train a model on a cluster, what it needs, and why it is the fastest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from cumulo.base import report
+from cumulo.base.files import write_text_file
+from cumulo.cli.shared import options
+from cumulo.cli.shared import plan_options as shared
+from cumulo.cli.shared.declare import Panel, group, takes_options
+from cumulo.cli.shared.terminal import note, only_json, out, working
+from cumulo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cumulo.plan.job import TrainJob
+    from cumulo.plan.search.search import SearchResult
+    from cumulo.plan.search.space import TrainGoal
+    from cumulo.plan.time.phases import CommunicationPhase
+    from cumulo.spec.cluster import Cluster
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from cumulo.cli.shared.declare import typed_names
+
+_SOFTWARE = Panel("Software")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareOptions:
+    """How the job is carried out."""
+
+    like: str | None = _SOFTWARE(
+        "Take software, layout and number formats from a published system: deepseek-v3, llama-3, megascale or "
+        "mt-nlg. Options that are given, --fixed too, take precedence.",
+        None,
+    )
+    software: str = _SOFTWARE(
+        "Generation of software: current, nemo-2025, megatron-core-2024, megatron-bridge-2026, "
+        "torchtitan-2024-compile, fsdp-2023, cumulo-2026, ... ",
+        "current",
+    )
+    date: str | None = _SOFTWARE(
+        "Year and month in which the job runs, such as 2026-02, if --software is omitted: framework versions "
+        "that were released later are not considered. Default: any version.",
+        None,
+    )
+    overlap_tensor: bool | None = _SOFTWARE(
+        "Hide tensor-parallel collectives behind matrix products. Default: as the software does.",
+        None,
+        "--overlap-tensor/--no-overlap-tensor",
+    )
+    expert_exchange: str | None = _SOFTWARE(
+        "How tokens reach experts: once (to each rank that wants them) or all-to-all (for each expert). Default: "
+        "as the software does.",
+        None,
+    )
+    overlap_expert: bool = _SOFTWARE.flag("Exchange tokens behind the computation of another micro-batch.")
+    predict_ahead: int = _SOFTWARE("Further tokens that extra layers predict (MTP).", 0, "--mtp", min=0)
+    moment_dtype: str = _SOFTWARE("Number format of the optimizer's moments: float32 or bfloat16.", "float32")
+    narrow_activations: bool = _SOFTWARE.flag("Keep activations for the backward pass in 8 bits.")
+    lora_rank: int | None = _SOFTWARE(
+        "Train only adapters of this rank (LoRA); the weights are frozen.", None, min=1
+    )
+    lora_targets: str = _SOFTWARE(
+        "Projections that get adapters, joined by commas: qkv, output, gate_up, down, as in `cumulo train`.",
+        "qkv,output,gate_up,down",
+    )
+    frozen_bits: int = _SOFTWARE("Bits of a frozen weight: 16, 8, or 4 (QLoRA).", 16)
+
+    def words(self) -> list[str]:
+        """The options that differ from their defaults, as they are typed."""
+        found = []
+        for each in fields(self):
+            value, name = getattr(self, each.name), {"predict_ahead": "mtp"}.get(each.name, each.name)
+            flag = f"--{name.replace('_', '-')}"
+            if value == each.default:
+                continue
+            if isinstance(value, bool):
+                found.append(flag if value else f"--no-{flag[2:]}")
+            else:
+                found.append(f"{flag} {value}")
+        return found
+
+    def system(self) -> Mapping[str, Any]:
+        """What the system named by --like chose, except where an option was given."""
+        from cumulo.plan.search.unnamed import system_named
+
+        chosen = system_named(self.like) if self.like else {}
+        return {name: value for name, value in chosen.items() if name not in typed_names()}
+
+    def traits(self) -> dict[str, Any]:
+        """For `TrainGoal`."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "like"}
+        own["lora_targets"] = tuple(filter(None, (name.strip() for name in self.lora_targets.split(","))))
+        known = {*own, "flash_attention"}
+        own["software_named"] = self.like is not None or "software" in typed_names()
+        return {**own, **{name: value for name, value in self.system().items() if name in known}}
+
+
+EXAMPLE = (
+    "Example: [bold]cumulo plan train llama-3.1-405b --gpus 16384 --device h100-sxm --batch 2048 --sequence 8192 "
+    "--tokens 15e12[/bold]"
+)
+_LIMITS, _REPORT = map(Panel, ("Limits", "Report"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTrainOptions:
+    model: shared.ModelName
+    where: shared.ClusterOptions = group()
+    batches: shared.BatchOptions = shared.BatchOptions()
+    how: SoftwareOptions = SoftwareOptions()
+    dtype: str = shared.TRAINING("Number format: bfloat16, float16, float32 or float8.", "bfloat16")
+    optimizer: str = shared.TRAINING("adamw, adamw8bit or muon, as in `cumulo train`.", "adamw")
+    offload_optimizer: bool = shared.TRAINING.flag("Keep the optimizer states in host memory.")
+    offload_activations: bool = shared.TRAINING.flag(
+        "Keep activations in host memory until the backward pass needs them."
+    )
+    tokens: float | None = shared.TRAINING("Tokens of the whole run, for example 15e12.", None)
+    fixed: str | None = shared.TRAINING(
+        "Predict this layout instead of searching for one: "
+        "tp=8,pp=16,dp=64,zero=1,schedule=1f1b,chunks=2,sp=true,micro_batch=1,recompute=full. recompute can "
+        "also be norm, activation, attention, or several of them joined by +. Other keys: cp, ep, etp, "
+        "ulysses, shard. Or a file of --save-job.",
+        None,
+    )
+    storage_gb_s: float = shared.CLUSTER(
+        "Storage bandwidth per node, in GB/s, for reading data and writing checkpoints.", 1.0
+    )
+    checkpoint_minutes: float | None = shared.TRAINING(
+        "Minutes between two checkpoints. Default: the best interval for the failure rate.", None
+    )
+    asynchronous: bool = shared.TRAINING(
+        "Write checkpoints while training continues, or stop training to write them.",
+        True,
+        "--async-checkpoints/--sync-checkpoints",
+    )
+    memory_gib: float | None = _LIMITS(
+        "Usable memory per GPU, in GiB. Default: all of the device's memory.", None
+    )
+    deadline_days: float | None = _LIMITS("Longest acceptable run time for --tokens, in days.", None)
+    budget: float | None = _LIMITS("Highest acceptable price for --tokens, in dollars.", None)
+    out_file: Path | None = _REPORT(
+        "Write the best plan to this file. `cumulo train FILE` runs it.", None, "--out", metavar="FILE"
+    )
+    job_file: Path | None = _REPORT(
+        "Write the best plan's job to this file (YAML), with its software, recomputation and number formats. "
+        "--fixed FILE reads it.",
+        None,
+        "--save-job",
+        metavar="FILE.yaml",
+    )
+    timeline_file: Path | None = _REPORT(
+        "Draw the pipeline of the best plan into this file (SVG).", None, "--timeline", metavar="FILE"
+    )
+    why: bool = _REPORT("Show how much a single change would save.", True, "--why/--no-why")
+    phases: bool = _REPORT.flag(
+        "Show every collective of a forward and a backward pass: bytes, time, and whether compute or bandwidth "
+        "bounds it."
+    )
+    catalog_file: shared.CatalogFile = None
+    json_file: options.JsonOption = None
+
+
+@takes_options
+def train(chosen: PlanTrainOptions) -> None:
+    """Find the fastest way to train MODEL on a cluster: layout, schedule, memory, time, traffic, price, and why.
+
+    The search considers every plan in its space and ranks them by predicted step time. `cumulo plan validate`
+    compares the predictions with published results.
+    """
+    from cumulo.cli.plan import train_report as view
+    from cumulo.cli.plan.train_report import phase_tables, phases_as_dicts
+    from cumulo.plan.search.plan_file import job_text, plan_text
+    from cumulo.plan.search.run_cost import RunCost, RunLimits, Storage, check_limits, stalls_of
+    from cumulo.plan.search.why import changes
+
+    goal, fixed = asked(chosen)
+    tokens = chosen.tokens
+    limits = RunLimits(chosen.deadline_days, chosen.budget)
+    interval_s = None if chosen.checkpoint_minutes is None else 60 * chosen.checkpoint_minutes
+    storage = Storage(chosen.storage_gb_s * 1e9, chosen.asynchronous, interval_s)
+    with working("planning"):
+        result = _plans(goal, fixed)
+        best = result.plans[0]
+        check_limits(best, goal, tokens, limits, storage, searched=fixed is None)
+        stalls = stalls_of(best.job, goal.cluster, best.estimate.step_s, storage)
+        gains = changes(best, goal, searched=fixed is None) if chosen.why else ()
+    cost = None if tokens is None else RunCost.from_plan(best, goal.cluster, tokens, stalls)
+    texts: list[tuple[Path, str]] = []
+    if chosen.out_file is not None:
+        steps = None if tokens is None else max(1, round(tokens / best.job.tokens_per_step))
+        text = plan_text(best, goal.cluster, stalls, storage, _command(chosen), steps)
+        texts.append((chosen.out_file, text))
+    if chosen.job_file is not None:
+        texts.append((chosen.job_file, job_text(best.job)))
+    if chosen.timeline_file is not None:
+        texts.append((chosen.timeline_file, _timeline(best.job, goal.cluster, chosen.model)))
+    _write_files(texts)
+    rows = view.rows(best, goal, cost, stalls)
+    phases = _phases(best.job, goal.cluster) if chosen.phases else ()
+    more = {"phases": phases_as_dicts(phases)} if phases else {}
+    report.write_json(chosen.json_file, rows, **view.as_dict(result, gains, stalls), **more)
+    if not only_json(chosen.json_file):
+        view.show(out, chosen.model, goal, result, gains, cost, stalls)
+        for table in phase_tables(phases):
+            out.print(table)
+
+
+def parsed(words: Sequence[str]) -> "tuple[TrainGoal, str | None]":
+    """What these words of `cumulo plan train` ask for, read by its own options."""
+    import typer
+
+    found: list[tuple[TrainGoal, str | None]] = []
+
+    def remember(chosen: PlanTrainOptions) -> None:
+        found.append(asked(chosen))
+
+    reader = typer.Typer(add_completion=False)
+    reader.command()(takes_options(remember))
+    typer.main.get_command(reader).main(list(words), "plan train", standalone_mode=False)
+    return found[0]
+
+
+def asked(chosen: PlanTrainOptions) -> "tuple[TrainGoal, str | None]":
+    """The job, and its layout where one is given."""
+    from cumulo.plan.job import OptimizerKind
+    from cumulo.plan.search.space import TrainGoal
+    from cumulo.spec.catalog import shipped
+
+    system = chosen.how.system()
+    where = replace(chosen.where, fabric=system.get("fabric", chosen.where.fabric))
+    batches = chosen.batches
+    dtype, fixed = system.get("dtype", chosen.dtype), chosen.fixed or system.get("layout")
+    for name, value, choices in (
+        ("--dtype", dtype, ("bfloat16", "float16", "float32", "float8")),
+        ("--expert-exchange", chosen.how.expert_exchange or "once", ("once", "all-to-all")),
+        ("--moment-dtype", chosen.how.moment_dtype, ("float32", "bfloat16")),
+        ("--frozen-bits", chosen.how.frozen_bits, (4, 8, 16)),
+        ("--optimizer", chosen.optimizer, get_args(OptimizerKind)),
+    ):
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}")
+    for name, amount in (("--tokens", chosen.tokens), ("--memory-gib", chosen.memory_gib)):
+        if amount is not None and not 0 < amount < float("inf"):
+            raise ConfigError(f"{name} must be more than 0 and finite, got {amount:g}")
+    catalog = shipped(chosen.catalog_file)
+    goal = TrainGoal(
+        catalog.model_or_file(chosen.model),
+        where.cluster(catalog),
+        system.get("batch", batches.batch),
+        system.get("sequence", batches.sequence),
+        None if chosen.memory_gib is None else round(chosen.memory_gib * 2**30),
+        dtype,
+        chosen.optimizer,  # type: ignore[arg-type]
+        chosen.offload_optimizer,
+        chosen.offload_activations,
+        **chosen.how.traits(),
+    )
+    return goal, fixed
+
+
+def _command(chosen: PlanTrainOptions) -> str:
+    """The command that makes this plan, for its file."""
+    from shlex import quote
+
+    where = chosen.where
+    words = [
+        "cumulo plan train", quote(chosen.model), f"--gpus {where.gpus}",
+        f"--node {where.node}" if where.node else f"--device {where.known_device}",
+        f"--fabric {where.fabric}", f"--batch {chosen.batches.batch}", f"--sequence {chosen.batches.sequence}",
+        f"--dtype {chosen.dtype}", f"--optimizer {chosen.optimizer}",
+        "--offload-optimizer" if chosen.offload_optimizer else "",
+        "--offload-activations" if chosen.offload_activations else "",
+        f"--memory-gib {chosen.memory_gib!r}" if chosen.memory_gib else "",
+        f"--tokens {chosen.tokens!r}" if chosen.tokens else "",
+        f"--storage-gb-s {chosen.storage_gb_s!r}",
+        f"--checkpoint-minutes {chosen.checkpoint_minutes!r}" if chosen.checkpoint_minutes else "",
+        "" if chosen.asynchronous else "--sync-checkpoints",
+        f"--fixed {quote(chosen.fixed)}" if chosen.fixed else "",
+        *chosen.how.words(),
+        f"--catalog {quote(str(chosen.catalog_file))}" if chosen.catalog_file else "",
+    ]  # fmt: skip
+    return " ".join(filter(None, words))
+
+
+def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
+    from cumulo.plan.memory.peak import peak_memory
+    from cumulo.plan.search.fixed import fitted, fixed_job, said_in
+    from cumulo.plan.search.plan_file import SUFFIXES, read_job
+    from cumulo.plan.search.search import SearchResult, search, timed
+    from cumulo.plan.search.unnamed import timed_unnamed, widened
+    from cumulo.plan.search.why import refuse
+
+    if fixed is not None and fixed.endswith(SUFFIXES):
+        job = read_job(Path(fixed), goal.model, goal.cluster.gpus)
+        return SearchResult((timed(job, goal),), 1, int(peak_memory(job).total > goal.memory_limit_bytes), 1)
+    if fixed is not None:
+        if goal.software_named:
+            fits = fitted(fixed_job(fixed, goal), goal.memory_limit_bytes, said_in(fixed))
+            plan = timed(fits.job, goal)
+        else:
+            plan, fits = timed_unnamed(fixed, goal)
+        needed = plan.estimate.memory.total if plan.estimate.memory else 0
+        if fits.saved_by:
+            note(
+                f"as given, this layout needs {fits.needed_bytes / 2**30:.3g} GiB per GPU, and "
+                f"{goal.memory_limit_bytes / 2**30:.3g} GiB are available: it is predicted with "
+                f"{', '.join(fits.saved_by)}"
+            )
+        if needed > goal.memory_limit_bytes:
+            note(
+                f"this layout needs {needed / 2**30:.3g} GiB per GPU, but only "
+                f"{goal.memory_limit_bytes / 2**30:.3g} GiB are available: the time is predicted as if it fitted"
+            )
+        return SearchResult((plan,), 1, int(needed > goal.memory_limit_bytes), 1)
+    result = search(goal)
+    if not result.plans:
+        refuse(goal)
+    if not goal.software_named:
+        result = replace(result, plans=(widened(result.plans[0], goal), *result.plans[1:]))
+    return result
+
+
+def _phases(job: "TrainJob", cluster: "Cluster") -> "tuple[CommunicationPhase, ...]":
+    from cumulo.plan.time.compute_profile import shipped_for
+    from cumulo.plan.time.phases import phases_of
+
+    profile, _ = shipped_for(cluster.device, job.dtype, job.software)
+    return phases_of(job, cluster, profile)
+
+
+def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
+    from cumulo.pipeline.draw import to_svg
+    from cumulo.plan.time.step import timeline
+
+    played = timeline(job, cluster)
+    title = f"{model}: {job.layout}, {played.schedule.micro_batches} of {job.micro_batches} micro-batches"
+    return to_svg(played, title)
+
+
+def _write_files(texts: "list[tuple[Path, str]]") -> None:
+    for path, text in texts:
+        write_text_file(path, text)
+        note(f"written to {path}")

@@ -1,0 +1,335 @@
+"""What `cumulo plan train` prints: the ranking, memory, the parts of a step, network traffic, costs, and why."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cumulo.base.quantities import GIB, MIB, column, percent, quantity
+from cumulo.base.report import ReportTable, Row, grid, table
+from cumulo.cli.shared.terminal import marked
+from cumulo.plan.search.run_cost import RunCost, Stalls
+from cumulo.plan.search.search import Plan, SearchResult
+from cumulo.plan.search.space import TrainGoal
+from cumulo.plan.search.why import Change, bounds_of, loses_by
+from cumulo.plan.time.phases import CommunicationPhase
+from cumulo.spec.model_file import plain
+
+_MOST_CHANGES = 8
+_FLOPS = "model FLOPs: matrix products and causal attention, × 3 for forward and backward"
+_LINKS = {
+    "tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline",
+    "dp": "data parallel",
+}  # fmt: skip
+
+
+def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> list[Row]:
+    """The figures of one plan, as every report has them."""
+    found, each = plan.estimate, _each(goal)
+    interval = found.interval
+    # Of the step's time; rates go the other way.
+    low, high = interval.low / found.step_s, interval.high / found.step_s
+    per_each = found.tokens_per_s / goal.cluster.gpus
+    result = [
+        Row(
+            "step time",
+            found.step_s,
+            "s",
+            "lower",
+            note=f"90% interval: {_seconds(interval.low)} to {_seconds(interval.high)}",
+        ),
+        Row(
+            "throughput",
+            found.tokens_per_s,
+            "tokens/s",
+            note=_range(found.tokens_per_s, 1 / high, 1 / low, "tokens/s"),
+        ),
+        Row(
+            f"throughput per {each}",
+            per_each,
+            "tokens/s",
+            note=_range(per_each, 1 / high, 1 / low, "tokens/s"),
+        ),
+        Row("MFU", 100 * found.mfu, "%", note=f"{_range(100 * found.mfu, 1 / high, 1 / low, '%')}; {_FLOPS}"),
+        Row(
+            "HFU",
+            100 * found.hfu,
+            "%",
+            note=f"{_range(100 * found.hfu, 1 / high, 1 / low, '%')}; counts recomputation, too",
+        ),
+    ]
+    if found.memory is not None:
+        left = goal.memory_limit_bytes - found.memory.total
+        free = f"{left / GIB:.3g} GiB free" if left >= 0 else f"{-left / GIB:.3g} GiB too much"
+        fits = found.memory.fits_with_probability(goal.memory_limit_bytes)
+        ends = " to ".join(f"{end / GIB:.3g} GiB" for end in found.memory.interval)
+        note = f"90% interval: {ends}; {free}; fits with {min(0.99, max(0.01, fits)):.0%} probability"
+        if goal.cluster.device.generation != "cpu":
+            note += (
+                f"; as nvidia-smi shows it: the allocator reserves {found.memory.reserved / GIB:.3g} GiB, and "
+                f"{found.memory.peak / GIB:.3g} GiB are allocated"
+            )
+        result.append(Row(f"memory per {each}", found.memory.total / GIB, "GiB", "lower", note=note))
+        if found.memory.host:
+            note = f"per {each}, for offloaded states; not checked against a limit"
+            result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
+    result += _stall_rows(stalls)
+    if cost is not None:
+        result += [
+            Row(
+                "run time",
+                cost.days,
+                "days",
+                "lower",
+                note=f"{_range(cost.days, cost.low, cost.high, 'days')}; {quantity(cost.tokens, 'tokens')}, "
+                f"without failures; {quantity(cost.stalled_days, 'days')} of it stalled",
+            ),
+            Row(
+                "energy",
+                cost.energy_mwh,
+                "MWh",
+                "lower",
+                note=f"{_range(cost.energy_mwh, cost.low, cost.high, 'MWh')}; nodes at full load; cooling is "
+                "not included",
+            ),
+            Row(
+                "price",
+                cost.money,
+                "USD",
+                "lower",
+                note=f"{_range(cost.money, cost.low, cost.high, 'USD')}; "
+                f"{quantity(goal.cluster.device.price_per_hour, 'USD')} per {each} hour",
+            ),
+        ]
+    return result
+
+
+def _each(goal: TrainGoal) -> str:
+    """What a rank runs on, in a word."""
+    return "CPU" if goal.cluster.device.generation == "cpu" else "GPU"
+
+
+def three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _rounded(row: Row) -> Row:
+    return replace(row, value=three_digits(row.value)) if isinstance(row.value, float) else row
+
+
+def _range(value: float, low: float, high: float, unit: str) -> str:
+    """The interval of a step's time, carried on to what a whole run takes."""
+    ends = (quantity(three_digits(value * factor), unit) for factor in (low, high))
+    return "90% interval: " + " to ".join(ends)
+
+
+def _seconds(value: float) -> str:
+    return quantity(value, "s")
+
+
+def _stall_rows(stalls: Stalls) -> list[Row]:
+    saved = f"{quantity(stalls.checkpoint_bytes / 1e9, 'GB')} every {_seconds(stalls.interval_s)}"
+    return [
+        Row(
+            "data loading stall",
+            stalls.data_s,
+            "s/step",
+            "lower",
+            note=f"each node reads {quantity(stalls.read_bytes_per_s / 1e6, 'MB/s')}",
+        ),
+        Row(
+            "checkpoint stall",
+            stalls.checkpoint_s,
+            "s/step",
+            "lower",
+            note=f"{saved}; stops training for {_seconds(stalls.stop_s)}, written in {_seconds(stalls.write_s)}",
+        ),
+    ]
+
+
+def as_dict(result: SearchResult, gains: Sequence[Change], stalls: Stalls) -> dict[str, Any]:
+    """The rest of the JSON report."""
+    return {
+        "plans": [_plan(plan) for plan in result.plans],
+        "stalls": asdict(stalls),
+        "space": {"plans": result.enumerated, "too_large": result.too_large, "timed": result.timed},
+        "changes": [{"what": change.what, "step_s": change.step_s, "gain": change.gain} for change in gains],
+    }
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    job, found = plan.job, plan.estimate
+    return {
+        "layout": plain(job.layout),
+        "micro_batch": job.micro_batch,
+        "micro_batches": job.micro_batches,
+        "recompute": job.recompute,
+        "step_s": found.step_s,
+        "interval_s": [found.interval.low, found.interval.high],
+        "tokens_per_s": found.tokens_per_s,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "breakdown_s": dict(found.breakdown),
+        "memory_bytes": {line.name: line.predicted for line in found.memory.lines} if found.memory else None,
+        "host_bytes": found.memory.host if found.memory else 0,
+        "bytes_sent": dict(found.link_bytes),
+        "evidence": list(found.evidence),
+    }
+
+
+def show(
+    out: Console,
+    model: str,
+    goal: TrainGoal,
+    result: SearchResult,
+    gains: Sequence[Change],
+    cost: RunCost | None,
+    stalls: Stalls,
+) -> None:
+    best = result.plans[0]
+    job = best.job
+    out.print(
+        marked("[bold]{}[/bold] on {}: ", model, goal.cluster),
+        f"{job.global_batch:,} sequences of {job.sequence_length:,} tokens",
+        sep="",
+    )
+    out.print(
+        marked("[bold green]{}[/bold green], ", job.layout),
+        f"micro-batches of {_sequences(job.micro_batch)} "
+        f"({job.micro_batches:,} per step), {_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}",
+        sep="",
+    )
+    out.print(table("", [_rounded(row) for row in rows(best, goal, cost, stalls)]))
+    parts = (*best.estimate.breakdown, *stalls.rows())
+    out.print(_shares("Step time by part", parts, "s"))
+    if best.estimate.memory is not None:
+        out.print(
+            _shares(
+                f"Memory per {_each(goal)}",
+                [(line.name, line.predicted / GIB) for line in best.estimate.memory.lines],
+                "GiB",
+            )
+        )
+    if best.estimate.link_bytes:
+        sent = [(_LINKS.get(name, name), size / GIB) for name, size in best.estimate.link_bytes]
+        out.print(_shares(f"Network traffic per {_each(goal)} and step", sent, "GiB"))
+    if len(result.plans) > 1:
+        out.print(_ranking(result))
+    _print_why(out, best, result, gains)
+
+
+_RECOMPUTE = {
+    "none": "no recomputation",
+    "selective": "attention scores recomputed",
+    "full": "full recomputation",
+}
+
+
+def _sequences(count: int) -> str:
+    return "1 sequence" if count == 1 else f"{count} sequences"
+
+
+def _shares(title: str, parts: Sequence[tuple[str, float]], unit: str) -> Table:
+    whole = sum(size for _, size in parts) or 1.0
+    shown = sorted(((part, size) for part, size in parts if size), key=lambda entry: -entry[1])
+    figures, shared_unit = column([size for _, size in shown], unit)
+    lines = [
+        (part, figure, shared_unit, Text(percent(size / whole), "dim"))
+        for (part, size), figure in zip(shown, figures, strict=True)
+    ]
+    return grid([""] * 4, lines, title, left=(0, 2))
+
+
+def _ranking(result: SearchResult) -> ReportTable:
+    headings = ["layout", "micro-batch", "recompute", "step time", "MFU", "memory"]
+    best = result.plans[0]
+    times, unit = column([plan.estimate.step_s for plan in result.plans], "s")
+    rows = [
+        (
+            [
+                str(plan.job.layout),
+                _sequences(plan.job.micro_batch),
+                plan.job.recompute,
+                f"{time} {unit}",
+                percent(plan.estimate.mfu),
+                quantity(plan.estimate.memory.total / GIB, "GiB") if plan.estimate.memory else "",
+            ],
+            "" if plan is best else loses_by(best, plan),
+        )
+        for plan, time in zip(result.plans, times, strict=True)
+    ]
+    return ReportTable("Best plan of each mesh", headings, [place > 0 for place in range(6)], rows)
+
+
+def _print_why(out: Console, best: Plan, result: SearchResult, gains: Sequence[Change]) -> None:
+    out.print("Why", style="bold")
+    out.print(f"limited by {'; '.join(bounds_of(best))}")
+    for change in gains[:_MOST_CHANGES]:
+        if change.gain >= 0.005:
+            out.print(f"{change.what}: {change.gain:.1%} less time")
+    if gains and max(change.gain for change in gains) < 0.005:
+        out.print("no single change of network, links, memory, batch or layout would save half a percent")
+    for sentence in best.estimate.evidence:
+        out.print(sentence, style="dim")
+    if result.enumerated == 1:
+        return  # it was given whole
+    out.print(
+        f"the space contains {result.enumerated:,} plans; {result.too_large:,} of those examined do not fit into "
+        f"memory; {result.timed:,} were timed by simulating their pipeline schedule",
+        style="dim",
+    )
+
+
+def phase_tables(phases: Sequence[CommunicationPhase]) -> list[Table]:
+    """One for each pass, narrow enough for 80 columns."""
+    titles = {
+        "forward": "Communication of a forward pass",
+        "backward": "Communication of a backward pass",
+        "step": "Communication once per step",
+    }
+    present = [when for when in titles if any(phase.when == when for phase in phases)]
+    return [_phase_table(titles[when], [phase for phase in phases if phase.when == when]) for when in present]
+
+
+def _phase_table(title: str, phases: Sequence[CommunicationPhase]) -> Table:
+    sizes, size_unit = column([phase.size_bytes / MIB for phase in phases], "MiB")
+    # Both in one unit: whether compute hides a call is read off by comparing them.
+    seconds, time_unit = column([each for phase in phases for each in (phase.call_s, phase.compute_s)], "s")
+    lines = [
+        (
+            phase.where,
+            f"{phase.axis} {phase.collective.replace('_', '-')}",
+            f"{phase.ranks:,}",
+            f"{sizes[number]} {size_unit}",
+            f"{seconds[2 * number]} {time_unit}",
+            f"{seconds[2 * number + 1]} {time_unit}",
+            f"{phase.calls:,}",
+            phase.bound,
+        )
+        for number, phase in enumerate(phases)
+    ]
+    headings = ("block", "collective", "ranks", "buffer", "1 call", "compute", "calls", "bound by")
+    return grid(headings, lines, title, left=(0, 1, 7))
+
+
+def phases_as_dicts(phases: Sequence[CommunicationPhase]) -> list[dict[str, Any]]:
+    return [
+        {
+            "pass": phase.when,
+            "block": phase.where,
+            "axis": phase.axis,
+            "collective": phase.collective,
+            "ranks": phase.ranks,
+            "leaves_domain": phase.leaves_domain,
+            "buffer_bytes": phase.size_bytes,
+            "sent_bytes": phase.sent_bytes,
+            "call_s": phase.call_s,
+            "compute_s": phase.compute_s,
+            "calls": phase.calls,
+            "bound": phase.bound,
+        }
+        for phase in phases
+    ]

@@ -1,0 +1,216 @@
+"""`cumulo plan validate`: the planner's predictions against published training results."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cumulo.base import report
+from cumulo.base.files import write_text_file
+from cumulo.base.quantities import percent
+from cumulo.base.report import Row, grid
+from cumulo.cli.shared.terminal import err, marked, only_json, out
+from cumulo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cumulo.base.report import Row
+    from cumulo.plan.evidence.published import PublishedRow
+    from cumulo.plan.evidence.validate import ErrorSummary, RowPrediction
+
+EXAMPLE = "Try: [bold]cumulo plan validate --left-out --worst 5[/bold]"
+
+
+def validate(
+    what: str = typer.Argument(
+        "training", metavar="WHICH", help="Which published results to predict: training or serving."
+    ),
+    tables: Path | None = typer.Option(
+        None, help="A folder of CSV files with published results to predict, instead of the built-in ones."
+    ),
+    left_out: bool = typer.Option(
+        False,
+        "--left-out",
+        help="Predict each row as if its generation of software had published nothing: with constants fitted "
+        "without it, and with intervals for which only the others vouch.",
+    ),
+    held_out: bool = typer.Option(
+        False,
+        "--held-out",
+        help="Predict the built-in rows that no constant was ever fitted to: Llama 3, DeepSeek-V3, MT-NLG, "
+        "MegaScale and InternLM.",
+    ),
+    as_user: bool = typer.Option(
+        False,
+        "--as-user",
+        help="Ask for each row in words of `cumulo plan train`, with what a user knows: model, GPUs, layout, "
+        "batch, sequence, number format and the name of the software.",
+    ),
+    unnamed: bool = typer.Option(
+        False,
+        "--unnamed",
+        help="With --as-user: name the month in which the row was published instead of the software.",
+    ),
+    undated: bool = typer.Option(False, "--undated", help="With --unnamed: do not name the month either."),
+    worst: int = typer.Option(0, min=0, help="Also print this many rows with the largest errors."),
+    svg: Path | None = typer.Option(
+        None, help="Write a chart of predicted over published step times to this file (SVG)."
+    ),
+    json: Path | None = typer.Option(None, help="Write the report to this file as JSON; '-': stdout."),
+    sources: bool = typer.Option(False, "--sources", help="Print the sources of the published results."),
+) -> None:
+    """Compare the planner's predictions with published training results, by source, or with serving throughputs.
+
+    Errors are errors of step time: +5% means that the predicted step is 5% too long. The figures that matter are
+    those of --left-out: there the target is a median error of 8% and a 90th percentile of 18%, with 85 to 95% of
+    the rows inside 90% intervals whose width (high end over low end) is at most 1.6 in the median.
+    """
+    from rich.progress import track
+
+    from cumulo.plan.evidence.published import citations
+    from cumulo.plan.evidence.validate import by_source, predict, predict_left_out, scatter_svg
+
+    console = err if only_json(json) else out
+    if what not in ("training", "serving"):
+        raise ConfigError(f"cumulo plan validate takes training or serving, got {what!r}")
+    if what == "serving":
+        from cumulo.cli.plan.validate_rows import validate_serving
+
+        validate_serving(console, left_out, worst, json, tables)
+        return
+    if held_out and (left_out or tables is not None):
+        raise ConfigError(
+            "--held-out has rows of its own, which nothing was fitted to; omit --left-out and --tables"
+        )
+    if undated and not unnamed:
+        raise ConfigError("--undated goes with --unnamed: a row whose software is named needs no date")
+    chosen = _rows(tables, held_out, console)
+    if not chosen:
+        raise ConfigError(
+            f"{tables} contains no published rows that state their layout; docs/plan-time.md has the format"
+        )
+    rows = track(chosen, "predicting", console=console, transient=True)
+    if as_user or unnamed:
+        predictions = _as_user(chosen, rows, named=not unnamed, dated=not undated, left_out=left_out)
+    else:
+        predictions = [predict_left_out(row) if left_out else predict(row) for row in rows]
+    summaries = by_source(predictions)
+    how = "never fitted" if held_out else "their software left out" if left_out else "as fitted"
+    console.print(_table(summaries, how))
+    for prediction in sorted(predictions, key=lambda each: -abs(each.error))[:worst]:
+        console.print(
+            f"{prediction.error:+7.1%}  {prediction.row.name}: published {prediction.row.step_s:.3g} s, "
+            f"predicted {prediction.predicted_s:.3g} s",
+            highlight=False,
+        )
+    if sources:
+        for name in dict.fromkeys(row.source for row in chosen):
+            console.print(marked("[bold]{}[/bold]: {}", name, citations().get(name, "no citation")))
+    if svg is not None:
+        write_text_file(svg, scatter_svg(predictions))
+        console.print(f"chart written to {svg}")
+    report.write_json(json, _report(summaries, left_out))
+
+
+def _rows(tables: Path | None, held_out: bool, console: "Console") -> "list[PublishedRow]":
+    from cumulo.plan.evidence.published import held_out_rows, rows, rows_of
+    from cumulo.plan.evidence.published_tables import lines_of
+
+    if tables is None:
+        return list(held_out_rows() if held_out else rows())
+    if not tables.is_dir():
+        raise ConfigError(f"{tables} is not a folder of tables; give the folder that contains the CSV files")
+    refused: list[str] = []
+    found: list[PublishedRow] = []
+    for line in lines_of(tables, refused):
+        try:
+            found += rows_of([line])
+        except ConfigError as error:
+            refused.append(f"{line['id']}: {error}")
+    for reason in refused:
+        console.print(f"left out: {reason}")
+    return found
+
+
+def _as_user(
+    chosen: "list[PublishedRow]", rows: "Iterable[PublishedRow]", named: bool, dated: bool, left_out: bool
+) -> "list[RowPrediction]":
+    from tempfile import TemporaryDirectory
+
+    from cumulo.cli.plan.validate_rows import AskedRows
+    from cumulo.plan.evidence.published import dates
+    from cumulo.plan.evidence.validate import predict, predict_left_out, predict_unnamed
+
+    with TemporaryDirectory() as folder:
+        users = AskedRows(chosen, Path(folder), named, dates() if dated else None)
+        if not named:
+            return [predict_unnamed(row, users.likely(row, left_out), left_out) for row in rows]
+        return [
+            predict_left_out(users.asked(row), row.job.software) if left_out else predict(users.asked(row))
+            for row in rows
+        ]
+
+
+def _table(summaries: "list[ErrorSummary]", how: str) -> "Table":
+    lines = [
+        (
+            summary.name,
+            str(summary.rows),
+            percent(summary.median),
+            percent(summary.p90),
+            f"{summary.worst:+.0%}",
+            f"{summary.bias:+.1%}",
+            f"{summary.coverage:.0%}",
+            f"{summary.width:.2f} ×",
+        )
+        for summary in summaries
+    ]
+    headings = ("source", "rows", "median", "p90", "worst", "bias", "inside", "width")
+    return grid(headings, lines, f"Published step times, {how}")
+
+
+def _report(summaries: "list[ErrorSummary]", left_out: bool) -> "list[Row]":
+    from cumulo.plan.evidence.validate import COVERAGE_BAR, MEDIAN_BAR, P90_BAR, WIDTH_BAR
+
+    found: list[Row] = []
+    for summary in summaries:
+        judged = left_out and summary.name == "all"
+        more = {
+            "rows": summary.rows,
+            "worst": summary.worst,
+            "worst_row": summary.worst_row,
+            "bias": summary.bias,
+        }
+        low, high = COVERAGE_BAR
+        note = f"between {low} and {high}" if judged else ""
+        found += [
+            Row(
+                f"{summary.name}: median error",
+                summary.median,
+                "share",
+                "lower",
+                MEDIAN_BAR if judged else None,
+                more=more,
+            ),
+            Row(
+                f"{summary.name}: 90th percentile", summary.p90, "share", "lower", P90_BAR if judged else None
+            ),
+            Row(
+                f"{summary.name}: rows in the 90% interval",
+                summary.coverage,
+                "share",
+                must=low if judged else None,
+                note=note,
+            ),
+            Row(
+                f"{summary.name}: interval, high over low",
+                summary.width,
+                "times",
+                "lower",
+                WIDTH_BAR if judged else None,
+            ),
+        ]
+    return found

@@ -1,0 +1,281 @@
+"""`cumulo simulate serve`: the engine's scheduler under load, in virtual time, on hardware you may not have."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cumulo.base import report as reports
+from cumulo.base.quantities import parse_duration_s, parse_number
+from cumulo.cli.shared import options
+from cumulo.cli.shared import plan_options as shared
+from cumulo.cli.shared.declare import Panel, group, takes_options
+from cumulo.cli.shared.options import TierOptions
+from cumulo.cli.shared.plan_options import DraftOptions
+from cumulo.cli.shared.terminal import marked, note, only_json, out, working
+from cumulo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cumulo.plan.serve.replica import Replica
+    from cumulo.plan.serve.report import ServeReport
+    from cumulo.plan.serve.traffic import Traffic
+    from cumulo.spec.slo import Slo
+
+EXAMPLE = (
+    "Example: [bold]cumulo simulate serve llama-3.1-8b --device h200 --rate 20 --slo ttft=500ms,itl=30ms "
+    "--find-capacity --svg load.svg[/bold]"
+)
+_WHERE, _REPORT = map(Panel, ("Deployment", "Report"))
+_USUAL_MODEL = "llama-3.1-8b"
+_MODEL = "A model name from the catalogue, or a folder with a config.json."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)] = _USUAL_MODEL
+    trace_file: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="A trace to replay, as with --trace.")
+    ] = None
+    device: str = _WHERE("Device, by its name in the catalogue.", "h200")
+    tp: int = _WHERE("Tensor parallelism: number of GPUs that share every matrix.", 1)
+    pp: int = _WHERE("Pipeline parallelism: number of stages, of --tp GPUs each.", 1)
+    ep: int = _WHERE("Expert parallelism: number of those GPUs that the experts are spread over.", 1)
+    replicas: int = _WHERE("Number of replicas behind a router; 1: no router.", 1)
+    router: str = _WHERE(
+        "With --replicas: routing policy, round-robin, least-loaded or prefix-aware; several, separated by commas, "
+        "are compared.",
+        "prefix-aware",
+    )
+    prefill: int = _WHERE(
+        "With --decode: number of replicas that only compute prompts. The report compares with as many replicas "
+        "that do both.",
+        0,
+    )
+    decode: int = _WHERE("With --prefill: number of replicas that draw the answers.", 0)
+    weights: str = _WHERE("Weight format: bfloat16, float8, int4 or float32.", "bfloat16")
+    max_running: int = _WHERE("Maximum number of running sequences; 0: the engine's default.", 0)
+    max_tokens_per_step: int = _WHERE("Maximum number of tokens in a step; 0: the engine's default.", 0)
+    prefix_cache: bool = _WHERE("Reuse the KV cache of shared prefixes.", True)
+    kv: str = _WHERE("KV cache format: bfloat16 or float8. Default: the format of activations.", "")
+    max_loras: int = _WHERE(
+        "Number of low-rank adapters in memory, asked for equally often.", 0, min=0, max=4096
+    )
+    max_lora_rank: int = _WHERE("With --max-loras: their highest rank.", 16, min=1, max=4096)
+    front_door: str = _WHERE(
+        "Time of a request outside the engine (HTTP, tokenization, to the engine and back), part of TTFT. A "
+        "gateway in front adds about 1 ms. `cumulo bench overhead` and `cumulo bench gateway` measure both.",
+        "2ms",
+    )
+    drafts: DraftOptions = DraftOptions()
+    draft_tree: int = DraftOptions.PANEL(
+        "With --draft-choices: also draft trees of this many levels, 2 to 4, where they pay. Default: 0, chains "
+        "only.",
+        0,
+    )
+    stores: TierOptions = group(
+        TierOptions(),
+        helps={"kv_disk": "Folder, which is not used, and size in GiB for prefixes that leave host memory."},
+    )
+    disk_gb_s: shared.DiskSpeed = 0.5
+    rate: str = shared.TRAFFIC("Request rate, in requests/s; '5,10,20' simulates each rate.", "")
+    traffic: shared.TrafficOptions = shared.TrafficOptions()
+    slo: shared.SloOption = ""
+    slo_percentile: shared.SloPercentile = 99.0
+    promise: bool = _REPORT.flag(
+        "Compare scheduling by --slo, as `cumulo serve --slo` does it, with steps of fixed size: goodput, refused "
+        "requests and promises kept."
+    )
+    find_capacity: bool = _REPORT.flag("Find the highest request rate that meets --slo.")
+    think: str = _REPORT("Time a user waits between an answer and the next question.", "30s")
+    svg: Path | None = _REPORT(
+        "Write a chart of the latencies over the request rate (SVG).", None, metavar="FILE"
+    )
+    catalog_file: shared.CatalogFile = None
+    json_file: options.JsonOption = None
+
+
+@takes_options
+def serve(chosen: SimulateOptions) -> None:
+    """Simulate a server under load: the real scheduler and block pool, with step times from a cost model.
+
+    TTFT and end-to-end latency include --front-door, the time outside the engine.
+    """
+    from cumulo.cli.simulation import serve_report as view
+    from cumulo.load.simulated import parse_objective
+    from cumulo.plan.serve.capacity import RateTrial, play, play_between
+    from cumulo.plan.serve.capacity import find_capacity as search
+    from cumulo.plan.serve.replica import Replica
+    from cumulo.spec.catalog import shipped
+
+    chosen = _with_trace(chosen)
+    model, percentile, catalog = chosen.model, chosen.slo_percentile, shipped(chosen.catalog_file)
+    spec = catalog.model_or_file(model)
+    objective = parse_objective(chosen.slo, percentile)
+    traffic = chosen.traffic.traffic()
+    cluster = catalog.cluster(max(1, chosen.tp * chosen.pp), chosen.device)
+    replica = Replica(
+        spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
+        max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
+        max_loras=chosen.max_loras, max_lora_rank=chosen.max_lora_rank, draft_tree=_levels(chosen),
+        kv=shared.kv_format(chosen.kv), **chosen.drafts.fields(),
+        **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
+        front_door_s=parse_duration_s(chosen.front_door, "--front-door"),
+    ).with_context_for(traffic.arrivals)  # fmt: skip
+    # Read before anything is timed.
+    rates, evidence = _rates(chosen.rate, chosen.traffic.trace), replica.profile.evidence
+    if chosen.replicas != 1 or chosen.prefill or chosen.decode:
+        _serve_fleet(chosen, replica, traffic, rates, evidence)
+        return
+    if chosen.promise:
+        _serve_promised(chosen, replica, traffic, rates, objective)
+        return
+    cpu_s = simulated_s = 0.0
+    capacity = None
+    with working("simulating") as tell:
+
+        def at(wanted: float | None) -> "ServeReport":
+            nonlocal cpu_s, simulated_s
+            tell("the trace as recorded" if wanted is None else f"{wanted:.4g} requests/s")
+            began_s = time.thread_time()
+            result = play(replica, traffic if wanted is None else traffic.at_rate(wanted), percentile)
+            cpu_s += time.thread_time() - began_s
+            simulated_s += result.simulated_s
+            return result
+
+        if chosen.find_capacity:
+            if objective is None:
+                raise ConfigError(
+                    "--find-capacity needs an SLO: add --slo, for example --slo ttft=500ms,itl=50ms"
+                )
+            capacity = search(at, objective, start=rates[0] or 1.0)
+            trials = list(capacity.trials)
+        else:
+            results = [(wanted, at(wanted)) for wanted in rates]
+            trials = [
+                RateTrial(
+                    traffic.rate if wanted is None else wanted, one, objective is None or one.holds(objective)
+                )
+                for wanted, one in results
+            ]
+    shown = capacity.best if capacity is not None else trials[-1]
+    shown_traffic = traffic if shown.rate == traffic.rate else traffic.at_rate(shown.rate)
+    between = play_between(replica, shown_traffic, percentile)
+    rows = view.report_rows(shown.report, shown.rate, objective, between)
+    if capacity is not None and objective is not None:
+        think_s = parse_duration_s(chosen.think, "--think")
+        limit = capacity.limit(objective)
+        rows = view.capacity_rows(capacity.rate, capacity.users(think_s), think_s, limit) + rows
+    rows += view.effort_rows(simulated_s, cpu_s)
+    if chosen.svg is not None:
+        view.write_picture(chosen.svg, trials, objective, f"{model} on {replica}")
+        note(f"chart written to {chosen.svg}")
+    extra = {
+        "trials": [
+            {"rate": view.finite(one.rate), "holds": one.holds, **one.report.as_dict()} for one in trials
+        ]
+    }
+    reports.write_json(chosen.json_file, rows, evidence=evidence, **extra)
+    if not only_json(chosen.json_file):
+        out.print(marked("[bold]{}[/bold] on [bold]{}[/bold]", model, replica))
+        if len(trials) > 1:
+            out.print(view.sweep_table(trials, objective is not None))
+        out.print(reports.table("", rows))
+        out.print(f"evidence: {evidence}", style="dim")
+
+
+def _levels(chosen: SimulateOptions) -> int:
+    if chosen.draft_tree and not chosen.drafts.draft_choices:
+        raise ConfigError(
+            "--draft-tree needs to know how often a head's further choices are right: add --draft-choices, for "
+            "example --acceptance 0.55 --speculate DIR --draft-choices 0.12,0.06,0.04"
+        )
+    return chosen.draft_tree
+
+
+def _with_trace(chosen: SimulateOptions) -> SimulateOptions:
+    """A file instead of a model, unless it is a configuration, is a trace."""
+    trace, first = chosen.trace_file, Path(chosen.model)
+    if trace is None and first.is_file() and first.suffix != ".json":
+        chosen, trace = replace(chosen, model=_USUAL_MODEL), first
+    return chosen if trace is None else replace(chosen, traffic=replace(chosen.traffic, trace=trace))
+
+
+def _serve_promised(
+    chosen: SimulateOptions,
+    replica: "Replica",
+    traffic: "Traffic",
+    rates: list[float | None],
+    objective: "Slo | None",
+) -> None:
+    """Goodput with a promised latency, and without."""
+    from cumulo.cli.simulation import serve_report as view
+    from cumulo.plan.serve.goodput import play_goodput
+
+    if objective is None:
+        raise ConfigError("--promise needs an SLO: add --slo, for example --slo ttft=1s,itl=50ms")
+    if chosen.find_capacity or chosen.svg is not None:
+        raise ConfigError("--promise prints a table of goodput: remove --find-capacity and --svg")
+    fixed = f"{replica.engine_config().max_tokens_per_step}-token steps"
+    found = []
+    with working("simulating") as tell:
+        for rate in rates:
+            shown = traffic if rate is None else traffic.at_rate(rate)
+            for name, promise in ((fixed, False), ("--slo", True)):
+                tell(f"{shown.rate:.4g} requests/s, {name}")
+                found.append((shown.rate, name, play_goodput(replica, shown, objective, promise=promise)))
+    rows = view.goodput_rows(found)
+    reports.write_json(chosen.json_file, rows, evidence=replica.profile.evidence)
+    if not only_json(chosen.json_file):
+        out.print(marked("[bold]{}[/bold] on [bold]{}[/bold], {}", chosen.model, replica, objective))
+        out.print(view.goodput_table(found))
+
+
+def _serve_fleet(
+    chosen: SimulateOptions, replica: "Replica", traffic: "Traffic", rates: list[float | None], evidence: str
+) -> None:
+    """Play the same traffic under each routing policy."""
+    from cumulo.cli.simulation import serve_report as view
+    from cumulo.plan.serve.fleet import play_fleet, play_split
+
+    if bool(chosen.prefill) != bool(chosen.decode):
+        raise ConfigError("--prefill and --decode go together, as in --prefill 2 --decode 6")
+    replicas = chosen.prefill + chosen.decode or chosen.replicas
+    if chosen.replicas not in (1, replicas):
+        raise ConfigError(
+            f"--prefill {chosen.prefill} and --decode {chosen.decode} are {replicas} replicas, not "
+            f"{chosen.replicas}: remove --replicas, or set it to {replicas}"
+        )
+    if chosen.find_capacity or chosen.svg is not None or chosen.slo or len(rates) > 1:
+        raise ConfigError(
+            "a fleet plays one rate: remove --find-capacity, --svg and --slo, and give one --rate"
+        )
+    shown = traffic if rates[0] is None else traffic.at_rate(rates[0])
+    found = []
+    with working("simulating") as tell:
+        for policy in [name.strip() for name in chosen.router.split(",")]:
+            tell(f"{replicas} replicas, {policy}")
+            found.append(play_fleet(replica, replicas, policy, shown, chosen.slo_percentile))
+            if chosen.prefill:
+                tell(f"{chosen.prefill} prefill and {chosen.decode} decode replicas, {policy}")
+                found.append(
+                    play_split(replica, chosen.prefill, chosen.decode, policy, shown, chosen.slo_percentile)
+                )
+    rows = [row for one in found for row in view.fleet_rows(one)]
+    reports.write_json(chosen.json_file, rows, evidence=evidence)
+    if not only_json(chosen.json_file):
+        out.print(
+            marked("[bold]{}[/bold] on [bold]{} × {}[/bold], ", chosen.model, replicas, replica),
+            f"{found[0].finished:,} of {found[0].requests:,} requests answered",
+            sep="",
+        )
+        out.print(view.fleet_table(found))
+        out.print(view.fleet_note(found[0]), style="dim")
+        out.print(f"evidence: {evidence}", style="dim")
+
+
+def _rates(text: str, trace: Path | None) -> list[float | None]:
+    if not text:
+        return [None if trace is not None else 1.0]
+    return [parse_number(part, "--rate", more_than=True) for part in text.split(",")]

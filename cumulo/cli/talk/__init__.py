@@ -1,1 +1,0 @@
-"""Conversations and completions in the terminal."""

@@ -1,0 +1,78 @@
+"""`cumulo topology`: this machine's GPUs and network cards and what joins them, or those of a saved description."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cumulo.base.files import write_text_file
+from cumulo.base.report import Row, table, write_json
+from cumulo.cli.shared import options
+from cumulo.cli.shared.terminal import only_json, out, read_text
+
+if TYPE_CHECKING:
+    from cumulo.collectives.topology.machine_graph import MachineGraph
+
+EXAMPLE = (
+    "Example: [bold]cumulo topology examples/network/topo_h100.txt --svg machine.svg --out node.yaml[/bold]"
+)
+
+
+def topology(
+    file: Path | None = typer.Argument(
+        None,
+        metavar="FILE",
+        help="`nvidia-smi topo -m` as text, or NCCL's topology XML. Default: this machine.",
+    ),
+    svg: Path | None = typer.Option(None, metavar="FILE", help="Draw the machine (SVG)."),
+    out_file: Path | None = typer.Option(
+        None,
+        "--out",
+        metavar="FILE",
+        help="Write it as a node of the catalogue, for `cumulo plan --catalog FILE`.",
+    ),
+    name: str = typer.Option("this-machine", help="Name of that node."),
+    device: str | None = typer.Option(
+        None, help="Device, by its name in the catalogue. Default: guessed from the links."
+    ),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Show how GPUs and network cards are joined, and the rings and trees that NCCL would find on them."""
+    import yaml
+
+    from cumulo.collectives.topology.draw import draw_machine
+    from cumulo.collectives.topology.rings import find_rings, ring_text, tree_text
+
+    machine = _read(file)
+    rings = find_rings(machine)
+    rows = [
+        Row("GPUs", len(machine.gpus), more={"gpus": [place.name for place in machine.gpus]}),
+        Row("network cards", len(machine.cards), more={"cards": [place.name for place in machine.cards]}),
+        Row("NUMA nodes", machine.numa_nodes),
+        Row("GPUs joined by NVLink", machine.domain if machine.domain > 1 else 0),
+        Row("ring channels", len(rings.orders), more={"orders": rings.orders}),
+        Row("ring bandwidth, all channels", rings.total_gbps, "GB/s"),
+    ]
+    write_json(json_file, rows, complaints=machine.complaints())
+    if not only_json(json_file):
+        out.print(table("this machine" if file is None else str(file), rows))
+        for gpu, place in enumerate(machine.gpus):
+            card = machine.nearest_card(gpu)
+            if card is not None:
+                kind = machine.card_near.get((gpu, card), "SYS")
+                out.print(f"{place.name}: card {machine.cards[card].name} ({kind})")
+        for line in (*ring_text(rings), *tree_text(rings)[:1], *machine.complaints()):
+            out.print(line, soft_wrap=True)
+    if svg is not None:
+        write_text_file(svg, draw_machine(machine, name if file is None else file.name))
+    if out_file is not None:
+        write_text_file(out_file, yaml.safe_dump(machine.entry(name, device), sort_keys=False))
+
+
+def _read(file: Path | None) -> "MachineGraph":
+    from cumulo.collectives.topology.readers import parse_nccl_xml, parse_topo, read_machine
+
+    if file is None:
+        return read_machine()
+    text = read_text(file)
+    return parse_nccl_xml(text) if text.lstrip().startswith("<") else parse_topo(text)

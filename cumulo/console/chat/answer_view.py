@@ -1,0 +1,208 @@
+"""AnswerView: one answer on the chat page, while it comes and when it is there. Made by ThreadView."""
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from nicegui import ui
+from nicegui.element import Element
+from nicegui.events import GenericEventArguments
+
+from cumulo.console.chat.answer import ChatAnswer, Odds, ShownToolCall
+from cumulo.console.shell import show
+from cumulo.console.values import milliseconds, rate
+
+Results = list[dict[str, Any]]  # messages of the role `tool`, in the order of the calls
+
+
+class CallsView:
+    """Shows the calls; `send` is given their results when the person has entered them. `answered`: the results that
+    were given already, by the calls' ids; None while they may still be given."""
+
+    def __init__(
+        self,
+        calls: list[ShownToolCall],
+        send: Callable[[Results], Awaitable[None]],
+        answered: dict[str, str] | None = None,
+    ) -> None:
+        self._open = [call for call in calls if call.whole]
+        self._send = send
+        with ui.element("div").classes("calls"):
+            for call in calls:
+                with ui.element("div").classes("call"):
+                    show(_laid_out(call))
+                    if call.whole:
+                        field = ui.textarea(f"Result of {call.name}").props(
+                            'outlined dense autogrow rows=1 input-class="mono"'
+                        )
+                        field.classes("result")
+                        if answered is not None:
+                            field.set_value(answered.get(call.id, ""))
+                            field.set_enabled(False)
+            if self._open and answered is None:
+                text = "Send result" if len(self._open) == 1 else "Send results"
+                ui.button(text, icon="reply").props("unelevated dense no-caps padding='2px 10px'").on(
+                    "click", self._sent, js_handler=_COLLECT
+                )
+
+    async def _sent(self, event: GenericEventArguments) -> None:
+        # The texts come with the event: what was typed last may be told later than the click.
+        texts = list(event.args or [])
+        if len(texts) == len(self._open):
+            await self._send(
+                [
+                    {"role": "tool", "tool_call_id": call.id, "content": str(text)}
+                    for call, text in zip(self._open, texts, strict=True)
+                ]
+            )
+
+
+_COLLECT = (
+    "(e) => emit([...e.target.closest('.calls').querySelectorAll('.result textarea')].map((t) => t.value))"
+)
+
+
+def _laid_out(call: ShownToolCall) -> str:
+    """The name, and the arguments one per line; as they came if they are no JSON object."""
+    title = f'<div class="call-name">calls <b class="mono">{escape(call.name)}</b></div>'
+    if not call.whole:
+        return f'{title}<pre>{escape(call.arguments)}</pre><span class="problem small">cut short</span>'
+    rows = "".join(
+        f'<tr><td class="mono soft">{escape(name)}</td><td class="mono">{escape(_value(value))}</td></tr>'
+        for name, value in json.loads(call.arguments or "{}").items()
+    )
+    return f'{title}<table class="plain arguments">{rows}</table>' if rows else title
+
+
+def _value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2 if isinstance(value, (dict, list)) else None)
+
+
+class AnswerText(
+    Element,
+    component="web/answer_text.js",
+    dependencies=["web/vendor/markdown_it.mjs", "web/vendor/highlight_js.js", "web/cumulo_markdown.js"],
+):
+    def __init__(self, text: str = "", odds: list[Odds] | None = None, *, waiting: bool = False) -> None:
+        super().__init__()
+        self._props["text"], self._props["tokens"], self._props["waiting"] = text, list(odds or ()), waiting
+        self.on("behind", self.update)
+
+    def grow(self, text: str, odds: list[Odds]) -> None:
+        """Show more of the same text. What was shown before is not sent again."""
+        shown: str = self._props["text"]
+        tokens: list[Any] = self._props["tokens"]
+        if len(text) == len(shown) and len(odds) == len(tokens):
+            return
+        self.run_method("append", len(shown), text[len(shown) :], len(tokens), odds[len(tokens) :])
+        # Kept whole, unsent: a page that missed something is sent all of it.
+        with self._props.suspend_updates():
+            self._props["text"], self._props["tokens"] = text, list(odds)
+
+    def finish(self, text: str, odds: list[Odds]) -> None:
+        self._props["text"], self._props["tokens"], self._props["waiting"] = text, list(odds), False
+        self.update()
+
+
+_ENDS = {
+    "length": "stopped at max_tokens",
+    "abort": "stopped",
+    None: "stopped",
+    "content_filter": "filtered",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerActions:
+    """What the buttons below an answer do, and the served model: answers of others name theirs."""
+
+    model_name: str
+    story: Callable[[str], Any]  # given the request's id
+    regenerate: Callable[[], Any]
+    send_results: Callable[[Results], Any]
+
+
+class AnswerView:
+    def __init__(self, answer: ChatAnswer, actions: AnswerActions, *, running: bool) -> None:
+        self._actions = actions
+        with ui.element("article").classes("said assistant") as self._root:
+            self._text = AnswerText(answer.text, answer.odds, waiting=running)
+            self._calls = ui.label("").classes("streaming-calls mono")
+
+    def grow(self, answer: ChatAnswer) -> None:
+        self._text.grow(answer.text, answer.odds)
+        calls = "\n".join(f"{call.name}({call.arguments}" for call in answer.calls.values())
+        if calls != self._calls.text:
+            self._calls.set_text(calls)
+
+    def finish(self, answer: ChatAnswer, *, is_last: bool, results: dict[str, str] | None) -> None:
+        """`results`: those of its tool calls, if the conversation went on with them."""
+        self._calls.set_text("")
+        text = answer.text if answer.odds else laid_out(answer.text)
+        self._text.finish(text, answer.odds)
+        with self._root:
+            if answer.calls:
+                CallsView(list(answer.calls.values()), self._actions.send_results, results)
+            if answer.problem:
+                ui.label(answer.problem).classes("problem")
+            with ui.element("div").classes("foot"):
+                ui.label(summary(answer, self._actions.model_name)).tooltip(_EXPLAINED)
+                self._buttons(answer, is_last)
+
+    def _buttons(self, answer: ChatAnswer, is_last: bool) -> None:
+        if answer.text:
+            copy_button(answer.text)
+        if is_last:
+            small_button("Regenerate", "refresh", self._actions.regenerate)
+        if answer.request_id:
+            small_button("Story", "timeline", lambda: self._actions.story(answer.request_id)).tooltip(
+                "Shows what happened to this request: queue, prefix cache, preemptions, every token's time."
+            )
+
+
+_EXPLAINED = "Output tokens, time to first token (TTFT), and decode speed after the first token."
+
+
+def summary(answer: ChatAnswer, served: str) -> str:
+    parts = [answer.model] if answer.model and answer.model != served else []
+    parts += [f"{answer.output_tokens:,} token{'' if answer.output_tokens == 1 else 's'}"]
+    timed = (
+        answer.ttft_s is not None and not answer.calls
+    )  # a call is sent as a whole: its times tell nothing
+    if answer.ttft_s is not None and timed:
+        parts.append(f"TTFT {milliseconds(answer.ttft_s)}")
+    if answer.decode_tok_s is not None and timed:
+        parts.append(f"{rate(answer.decode_tok_s)} tokens/s")
+    if answer.finish_reason not in ("stop", "tool_calls") and not answer.problem:
+        parts.append(_ENDS.get(answer.finish_reason, str(answer.finish_reason)))
+    return " · ".join(parts)
+
+
+def laid_out(text: str) -> str:
+    """The text as it is, unless all of it is JSON, which reads better laid out."""
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return f"```json\n{json.dumps(json.loads(text), indent=2, ensure_ascii=False)}\n```"
+    except (ValueError, RecursionError):
+        return text
+
+
+def small_button(label: str, icon: str, action: Callable[[], Any] | None) -> ui.button:
+    """An icon with its name for those who hear the page; the tooltip says the rest."""
+    button = ui.button(icon=icon, on_click=action).props(f'flat round dense size=sm aria-label="{label}"')
+    button.classes("quiet")
+    if action is not None:
+        with button:
+            ui.tooltip(label)
+    return button
+
+
+def copy_button(text: str) -> None:
+    button = small_button("Copy", "content_copy", None)
+    button.on("click", lambda: ui.notify("Copied", position="top", timeout=900))
+    button.on("click", js_handler=f"() => window.cumuloCopy({json.dumps(text)})")
+    with button:
+        ui.tooltip("Copy")

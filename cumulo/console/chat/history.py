@@ -1,0 +1,179 @@
+"""HistoryPanel: the conversations that this browser keeps: search, open, rename, delete, export."""
+
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nicegui import ui
+
+from cumulo.console.chat.answer_view import small_button
+from cumulo.console.chat.conversation import Conversation
+
+_SCRIPT = (Path(__file__).parent / "web" / "browser_store.js").read_text("utf-8")
+_PATIENCE_S = 20.0
+
+
+class BrowserStore:
+    def __init__(self, visitor: str) -> None:
+        # Two people who share a browser with different keys do not meet each other's conversations.
+        self._scope = hashlib.sha256(visitor.encode()).hexdigest()[:12]
+        self._client = ui.context.client
+        ui.add_head_html(f"<script>{_SCRIPT}</script>")
+
+    async def begin(self) -> dict[str, Any]:
+        """What is stored: current (or None), chats, presets, settings."""
+        return dict(await self._ask("begin", self._scope))
+
+    async def load(self, chat_id: str) -> Conversation | None:
+        return Conversation.from_stored(await self._ask("load", chat_id))
+
+    async def chats(self, words: str = "") -> list[dict[str, Any]]:
+        return list(await self._ask("list", words))
+
+    async def save(self, conversation: Conversation) -> bool:
+        return bool(await self._ask("save", conversation.stored()))
+
+    async def rename(self, chat_id: str, title: str) -> None:
+        await self._ask("rename", chat_id, title)
+
+    async def remove(self, chat_id: str) -> None:
+        await self._ask("remove", chat_id)
+
+    def stay(self, chat_id: str) -> None:
+        """This tab shows this conversation; a reload opens it again."""
+        self._tell("stay", chat_id)
+
+    def keep(self, kind: str, value: Any) -> None:
+        """`kind`: presets or settings."""
+        self._tell("keep", kind, value)
+
+    def download(self, chat_id: str, form: str) -> None:
+        self._tell("download", chat_id, form)
+
+    async def _ask(self, name: str, *arguments: Any) -> Any:
+        return await self._client.run_javascript(
+            f"return cumuloChats.{name}({_arguments(arguments)})", timeout=_PATIENCE_S
+        )
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        self._client.run_javascript(f"cumuloChats.{name}({_arguments(arguments)})")
+
+
+def _arguments(values: tuple[Any, ...]) -> str:
+    return ", ".join(json.dumps(value) for value in values)
+
+
+_MOST_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryActions:
+    new: Callable[[], Awaitable[None]]
+    open: Callable[[str], Awaitable[None]]  # given the conversation's id
+    renamed: Callable[[str, str], None]
+    deleted: Callable[[str], Awaitable[None]]
+
+
+class HistoryPanel:
+    def __init__(self, store: BrowserStore, actions: HistoryActions) -> None:
+        self._store, self._actions = store, actions
+        self._current = ""
+        with ui.element("aside").classes("history").props('aria-label="Conversations"') as self._root:
+            with ui.element("div").classes("panel-head"):
+                new = ui.button("New chat", icon="add", on_click=self._new)
+                new.props("unelevated dense no-caps").classes("new-chat")
+                small_button("Close conversations", "close", self.close).classes("only-phone")
+            self._search = ui.input(placeholder="Search", on_change=self.refresh).props(
+                'outlined dense clearable debounce=150 aria-label="Search conversations"'
+            )
+            self._list = ui.element("ul").classes("chats")
+
+    def open(self) -> None:
+        self._root.classes(add="open")
+
+    def close(self) -> None:
+        self._root.classes(remove="open")
+
+    async def show_current(self, chat_id: str) -> None:
+        self._current = chat_id
+        await self.refresh()
+
+    async def refresh(self) -> None:
+        self.draw(await self._store.chats(str(self._search.value or "")))
+
+    def draw(self, chats: list[dict[str, Any]], current: str | None = None) -> None:
+        if current is not None:
+            self._current = current
+        self._list.clear()
+        with self._list:
+            for chat in chats[:_MOST_SHOWN]:
+                self._row(str(chat["id"]), str(chat["name"]), float(chat["updated_s"]))
+            if not chats:
+                searched = bool(str(self._search.value or "").strip())
+                ui.label("No conversation matches." if searched else "No conversations yet.").classes(
+                    "soft small"
+                )
+
+    def _row(self, chat_id: str, name: str, updated_s: float) -> None:
+        with ui.element("li").classes("current" if chat_id == self._current else ""):
+            with ui.element("button").classes("chat-name").props("type=button") as button:
+                ui.label(name)
+                ui.label(when(updated_s)).classes("soft when")
+            button.on("click", lambda: self._open(chat_id))
+            with small_button(f"Menu of {name}".replace('"', ""), "more_vert", None), ui.menu():
+                ui.menu_item("Rename", lambda: self._rename(chat_id, name))
+                ui.menu_item("Export as Markdown", lambda: self._store.download(chat_id, "markdown"))
+                ui.menu_item("Export as JSON", lambda: self._store.download(chat_id, "json"))
+                ui.menu_item("Delete", lambda: self._delete(chat_id, name))
+
+    async def _new(self) -> None:
+        self.close()
+        await self._actions.new()
+
+    async def _open(self, chat_id: str) -> None:
+        self.close()
+        await self._actions.open(chat_id)
+
+    async def _rename(self, chat_id: str, name: str) -> None:
+        with ui.dialog() as dialog, ui.card().classes("dialog"):
+            field = ui.input("Name of the conversation", value=name).props("outlined dense autofocus")
+            field.on("keydown.enter", lambda: dialog.submit(field.value))
+            with ui.row():
+                ui.button("Cancel", on_click=lambda: dialog.submit(None)).props("flat no-caps")
+                ui.button("Rename", on_click=lambda: dialog.submit(field.value)).props("unelevated no-caps")
+        title = str(await dialog or "").strip()
+        dialog.delete()
+        if title:
+            await self._store.rename(chat_id, title)
+            self._actions.renamed(chat_id, title)
+            await self.refresh()
+
+    async def _delete(self, chat_id: str, name: str) -> None:
+        with ui.dialog() as dialog, ui.card().classes("dialog"):
+            ui.label(f"Delete “{name}”? This cannot be undone.")
+            with ui.row():
+                ui.button("Cancel", on_click=lambda: dialog.submit(False)).props("flat no-caps")
+                ui.button("Delete", on_click=lambda: dialog.submit(True)).props(
+                    "unelevated no-caps color=negative"
+                )
+        confirmed = await dialog
+        dialog.delete()
+        if confirmed:
+            await self._store.remove(chat_id)
+            await self._actions.deleted(chat_id)
+            await self.refresh()
+
+
+def when(updated_s: float) -> str:
+    """The time today, the date before."""
+    moment, now = datetime.fromtimestamp(updated_s), datetime.fromtimestamp(time.time())
+    return (
+        moment.strftime("%H:%M")
+        if moment.date() == now.date()
+        else f"{moment.day} {moment.strftime('%b %Y')}"
+    )

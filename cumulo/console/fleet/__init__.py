@@ -1,1 +1,0 @@
-"""The fleet page: replicas, their caches, and how requests are routed to them."""

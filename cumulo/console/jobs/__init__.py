@@ -1,1 +1,0 @@
-"""The page Jobs: queue, cluster map and timeline."""
