@@ -19,17 +19,13 @@ def table(report: dict) -> str:
         f"{machine['date']}, {machine['gpu']}, torch {machine['torch']}, Triton {machine.get('triton', '')};"
         f" ceilings in the same run: copy {machine['copy_tb_s']} TB/s, bf16 {machine['bf16_tflop_s']} and fp8 "
         f"{machine['fp8_tflop_s']} TFLOP/s.", "",
-        "| | unit | Cumulo | vLLM 0.26 | must | aim | roofline |", "|---|---|---|---|---|---|---|",
+        "| | unit | Cumulo | vLLM 0.26 | roofline |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for row in report["rows"]:
         if "value" not in row:
             continue
         share = f"{row['roofline_percent']:.0f}%" if row.get("roofline_percent") else ""
-        reached = (
-            f"**{number(row['value'])}**" if row.get("ok") else f"{number(row['value'])} (missed)".strip()
-        )
-        cells = (row["name"], row["unit"], reached, number(row.get("vllm")), number(row.get("must")),
-                 number(row.get("aim")), share)  # fmt: skip
+        cells = (row["name"], row["unit"], f"**{number(row['value'])}**", number(row.get("vllm")), share)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
