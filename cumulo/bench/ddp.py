@@ -141,7 +141,8 @@ def _batch(rank: int) -> DeviceBatch:
 
 
 def _difference(own: nn.Module, other: nn.Module) -> float:
-    """Of all weights together: single ones with hardly any gradient follow its rounding under AdamW."""
+    """The difference of all weights together: single ones with hardly any gradient follow its rounding under
+    AdamW."""
     with torch.no_grad():
         ours, theirs = (nn.utils.parameters_to_vector(model.parameters()) for model in (own, other))
         return float((ours - theirs).norm() / theirs.norm())

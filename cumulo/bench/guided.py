@@ -1,8 +1,8 @@
 """What guides promise and what they cost: `cumulo bench guided`.
 
-Promise: schemas of the official test suite, drawn at random from those that can be enforced, answered by the model
-in batches; every answer that ends by itself must fit its schema. Cost: the same batch, a step with guides and a
-step without in turn, so that whatever slows the machine slows both.
+Promise: schemas of the official test suite, drawn at random from those that can be enforced, answered by the
+model in batches; every answer that ends by itself must fit its schema. Cost: the same batch, a step with guides
+and a step without in turn, so that whatever slows the machine slows both.
 """
 
 import json
@@ -69,7 +69,7 @@ class SchemaVerdict:
 
 
 def usable(guidance: Guidance, suite: Iterable[SuiteSchema]) -> Iterator[tuple[SuiteSchema, Judge]]:
-    """Those of the suite's schemas that can be enforced and judged."""
+    """The suite's schemas that can be enforced and judged."""
     for one in suite:
         try:
             guidance.check(Guide("json_schema", json.dumps(one.schema)))

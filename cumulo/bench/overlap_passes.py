@@ -1,9 +1,9 @@
 """What `cumulo bench overlap` measures: steps of a mixture of experts in a pipeline, whose paired passes run in
 turns one after the other and at the same time, next to what the simulator says of both.
 
-The ranks' tokens really travel to their experts, over TCP. A `LinkShaper` makes the network slower than this host:
-it sleeps while bytes wait, so that, as with a real card, an exchange leaves the cores to others. The simulator
-knows that all ranks share this machine's cores, and whether two passes share a card.
+The ranks' tokens really travel to their experts, over TCP. A `LinkShaper` makes the network slower than this
+host: it sleeps while bytes wait, so that, as with a real card, an exchange leaves the cores to others. The
+simulator knows that all ranks share this machine's cores, and whether two passes share a card.
 """
 
 import statistics
@@ -37,7 +37,7 @@ Parts = list[tuple[float, float]]
 
 @dataclass(slots=True)
 class PassTrace:
-    """Of one rank. It hears of exchanges from the meter."""
+    """The trace of one rank. It hears of exchanges from the meter."""
 
     passes: dict[PassKey, list[Parts]] = field(default_factory=dict)  # of each step
     _here: threading.local = field(default_factory=threading.local)
@@ -104,7 +104,7 @@ LENGTH = 128  # of a sequence
 
 
 def random_batch(place: int, rows: int, vocab_size: int) -> Batch:
-    """Of one process: `rows` sequences of its own."""
+    """The batch of one process: `rows` sequences of its own."""
     tokens = np.random.default_rng(place).integers(0, vocab_size, (rows, LENGTH + 1))
     positions = np.broadcast_to(np.arange(LENGTH), (rows, LENGTH)).copy()
     starts = np.arange(0, (rows + 1) * LENGTH, LENGTH, dtype=np.int32)
@@ -152,7 +152,7 @@ class OverlapPlan:
 
 @dataclass(frozen=True, slots=True)
 class OverlapSteps:
-    """Of one rank."""
+    """The steps of one rank."""
 
     passes: Mapping[PassKey, list[Parts]]
     rest_s: float  # of a step, in processor time besides the passes

@@ -1,8 +1,8 @@
 """How much quality a quantised model keeps, next to its speed and memory: perplexity, KL and top-1 agreement
 against the model in 16 bits. `cumulo bench quality` prints it.
 
-All variants read the same held-out text: the half of the Python language reference that no default calibration text
-is taken from. Speeds are measured in turns with the 16-bit model, so that other programs slow down both.
+All variants read the same held-out text: the half of the Python language reference that no default calibration
+text is taken from. Speeds are measured in turns with the 16-bit model, so that other programs slow down both.
 """
 
 import statistics
@@ -195,7 +195,8 @@ def _decode_tok_s(llm: LLM) -> float:
 
 
 def rows(found: Sequence[Figures]) -> list[Row]:
-    """Of the JSON report. What the papers claim is a bound: a calibrated method beats rounding to nearest."""
+    """Rows of the JSON report. What the papers claim is a bound: a calibrated method beats rounding to
+    nearest."""
     plain, *others = found
     result = []
     for one in found:

@@ -1,4 +1,5 @@
-"""Whether a text is a JSON value that fits its schema: jsonschema, made exact. For `cumulo bench guided` and tests.
+"""Whether a text is a JSON value that fits its schema: jsonschema, made exact. For `cumulo bench guided` and
+tests.
 
 jsonschema computes with floats, for which 691.7787 is no multiple of 0.0001, and reads patterns as Python does,
 for which `é` is no `\\W` and a line break may follow `$`. Here numbers are fractions and patterns ECMA's (262,
@@ -107,7 +108,7 @@ class CannotJudge(Exception):
 
 
 class Judge:
-    """Of one schema. Formats that are known must be kept, too."""
+    """The judge of one schema. Formats that are known must be kept, too."""
 
     def __init__(self, schema: dict[str, Any], draft: str) -> None:
         try:

@@ -83,8 +83,8 @@ class ServerTasks:
 
 
 def server_tasks(job: JobSettings) -> ServerTasks:
-    """As many servers as the devices are enough for. A plan with prefill and decode apart is one server, which
-    starts all of its engines."""
+    """Returns as many servers as the devices are enough for. A plan with prefill and decode apart is one
+    server, which starts all of its engines."""
     shape, group = served_shape(job), job.devices[0]
     replicas = shape.replicas
     if shape.prefill:

@@ -17,7 +17,7 @@ _MOST_THREADS = 1024  # torch ends the process where it cannot start them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(SchedulingOptions):
-    """Those that the scheduler decides by are in SchedulingOptions."""
+    """Options of the engine; those that the scheduler decides by are in SchedulingOptions."""
 
     device: str = "auto"  # auto: a GPU if there is one, else the CPU; or "cpu", "cuda"
     kv_blocks: int | None = None  # None: as many as kv_memory_gib holds

@@ -1,7 +1,7 @@
 """What a gateway and a Cumulo server say to each other beside the client's own bytes. Read and written by both.
 
-A gateway sends its key and a FleetAsk as headers with every request. The server then ends every batch of events of
-a stream with a comment line, the *seal*, that has the ids of the batch's tokens:
+A gateway sends its key and a FleetAsk as headers with every request. The server then ends every batch of events
+of a stream with a comment line, the *seal*, that has the ids of the batch's tokens:
 
     data: {"choices": ...}\\n\\n: 17 402\\n\\n          what belongs to two tokens
     data: {"choices": ...}\\n\\n: {"0.1":5}\\n\\n       several samples: tokens that each has by now
@@ -32,7 +32,7 @@ HASH_BYTES = 8  # of a block's hash: enough to tell the blocks of a fleet apart
 
 
 class FleetCaller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Whose request it is: who was let in by the gateway need not show a key again."""
+    """The caller whose request it is: who was let in by the gateway need not show a key again."""
 
     name: str
     requests_per_minute: int | None = None

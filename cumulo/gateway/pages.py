@@ -1,5 +1,5 @@
-"""GatewayPages: the gateway's own endpoints: health, readiness, metrics, models, the fleet (with a page at /), and
-explanations."""
+"""GatewayPages: the gateway's own endpoints: health, readiness, metrics, models, the fleet (with a page at /),
+and explanations."""
 
 import base64
 import hashlib
@@ -192,7 +192,8 @@ class GatewayPages:
         }
 
     async def _change(self, scope: Scope, receive: Receive) -> Response:
-        """As in a server with several replicas (serve/fleet/endpoints.py), except that a replica has an address."""
+        """The same as in a server with several replicas (serve/fleet/endpoints.py), except that a replica has
+        an address."""
         method, path = scope["method"], scope["path"]
         if method == "POST" and path == _REPLICAS:
             return await self._add(_read(await _whole(receive), AddReplica))

@@ -82,12 +82,12 @@ class TrainJob:
 
     @property
     def micro_batches(self) -> int:
-        """Of one data-parallel rank in one step."""
+        """Micro-batches of one data-parallel rank in one step."""
         return self.global_batch // (self.layout.dp * self.micro_batch)
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of one micro-batch on one rank: its sequences, over the context-parallel ranks."""
+        """Tokens of one micro-batch on one rank: its sequences, over the context-parallel ranks."""
         return self.micro_batch * self.sequence_length // self.layout.cp
 
     @property
@@ -118,7 +118,7 @@ class TrainJob:
 
     @property
     def chunk_kinds(self) -> tuple[tuple[int, int], ...]:
-        """Of each chunk: its layers without and with experts."""
+        """For each chunk: its layers without and with experts."""
         return _chunk_kinds(self.model, self.chunks)
 
     @property
@@ -129,7 +129,8 @@ class TrainJob:
     # -- bytes of a number ------------------------------------------------------------------------------
     @property
     def weight_bytes_each(self) -> int:
-        """Of the copy that computes. float8 products are made from 16-bit weights, as all recipes do."""
+        """Bytes of a weight of the copy that computes. float8 products are made from 16-bit weights, as all
+        recipes do."""
         return max(2, DTYPE_BYTES[self.dtype])
 
     @property

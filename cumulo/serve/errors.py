@@ -102,7 +102,7 @@ _TYPES = ("str", "int", "float", "NamedTool", "AllowedTools", "ChosenFunction") 
 
 
 def _field_name(place: list[Any]) -> str:
-    """As the client wrote it: pydantic's names of the types it tried are left out."""
+    """The field as the client wrote it: pydantic's names of the types it tried are left out."""
     name = ""
     for index, part in enumerate(place):
         if index and isinstance(part, str) and ("[" in part or "-" in part or part in _TYPES):

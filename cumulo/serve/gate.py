@@ -1,8 +1,8 @@
 """Gate: what every HTTP request passes before an endpoint sees it, as plain ASGI middleware.
 
 In this order, cheapest first: is the server draining (503), who is it (401), do they ask too often (429), is the
-body too large (413). Counts and logs what goes out, with the request's id and the warnings about it in its headers.
-Health, metrics and the description need no key. HEAD is answered wherever GET is.
+body too large (413). Counts and logs what goes out, with the request's id and the warnings about it in its
+headers. Health, metrics and the description need no key. HEAD is answered wherever GET is.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class Gate:
 
 
 def _limit_bytes(service: Service, scope: Scope) -> int:
-    """Of the body. A file that is uploaded goes to disk, not to memory, and has a limit of its own."""
+    """The limit of the body. A file that is uploaded goes to disk, not to memory, and has a limit of its own."""
     if scope["path"] == "/v1/files" and Headers(scope=scope).get("content-type", "").startswith("multipart/"):
         return service.options.max_file_bytes + _FORM_BYTES
     return service.options.max_body_bytes

@@ -182,7 +182,8 @@ class Service:
 
     # -- adapters -----------------------------------------------------------------------------------------
     def hold_adapter(self, name: str) -> ServedAdapter | None:
-        """Of a request that names it as its model; None: it names the model itself. Released when it has ended."""
+        """The adapter that a request names as its model; None: it names the model itself. Released when it has
+        ended."""
         if name == self.model_name:
             return None
         self.check_model(name)

@@ -1,8 +1,8 @@
-"""Every GPU kernel's rows beside ceilings measured in the same run. `cumulo bench kernels` prints them on a GPU, as
-does `python -m cumulo.bench.gpu.report [WORDS]`, which needs torch alone.
+"""Every GPU kernel's rows beside ceilings measured in the same run. `cumulo bench kernels` prints them on a
+GPU, as does `python -m cumulo.bench.gpu.report [WORDS]`, which needs torch alone.
 
-A row's value is its time; the rest says how much of the roofline that is, how many times slower each rival was, and
-how wrong the result. An operation that fails is a row with its error, and the table goes on.
+A row's value is its time; the rest says how much of the roofline that is, how many times slower each rival was,
+and how wrong the result. An operation that fails is a row with its error, and the table goes on.
 """
 
 import gc
@@ -76,7 +76,7 @@ class Ceilings:
         return self.fp8_flops_per_s if eight_bit and self.fp8_flops_per_s else self.bf16_flops_per_s
 
     def share(self, row: KernelRow) -> float:
-        """Of the roofline: 1 is the fastest that memory and matrix units allow."""
+        """The share of the roofline: 1 is the fastest that memory and matrix units allow."""
         return row.work.floor_us(self.bytes_per_s, self.flops_per_s(row.dtype)) / row.ours_us
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -91,8 +91,8 @@ class Ceilings:
 
 
 def rows(only: Sequence[str] = (), tell: Tell = lambda line: None) -> list[dict[str, Any]]:
-    """One dictionary per figure: name, value, unit, better, must, aim, note, more. With `only`, of operations whose
-    name holds one of the words."""
+    """One dictionary per figure: name, value, unit, better, must, aim, note, more. With `only`, of operations
+    whose name holds one of the words."""
     registry.load_for(registry.device_name("cuda"))
     tell("measuring the device's ceilings")
     ceilings = Ceilings.measured()

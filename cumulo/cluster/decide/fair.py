@@ -40,7 +40,7 @@ def _reclaim(snapshot: Snapshot, placer: Placer) -> list[Decision]:
     borrowers = None
 
     def may_stop(one: RunningJob, chosen: list[RunningJob]) -> bool:
-        """As many as bring its tenant back to its quota."""
+        """Whether a stop brings its tenant back to its quota."""
         tenant = one.request.tenant
         back = sum(other.gpus for other in chosen if other.request.tenant == tenant)
         return book.over(tenant) - back > _LITTLE

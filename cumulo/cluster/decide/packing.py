@@ -92,8 +92,8 @@ def task_mix(jobs: Iterable[JobRequest], share: float = 0.95) -> TaskMix:
 
 
 def fragmentation(gpu_milli: Ints, cpu_milli: Ints, mix: TaskMix, reachable: Ints | None = None) -> Floats:
-    """Of states of nodes: GPU thousandths that the mix cannot use. `gpu_milli` is [states, GPUs]; `reachable` is
-    [states, shapes], False where a shape does not accept the node's device."""
+    """Fragmentation of states of nodes: GPU thousandths that the mix cannot use. `gpu_milli` is [states, GPUs];
+    `reachable` is [states, shapes], False where a shape does not accept the node's device."""
     gpus, milli, cpu, frequency = mix.columns
     enough = gpu_milli[:, :, None] >= milli  # [states, GPUs, shapes]
     fits = (enough.sum(axis=1) >= gpus) & (cpu_milli[:, None] >= cpu)

@@ -12,7 +12,8 @@ _LITTLE = 1e-9  # rounding errors of GPUs
 
 @dataclass(slots=True)
 class TenantUse:
-    """Thousandths of GPUs and of cores of a tenant's jobs: integers, so that sums do not depend on their order."""
+    """Thousandths of GPUs and of cores of a tenant's jobs: integers, so that sums do not depend on their
+    order."""
 
     gpu_milli: int = 0
     cpu_milli: int = 0
@@ -39,7 +40,8 @@ def tenant_use(snapshot: Snapshot) -> dict[str, TenantUse]:
 
 
 def dominant_share(use: TenantUse, total: TenantUse, weight: float) -> float:
-    """The larger of a tenant's shares of all GPUs and of all cores, over its weight (DRF, Ghodsi et al., 2011)."""
+    """The larger of a tenant's shares of all GPUs and of all cores, over its weight (DRF, Ghodsi et al.,
+    2011)."""
     return max(use.gpu_milli / total.gpu_milli, use.cpu_milli / total.cpu_milli) / max(weight, _LITTLE)
 
 
@@ -59,7 +61,7 @@ class QuotaBook:
         return f"tenant {job.tenant} has {used:g} GPUs, its limit is {most:g}"
 
     def left_to(self, tenant: str) -> float:
-        """So many more GPUs it may have; negative: it has too many."""
+        """How many more GPUs the tenant may have; negative: it has too many."""
         quota = self.quotas.get(tenant)
         return inf if quota is None else quota.most_gpus + _LITTLE - self.used[tenant]
 

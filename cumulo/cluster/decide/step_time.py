@@ -24,8 +24,8 @@ _Lies = tuple[int, int, int, float, float, bool]
 
 @dataclass(frozen=True)
 class LeafFabric:
-    """Nodes of a device under leaf switches. `oversubscription`: what a leaf's nodes can send over what its uplinks
-    carry."""
+    """Nodes of a device under leaf switches. `oversubscription`: what a leaf's nodes can send over what its
+    uplinks carry."""
 
     device: str
     leaf_of: Mapping[str, str]
@@ -51,7 +51,7 @@ class LeafFabric:
         return self.step_of(job, Counter(place.node for place in places), busy)
 
     def step_of(self, job: JobRequest, tasks: Mapping[str, int], busy: Mapping[str, int]) -> float:
-        """As `step_s`; `tasks` are those on each node."""
+        """Like `step_s`; `tasks` are those on each node."""
         leaves = Counter(map(self.leaf_of.__getitem__, tasks))
         return self.step_over(job, leaves, max(tasks.values()), sum(tasks.values()), busy)
 

@@ -44,7 +44,8 @@ class PricedWay(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Of one gang: how many tasks fit on each node and under each leaf, and the free GPUs of each leaf."""
+    """The room for one gang: how many tasks fit on each node and under each leaf, and the free GPUs of each
+    leaf."""
 
     fits: Ints
     by_leaf: Ints
@@ -73,7 +74,7 @@ class TopologyPlacer:
 
     @cached_property
     def leaf_of(self) -> Ints:
-        """Of each node: the number of its leaf."""
+        """For each node: the number of its leaf."""
         numbers = {leaf: number for number, leaf in enumerate(self.leaves)}
         return np.array([numbers[node.leaf] for node in self.snapshot.nodes], dtype=np.int64)
 

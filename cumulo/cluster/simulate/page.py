@@ -34,7 +34,7 @@ def page(runs: Sequence[tuple[str, ClusterRun]]) -> str:
 
 
 def _cluster(runs: Sequence[tuple[str, ClusterRun]]) -> str:
-    """Of all runs: they differ in the policy alone."""
+    """The cluster of all runs: they differ in the policy alone."""
     run = runs[0][1]
     jobs = len(run.outcomes) + len(run.unfinished) + len(run.impossible)
     gpus = sum(node.gpus for node in run.nodes)
@@ -126,7 +126,8 @@ def gantt(run: ClusterRun) -> str:
 
 
 def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Of GPUs next to each other: the first, and how many. What lies between two stretches is another job's."""
+    """Stretches of GPUs next to each other: the first, and how many. What lies between two stretches is another
+    job's."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and sum(found[-1]) == number:

@@ -146,7 +146,7 @@ def _cells(row: "np.ndarray[tuple[int], np.dtype[np.float64]]", y: float) -> lis
 
 
 def _chosen(use: LinkUse) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """As many rows for each tier in use: its busiest, and where there are more, also quieter ones to
+    """Chooses as many rows for each tier in use: its busiest, and where there are more, also quieter ones to
     compare with."""
     total = use.bytes_by_link() / np.where(use.links.capacity > 0, use.links.capacity, np.inf)
     tiers = [tier for tier in range(len(use.links.tiers)) if (total[use.links.tier == tier] > 0).any()]

@@ -87,8 +87,9 @@ def usable(ask: Ask, replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
 
 
 def tokens_ahead(ask: Ask, replica: ReplicaView, own_tokens: int) -> int:
-    """Waiting tokens that the engine computes before this request: all of more important ones; of equally important
-    ones each tenant's share, because tenants take turns (nobody waits for more of another than of their own)."""
+    """Waiting tokens that the engine computes before this request: all of more important ones; of equally
+    important ones each tenant's share, because tenants take turns (nobody waits for more of another than of
+    their own)."""
     if not replica.queues:
         return replica.waiting_tokens
     mine = own_tokens + replica.queues.get((ask.priority, ask.tenant), 0)
@@ -102,7 +103,8 @@ def tokens_ahead(ask: Ask, replica: ReplicaView, own_tokens: int) -> int:
 
 
 def held_tokens(ask: Ask, replica: ReplicaView, promised: Container[BlockHash] = ()) -> int:
-    """Prompt tokens whose KV the replica has: its blocks are looked up in order, up to the first it does not hold.
+    """Prompt tokens whose KV the replica has: its blocks are looked up in order, up to the first it does not
+    hold.
 
     At least one token is computed, because the first output token comes from it. `promised`: blocks that requests
     in its queue will have filled by then.
@@ -116,8 +118,9 @@ def held_tokens(ask: Ask, replica: ReplicaView, promised: Container[BlockHash] =
 
 
 def expected(ask: Ask, replica: ReplicaView, promised: Container[BlockHash] = ()) -> Route:
-    """TTFT there: its queue of prompts and this one's uncached rest at the speed of prompts, and a step to draw the
-    token. Where all places are taken, a request waits for one: on average a share of a step for each in excess."""
+    """TTFT there: its queue of prompts and this one's uncached rest at the speed of prompts, and a step to draw
+    the token. Where all places are taken, a request waits for one: on average a share of a step for each in
+    excess."""
     cached = held_tokens(ask, replica, promised)
     own = ask.prompt_tokens - cached
     compute_s = (tokens_ahead(ask, replica, own) + own) / replica.prompt_tok_s
@@ -234,8 +237,8 @@ class PrefixAware:
         )
 
     def _calm(self, ask: Ask, replicas: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-        """Those that have not been given too much; the least busy one always is among them. One that joins starts
-        level with it, instead of getting everything until it has caught up."""
+        """Replicas that have not been given too much; the least busy one always is among them. One that joins
+        starts level with it, instead of getting everything until it has caught up."""
         known = [self.given_tokens[one.name] for one in replicas if one.name in self.given_tokens]
         for one in replicas:
             self.given_tokens.setdefault(one.name, min(known, default=0.0))

@@ -144,7 +144,7 @@ class Guidance:
         return made.matcher.deep_copy()
 
     def forget(self, guide: Guide, slow: bool = False) -> None:
-        """Its matchers share what the lexer has learnt: after a failure it may have no room left. `slow`: it is
+        """Matchers share what the lexer has learnt: after a failure it may have no room left. `slow`: it is
         refused from now on."""
         with self._lock:
             self._recent.pop(guide, None)

@@ -1,7 +1,7 @@
 """How memory is shared out before a model is loaded. The engine and the planner ask `plan_memory`.
 
-It predicts every part, chooses the number of KV blocks where the user left it open, and refuses what cannot fit by
-naming the largest setting that would.
+It predicts every part, chooses the number of KV blocks where the user left it open, and refuses what cannot fit
+by naming the largest setting that would.
 """
 
 import dataclasses
@@ -176,7 +176,8 @@ def _drafts(config: EngineConfig) -> Literal["", "ngram", "model", "rounds"]:
 def plan_rank_memory(
     spec: ModelSpec, weight_bytes: int, config: EngineConfig, layout: ServingLayout, available_bytes: int
 ) -> MemoryPlan:
-    """Of the engine: the ledger is rank 0's, and there are as many blocks as the rank with the least room holds.
+    """The memory plan of the engine: the ledger is rank 0's, and there are as many blocks as the rank with the
+    least room holds.
 
     `weight_bytes` is what the whole model takes, `available_bytes` what one rank may use.
     """

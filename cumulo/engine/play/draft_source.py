@@ -1,5 +1,5 @@
-"""What drafts besides n-gram lookup: a draft model or an Eagle head, loaded from what `speculate` names. Called by
-the assembly, before memory is planned (sizes) and after the engine's runner is made (the drafter).
+"""What drafts besides n-gram lookup: a draft model or an Eagle head, loaded from what `speculate` names. Called
+by the assembly, before memory is planned (sizes) and after the engine's runner is made (the drafter).
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class DraftSource:
 
     @property
     def spec(self) -> ModelSpec:
-        """Whose keys and values a drafter keeps."""
+        """The model whose keys and values a drafter keeps."""
         if self.head is not None:
             return self.head.spec
         assert self.model is not None

@@ -1,5 +1,5 @@
-"""What every rank of an engine does at its start, rank 0 in the engine's process and the others in their own: find
-the others, load its part, make its runner. `start_ranks` is called by the assembly.
+"""What every rank of an engine does at its start, rank 0 in the engine's process and the others in their own:
+find the others, load its part, make its runner. `start_ranks` is called by the assembly.
 
 On a GPU the same steps make a CudaRunner (`rank_player_cuda`, imported only there).
 """
@@ -81,7 +81,7 @@ class RankSetup:
 
     @property
     def own_ranks(self) -> int:
-        """Those on rank 0's host; the others have come from elsewhere (`cumulo.ranks.remote`)."""
+        """Ranks on rank 0's host; the others have come from elsewhere (`cumulo.ranks.remote`)."""
         return self.config.layout.world - self.config.remote_ranks
 
     @property
@@ -309,8 +309,8 @@ _REFUSED = 3  # exit status: joining again would not help
 
 
 def serve_ranks(address: str, key: str, model: str | None, threads: int | None, count: int = 1) -> None:
-    """So many ranks, a process each, until it is interrupted. `model`: where it lies on this host; None: where the
-    engine's lies on its own."""
+    """So many ranks, a process each, until it is interrupted. `model`: where it lies on this host; None: where
+    the engine's lies on its own."""
     host_and_port(address)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # the next engine is joined without importing torch again

@@ -60,8 +60,8 @@ def held_for_others(part: RankPart, config: EngineConfig, dtype: torch.dtype) ->
 
 
 def _sizes(part: RankPart, config: EngineConfig, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Bytes that a rank shares with other slices, with other stages, and with ranks that have other rows. All ranks
-    have as many: symmetric memory asks for it."""
+    """Bytes that a rank shares with other slices, with other stages, and with ranks that have other rows. All
+    ranks have as many: symmetric memory asks for it."""
     tokens, draws, layout = config.max_tokens_per_step, config.max_running, part.layout
     hidden, invariant = part.whole.hidden, config.batch_invariant
     slices = stages = rows = 0
@@ -153,8 +153,8 @@ _LOOK_S = 0.5  # between looks whether a step stands still
 
 
 def gpu_places(backend: str) -> int:
-    """How many ranks this machine has a GPU for. Several may be told to share one, to try a layout; over gloo they
-    always may."""
+    """How many ranks this machine has a GPU for. Several may be told to share one, to try a layout; over gloo
+    they always may."""
     shared = backend == "gloo" or os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     return _MANY if shared else torch.cuda.device_count()
 
@@ -229,7 +229,7 @@ def make_cuda_runner(
 
 
 def show_cache(runner: DeviceRunner, store: TCPStore, rank: int) -> None:
-    """Of an engine with a role: let rank 0, which hands KV over for all, open this rank's."""
+    """For an engine with a role: let rank 0, which hands KV over for all, open this rank's."""
     assert isinstance(runner, CudaRunner)
     store.set(f"kv cache {rank}", cuda_handles(runner.cache))
 
@@ -272,8 +272,8 @@ def watch_ranks(ranked: RankedRunner, runner: DeviceRunner, ranks: RankProcesses
 
 
 def end_with(process_id: int | None, connection: int) -> None:
-    """End this process as soon as the engine's has, whatever it waits for then. None: that one is on another host,
-    and this connection to it ends."""
+    """End this process as soon as the engine's has, whatever it waits for then. None: that one is on another
+    host, and this connection to it ends."""
     looked = select.poll()
     if process_id is None:
         looked.register(connection, select.POLLRDHUP | select.POLLHUP)  # not when there is something to read

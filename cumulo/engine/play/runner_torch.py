@@ -54,8 +54,8 @@ class TorchRunner:
         bank: AdapterBank | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """`tier_blocks`: of the host blocks, the last ones, for prefixes and not for swapped sequences. `rank`, and
-        a sampler to go with it: this runner is one of several that play every plan together."""
+        """`tier_blocks`: of the host blocks, the last ones, for prefixes and not for swapped sequences. `rank`,
+        and a sampler to go with it: this runner is one of several that play every plan together."""
         self.model, self.cache = model, cache
         self.sampler: Sampler = sampler or WholeSampler()
         self.rank, self.drafter = rank, drafter
@@ -314,7 +314,8 @@ class TorchRunner:
         return np.arange(max(0, min(int(rows.counts[row]), prompt_length - 1 - int(rows.starts[row]))))
 
     def _prompt_logprobs(self, output: Tensor, slot: int, start: int) -> list[TokenLogprobs]:
-        """Of the model's own distribution: bias and penalties shape what is drawn, not what was given."""
+        """Log-probabilities of the model's own distribution: bias and penalties shape what is drawn, not what
+        was given."""
         params = self.table.params[slot]
         count = (params.prompt_logprobs or 0) if params is not None else 0
         entries: list[TokenLogprobs] = []
@@ -329,7 +330,8 @@ class TorchRunner:
 
 
 class _OneRow:
-    """A model that computes the first token of a step, and gives its hidden state to all others that are wanted."""
+    """A model that computes the first token of a step, and gives its hidden state to all others that are
+    wanted."""
 
     def __init__(self, model: RunnableModel) -> None:
         self._model, self.logits = model, model.logits

@@ -54,7 +54,8 @@ SentCache = KVCache | RankCaches
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Both ends begin with it: what must be alike, and (of the sender) how its cache is reached."""
+    """The message with which both ends begin: what must be alike, and (of the sender) how its cache is
+    reached."""
 
     model: str
     version: str

@@ -70,8 +70,8 @@ def round_draws(plan: StepPlan, drafts: int) -> tuple[StepRows, StepDraws]:
 
 
 def take_rounds(plan: StepPlan, told: NDArray[np.int32], table: SlotTable, result: StepResult) -> None:
-    """Of each row what was kept in all rounds. `told` [rows, rounds, 1 + places]: how many drafts were kept in a
-    round, and what was drawn at its places."""
+    """For each row, what was kept in all rounds. `told` [rows, rounds, 1 + places]: how many drafts were kept
+    in a round, and what was drawn at its places."""
     for row, (slot, start) in enumerate(zip(plan.slots, plan.starts, strict=True)):
         tokens: list[int] = []
         hits = told[row, :, 0].tolist()

@@ -51,7 +51,8 @@ def uniform(
 
 
 def _whole(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """As an array even for one element: numpy wraps arrays silently around 2^64 and warns about scalars."""
+    """The number as an array even for one element: numpy wraps arrays silently around 2^64 and warns about
+    scalars."""
     return np.atleast_1d(np.asarray(values)).astype(np.uint64)
 
 

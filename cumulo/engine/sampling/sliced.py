@@ -1,10 +1,10 @@
 """SlicedSampler: draws from logits of which every rank has some columns, without gathering them. A rank's runner
 calls it in the place of the plain sampler, and every rank comes to the same tokens.
 
-What ranks exchange are a few numbers per draw: each slice's largest logit and its token, sums of exponentials, and
-for top-k, top-p and min-p the candidates, a superset of what the cuts keep. The cuts themselves are the plain
-sampler's, on the candidates of all slices in token order. Only a top-p draw from so flat a distribution that its
-candidates would be most of the vocabulary gathers its whole row.
+What ranks exchange are a few numbers per draw: each slice's largest logit and its token, sums of exponentials,
+and for top-k, top-p and min-p the candidates, a superset of what the cuts keep. The cuts themselves are the
+plain sampler's, on the candidates of all slices in token order. Only a top-p draw from so flat a distribution
+that its candidates would be most of the vocabulary gathers its whole row.
 """
 
 from collections.abc import Callable
@@ -195,7 +195,7 @@ class SlicedSampler:
     def token_logprobs(
         self, logits: Tensor, tokens: NDArray[np.int64], alternatives: NDArray[np.int64]
     ) -> list[TokenLogprobs]:
-        """As the plain sampler's; each slice tells its sum, its likeliest, and how many are likelier."""
+        """Same as the plain sampler's; each slice tells its sum, its likeliest, and how many are likelier."""
         draws = np.arange(len(tokens))
         local, _ = peaks_of(logits)
         here = (tokens >= self.tokens.start) & (tokens < self.tokens.stop)

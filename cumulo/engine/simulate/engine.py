@@ -1,10 +1,10 @@
 """The simulated player: the engine's loop in virtual time. Called by the planner and `cumulo simulate serve`.
 
 The scheduler and the block pool are the real ones; a StepClock says how long the steps they plan would take. The
-loop is the engine's own (engine.py): with `overlap`, step N+1 is planned and submitted while the device computes N,
-so a newcomer waits for the step that runs and for the one behind it, here as there. In a pipeline a step passes
-one stage after the other, each in its part of the step's time, and as many steps as stages are on their way.
-Nothing is random: the same arrivals and costs give the same times to the last bit.
+loop is the engine's own (engine.py): with `overlap`, step N+1 is planned and submitted while the device
+computes N, so a newcomer waits for the step that runs and for the one behind it, here as there. In a pipeline a
+step passes one stage after the other, each in its part of the step's time, and as many steps as stages are on
+their way. Nothing is random: the same arrivals and costs give the same times to the last bit.
 """
 
 from array import array
@@ -125,7 +125,7 @@ class SimulatedEngine:
             self._step()
 
     def waiting_arrivals(self) -> list[Arrival]:
-        """Those that the loop has not taken in yet: it looks for them between two steps."""
+        """Arrivals that the loop has not taken in yet: it looks for them between two steps."""
         return self.arrivals[self._coming :]
 
     def _step(self) -> None:
@@ -212,7 +212,8 @@ def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepClock
 
 
 def _receive(request: Request, first_token_s: float, scheduler: Scheduler) -> None:
-    """Its keys and values lie where swapped-out blocks do, until the scheduler has room for them on the device."""
+    """Its keys and values lie where swapped-out blocks do, until the scheduler has room for them on the
+    device."""
     sequence, landing = request.sequences[0], scheduler.kv.free_host_blocks
     blocks = -(-request.prompt_length // scheduler.config.block_size)
     if blocks > len(landing):
@@ -231,8 +232,8 @@ def _params(output_tokens: int) -> SamplingParams:
 
 
 def _prompt(arrival: Arrival, number: int, can_repeat: bool = False) -> bytes:
-    """Token ids that hash as the traffic shares: a piece's name over and over, then the request's own number. With
-    `can_repeat` further ones behind that, each of them once: an answer that repeats them can be looked up.
+    """Token ids that hash as the traffic shares: a piece's name over and over, then the request's own number.
+    With `can_repeat` further ones behind that, each of them once: an answer that repeats them can be looked up.
 
     As bytes, which an array takes over at once; one by one its tokens would cost more than scheduling them.
     """

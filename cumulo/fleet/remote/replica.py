@@ -1,4 +1,5 @@
-"""UpstreamReplica: one server behind the gateway: its connections, what it said of itself, and what it is doing."""
+"""UpstreamReplica: one server behind the gateway: its connections, what it said of itself, and what it is
+doing."""
 
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ class ReplicaWork:
         replica.waiting_tokens += prompt_tokens
 
     def note_answer(self, streams: bool) -> None:
-        """Its answer begins: its prompt waits no longer."""
+        """An answer begins, so its prompt waits no longer."""
         self.streams = streams
         self.replica.waiting_tokens -= self.prompt_tokens
         self.prompt_tokens = 0
@@ -143,7 +144,7 @@ class UpstreamReplica:
             work.exchange.fail(trouble)
 
     def move_away(self) -> None:
-        """Its running requests are continued elsewhere."""
+        """Running requests of this replica are continued elsewhere."""
         for work in list(self.works):
             work.exchange.fail("is being drained")
 

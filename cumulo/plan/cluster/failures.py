@@ -73,7 +73,8 @@ class Spares:
 
 @dataclass(frozen=True, slots=True)
 class FailureOutcome:
-    """Of simulated runs: mean shares of all time, and where 90 of 100 runs have their training share."""
+    """The outcome of simulated runs: mean shares of all time, and where 90 of 100 runs have their training
+    share."""
 
     ettr: float
     ettr_low: float
@@ -150,8 +151,8 @@ def _play(
 
 
 def spares_needed(nodes: int, broken_per_node_day: float, repair_days: float, risk: float = 0.01) -> int:
-    """The fewest spare nodes with which more are in repair at once for at most `risk` of the time: nodes in repair
-    are Poisson-distributed around nodes × rate × repair time (an M/G/∞ queue)."""
+    """The fewest spare nodes with which more are in repair at once for at most `risk` of the time: nodes in
+    repair are Poisson-distributed around nodes × rate × repair time (an M/G/∞ queue)."""
     mean = nodes * broken_per_node_day * repair_days
     if mean == 0:
         return 0

@@ -1,5 +1,5 @@
-"""A line of `published_training.csv`: its columns, and what models of published tables are made of. The readers of
-`published_tables` and `published_nemo` make lines with it.
+"""A line of `published_training.csv`: its columns, and what models of published tables are made of. The readers
+of `published_tables` and `published_nemo` make lines with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -68,8 +68,8 @@ def line_of(**values: object) -> Line:
 
 
 def read_nemo(given: Given) -> Iterator[Line]:
-    """NeMo's and Megatron-Bridge's summaries, less what a job here cannot express: fine-tuning rows, which print no
-    sequence length (packed samples of unknown lengths); 4-bit rows; mixtures that drop tokens.
+    """NeMo's and Megatron-Bridge's summaries, less what a job here cannot express: fine-tuning rows, which
+    print no sequence length (packed samples of unknown lengths); 4-bit rows; mixtures that drop tokens.
 
     Expert-parallel ranks of Megatron-Bridge include the tensor-parallel ones, each with whole experts; here those
     share the experts' matrices, which comes to the same work. A chunk has a layer at least."""
@@ -118,7 +118,7 @@ def read_nemo(given: Given) -> Iterator[Line]:
 
 
 def _count(text: str | None) -> int:
-    """Of ranks or chunks: 1 where a table has nothing to say."""
+    """The number of ranks or chunks: 1 where a table has nothing to say."""
     return int(text) if text and text != "n/a" else 1
 
 
@@ -131,8 +131,8 @@ def _bridge_mixture(container: str, system: str, model: str, ep: int) -> dict[st
     """What the recipes (scripts/performance/configs) set and the tables do not print.
 
     Tokens travel by NCCL's all-to-all with GPT-OSS before 26.06, with Qwen3-235B on x86 nodes, and with Qwen3-30B
-    there up to 26.02. The exchange is overlapped with Qwen3-235B on H100, and DeepSeek-V3 over several B200 nodes.
-    GPT-OSS computes norms and activations again where memory is short.
+    there up to 26.02. The exchange is overlapped with Qwen3-235B on H100, and DeepSeek-V3 over several B200
+    nodes. GPT-OSS computes norms and activations again where memory is short.
     """
     x86 = not system.startswith("DGX-GB")
     waits = "OSS" in model and container < "26.06"

@@ -57,15 +57,15 @@ class ErrorSummary:
 
 
 def predict(row: PublishedRow) -> RowPrediction:
-    """As `cumulo plan train` does it for a job of this software."""
+    """Predicts as `cumulo plan train` does for a job of this software."""
     profile, borrowed = compute_profile.shipped_for(row.cluster.device, row.job.dtype, row.job.software)
     return _predicted(row, profile, bool(borrowed), ())
 
 
 def predict_left_out(row: PublishedRow, measured_with: str | None = None) -> RowPrediction:
-    """As if the row's generation of software had published nothing: constants fitted without it, its traits alone,
-    and an interval for which only the others vouch. `measured_with`: the software of the row, where it is asked for
-    under the name of another."""
+    """Predicts as if the row's generation of software had published nothing: constants fitted without it, its
+    traits alone, and an interval for which only the others vouch. `measured_with`: the software of the row,
+    where it is asked for under the name of another."""
     generation, device = generation_of(measured_with or row.job.software), row.cluster.device
     given = left_out_efficiency(generation)
     software = given.software[row.job.software]

@@ -49,7 +49,7 @@ class MemoryLedger:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of `total`: where nine of ten measured peaks would lie, by the same curve."""
+        """The interval of `total`: where nine of ten measured peaks would lie, by the same curve."""
         factor = 10**_ERROR_SCALE
         return self.total / factor, self.total * factor
 

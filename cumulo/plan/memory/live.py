@@ -40,7 +40,7 @@ class StageLoad:
 def stage_loads(
     schedule: str, stages: int, micro_batches: int, chunks_per_stage: int
 ) -> tuple[StageLoad, ...]:
-    """Of every stage."""
+    """The loads of every stage."""
     if stages == 1:
         return (StageLoad(((0, 0),), ((1,),)),)
     played = enough_micro_batches(schedule, stages, micro_batches)
@@ -91,7 +91,7 @@ def _load(plan: PipelineSchedule, stage: int) -> StageLoad:
 
 
 def _maximal(moments: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Those that no other has at least as much as in every place."""
+    """Loads of which no other has at least as much as in every place."""
     return tuple(
         moment
         for moment in sorted(moments)
@@ -128,7 +128,8 @@ def layer_bytes_per_token(job: TrainJob, layer_has_experts: bool, recompute: Rec
 
 
 def working_bytes_per_token(job: TrainJob, layer_has_experts: bool) -> float:
-    """What backward of one layer needs beside what is kept; a recomputed layer's own activations are not in it."""
+    """What backward of one layer needs beside what is kept; a recomputed layer's own activations are not in
+    it."""
     numbers = _working_numbers(job.split_model, layer_has_experts, _keys(job))
     return job.activation_bytes_each * numbers / job.layout.tp
 

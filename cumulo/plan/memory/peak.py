@@ -1,4 +1,5 @@
-"""The memory ledger of a training job: every byte of a rank, by component. Search prunes with it, reports show it.
+"""The memory ledger of a training job: every byte of a rank, by component. Search prunes with it, reports show
+it.
 
     peak_memory(job)            # the stage that needs most
     stage_memory(job, stage=0)  # one of them
@@ -84,7 +85,7 @@ WORKSPACE_BYTES = 64 * 2**20  # of the matrix libraries, inside the allocator
 
 
 def peak_memory(job: TrainJob) -> MemoryLedger:
-    """Of a rank of the stage that needs most."""
+    """The peak of a rank of the stage that needs most."""
     return max(_heaviest_ledgers(job), key=lambda ledger: ledger.total)
 
 
@@ -94,7 +95,7 @@ def fits_into(job: TrainJob, limit_bytes: int) -> bool:
 
 
 def _heaviest_ledgers(job: TrainJob) -> Iterator[MemoryLedger]:
-    """Of the stages that may need most."""
+    """Ledgers of the stages that may need most."""
     layout = job.layout
     played = enough_micro_batches(layout.schedule, layout.pp, job.micro_batches)
     stages = _heaviest_stages(job.chunk_kinds, layout.schedule, layout.pp, played, job.chunks_per_stage)
@@ -156,7 +157,7 @@ def least_activation_bytes(layer: LayerMemory, held: StageLayers) -> float:
 
 
 def stage_memory(job: TrainJob, stage: int) -> MemoryLedger:
-    """Of a rank of one pipeline stage."""
+    """The memory of a rank of one pipeline stage."""
     return _Ledgers(job).ledger_of(stage)
 
 
@@ -177,7 +178,8 @@ def _heaviest_stages(
 
 
 class _Ledgers:
-    """The stages of one job; what depends on the job alone, or is the same for many chunks, is worked out once."""
+    """The stages of one job; what depends on the job alone, or is the same for many chunks, is worked out
+    once."""
 
     def __init__(self, job: TrainJob) -> None:
         self.job, self.last, self.kinds = job, job.chunks - 1, job.chunk_kinds
@@ -266,8 +268,8 @@ def _largest(job: TrainJob, of_layer: Callable[[TrainJob, bool], int]) -> int:
 
 
 def _layer_bytes(job: TrainJob, has_experts: bool) -> int:
-    """What one layer keeps of one micro-batch. Offloaded, no more is on the device: what has just been computed is
-    on its way to the host, or what backward needs next on its way back."""
+    """What one layer keeps of one micro-batch. Offloaded, no more is on the device: what has just been computed
+    is on its way to the host, or what backward needs next on its way back."""
     return round(layer_bytes_per_token(job, has_experts, job.recompute) * job.tokens_per_rank)
 
 

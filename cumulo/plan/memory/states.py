@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer states of a rank, to the byte, under every layout. The memory ledger asks.
 
-Symbols: P parameters of a rank before sharing, N ranks that share (ZeRO), w, g, o bytes of a weight, of a gradient
-and of the optimizer's states for it. Rajbhandari et al. 2020, section 5 (w = g = 2, o = 12):
+Symbols: P parameters of a rank before sharing, N ranks that share (ZeRO), w, g, o bytes of a weight, of a
+gradient and of the optimizer's states for it. Rajbhandari et al. 2020, section 5 (w = g = 2, o = 12):
 
     0: (w + g + o) P      1: (w + g + o/N) P      2: (w + (g + o)/N) P      3: (w + g + o) P/N
 """
@@ -55,7 +55,7 @@ BLOCK = 256
 
 @cache
 def layer_elements(model: ModelSpec, layer_has_experts: bool, tp: int, ep: int) -> Elements:
-    """Of one layer on one rank."""
+    """Elements of one layer on one rank."""
     matrices = experts = rest = wide = 0
     for weight in (
         weight for operation in layer_operations(model, layer_has_experts) for weight in operation.weights
@@ -83,9 +83,9 @@ def chunk_elements(job: TrainJob, chunk: int) -> Elements:
 
 
 def ahead_elements(job: TrainJob) -> Elements:
-    """Of what predicts one further token, beside embedding and head: a layer like the last, the product that joins
-    its input with the next token's embedding, a norm of each of the two and one before the head (DeepSeek-AI 2024,
-    equations 21 to 23)."""
+    """Of what predicts one further token, beside embedding and head: a layer like the last, the product that
+    joins its input with the next token's embedding, a norm of each of the two and one before the head
+    (DeepSeek-AI 2024, equations 21 to 23)."""
     model, layout = job.split_model, job.layout
     layer = layer_elements(model, model.is_moe_layer(model.layers - 1), layout.tp, layout.ep)
     norms = 3 * model.hidden * (2 if model.norm_bias else 1)
@@ -94,8 +94,8 @@ def ahead_elements(job: TrainJob) -> Elements:
 
 
 def stage_elements(job: TrainJob, places: tuple[Place, ...]) -> Elements:
-    """Of all the chunks of a stage. A tied embedding is held where the model begins and where it ends, and so is
-    one from which further tokens are predicted."""
+    """Elements of all the chunks of a stage. A tied embedding is held where the model begins and where it ends,
+    and so is one from which further tokens are predicted."""
     model = job.model
     found = Elements()
     for chunk, _ in places:
@@ -117,7 +117,8 @@ def stage_elements(job: TrainJob, places: tuple[Place, ...]) -> Elements:
 
 
 def heaviest_stage(job: TrainJob) -> Elements:
-    """Parameters of a rank of the stage that has most: the first, which embeds, or the last, which has the head."""
+    """Parameters of a rank of the stage that has most: the first, which embeds, or the last, which has the
+    head."""
     model, layout = job.split_model, job.layout
     per_stage = -(-model.layers // layout.pp)
     experts = min(per_stage, sum(found for _, found in job.chunk_kinds))
@@ -173,7 +174,8 @@ def state_bytes(job: TrainJob, elements: Elements) -> StateBytes:
 
 
 def adapter_elements(job: TrainJob, elements: Elements) -> int:
-    """Of adapters beside the matrices of a rank: r·(n + m) for one of n × m, with sides near the hidden size."""
+    """Elements of adapters beside the matrices of a rank: r·(n + m) for one of n × m, with sides near the
+    hidden size."""
     moe = job.model.is_moe_layer(job.model.layers - 1)
     beside = adapted_share(job.model, moe, job.lora_targets) * (elements.matrices + elements.experts)
     return round(2 * job.lora_rank_or_0 * beside / job.model.hidden)

@@ -51,7 +51,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """Of an average step."""
+    """Stalls of an average step."""
 
     data_s: float  # waited for data
     checkpoint_s: float  # waited for checkpoints, over the steps between two of them
@@ -267,7 +267,7 @@ def _sooner(asked: _Asked, now: RunCost) -> str:
 
 
 def _fewest(asked: _Asked, too_few: int, enough: int, cost: RunCost) -> tuple[int, RunCost]:
-    """Of whole nodes between a number of GPUs that is too few and twice as many: quarters of the way."""
+    """The fewest whole nodes between a number of GPUs that is too few and twice as many: quarters of the way."""
     for quarters in (1, 2, 3):
         other = too_few + quarters * (enough - too_few) // 4
         found = asked.on(other)

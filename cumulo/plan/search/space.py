@@ -169,7 +169,7 @@ class JobShape(NamedTuple):
         return self.dp, self.tp, self.pp, self.cp, self.ep
 
     def micro_batches(self, global_batch: int) -> int:
-        """Of one data-parallel rank in a step."""
+        """Micro-batches of one data-parallel rank in a step."""
         return global_batch // (self.dp * self.micro_batch)
 
 
@@ -258,7 +258,8 @@ def job_of(shape: JobShape, variant: Variant, goal: TrainGoal) -> TrainJob:
 
 
 def tensor_sizes(model: ModelSpec, cluster: Cluster) -> list[int]:
-    """Divisors of everything that is sliced, inside a scale-up domain: farther away tensor parallelism starves."""
+    """Divisors of everything that is sliced, inside a scale-up domain: farther away tensor parallelism
+    starves."""
     parts = tensor_sliced(model)
     if model.kv_heads == 1:  # multi-query attention: ranks repeat the one key/value head
         parts.pop("key/value heads", None)

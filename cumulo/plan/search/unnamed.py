@@ -66,8 +66,8 @@ def mean_s(jobs: tuple[LikelyJob, ...], step_s: Callable[[LikelyJob], float]) ->
 
 
 def timed_unnamed(text: str, goal: TrainGoal) -> tuple[Plan, Fitted]:
-    """As the most likely software does it; the time is the mean over all that are likely, and the interval is that
-    of published rows whose software was not named either."""
+    """Timed as the most likely software does it; the time is the mean over all that are likely, and the
+    interval is that of published rows whose software was not named either."""
     jobs = likely_jobs(text, goal)
     if len(jobs) == 1 and jobs[0].software == goal.software:
         return timed(jobs[0].job, goal), jobs[0].fits
@@ -95,8 +95,8 @@ def timed_unnamed(text: str, goal: TrainGoal) -> tuple[Plan, Fitted]:
 
 
 def widened(plan: Plan, goal: TrainGoal) -> Plan:
-    """A plan that was searched for under today's software, with an interval that reaches to what jobs like it took
-    with the software they were probably run with."""
+    """A plan that was searched for under today's software, with an interval that reaches to what jobs like it
+    took with the software they were probably run with."""
     traits, job = goal.known_software, plan.job
     if traits is None or goal.cluster.device.generation not in GENERATIONS:
         return plan

@@ -1,5 +1,5 @@
-"""Goodput: requests per second that kept an SLO, of a simulated replica. For `cumulo simulate serve --promise` and
-`cumulo plan serve`, whose plan promises the SLO.
+"""Goodput: requests per second that kept an SLO, of a simulated replica. For `cumulo simulate serve --promise`
+and `cumulo plan serve`, whose plan promises the SLO.
 
 Every request is judged on its own, by the rule of cumulo/spec/slo.py.
 """
@@ -32,12 +32,12 @@ class Goodput:
 
     @property
     def refused_share(self) -> float:
-        """Of all: those that were not, or that are served without a promise."""
+        """The share of all requests that were not admitted, or that are served without a promise."""
         return 1 - self.admitted / self.requests
 
     @property
     def kept_share(self) -> float:
-        """Of those that were admitted: what a promise is worth."""
+        """The share of admitted requests that kept it: what a promise is worth."""
         return self.kept / self.admitted if self.admitted else 1.0
 
 
@@ -50,8 +50,8 @@ def play_goodput(
     late: Literal["refuse", "queue"] = "refuse",
     slower: float = 1.0,
 ) -> Goodput:
-    """`promise`: schedule by the SLO as `cumulo serve --slo` does; without, in steps of fixed size. `late`: what is
-    done with requests whose promise cannot be kept. `slower`: than predicted by so much."""
+    """`promise`: schedule by the SLO as `cumulo serve --slo` does; without, in steps of fixed size. `late`:
+    what is done with requests whose promise cannot be kept. `slower`: than predicted by so much."""
     scheduler = replica.scheduler()
     if promise:
         scheduler = Scheduler(replace(scheduler.config, slo=slo, slo_late=late))

@@ -186,7 +186,7 @@ def _why_not_fetched(replica: Replica, absent: ServeReport, traffic: Traffic) ->
 
 
 def _shared_share(traffic: Traffic) -> float:
-    """Of prompt tokens: those that a cache without limits would have."""
+    """The share of prompt tokens: those that a cache without limits would have."""
     seen: set[tuple[tuple[int, int], ...]] = set()
     found = total = 0
     for one in traffic.arrivals:

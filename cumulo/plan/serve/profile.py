@@ -1,8 +1,8 @@
 """ServingProfile: how fast the engine plays steps on a device, as a few constants. `step_cost` turns work into
 seconds with one; `benchmarks/simulate_serving.py` fits them to measured runs.
 
-What a device reaches is kept as ratios to its data sheet, so that a profile can be carried to another device; what
-does not scale with it (launches, the host) is kept in seconds.
+What a device reaches is kept as ratios to its data sheet, so that a profile can be carried to another device;
+what does not scale with it (launches, the host) is kept in seconds.
 """
 
 import math
@@ -165,7 +165,8 @@ def fitted_file() -> Mapping[str, Any]:
 
 @cache
 def constants(left_out: str = "") -> Saturation:
-    """Of all rows; or of those that are not of a model or a device: `model llama-3.1-8b`, `device h200`."""
+    """Constants of all rows; or of those that are not of a model or a device: `model llama-3.1-8b`, `device
+    h200`."""
     content = fitted_file()
     return Saturation(**(content["left_out"][left_out] if left_out else content["all"]))
 

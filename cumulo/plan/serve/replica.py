@@ -141,7 +141,8 @@ class Replica:
         ).settled("cpu" if on_cpu else "cuda")
 
     def memory(self) -> MemoryPlan:
-        """What the engine's ledger says of one rank; raises OutOfMemory, with what would fit, where it does not."""
+        """What the engine's ledger says of one rank; raises OutOfMemory, with what would fit, where it does
+        not."""
         try:
             return self._memory()
         except OutOfMemory as error:
@@ -210,8 +211,9 @@ class Replica:
         return SimulatedHead(self._head_pass_s(), self.draft_choices)
 
     def _head_pass_s(self) -> float:
-        """An EAGLE-3 head (Li et al. 2025) is one layer, whose attention sees hidden state and token side by side,
-        and an output matrix of the most frequent tokens, all in 16 bits. For one place all of it is read once."""
+        """An EAGLE-3 head (Li et al. 2025) is one layer, whose attention sees hidden state and token side by
+        side, and an output matrix of the most frequent tokens, all in 16 bits. For one place all of it is read
+        once."""
         spec, profile = self.spec, self.profile
         width = spec.heads * spec.head_dim
         attention = 2 * spec.hidden * (width + 2 * spec.kv_heads * spec.head_dim) + width * spec.hidden
@@ -251,8 +253,8 @@ class Replica:
     def serve(
         self, arrivals: tuple[Arrival, ...], slower: float = 1.0, itl_bound_s: float | None = None
     ) -> tuple[Run, StepCostModel]:
-        """Play traffic; the cost model comes back knowing where the time went. `itl_bound_s`: by which requests are
-        judged later."""
+        """Play traffic; the cost model comes back knowing where the time went. `itl_bound_s`: by which requests
+        are judged later."""
         cost = self.cost(slower=slower)
         engine = self.engine_of(self.scheduler(), cost)
         engine.arrivals, engine.run.itl_bound_s = list(arrivals), itl_bound_s
@@ -260,7 +262,7 @@ class Replica:
         return engine.end(), cost
 
     def one_of(self, replicas: int) -> "Replica":
-        """As one of so many: those of a host share the disk's folder, of which each is given its part."""
+        """One of so many replicas: those of a host share the disk's folder, of which each is given its part."""
         on_host = min(replicas, max(1, self.node.gpus // self.ranks))
         return replace(self, kv_disk_gib=self.kv_disk_gib / on_host) if self.kv_disk else self
 
@@ -282,8 +284,8 @@ class Replica:
         return replace(self, max_context=longest)
 
     def roomy_context(self) -> int:
-        """To serve with: a sample's longest request is not the longest that will ever come. The next power of two,
-        where model and KV cache hold that."""
+        """To serve with: a sample's longest request is not the longest that will ever come. The next power of
+        two, where model and KV cache hold that."""
         longest = self.max_context or self.spec.max_context
         roomy = min(1 << (longest - 1).bit_length(), self.spec.max_context)
         try:

@@ -2,7 +2,8 @@
 
 Kinds of replica (`kinds`) are ranked by what they cost at least (`deployment.candidate`), and simulated in that
 order until no other kind can be cheaper than the two best found. So the answer is the cheapest of all that were
-enumerated, as far as the cost model is right. The objective is kept at the pessimistic end of predicted step times.
+enumerated, as far as the cost model is right. The objective is kept at the pessimistic end of predicted step
+times.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +48,7 @@ class ServePlan:
 
     @property
     def rejected(self) -> tuple[Candidate, ...]:
-        """Those that cannot be used at all."""
+        """Options that cannot be used at all."""
         return tuple(one for one in self.every if one.most_rate <= 0)
 
     @property

@@ -4,7 +4,8 @@ stages, and what data-parallel ranks exchange.
 Everybody else folds over it: seconds in `chunks` and `data_parallel`, bytes in `step`, single collectives in
 `phases`, messages on a fabric in `step_traffic`.
 
-Symbols of the data-parallel part: P parameters of a rank before sharing, w and g bytes of a weight and a gradient.
+Symbols of the data-parallel part: P parameters of a rank before sharing, w and g bytes of a weight and a
+gradient.
 
     ZeRO-0      all-reduce of g·P once
     ZeRO-1, 2   reduce-scatter of g·P and all-gather of w·P once
@@ -24,8 +25,8 @@ from cumulo.spec.model import MoESpec
 
 
 def exchanged_s(stream_bytes: float, moe: MoESpec, network: Network, ranks: int, stride: int) -> float:
-    """Seconds in which each rank's tokens reach their experts where a token travels once to each domain that wants
-    it, and there once to each rank."""
+    """Seconds in which each rank's tokens reach their experts where a token travels once to each domain that
+    wants it, and there once to each rank."""
     group = network.group(ranks, stride)
     reach = group.reach
     near_bytes = stream_bytes * distinct(reach.ranks, moe)
@@ -36,9 +37,9 @@ def exchanged_s(stream_bytes: float, moe: MoESpec, network: Network, ranks: int,
 
 
 def distinct(places: int, moe: MoESpec) -> float:
-    """Of the places that experts are spread over, how many a token's experts are in, if routing is even: k choices
-    of n places name n·(1 − (1 − 1/n)^k) different ones. Limited to t of G groups (DeepSeek-AI 2024, section 2.1.2),
-    the choices are among the n·(1 − C(G − G/n, t)/C(G, t)) places that have such a group."""
+    """Of the places that experts are spread over, how many a token's experts are in, if routing is even: k
+    choices of n places name n·(1 − (1 − 1/n)^k) different ones. Limited to t of G groups (DeepSeek-AI 2024,
+    section 2.1.2), the choices are among the n·(1 − C(G − G/n, t)/C(G, t)) places that have such a group."""
     able = float(places)
     if moe.top_groups < moe.groups and moe.groups % places == 0:
         others = moe.groups - moe.groups // places
@@ -77,7 +78,7 @@ class CommunicationCall(NamedTuple):
 
 
 def layer_calls(job: TrainJob, has_experts: bool) -> tuple[CommunicationCall, ...]:
-    """Of one layer and one micro-batch."""
+    """The calls of one layer and one micro-batch."""
     found = [*_tensor_calls(job, has_experts), *_context_calls(job)]
     if has_experts:
         found += _expert_calls(job)
@@ -152,7 +153,8 @@ def recomputed_share(job: TrainJob) -> float:
 
 def message_call(job: TrainJob) -> CommunicationCall | None:
     """What a stage in the middle sends for one micro-batch: an activation on and a gradient back for each chunk.
-    Tensor-parallel ranks each send their part and gather on the other side (Narayanan et al. 2021, section 4.1)."""
+    Tensor-parallel ranks each send their part and gather on the other side (Narayanan et al. 2021, section
+    4.1)."""
     ranks, stride = job.axes["pp"]
     if ranks == 1:
         return None
@@ -175,7 +177,8 @@ class DataExchange(NamedTuple):
 
 
 def data_exchanges(job: TrainJob, trained: Elements | None = None) -> Iterator[DataExchange]:
-    """Of the stage that has most parameters; `trained`: its `trained_elements`, where they are known."""
+    """The exchanges of the stage that has most parameters; `trained`: its `trained_elements`, where they are
+    known."""
     gradient, weight = DTYPE_BYTES[job.gradient_dtype], job.weight_bytes_each
     for name, count, ranks, stride, copies in _data_groups(job, trained or trained_elements(job)):
         size = count * gradient

@@ -5,8 +5,8 @@ Every operation is a roofline. A product of [m, k] and [k, n] takes
 
     2·m·n·k / (peak · matmul_efficiency)  +  matmul_traffic · bytes·(m·k + k·n + m·n) / bandwidth
 
-so that its efficiency falls as its arithmetic intensity 1/(1/m + 1/n + 1/k) does. What lies between the products is
-counted by the bytes that ideal fusion would move, times `elementwise_passes`.
+so that its efficiency falls as its arithmetic intensity 1/(1/m + 1/n + 1/k) does. What lies between the
+products is counted by the bytes that ideal fusion would move, times `elementwise_passes`.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Seconds(NamedTuple):
 
 
 def add(*parts: Seconds) -> Seconds:
-    """Of no part: a chunk may be without layers where stages are evened out."""
+    """No part: a chunk may be without layers where stages are evened out."""
     if len(parts) < 2:
         return parts[0] if parts else Seconds()
     return Seconds(*map(sum, zip(*parts, strict=True)))
@@ -60,7 +60,7 @@ def scale(part: Seconds, factor: float) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Of one micro-batch through a layer or a chunk of them."""
+    """The passes of one micro-batch through a layer or a chunk of them."""
 
     forward: Seconds
     backward_input: Seconds

@@ -126,7 +126,7 @@ class Software:
 
     @property
     def framework(self) -> str:
-        """Its name without its year."""
+        """The software's name without its year."""
         return self.name.rpartition("-")[0] or self.name
 
     @property
@@ -178,7 +178,7 @@ def shipped_efficiency() -> Efficiency:
 
 @cache
 def left_out_efficiency(generation: str) -> Efficiency:
-    """As if a generation of software had published nothing (`fit_training.py --write`)."""
+    """Efficiency as if a generation of software had published nothing (`fit_training.py --write`)."""
     text = (resources.files("cumulo.plan") / "data" / "efficiency_left_out.yaml").read_text("utf-8")
     folds = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if generation not in folds:

@@ -203,7 +203,7 @@ def _profile(job: TrainJob, cluster: Cluster, profile: Profile | None) -> tuple[
 
 
 def _breakdown(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], ...]:
-    """Of an average stage: causes of its busy time, then what it waits for."""
+    """The breakdown of an average stage: causes of its busy time, then what it waits for."""
     parts = [
         part
         for passes in time.chunks.passes
@@ -251,7 +251,7 @@ def _link_bytes(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], 
 
 
 def timeline(job: TrainJob, cluster: Cluster) -> Timeline:
-    """Of one data-parallel rank; a long step is shown until its pattern repeats."""
+    """The timeline of one data-parallel rank; a long step is shown until its pattern repeats."""
     layout = job.layout
     if layout.pp == 1:
         raise ConfigError(
@@ -322,8 +322,8 @@ def optimizer_s(job: TrainJob, cluster: Cluster) -> float:
 
 
 def activations_s(job: TrainJob, cluster: Cluster, step_s: float) -> float:
-    """What the arithmetic does not hide: a third of the step is forward, behind which activations leave; behind the
-    rest they come back."""
+    """What the arithmetic does not hide: a third of the step is forward, behind which activations leave; behind
+    the rest they come back."""
     kept = sum(chunk_activation_bytes(job, chunk) for chunk in range(job.chunks)) / job.layout.pp
     moved_s = job.micro_batches * kept / cluster.device.host_bytes_per_s
     return max(0.0, moved_s - step_s / 3) + max(0.0, moved_s - 2 * step_s / 3)

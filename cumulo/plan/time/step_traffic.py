@@ -137,7 +137,7 @@ def play_step(
 
 
 def _far_share(call: StepCall, groups: Ints, graph: FabricGraph) -> float:
-    """Of messages to the next member: how many pass the highest tier of links."""
+    """The share of messages to the next member: how many pass the highest tier of links."""
     source, target = groups.ravel(), np.roll(groups, -1, axis=1).ravel()
     if call.collective == "neighbours":
         source, target = groups[:, :-1].ravel(), groups[:, 1:].ravel()

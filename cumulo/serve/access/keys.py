@@ -2,11 +2,11 @@
 gates of server and gateway.
 
 The file is JSON: {"keys": [{"name", "salt", "sha256", "requests_per_minute"?, "tokens_per_minute"?,
-"may_go_first"?, "cache_group"?, "may_see_names"?, "may_operate"?, "slo"?}, ...]}. A key that may go first may send
-priorities below 0, which no fair share holds back. Keys of one cache group share cached prefixes; any other key has
-a prefix cache of its own. A key that may see names reads the names of all keys in /metrics. A key that may operate
-drains and restarts replicas (/v1/fleet).
-A key is 256 random bits, so one round of SHA-256 is as good as many: there is nothing to guess.
+"may_go_first"?, "cache_group"?, "may_see_names"?, "may_operate"?, "slo"?}, ...]}. A key that may go first may
+send priorities below 0, which no fair share holds back. Keys of one cache group share cached prefixes; any
+other key has a prefix cache of its own. A key that may see names reads the names of all keys in /metrics. A key
+that may operate drains and restarts replicas (/v1/fleet). A key is 256 random bits, so one round of SHA-256 is
+as good as many: there is nothing to guess.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ class ApiKeys:
         self._looked_s = time.monotonic()
 
     def caller_of(self, key: str) -> Caller | None:
-        """Whose key this is. Every entry is compared, and in constant time."""
+        """The caller whose key this is. Every entry is compared, and in constant time."""
         self._look_again()
         if len(key) > _LONGEST_KEY:
             return None

@@ -85,8 +85,8 @@ async def ready(request: Request) -> Response:
     responses={200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}},
 )
 async def metrics(request: Request) -> Response:
-    """With API keys, their names are shown to callers whose key may see them; others see numbers. Names of adapters
-    are shown to callers with a key."""
+    """With API keys, their names are shown to callers whose key may see them; others see numbers. Names of
+    adapters are shown to callers with a key."""
     service = _service(request)
     caller = _caller(service, request)
     known = caller is not None
@@ -177,7 +177,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 
 async def _chat_tokens(body: TokenizeRequest, given: list[Message], text: ModelText) -> list[int]:
-    """As a chat completion with the same fields would send them to the engine."""
+    """The tokens that a chat completion with the same fields would send to the engine."""
     if body.continue_final_message:
         check_continued(given, body.add_generation_prompt)
     tools = template_tools(body.tools or [])

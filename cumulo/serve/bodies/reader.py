@@ -1,9 +1,9 @@
 """BodyReader: the one place where JSON bodies of requests are received, counted, parsed and validated.
 
-Routes of the class JsonRoute ask it for their body. A small body is read where it arrives, in microseconds. A large
-one (by its bytes, or by how much structure it has) is received only when there is a place for it, and read in a
-thread, one at a time, in turn among callers: the event loop goes on, and memory is bounded. Whatever has too much
-structure is refused before it is parsed.
+Routes of the class JsonRoute ask it for their body. A small body is read where it arrives, in microseconds. A
+large one (by its bytes, or by how much structure it has) is received only when there is a place for it, and
+read in a thread, one at a time, in turn among callers: the event loop goes on, and memory is bounded. Whatever
+has too much structure is refused before it is parsed.
 """
 
 import asyncio
@@ -109,8 +109,8 @@ SLACK_S, PACE_BYTES_S = 30.0, 1 << 16  # how slowly it may arrive once it has on
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint is called as `endpoint(body, request)`, with a body that the application's BodyReader
-    (`app.state.bodies`) has made. Endpoints without a body are FastAPI's as usual."""
+    """A route whose endpoint is called as `endpoint(body, request)`, with a body that the application's
+    BodyReader (`app.state.bodies`) has made. Endpoints without a body are FastAPI's as usual."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         if self.body_field is None:
@@ -135,7 +135,8 @@ class BodyReader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-body")
 
     async def read(self, scope: Scope, receive: Receive, model: type[BaseModel]) -> Any:
-        """Receive a body and make a `model` of it. Raises ApiError, or ClientGone if the sender leaves half-way."""
+        """Receive a body and make a `model` of it. Raises ApiError, or ClientGone if the sender leaves
+        half-way."""
         pieces: list[bytes] = []
         if await _receive(pieces, receive, LARGE_BYTES):
             return await self._read_received(scope, b"".join(pieces), model)
@@ -200,7 +201,7 @@ def _is_small(whole: bytes) -> bool:
 
 
 def _caller(scope: Scope) -> str:
-    """Whose body it is: a key's, or where no keys are asked for, an address's."""
+    """The caller whose body it is: a key's, or where no keys are asked for, an address's."""
     caller = scope.get("state", {}).get("caller")
     if caller is not None and caller.name != "anyone":
         return f"key {caller.name}"

@@ -1,9 +1,9 @@
 """EngineClient: the API process's side of the engine. Requests go out, and what the engine says goes into their
 inboxes. Its EngineSupervisor keeps the engine alive.
 
-No request is lost: each ends with Finished or with a Failure. When the engine is restarted, requests in flight are
-submitted again, to another engine of its fleet where there is one. A stream continues after the tokens that its
-client has; a request that ends two engines without a token in between fails and says why.
+No request is lost: each ends with Finished or with a Failure. When the engine is restarted, requests in flight
+are submitted again, to another engine of its fleet where there is one. A stream continues after the tokens that
+its client has; a request that ends two engines without a token in between fails and says why.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class EngineFleet(Protocol):
     """The fleet of an engine, as the engine's client sees it."""
 
     def take_over(self, client: "EngineClient", trouble: Trouble) -> None:
-        """Its engine is gone: continue its requests elsewhere."""
+        """Continues the requests of an engine that is gone elsewhere."""
         ...
 
     def on_ready(self, client: "EngineClient") -> None: ...

@@ -1,9 +1,9 @@
 """GuideChecker: sees to the guides of new requests, so that a slow one holds up no step. Owned by EngineLoop;
 `Engine.add` then finds the guide compiled.
 
-Two threads, each with a killable worker in which guides are tried out. One takes only short tries, so a guide that
-takes long never stands in front of a quick one; the other takes those that need longer first. A guide that is
-compiled already does not wait at all.
+Two threads, each with a killable worker in which guides are tried out. One takes only short tries, so a guide
+that takes long never stands in front of a quick one; the other takes those that need longer first. A guide that
+is compiled already does not wait at all.
 """
 
 import contextlib
@@ -58,9 +58,9 @@ class _Key:
 class FairQueue:
     """Which guide is compiled next, fair to keys.
 
-    Every guide has a short try first; the few that need longer go to the slow lane, which has a worker of its own.
-    In each lane the key goes first that has used the least compiling time lately, so a key that sends many slow
-    guides waits for itself, and the others wait for one short try of it at most.
+    Every guide has a short try first; the few that need longer go to the slow lane, which has a worker of its
+    own. In each lane the key goes first that has used the least compiling time lately, so a key that sends many
+    slow guides waits for itself, and the others wait for one short try of it at most.
     """
 
     def __init__(self, most_waiting: int = MOST_WAITING) -> None:
@@ -81,7 +81,7 @@ class FairQueue:
         return True
 
     def add_slow(self, waiting: Waiting) -> None:
-        """Its short try was not enough."""
+        """Adds a guide whose short try was not enough."""
         waiting.lane = "slow"
         self._keys.setdefault(waiting.tenant, _Key()).lanes["slow"].append(waiting)
 

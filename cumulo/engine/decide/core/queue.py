@@ -49,7 +49,7 @@ class Queue(Protocol):
         ...
 
     def first(self) -> Sequence | None:
-        """Whose turn it is; None if nobody can be admitted."""
+        """The request whose turn it is; None if nobody can be admitted."""
         ...
 
 

@@ -136,7 +136,7 @@ _by_last_step = attrgetter("last_step")
 
 
 def decoding(running: ListLike[Sequence]) -> list[Sequence]:
-    """Those whose next token needs one row."""
+    """Requests whose next token needs one row."""
     return [
         one
         for one in running

@@ -77,8 +77,9 @@ def look_ahead(
 def _first_tokens(
     batch: RequestBatch, promises: Promises, line: list[Request], own_tokens: int, now_s: float
 ) -> Iterator[tuple[Request, int, float, float, float]]:
-    """Of each in line: prompt tokens to compute, the share of a step that is left to prompts then, how long its
-    prompt takes at that pace, and when its first token comes, in seconds from now. `own_tokens`: the newcomer's."""
+    """For each in line: prompt tokens to compute, the share of a step that is left to prompts then, how long its
+    prompt takes at that pace, and when its first token comes, in seconds from now. `own_tokens`: the
+    newcomer's."""
     model, most = promises.model, batch.config.max_tokens_per_step
     rows, context = promises.rows, promises.context
     clock_s = promises.in_flight_s(now_s) + promises.step_s  # a first token comes at the end of a step

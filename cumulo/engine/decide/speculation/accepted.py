@@ -1,4 +1,5 @@
-"""What both kinds of speculation share: how many drafts a step has room for, and how accepted ones are entered."""
+"""What both kinds of speculation share: how many drafts a step has room for, and how accepted ones are
+entered."""
 
 from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.extension import Flight
@@ -19,7 +20,8 @@ def enter_accepted(
     batch: RequestBatch, flight: Flight, plan: StepPlan, result: StepResult, now_s: float
 ) -> list[Sequence]:
     """Drafted tokens that were accepted; what was computed for the others is forgotten: their places in the cache
-    are written again. Returns the sequences that ended on the way; for others the token drawn last comes after."""
+    are written again. Returns the sequences that ended on the way; for others the token drawn last comes
+    after."""
     ended: list[Sequence] = []
     batch.gained = {}
     for row in range(len(flight.rows)) if plan.rounds is not None else [row for row, _ in plan.drafts]:
@@ -50,7 +52,8 @@ def enter_accepted(
 
 
 def _drafts_among(entered: int, round_hits: list[int] | None) -> int:
-    """Of the tokens that a row gained before its last one: in rounds a draw of each lies behind its drafts."""
+    """Drafts among the tokens that a row gained before its last one: in rounds a draw of each lies behind its
+    drafts."""
     if round_hits is None:
         return entered
     drafts = 0

@@ -22,8 +22,8 @@ class BlockRun(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Blocks that are copied one after the other. Every layer of a transfer asks for the same ones, so what a copy
-    needs to know of them is worked out once, when it is first asked for."""
+    """Blocks that are copied one after the other. Every layer of a transfer asks for the same ones, so what a
+    copy needs to know of them is worked out once, when it is first asked for."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]  # as many
@@ -79,7 +79,7 @@ class LayerPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Whose KV goes from which blocks to which. Layers in order, and within a layer blocks in order: what is
+    """Says whose KV goes from which blocks to which. Layers in order, and within a layer blocks in order: what is
     computed first is copied first."""
 
     number: int  # of the order, which the receiver counts
@@ -112,8 +112,8 @@ class TransferProgress:
         self._behind = 0  # layers before it have nothing to copy
 
     def computed(self, layers: int, tokens: int) -> None:
-        """The first `layers` layers have the KV of the first `tokens` tokens. A block is sent when it is full, the
-        last one when everything is computed."""
+        """The first `layers` layers have the KV of the first `tokens` tokens. A block is sent when it is full,
+        the last one when everything is computed."""
         plan = self.plan
         blocks = len(plan.sources) if tokens >= plan.tokens else tokens // plan.block_size
         for layer in range(layers):
@@ -196,7 +196,8 @@ LOAD_EVERY_S = 0.25  # between two PeerLoads of a prefill engine
 # -- orders: what the scheduler wants done ---------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ComputeOrder:
-    """Of a decode engine to a prefill engine: compute these tokens and keep their blocks until released."""
+    """An order of a decode engine to a prefill engine: compute these tokens and keep their blocks until
+    released."""
 
     number: int
     peer: str

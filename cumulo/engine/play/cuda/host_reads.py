@@ -62,7 +62,8 @@ class HiddenReader:
         return states if self._rank is None else self._rank.all_states(states)
 
     def prompt_logprobs(self, row: int) -> list[TokenLogprobs]:
-        """Of a row's prompt tokens. It computes logits in the place of those that were drawn from."""
+        """Log-probabilities of a row's prompt tokens. It computes logits in the place of those that were drawn
+        from."""
         table, model = self._table, self._model
         slot, start = int(self._rows.slots[row]), int(self._rows.starts[row])
         count = min(int(self._rows.counts[row]), int(table.prompt_lengths[slot]) - 1 - start)

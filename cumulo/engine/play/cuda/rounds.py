@@ -286,9 +286,9 @@ class HeadRounds:
 
 @dataclass(slots=True)
 class RoundsAhead:
-    """Rounds that were launched behind a step, before the host has seen its tokens. They are the first ones of the
-    next plan if it goes on where that step ended; else what they drew is forgotten: it lies behind the known
-    tokens, where every step writes before it reads."""
+    """Rounds that were launched behind a step, before the host has seen its tokens. They are the first ones of
+    the next plan if it goes on where that step ended; else what they drew is forgotten: it lies behind the
+    known tokens, where every step writes before it reads."""
 
     shape: StepShape
     slots: list[int]
@@ -308,8 +308,8 @@ class RoundsAhead:
 
 
 def round_shape(rows: int, rounds: Rounds, most: StepShape, cuts: bool, greedy: bool = False) -> StepShape:
-    """Of one round: every token that is verified is a row of its own, as if it were decoded alone. `greedy`: all
-    draws are, and need no logits if they are few."""
+    """The shape of one round: every token that is verified is a row of its own, as if it were decoded alone.
+    `greedy`: all draws are, and need no logits if they are few."""
     lanes = min(round_rows(rows * (rounds.drafts + 1)), most.rows, most.tokens, most.draws)
     greedy = greedy and not rounds.levels and lanes <= MOST_TILED
     return StepShape(lanes, lanes, lanes, True, cuts, rounds=rounds._replace(times=1), greedy=greedy)

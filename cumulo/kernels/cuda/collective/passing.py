@@ -1,9 +1,11 @@
-"""Messages from one rank's GPU into another's memory, for pipelines: hidden states from a stage to the next, drawn
-tokens from the last stage to the first. The receiver waits inside a kernel, so both ends can be captured in graphs.
+"""Messages from one rank's GPU into another's memory, for pipelines: hidden states from a stage to the next,
+drawn tokens from the last stage to the first. The receiver waits inside a kernel, so both ends can be captured
+in graphs.
 
 The sender writes into the receiver's memory, which costs less over a link than to read there. A passage has room
-for a few messages. Each end counts: the sender goes on when the message that lay in the same place has been taken,
-the receiver when its message has arrived. Both launch as many programs, and each has a twin and counts of its own.
+for a few messages. Each end counts: the sender goes on when the message that lay in the same place has been
+taken, the receiver when its message has arrived. Both launch as many programs, and each has a twin and counts
+of its own.
 
 Must move: every number once in and once out.
 """
@@ -25,7 +27,7 @@ _NEVER = 1 << 62  # a count that no message reaches
 
 @dataclass(frozen=True, slots=True)
 class PeerPassage:
-    """Both ends of this rank: it may send to one peer and receive from another."""
+    """This rank's two ends: it may send to one peer and receive from another."""
 
     memory: PeerMemory
     inbox: PeerTensor  # [places, words]: of messages to this rank

@@ -1,11 +1,11 @@
-"""lora: y += B (A x) for rows with different adapters, in two launches for all adapters of a batch (Punica, Chen et
-al. 2023; S-LoRA, Sheng et al. 2023). Of the same tensors as the reference, `kernels/low_rank.py`.
+"""lora: y += B (A x) for rows with different adapters, in two launches for all adapters of a batch (Punica,
+Chen et al. 2023; S-LoRA, Sheng et al. 2023). Of the same tensors as the reference, `kernels/low_rank.py`.
 
 Must move: each adapter's A and B once for every 16 of its rows, and y twice. The first half cuts the inputs among
-several programs, whose sums the second half adds up in a fixed order: a row's bits do not depend on its batch. Next
-to the base's product few multiprocessors are free, so a program keeps as many loads on their way as it can: it goes
-through a run of the inputs (shrink) or of the outputs (expand) with several tiles ahead. Groups that only fill a
-captured graph up have slot -1 and do nothing.
+several programs, whose sums the second half adds up in a fixed order: a row's bits do not depend on its batch.
+Next to the base's product few multiprocessors are free, so a program keeps as many loads on their way as it
+can: it goes through a run of the inputs (shrink) or of the outputs (expand) with several tiles ahead. Groups
+that only fill a captured graph up have slot -1 and do nothing.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ _ROW_TILES = MOST_ROWS // ROW_TILE
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """Of the first half: inputs of a tile and of a program, warps and tiles on their way. Of the second: the
-    elements of B of a tile, programs that share a group's outputs at least, warps and tiles on their way.
+    """Tiles of the first half: inputs of a tile and of a program, warps and tiles on their way. Of the second:
+    the elements of B of a tile, programs that share a group's outputs at least, warps and tiles on their way.
 
     Chosen by the time of whole steps, not of these kernels alone: the base's product starts only where they leave
     room, and programs of the first half that were faster by themselves made the step longer."""

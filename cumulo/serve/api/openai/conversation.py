@@ -67,7 +67,7 @@ TemplateMessage = dict[str, Any]
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """As transformers passes them; a template may rely on every part being there."""
+    """Tools as transformers passes them; a template may rely on every part being there."""
     return [
         {
             "type": "function",
@@ -234,8 +234,8 @@ def _tools(body: ChatRequest) -> dict[str, Any]:
 
 
 def with_tool_calls(messages: list[Message]) -> list[Message]:
-    """Messages with tool calls in place of function calls; the same list if there are none. Calls get ids of their
-    own, and a result belongs to the last call before it."""
+    """Messages with tool calls in place of function calls; the same list if there are none. Calls get ids of
+    their own, and a result belongs to the last call before it."""
     if not any(message.function_call is not None or message.role == "function" for message in messages):
         return messages
     changed: list[Message] = []

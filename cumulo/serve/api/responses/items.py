@@ -200,7 +200,7 @@ def response_object(
     results: list[Finished],
     error: ApiError | None = None,
 ) -> dict[str, Any]:
-    """As it is now. `results` are there at the end; `error` if it failed."""
+    """The response as it is now. `results` are there at the end; `error` if it failed."""
     status = {None: "in_progress", "length": "incomplete"}.get(output.finish_reason, "completed")
     if error is not None:
         status = "failed"
