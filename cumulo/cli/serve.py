@@ -90,6 +90,7 @@ def _check(chosen: ServeCommandOptions) -> None:
         raise CumuloError(f"--max-running must be 1 or more, got {chosen.max_running}")
     if chosen.max_tokens_per_step is not None and chosen.max_tokens_per_step < 1:
         raise CumuloError(f"--max-tokens-per-step must be 1 or more, got {chosen.max_tokens_per_step}")
+    chosen.promise.config()  # refuses what it cannot promise
     if chosen.lora:
         _check_loras(chosen)
 
