@@ -20,8 +20,32 @@ METRICS = ("Counter", "Gauge", "Histogram", "Info")
 FRAGMENT = re.compile(r"(Of|So|Such|Those|As|Its|Whose|And|Both|Nor|That)\b(?![^.:;]*, )")
 
 # The most that each room, the package, benchmarks and docs may have. Raising one needs a reason in the commit.
-LINES_PER_ROOM: dict[str, int] = {}
-MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 112_000, 800, 4_000, 55_000
+LINES_PER_ROOM = {
+    "base": 1_650,
+    "bench": 5_050,
+    "checkpoint": 1_250,
+    "cli": 9_000,
+    "cluster": 11_250,
+    "collectives": 5_850,
+    "console": 4_350,
+    "diagnose": 2_350,
+    "engine": 18_250,
+    "errors.py and the like": 100,
+    "fleet": 3_550,
+    "gateway": 1_450,
+    "kernels": 11_200,
+    "layout": 1_250,
+    "load": 2_750,
+    "models": 8_950,
+    "pipeline": 2_400,
+    "plan": 11_500,
+    "quant": 1_250,
+    "ranks": 2_500,
+    "serve": 16_300,
+    "spec": 2_400,
+    "train": 8_250,
+}
+MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 132_250, 826, 4_000, 55_000
 
 
 def modules() -> dict[str, Path]:
