@@ -120,6 +120,7 @@ def _on_nodes(rank: int, root: Path, layout: Layout, experts: bool, load: bool) 
     return node
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after", "experts"),
     [

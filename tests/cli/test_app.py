@@ -39,6 +39,7 @@ def test_every_verb_explains_itself_with_an_example(cumulo: Run, verb: tuple[str
         assert "cumulo " + " ".join(verb) in ran.out.split("Example:")[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("verb", "usage"),
     [

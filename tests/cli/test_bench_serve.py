@@ -39,6 +39,7 @@ def test_a_closed_loop_reports_as_table_json_html_and_records(cumulo: Run, tmp_p
     assert files["load.html"].read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.long
 def test_a_sweep_is_a_line_per_level_and_is_not_judged(cumulo: Run) -> None:
     with ToyServer(
         lambda number, body: Behaviour("500") if number > 0 and number % 2 else Behaviour()
@@ -50,6 +51,7 @@ def test_a_sweep_is_a_line_per_level_and_is_not_judged(cumulo: Run) -> None:
     assert "50/s" in ran.err and "ITL" in ran.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slo", [[], ["--slo", "ttft=900ms,itl=900ms"]])
 def test_a_line_per_level_fits_a_plain_terminal(cumulo: Run, slo: list[str]) -> None:
     behave = lambda number, body: Behaviour("500") if number == 5 else Behaviour(first_s=0.101, gap_s=0.011)  # noqa: E731
@@ -86,6 +88,7 @@ def test_a_search_does_not_begin_a_trial_it_has_no_time_for(cumulo: Run) -> None
     assert "at 1/s, would take 52 s and the search may take 20 s" in ran.err
 
 
+@pytest.mark.long
 def test_a_single_run_with_failures_or_a_missed_objective_is_exit_code_one(cumulo: Run) -> None:
     with ToyServer(lambda number, body: Behaviour("500") if number == 2 else Behaviour()) as server:
         assert cumulo("bench", "serve", server.url, "--requests", "4", "--warmup", "0").code == 1

@@ -36,6 +36,7 @@ def test_impossible_options_are_refused_before_anything_is_loaded(
     assert len(ran.err.splitlines()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -48,6 +48,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out, "_width", 300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", _ANSWERS.values(), ids=_ANSWERS)
 def test_an_answer_has_units_three_digits_a_range_and_a_reason(
     words: tuple[str, ...], tmp_path: Path
@@ -83,6 +84,7 @@ def test_every_prediction_of_a_run_has_a_90_percent_interval_around_it(name: str
     assert low < value < high
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", _REFUSED.values(), ids=_REFUSED)
 def test_a_refusal_has_units_three_digits_and_what_to_change(words: tuple[str, ...]) -> None:
     done = CliRunner().invoke(app, list(words))
@@ -95,6 +97,7 @@ def test_a_refusal_has_units_three_digits_and_what_to_change(words: tuple[str, .
     ), told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

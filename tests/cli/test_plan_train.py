@@ -334,6 +334,7 @@ def test_offloading_takes_memory_off_the_gpu_and_time_of_the_step(cumulo: Run) -
     assert sum(moved["breakdown_s"].values()) == pytest.approx(moved["step_s"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [("plan", "--help"), SMALL])
 def test_nothing_on_the_way_to_a_plan_imports_torch(arguments: tuple[str, ...]) -> None:
     code = (

@@ -141,6 +141,7 @@ def test_a_public_trace_with_block_hashes_is_replayed_too(tmp_path: Path) -> Non
     assert "8 × 2 × h200 (tp2, bfloat16)" in text and "2 prefill + 6 decode" in text
 
 
+@pytest.mark.long
 def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 2,
@@ -151,6 +152,7 @@ def test_a_folder_with_a_configuration_is_a_model(tmp_path: Path) -> None:
     assert "answered" in run("simulate", "serve", str(tmp_path), *FAST)
 
 
+@pytest.mark.long
 def test_a_plan_names_the_cheapest_the_second_best_and_what_bounds_it(
     tmp_path: Path, plan_app: typer.Typer
 ) -> None:
@@ -212,6 +214,7 @@ def test_a_plan_serves_longer_requests_than_its_sample_has(
     assert "start it with: cumulo serve MODEL" in told and "--max-context 256" in told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -251,6 +254,7 @@ def test_simulating_and_planning_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.long
 def test_every_option_of_the_engine_can_be_simulated() -> None:
     tiers = [
         "--kv-host-gib",

@@ -53,6 +53,7 @@ def test_a_wrong_name_is_told_before_anything_is_measured(words: list[str], told
     assert told in str(found.exception)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", (*WORKLOADS, "tenants+burst", "shares+cores+devices+tenants+failures"))
 def test_every_job_of_every_workload_ends(name: str) -> None:
     for policy in map(policy_named, ("backfill", "fair", "priority+defrag+cordon", "las", "goodput")):

@@ -65,6 +65,7 @@ def test_attained_does_not_let_jobs_take_turns_at_every_decision():
     assert 4 <= run.evictions <= 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ELASTIC)
 def test_no_job_is_restarted_to_have_as_many_gpus_as_before(name):
     """Many want to grow, and few find room."""

@@ -176,6 +176,7 @@ def test_a_job_that_is_made_in_a_program_is_checked_before_it_is_launched(tmp_pa
     assert not JobStore(tmp_path).jobs()
 
 
+@pytest.mark.long
 def test_files_that_are_missing_or_no_yaml_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the job file"):
         read_job(tmp_path / "none.yaml")

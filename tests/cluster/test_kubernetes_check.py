@@ -255,6 +255,7 @@ def is_free(path: FieldPath, value: Any) -> bool:
     return isinstance(value, int) and bool(names & {"requests", "limits", "capability", "nominalQuota"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", SOUND, ids=lambda path: path.stem)
 def test_a_wrong_type_is_named_at_its_field(file: Path, request: pytest.FixtureRequest) -> None:
     whole = list(yaml.safe_load_all(file.read_text("utf-8")))

@@ -72,6 +72,7 @@ def changed(content: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", [TRAIN, SERVE], ids=["train", "serve"])
 def test_odd_values_are_taken_or_refused_in_words(
     tmp_path: Path, content: dict[str, Any], request: pytest.FixtureRequest

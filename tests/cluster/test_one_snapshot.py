@@ -88,6 +88,7 @@ def test_the_simulator_and_the_drivers_get_the_same_decisions(name: str, seed: i
     assert decided
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ("conservative", "fair", "priority"))
 def test_on_a_long_queue_a_trace_ends_the_same_from_both_snapshots(name: str) -> None:
     nodes, trace = uniform_nodes(16, 8), synthetic_trace(300, 128, 4.0)

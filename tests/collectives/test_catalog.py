@@ -17,6 +17,7 @@ ALL = [(collective, name) for collective in COLLECTIVES for name in algorithms(c
 _NODES = {"two-level", "multi-ring", "tree"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("collective", "algorithm"), ALL, ids=[f"{c}-{a}" for c, a in ALL])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -178,6 +178,7 @@ def test_more_queue_pairs_collide_less() -> None:
     assert times[0] > 2 * ideal and times[1] < 0.8 * times[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("queue_pairs", [1, 3])
 def test_a_round_that_is_alone_ends_when_its_busiest_link_does(
     monkeypatch: pytest.MonkeyPatch, queue_pairs: int

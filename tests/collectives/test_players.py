@@ -113,6 +113,7 @@ def _play_all(rank: int, ranks: int, transports: tuple[str, ...], thorough: bool
     return wrong
 
 
+@pytest.mark.long
 def test_every_schedule_on_four_processes_equals_its_own_order_bit_by_bit() -> None:
     assert not any(run_ranks(_play_all, 4, 4, TRANSPORTS, False, timeout_s=300))
 
@@ -180,6 +181,7 @@ def _one_misbehaves(rank: int, transport: str, how: str) -> str:
     return "no error"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_late_rank_is_named_with_its_step_and_collective(transport: str) -> None:
     said = run_ranks(_one_misbehaves, 3, transport, "late", timeout_s=600)

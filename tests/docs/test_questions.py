@@ -15,6 +15,8 @@ from tests.cli.conftest import ROOT
 from tests.docs.pages import blocks
 from tests.plan.printed import too_long
 
+pytestmark = pytest.mark.long
+
 PAGES = sorted((ROOT / "docs" / "questions").glob("*.md"))
 _ROW = re.compile(
     r"^\| (?P<name>[^|]+) \| (?P<low>[\d.,]+) to (?P<high>[\d.,]+) (?P<unit>[^|]+) \| [^|]+ \|$", re.M

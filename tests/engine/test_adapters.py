@@ -93,6 +93,7 @@ def assert_same(got: RequestOutput, expected: RequestOutput, nats: float) -> Non
         assert got.embedding == pytest.approx(expected.embedding, abs=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=thorough.examples(4), deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6), budget=st.sampled_from([7, 24, 64]), overlap=st.booleans())
@@ -263,6 +264,7 @@ def play_adapters(model: Path, folders: list[Path], **options: int) -> dict[str,
         assembly.player.runner.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "name"),
     [

@@ -39,6 +39,7 @@ def undisturbed_s(prompt: int = 23) -> float:
     return client.ttft_s(0.99)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_at_most_doubles_the_ttft_of_another_tenant(attack: str) -> None:
     client = honest()

@@ -262,6 +262,7 @@ def test_a_fair_scheduler_has_an_index_near_one() -> None:
     assert 0.97 < scheduler.shares.index(100.0) <= 1
 
 
+@pytest.mark.long
 def test_what_was_served_is_told_once_and_the_idle_are_forgotten() -> None:
     scheduler = make(blocks=4_000, max_running=64, max_tokens_per_step=256)
     shares = scheduler.shares

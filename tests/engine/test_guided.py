@@ -38,6 +38,7 @@ def validate(text: str, schema) -> None:
 
 
 # -- the form -----------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cuts", [dict(temperature=1.0), dict(temperature=0.7, top_p=0.9), dict(temperature=1.3, top_k=30)]
 )
@@ -218,6 +219,7 @@ def mixed_requests() -> dict[str, SamplingParams]:
     return {**guided_ones, **free}
 
 
+@pytest.mark.long
 def test_overlap_and_preemption_do_not_change_guided_tokens():
     requests = mixed_requests()
     alone = {name: answers({name: params})[name] for name, params in requests.items()}

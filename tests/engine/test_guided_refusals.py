@@ -63,6 +63,7 @@ def test_without_llguidance_the_error_names_what_to_install(monkeypatch):
         Guidance(TOKENIZER, VOCAB, (EOS,)).check(Guide("json_object"))
 
 
+@pytest.mark.long
 def test_a_long_chain_of_references_does_not_end_the_process(tmp_path):
     """On a thread of usual stack size llguidance overruns its stack at a few thousand."""
     program = """

@@ -189,6 +189,7 @@ def profiled_peak(runner: TorchRunner, tokens: int, draws: int) -> int:
     return peak + numpy_peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SHAPES)
 def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
     """Weights, KV cache and tables exactly; activations within 35% and logits within 50% of what is counted."""

@@ -130,6 +130,7 @@ def transformers_probabilities(logits: torch.Tensor, params: SamplingParams) -> 
     return torch.softmax(scores, dim=-1)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("params", CUTS, ids=lambda p: f"k{p.top_k}-p{p.top_p}-min{p.min_p}-t{p.temperature}")
 def test_the_empirical_distribution_is_that_of_transformers_processors(params: SamplingParams) -> None:
     draws = 20_000 if thorough.chosen else 6_000
@@ -150,6 +151,7 @@ def test_the_empirical_distribution_is_that_of_transformers_processors(params: S
     assert z < 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("params", CUTS, ids=lambda p: f"k{p.top_k}-p{p.top_p}-min{p.min_p}-t{p.temperature}")
 def test_a_large_float32_vocabulary_gives_the_reference_tokens(params: SamplingParams) -> None:
     random = np.random.default_rng(3)

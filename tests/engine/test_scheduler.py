@@ -313,6 +313,7 @@ def test_an_answer_that_would_outgrow_the_context_ends_there_and_says_so():
     assert "the context ends there" in made.story.describe()
 
 
+@pytest.mark.long
 def test_any_number_of_queued_requests_costs_a_step_nothing():
     """Counted in work, not time: a step looks at the head of the queue only."""
     queued = 100_000 if thorough.chosen else 10_000

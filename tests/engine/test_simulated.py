@@ -143,6 +143,7 @@ def state(scheduler: Scheduler) -> tuple[Any, ...]:
 
 
 # 52: a sequence ends in the very step in which the blocks run out. 224: it gives way while its last token is drawn.
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [*range(12), 52, 224])
 def test_a_stretch_played_at_once_ends_as_if_the_scheduler_had_been_asked_at_every_step(seed: int) -> None:
     rng = random.Random(seed)

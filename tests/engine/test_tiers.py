@@ -184,6 +184,7 @@ def test_engines_that_share_a_folder_find_each_others_blocks(tmp_path: Path) -> 
         engine.mover.close()
 
 
+@pytest.mark.long
 def test_a_process_killed_while_it_writes_leaves_whole_files_only(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from cumulo.engine.play.disk_tier import KvFiles\n"

@@ -108,6 +108,7 @@ def _compare(model: str, seed: int, outputs, requests, aborted=frozenset()) -> N
         assert all(abs(a - b) <= 1e-9 for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "transport"),
     [("dense", "shared"), ("dense", "tcp"), ("experts", "shared"), ("latent", "shared"), ("window", "tcp")],
@@ -127,6 +128,7 @@ def test_split_roles_say_the_same_as_one_engine(model: str, transport: str, tmp_
     _compare(model, 7, outputs, requests)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 20))]
 )

@@ -30,6 +30,7 @@ def test_a_limit_of_nothing_is_refused(name: str) -> None:
         GatewayOptions(members=(PoolMember("127.0.0.1:8000"),), **{name: -1})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -61,6 +61,7 @@ TOOLS = [{"type": "function", "function": {"name": "größe", "parameters": {"x"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "template", [CHATML, LLAMA3, MISTRAL, MACROS], ids=["chatml", "llama3", "mistral", "macros"]
 )
@@ -148,6 +149,7 @@ def test_a_forbidden_attribute_that_is_only_shown_shows_nothing():
 GROW = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = EXPR %}{% endfor %}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "source",
     [

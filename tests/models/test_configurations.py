@@ -97,6 +97,7 @@ def overlooked(name: str, read: Callable[[Any], ModelSpec], only: str = "") -> s
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name", [*COMMON, *thorough.rare(*(one for one in tiny.FAMILIES if one not in COMMON))]

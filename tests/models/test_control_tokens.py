@@ -212,6 +212,7 @@ def _parts(text):
     return messages, True, tools, variables
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_spelling_of_a_control_token_becomes_one(family, name):
     ours, _ = family(name)

@@ -79,6 +79,7 @@ def test_sharded_folders_are_among_the_proven_ones(load: Any, tmp_path: Path) ->
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -133,6 +134,7 @@ def test_bfloat16_stays_close_to_float32(name: str, load: Any) -> None:
     assert similarity.median() > 0.99
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_in_float64_chunks_and_company_change_nothing(name: str, load: Any) -> None:
     _, decoder = load(name, torch.float64)

@@ -77,6 +77,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, PLAIN.vocab_size, (count,), generator=generator).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("mixture", ["float", *MIXTURES])
 def test_logits_agree_with_the_torch_decoder_in_float64(name: str, mixture: str) -> None:

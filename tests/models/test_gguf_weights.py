@@ -55,6 +55,7 @@ def make(case: str, folder: Path, **overrides):
     return model, options
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_gguf_file_gives_the_model_that_its_safetensors_give(case, tmp_path):
     model, options = make(case, tmp_path)
@@ -86,6 +87,7 @@ def test_rows_left_interleaved_for_an_interleaved_rotation_give_the_same_logits(
     assert (Stepper(decoder).feed(prompt, 40) - tiny.reference_logits(model, prompt)).abs().max() <= 2e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("type_name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize("case", ["llama_biased", "mixtral"])
 def test_packed_weights_are_the_dequantised_ones(case, type_name, tmp_path):
@@ -93,6 +95,7 @@ def test_packed_weights_are_the_dequantised_ones(case, type_name, tmp_path):
     check_packing(convert(tmp_path, tmp_path / "m.gguf", type_name=type_name), type_name[0] == "Q")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("type_name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
 @pytest.mark.parametrize("case", ["qwen3", "qwen3_moe"])
 def test_packed_k_weights_are_the_dequantised_ones(case, type_name, tmp_path):

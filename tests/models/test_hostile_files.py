@@ -60,6 +60,7 @@ def test_a_hostile_file_is_refused_in_one_line(found: dict[str, dict[str, Any]],
     assert line["grown_mib"] < 300, line
 
 
+@pytest.mark.long
 def test_serve_says_why_in_one_line_and_ends(tmp_path: Path) -> None:
     good = save_tiny_model(tmp_path)
     FOLDER_CASES["added id 2147483648"](good)

@@ -49,6 +49,7 @@ def check_parts(path: Path, layout: ServingLayout, keep_quantised: bool = False)
                 assert torch.equal(own[name][box.held_slices], whole[parameter.source][box.whole_slices])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["dense", "tied", "experts", "latent"])
 def test_a_rank_reads_its_boxes_of_safetensors(tmp_path: Path, name: str, layout: ServingLayout) -> None:

@@ -116,6 +116,7 @@ def test_every_schedule_gives_the_gradients_of_plain_autograd(
         assert sorted(last_calls) == sorted(chunk for chunk, _ in found)  # once for each chunk
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches"), [("1f1b", 3, 5), ("dualpipe", 2, 4), *rare(("zb-v", 2, 4))]
 )
@@ -184,6 +185,7 @@ def play_plain_stage(rank: int, name: str, micro_batches: int) -> dict[int, list
     return {number: gradients_of(chunk) for number, chunk in chunks.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -229,6 +229,7 @@ def test_recovery_without_rollback_beats_a_spare_and_a_spare_beats_a_restart(pla
     assert sheet["pause_restart_s"] > sheet["pause_spare_s"] > sheet["pause_replica_s"]
 
 
+@pytest.mark.long
 def test_inference_beside_training_gets_its_nodes_and_its_users():
     common = ("qwen3-1.7b", "--gpus", "256", "--batch", "64", "--fixed", "tp=1,dp=64")
     served = ("--serve", "llama-3.1-8b", "--input", "200", "--output", "20", "--json", "-")

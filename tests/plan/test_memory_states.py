@@ -152,6 +152,7 @@ def test_hybrid_sharding_shares_less() -> None:
     assert state_bytes(job_with(dp=8, zero=3), elements).weights == 2 * 800
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", get_args(OptimizerKind))
 @pytest.mark.parametrize("spec", [DENSE, SPARSE], ids=["dense", "sparse"])

@@ -70,6 +70,7 @@ GOALS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("goal", [*GOALS[:2], *GOALS[4:], *rare(*GOALS[2:4])])
 def test_the_search_finds_what_trying_everything_finds(goal: TrainGoal) -> None:
     found: dict[tuple[int, ...], float] = {}
@@ -84,6 +85,7 @@ def test_the_search_finds_what_trying_everything_finds(goal: TrainGoal) -> None:
     assert result.timed < len(everything) / 4  # it is a search
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("goal", [GOALS[0], *GOALS[2:4], GOALS[7], *rare(GOALS[1], *GOALS[4:7])])
 def test_no_bound_is_above_what_it_bounds(goal: TrainGoal) -> None:
     profile, _ = shipped().find(goal.cluster.device, goal.dtype, goal.software)

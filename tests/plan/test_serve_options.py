@@ -83,6 +83,7 @@ def planned(
     return plan, {one.option: one for one in weigh(plan, wanted, choices)}
 
 
+@pytest.mark.long
 def test_a_store_is_chosen_where_fewer_replicas_do_with_it() -> None:
     traffic, slo = conversations(8192, rounds=6), Slo(ttft_s=2.0, itl_s=0.5, share=0.7)
     stores = {"kv_host_gib": 64.0, "swap_gib": 8.0}

@@ -160,6 +160,7 @@ def test_slower_steps_make_everybody_wait_longer() -> None:
 
 
 # -- capacity ----------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_the_capacity_holds_and_a_little_more_does_not() -> None:
     traffic, one = some_traffic(200), replica()
 
@@ -208,6 +209,7 @@ def every_kind(wanted: Wanted, devices: list[str], weights: list[str], split: bo
     return list(kinds(wanted.spec, wanted.traffic, wanted.slo, catalog.shipped(), choices))
 
 
+@pytest.mark.long
 def test_the_plan_is_the_cheapest_of_all_that_could_be_enumerated() -> None:
     traffic = some_traffic(40, 200, 12)
     wanted = Wanted(catalog.model("qwen3-8b"), traffic, 30.0, SLO)
@@ -224,6 +226,7 @@ def test_the_plan_is_the_cheapest_of_all_that_could_be_enumerated() -> None:
     assert plan.best.output_tok_s == pytest.approx(30.0 * 12)
 
 
+@pytest.mark.long
 def test_no_kind_of_replica_takes_more_than_its_bound() -> None:
     traffic = some_traffic(200, 300, 40)
     wanted = Wanted(catalog.model("llama-3.1-8b"), traffic, 1.0, SLO)

@@ -41,6 +41,7 @@ def test_the_planners_makespan_is_the_timelines(
         assert found == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "stages", "chunks_per_stage"), SCHEDULES)
 def test_a_long_step_is_continued_from_a_full_pipeline(name: str, stages: int, chunks_per_stage: int) -> None:
     micro_batches = 14 * stages

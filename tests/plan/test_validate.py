@@ -41,6 +41,7 @@ def predictions() -> list[RowPrediction]:
     return [predict(row) for row in rows()]
 
 
+@pytest.mark.long
 def test_rows_of_software_that_the_constants_never_saw_are_predicted_within_the_bar() -> None:
     found = summarise("all", [predict_left_out(row) for row in rows()[::4]])
     assert found.median <= 0.08, found
@@ -49,6 +50,7 @@ def test_rows_of_software_that_the_constants_never_saw_are_predicted_within_the_
     assert found.width <= 1.6, found
 
 
+@pytest.mark.long
 def test_fitted_rows_are_predicted_closer(predictions: list[RowPrediction]) -> None:
     found = by_source(predictions)[-1]
     assert (found.name, found.rows) == ("all", len(rows()))
@@ -213,6 +215,7 @@ def test_the_command_prints_every_source_and_writes_its_figures(tmp_path: Path) 
     assert "all: median error" in names
 
 
+@pytest.mark.long
 def test_a_user_who_names_model_layout_and_software_gets_nearly_the_same_errors(tmp_path: Path) -> None:
     some = list(rows()[::12])
     users = AskedRows(some, tmp_path, named=True)

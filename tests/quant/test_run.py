@@ -45,6 +45,7 @@ def run(source: Path, text: Path, output: Path, recipe: Recipe, **more: object) 
     return quantise(source, output, recipe, calibration, **more).folder  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_quantised_folder_is_served_as_it_stands_and_stays_near_the_model(
     name: str, source: Path, text: Path, tmp_path: Path
@@ -62,6 +63,7 @@ def test_a_quantised_folder_is_served_as_it_stands_and_stays_near_the_model(
     assert float(agreement) > (0.99 if recipe.method in ("int8", "fp8") or recipe.bits == 8 else 0.9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "method"),
     [

@@ -24,6 +24,8 @@ from tests.engine.pooled_reference import reference_embedding
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 CONTEXT = 512
 TEXTS = ["the cat sat on the mat", "def add(first, second):", "naïve café, seen in 3 of 10 cases — 😀"]
 CAT: dict[str, Any] = {"model": NAME, "input": TEXTS[0]}

@@ -114,6 +114,7 @@ def test_an_unknown_request_is_404(server: RunningServer) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_command_explains_a_request(server: RunningServer, client: openai.OpenAI, tmp_path: Path) -> None:
     answer = client.chat.completions.create(**GREEDY)
     trace = tmp_path / "trace.json"

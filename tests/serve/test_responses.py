@@ -67,6 +67,7 @@ def test_the_clients_own_accumulator_understands_the_stream(client: openai.OpenA
     assert final.output_text == client.responses.create(**ASK).output_text
 
 
+@pytest.mark.long
 def test_a_cut_answer_is_incomplete(client: openai.OpenAI) -> None:
     fields = ASK | {"max_output_tokens": 2}
     response = client.responses.create(**fields)

@@ -50,6 +50,7 @@ def check_calls(calls: Any) -> None:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("temperature", [0, 1.3])
 def test_a_demanded_call_comes_with_arguments_that_fit(
@@ -69,6 +70,7 @@ def test_a_demanded_call_comes_with_arguments_that_fit(
         assert answer.message.tool_calls[0].function.name == "get_time"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_streamed_call_comes_in_pieces_and_is_the_whole_call(client: openai.OpenAI, choice: Any) -> None:
     fields = ASK | {"tool_choice": choice, "parallel_tool_calls": False}
@@ -104,6 +106,7 @@ def test_several_calls_are_numbered_and_all_fit(speaking_server: RunningServer) 
         assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.long
 def test_auto_without_a_call_is_text(client: openai.OpenAI) -> None:
     fields = ASK | {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     for choice in ("auto", None, "none"):

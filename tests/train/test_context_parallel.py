@@ -21,16 +21,19 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pieces_of_sequences_have_the_whole_models_loss_and_gradients(name: str) -> None:
     check(Case(DENSE, LAYOUTS[name], rows(2, 16, 3)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 3, 9, 30])
 def test_windows_reach_into_other_ranks_pieces_and_no_further(window: int) -> None:
     check(Case(replace(TIED, sliding_window=window), Layout(cp=4), rows(2, 32, 1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [Layout(cp=4, ulysses=2), Layout(cp=2, tp=2, sequence_parallel=True)], ids=str
 )
@@ -42,6 +45,7 @@ def test_more_ranks_than_key_heads_get_copies_of_them() -> None:
     check(Case(replace(DENSE, kv_heads=2), Layout(cp=4, ulysses=4), rows(2, 16, 2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [
     Layout(cp=2, ep=2), Layout(dp=2, cp=2, ep=4), Layout(dp=2, cp=2, ep=2),
     Layout(cp=2, tp=2, ep=2, sequence_parallel=True),
@@ -50,6 +54,7 @@ def test_the_balance_of_a_row_counts_all_its_pieces(layout: Layout) -> None:
     check(Case(SPARSE, layout, rows(4, 16, 2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("own", "other"), [(0, 0), (1, 1), *rare((0, 1), (1, 0))])
 def test_the_gpus_blocks_are_the_masked_ones(own: int, other: int) -> None:
     """Played by Triton's interpreter where there is no GPU."""
@@ -81,6 +86,7 @@ def test_the_gpus_blocks_are_the_masked_ones(own: int, other: int) -> None:
         torch.testing.assert_close(actual, expected, atol=5e-6, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", [False, True])
 def test_half_precision_is_merged_in_float32(kernel: bool) -> None:
     if kernel:

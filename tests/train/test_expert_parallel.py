@@ -11,6 +11,7 @@ from cumulo.train.model.recompute import Recompute
 from tests.train.split_case import LATENT, SPARSE, Case, check, fill, rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [
     Layout(dp=2, ep=2), Layout(dp=4, ep=2), Layout(dp=4, ep=4), Layout(dp=2, ep=2, tp=2),
     Layout(dp=2, ep=2, tp=2, sequence_parallel=True),

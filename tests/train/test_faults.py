@@ -79,6 +79,7 @@ def _hang(rank: int, folder: Path) -> list[int]:
     return codes
 
 
+@pytest.mark.long
 def test_a_hang_is_reported_with_who_did_not_arrive(tmp_path: Path) -> None:
     assert run_ranks(_hang, 3, tmp_path) == [[HUNG]] * 3
     stacks = (tmp_path / "stacks.txt").read_text()
@@ -167,6 +168,7 @@ def _save_and_load(rank: int, folder: Path, layout: Layout, harm: str) -> tuple[
     return heard, saver.failed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("harm", ["full disk", "flip", *rare("cut")])
 def test_what_is_broken_by_one_rank_is_known_to_all_and_the_one_before_is_used(
     harm: str, tmp_path: Path
@@ -207,6 +209,7 @@ def test_an_error_of_one_rank_is_raised_by_all() -> None:
     ]
 
 
+@pytest.mark.long
 def test_after_a_spike_all_ranks_go_back_together(tmp_path: Path) -> None:
     drawn = random.Random(0)
     noise = "".join(chr(drawn.randint(33, 126)) for _ in range(70))

@@ -72,6 +72,7 @@ def test_states_for_training_are_those_that_a_step_sees(answers):
     assert torch.allclose(kept.teacher.double(), last[0, : len(kept.teacher)], atol=2e-2)
 
 
+@pytest.mark.long
 def test_training_makes_proposals_right(trained):
     trainer, head, examples, before, _ = trained
     after = trainer.accuracy(head, DECODER, examples)

@@ -83,6 +83,7 @@ def gradients(spec: ModelSpec, recompute: str, counts: bool) -> tuple[dict[str, 
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, kept.peak_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", ["none", "full", "norm", "activation", "attention", "norm+activation"])
 @pytest.mark.parametrize("name", SPECS)
 def test_as_much_is_kept_as_predicted(name: str, recompute: str) -> None:
@@ -105,6 +106,7 @@ def kept_of_a_step(rank: int, spec: ModelSpec, config: TrainConfig) -> int:
     return kept.peak_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -163,6 +163,7 @@ def hosted_steps(rank: int, zero: int) -> list[bool]:
     return [copies, *(bool((weight == 0.5).all()) for weight in optimizer.weights().values())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_weights_that_are_loaded_reach_the_hosts_copies(zero: int) -> None:
     assert all(all(found) for found in run_ranks(hosted_steps, 2, zero))

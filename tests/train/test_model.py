@@ -64,6 +64,7 @@ def test_logits_are_those_of_the_decoder_and_of_transformers(name: str, load: An
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_are_those_of_transformers(name: str, recompute: bool, load: Any) -> None:

@@ -44,6 +44,7 @@ def gradients(spec: ModelSpec, recompute: bool | Collection[str]) -> tuple[dict[
     return found, kept_bytes, counter.get_total_flops()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [True, ("norm",), ("activation",), ("attention",), CHEAP], ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_gradients_are_the_same_bits_and_less_is_kept(name: str, recompute: bool | Collection[str]) -> None:

@@ -133,6 +133,7 @@ def is_refused(spec: str, layout: Layout) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spec", "layout"),
     [
@@ -144,6 +145,7 @@ def test_combined_parallelisms_change_nothing(spec: str, layout: Layout) -> None
     check_same(spec, layout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [Layout(tp=2, sequence_parallel=True, pp=2, schedule="zb-v"), *rare(Layout(dp=2, cp=2, ep=2, zero=3))],

@@ -46,6 +46,7 @@ def test_chunks_one_after_the_other_are_the_whole_model(name: str) -> None:
         torch.testing.assert_close(gradient, originals[n].grad, atol=1e-13, rtol=1e-11, msg=n)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "layout"), [
     ("sparse", Layout(dp=2, tp=2, cp=2, ep=2, sequence_parallel=True)),
     ("latent", Layout(tp=2, cp=4, ep=4, ulysses=2)),

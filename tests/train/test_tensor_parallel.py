@@ -10,6 +10,7 @@ from tests.train.split_case import DENSE, LATENT, SPARSE, TIED, Case, check, dif
 SPECS = {"dense": DENSE, "tied": TIED, "sparse": SPARSE, "latent": LATENT}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_slices_of_matrices_have_the_whole_models_loss_and_gradients(
@@ -36,6 +37,7 @@ def test_the_loss_over_slices_of_the_vocabulary_is_made_in_chunks_of_rows() -> N
         assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_model_in_four_slices_has_the_whole_models_loss_and_gradients(sequence_parallel: bool) -> None:
     check(Case(LATENT, Layout(tp=4, sequence_parallel=sequence_parallel), rows(2, 16, 2)))

@@ -120,6 +120,7 @@ def _weights(folder: Path) -> list[torch.Tensor]:
     return list(load_model(folder).decoder.parameters())
 
 
+@pytest.mark.long
 def test_the_loss_falls_and_others_can_load_the_model(tmp_path: Path, source: Path) -> None:
     result = Trainer(tiny(tmp_path / "run", source, steps=40)).run()
     records = result.records
@@ -183,6 +184,7 @@ def test_a_diverging_run_stops_and_says_why(tmp_path: Path, source: Path) -> Non
         Trainer(config).run()
 
 
+@pytest.mark.long
 def test_after_a_spike_the_run_goes_back_and_past_the_bad_data(tmp_path: Path) -> None:
     drawn = random.Random(0)
     source = tmp_path / "texts.jsonl"
@@ -213,6 +215,7 @@ def test_other_data_is_refused_on_resume(tmp_path: Path, source: Path) -> None:
         Trainer(config, resume=True).run()
 
 
+@pytest.mark.long
 def test_adapters_learn_answers_and_leave_the_model_as_it_was(tmp_path: Path, source: Path) -> None:
     base = Trainer(tiny(tmp_path / "base", source)).run().model_folder
     chats = tmp_path / "chats.jsonl"

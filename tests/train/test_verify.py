@@ -94,6 +94,7 @@ def test_the_pages_layout_can_be_run() -> None:
     assert config.layout.world == 16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"zero": 3}], ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_one_process_is_a_layout_of_one_rank_with_the_same_bits(name: str, changes: dict[str, int]) -> None:

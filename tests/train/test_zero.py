@@ -25,16 +25,19 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[-1], *rare(*LAYOUTS[1:-1])], ids=str)
 def test_ranks_that_share_the_work_move_the_weights_as_one_process_does(layout: Layout) -> None:
     compare(layout, Case(EXPERTS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [LAYOUTS[3], *rare(*LAYOUTS[:3], *LAYOUTS[4:])], ids=str)
 def test_they_do_so_with_a_model_without_experts(layout: Layout) -> None:
     compare(layout, Case(DENSE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recompute",
     [False, pytest.param(True, marks=pytest.mark.thorough), ("norm", "attention", "activation")],
@@ -47,11 +50,13 @@ def test_weight_gradients_may_come_after_and_apart_from_the_inputs(
     compare(Layout(dp=2, zero=zero), Case(EXPERTS, in_halves=True, recompute=recompute))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 3])
 def test_one_micro_batch_is_the_last_one(zero: int) -> None:
     compare(Layout(dp=2, zero=zero), Case(micro_batches=1, recompute=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 3, *rare(0, 2)])
 def test_half_precision_has_the_masters_of_one_process_in_rows(zero: int) -> None:
     layout, case = Layout(dp=2, zero=zero), Case(EXPERTS, dtype=torch.bfloat16, steps=1)
@@ -77,12 +82,14 @@ def test_half_precision_has_the_masters_of_one_process_in_rows(zero: int) -> Non
             assert seen[slot] == len(whole) * (1 if zero else 2), slot
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [2, *rare(0, 1, 3)])
 def test_muon_makes_whole_matrices_orthogonal_however_their_rows_are_shared_out(zero: int) -> None:
     # Of 6 experts each of 4 ranks has 2 or none.
     compare(Layout(dp=4, zero=zero), Case(EXPERTS, OptimizerConfig(kind="muon", clip_norm=0.05)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -155,6 +155,7 @@ def case(k: int, slices: int, **more: object) -> Case:
     return Case(kernel, TYPES, constants, slices, options={"launch_pdl": True})
 
 
+@pytest.mark.long
 def test_weights_go_from_memory_to_the_tensor_cores_and_are_asked_for_before_the_wait() -> None:
     cases = [
         case(576, 4, NORM=1, SWIGLU=1),
@@ -187,6 +188,7 @@ def test_without_a_table_several_rows_of_small_matrices_take_it() -> None:
     }
 
 
+@pytest.mark.long
 def test_the_table_of_winners_says_how(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(4, 64, 320, device, torch.bfloat16 if device.type == "cuda" else torch.float16)
     weight, kind = given["weight"], door.kind_of(given["weight"])

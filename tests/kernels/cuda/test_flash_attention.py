@@ -45,6 +45,7 @@ def gradients(attend: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> 
     return [leaf.grad for leaf in leaves]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "dim", "causal"),
     [
@@ -74,6 +75,7 @@ def test_documents_attend_to_themselves_only_and_so_do_their_gradients(
         check_close(gradient, lambda *x, i=index: gradients(exact, *x)[i], query, key, value)
 
 
+@pytest.mark.long
 def test_gradients_are_the_same_bits_every_run(device: torch.device) -> None:
     query, key, value = (random(40, h, 16, seed=h, device=device) for h in (2, 1, 1))
     starts = starts_of([9, 31], device)
@@ -81,6 +83,7 @@ def test_gradients_are_the_same_bits_every_run(device: torch.device) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
+@pytest.mark.long
 def test_torchs_attention_and_its_gradients_are_the_same(device: torch.device) -> None:
     q, k, v = (random(2, 35, h, 16, seed=h, device=device, dtype=torch.float32) for h in (4, 2, 2))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -99,6 +102,7 @@ def test_torchs_attention_and_its_gradients_are_the_same(device: torch.device) -
         assert relative_error(found, right) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_queries_may_be_fewer_or_more_than_their_keys(causal: bool, device: torch.device) -> None:
     """With more queries than keys and a causal mask the first queries see nothing: zeros, and no gradient."""

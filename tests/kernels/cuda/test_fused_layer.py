@@ -60,6 +60,7 @@ def gradients(
     return found | {"loss": loss.detach()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("qk_norm", "recompute"),
     [

@@ -26,6 +26,7 @@ TINY = InvariantConfig(16, 16, 32, 4, 2)
 SWAPPED = InvariantConfig(16, 16, 32, 4, 2, swapped=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 64), (17, 20, 100), (40, 7, 72)])
 @pytest.mark.parametrize(
     ("dtype", "config"), [(torch.float16, TINY), (torch.float32, TINY), (torch.float16, SWAPPED)]
@@ -63,6 +64,7 @@ def in_pairs(sums: list[torch.Tensor]) -> torch.Tensor:
     return sum(sums[1:], sums[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parts", "ranks"), [(4, 2), (4, 4), (3, 3), (8, 8), (8, 2), (6, 6), *rare((2, 2), (8, 4))]
 )

@@ -46,6 +46,7 @@ def run(
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [3, 4, 24])  # rows left over; rows filled; more heads than a program takes
 def test_chunks_and_decodes_of_one_step_match(heads: int, device: torch.device) -> None:
     run(latent_case([(5, 5), (1, 40), (2, 33), (1, 1), (9, 20), (0, 0)], heads, device))
@@ -55,6 +56,7 @@ def test_chunks_with_a_window_match_from_the_first_tile_a_row_sees_nothing_of(de
     run(latent_case([(30, 60), (1, 50), (3, 3)], 2, device), window=5)
 
 
+@pytest.mark.long
 def test_the_default_tiles_match_on_pages_of_any_size(device: torch.device) -> None:
     for block_size in (16, 64):  # half of a key tile, two of them
         case = PagedCase([(7, 70), (1, 90)], 16, 1, RANK + ROPE, block_size=block_size, device=device)

@@ -52,6 +52,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_get_what_their_adapters_add(name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -110,6 +111,7 @@ def test_the_buffer_between_the_halves_suffices_for_every_matrix() -> None:
         assert low_buffer(stacks, 5, tiles).numel() == 5 * max(needed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank_max", [16, 64])
 def test_the_kernels_compile_for_a_hopper_gpu(rank_max: int) -> None:
     """Weights go to shared memory on their way ahead, 16 bytes at a time, and small programs leave room for the

@@ -37,6 +37,7 @@ def layer(spec: MoESpec, tokens: int, hidden: int, device: torch.device, seed: i
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(  # one by one; sorted
     ("tokens", "scoring"),
     [(1, "sigmoid"), (5, "softmax"), (23, "sigmoid"), *rare((1, "softmax"), (5, "sigmoid"), (23, "softmax"))],
@@ -54,6 +55,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(
     assert relative_error(found, exact) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [1, 7])  # one by one; sorted
 def test_ranks_that_hold_some_experts_each_sum_to_the_whole_mixture(
     tokens: int, device: torch.device
@@ -71,6 +73,7 @@ def test_ranks_that_hold_some_experts_each_sum_to_the_whole_mixture(
     assert relative_error(found, exact) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, *rare(4)])
 def test_in_the_invariant_mode_ranks_have_the_bits_of_one(ranks: int, device: torch.device) -> None:
     spec = MoESpec(experts=8, experts_per_token=3, expert_hidden=24)
@@ -116,6 +119,7 @@ def test_tiles_of_the_second_product_widen_with_its_work(monkeypatch: pytest.Mon
     assert moe_few.down_config(2048, 8) == moe_few.FewExpertsConfig(4, 512, 8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group_score", ["max", "top2sum"])
 def test_experts_are_chosen_within_the_best_groups(group_score: str, device: torch.device) -> None:
     spec = MoESpec(
@@ -140,6 +144,7 @@ def test_experts_are_chosen_within_the_best_groups(group_score: str, device: tor
     assert not torch.equal(chosen, free.int())  # the groups did exclude someone
 
 
+@pytest.mark.long
 def test_many_tokens_are_sorted_by_expert_and_one_expert_may_get_all_or_none(device: torch.device) -> None:
     spec = MoESpec(experts=5, experts_per_token=2, expert_hidden=16)
     x, router, gate_up, down = layer(spec, 41, 32, device)
@@ -154,6 +159,7 @@ def test_many_tokens_are_sorted_by_expert_and_one_expert_may_get_all_or_none(dev
     assert torch.equal(found, again)
 
 
+@pytest.mark.long
 def test_tiles_of_swapped_operands_compute_the_same(device: torch.device) -> None:
     spec = MoESpec(experts=4, experts_per_token=2, expert_hidden=24)
     inputs = layer(spec, 19, 40, device)
@@ -165,6 +171,7 @@ def test_tiles_of_swapped_operands_compute_the_same(device: torch.device) -> Non
         assert relative_error(found, exact) < 1e-6
 
 
+@pytest.mark.long
 def test_in_invariant_mode_a_token_does_not_feel_its_step_mates(device: torch.device) -> None:
     spec = MoESpec(experts=4, experts_per_token=2, expert_hidden=16)
     x, router, gate_up, down = layer(spec, 19, 32, device)
@@ -183,6 +190,7 @@ def test_in_invariant_mode_a_token_does_not_feel_its_step_mates(device: torch.de
         assert torch.equal(alone[0], together[token])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [3, 37])  # each choice a tile of its own; sorted
 def test_a_nan_stays_with_its_token_and_chooses_experts_that_exist(tokens: int, device: torch.device) -> None:
     spec = MoESpec(experts=5, experts_per_token=2, expert_hidden=16)

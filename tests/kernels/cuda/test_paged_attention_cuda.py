@@ -19,6 +19,7 @@ def test_decodes_of_any_length_match(lengths: list[int], device: torch.device) -
     PagedCase([(1, n) for n in lengths], device=device).check(SPLITTING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 1), (7, 1)], ids=str)
 def test_every_group_size_matches(heads: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -30,6 +31,7 @@ def test_head_sizes_that_are_no_power_of_two_match(dim: int, device: torch.devic
     PagedCase([(1, 20), (9, 33)], dim=dim, device=device).check(SMALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("key_tile", [16, 32])
 def test_tiles_and_pages_of_different_sizes_match(
@@ -42,12 +44,14 @@ def test_tiles_and_pages_of_different_sizes_match(
     PagedCase([(1, 90), (20, 75)], block_size=block_size, device=device).check(options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("descriptors", [True, False], ids=["descriptors", "pointers"])
 def test_chunks_with_earlier_context_match(descriptors: bool, device: torch.device) -> None:
     options = {"chunk": ChunkConfig(rows=32, key_tile=16, descriptors=descriptors)}
     PagedCase([(40, 40), (1, 30), (17, 61), (2, 2)], device=device).check(options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 5, 16, 40])
 def test_a_sliding_window_hides_what_lies_before(window: int, device: torch.device) -> None:
     PagedCase([(1, 70), (33, 50), (1, 4)], device=device).check(SMALL, window=window)
@@ -100,6 +104,7 @@ def test_the_work_list_covers_every_key_tile_once(seed: int, device: torch.devic
             assert sum((n + longest - 2) // (longest - 1) for n in tiles_of) > room >= len(records)
 
 
+@pytest.mark.long
 def test_runs_repeat_bit_for_bit(device: torch.device) -> None:
     case = PagedCase([(1, 100), (1, 40), (20, 50)], device=device)
     plan = case.plan(**SMALL)
@@ -117,6 +122,7 @@ def _alone(case: PagedCase, sequence: int) -> PagedCase:
     return alone
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["invariant", "chunking_invariant"])
 def test_a_request_has_the_same_bits_whatever_else_is_in_the_batch(mode: str, device: torch.device) -> None:
     case = PagedCase([(1, 300), (1, 9), (18, 50), (1, 120)], device=device)

@@ -38,6 +38,7 @@ def played(
     return out, lse
 
 
+@pytest.mark.long
 @on_a_cpu
 @pytest.mark.parametrize("slots", [2, 3, 4, 6])
 @pytest.mark.parametrize(("heads", "bundle"), [((4, 2), 2), ((3, 1), 4), ((2, 2), 2), ((4, 1), 4)], ids=str)

@@ -146,6 +146,7 @@ def test_on_hopper_every_weight_load_is_16_bytes() -> None:
         assert made.count("LDG") - made.loads(128) <= 4  # what is left: scales and residuals of a few rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weight", ["*bf16", "*fp8e4nv"])
 def test_weights_are_asked_for_before_it_waits_for_the_kernel_ahead(weight: str) -> None:
     """... and nothing else is: what other kernels write is read behind the wait."""
@@ -160,6 +161,7 @@ def test_weights_are_asked_for_before_it_waits_for_the_kernel_ahead(weight: str)
     assert before.count("LDG") + behind.count("LDG") == plain_made.count("LDG")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [1, 2])
 def test_the_next_kernel_may_start_before_the_wait_or_behind_it(order: int) -> None:
     plain = case(SmallConfig(2, 1024, 4), 1, 576)

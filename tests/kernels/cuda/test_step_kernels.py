@@ -55,6 +55,7 @@ def gradients(function, *inputs: Tensor) -> list[Tensor]:
     return [leaf.grad for leaf in leaves]
 
 
+@pytest.mark.long
 def test_the_norms_gradient_is_torchs(device: torch.device) -> None:
     x, weight = (
         random(70, 24, dtype=torch.float32, device=device),
@@ -80,6 +81,7 @@ def test_swiglu_and_its_gradient_are_torchs(dtype: torch.dtype, device: torch.de
     opcheck(swiglu.swiglu_op, (x.requires_grad_(),))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
@@ -114,6 +116,7 @@ def test_heads_are_normed_and_turned_and_keys_and_values_reach_their_pages(
     assert torch.equal(qkv[4], before[4])
 
 
+@pytest.mark.long
 def test_in_invariant_mode_a_token_is_turned_to_the_same_bits_alone_and_among_many(
     device: torch.device,
 ) -> None:
@@ -227,6 +230,7 @@ def test_logits_that_are_not_finite_give_no_token(device: torch.device) -> None:
     assert picked[:3].tolist() == [-1, -1, -1] and picked[3] >= 0
 
 
+@pytest.mark.long
 def test_drawing_follows_the_distribution(device: torch.device) -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.2, 0.05])
     rows = 400 if thorough.chosen else 80

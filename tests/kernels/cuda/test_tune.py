@@ -26,6 +26,7 @@ def empty_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "WINNERS", {})
 
 
+@pytest.mark.long
 def test_the_quickest_candidate_is_kept_and_one_that_fails_is_passed_over(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

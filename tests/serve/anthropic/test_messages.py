@@ -69,6 +69,7 @@ def test_a_stream_tells_the_same_message_in_anthropics_order(server: RunningServ
     assert set(names[3:-3]) == {"content_block_delta"}
 
 
+@pytest.mark.long
 @pytest.mark.speaking
 @pytest.mark.parametrize("result", ["sunny, 21 degrees", [{"type": "text", "text": "sunny, 21 degrees"}]])
 def test_a_tool_is_called_and_its_result_is_read(claude: Any, result: Any) -> None:

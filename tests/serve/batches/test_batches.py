@@ -22,6 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 # -- what it answers ----------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_a_batch_gives_the_answers_of_single_requests(bench: Bench, endpoint: str) -> None:
     client, body = bench.client(), BODIES[endpoint]

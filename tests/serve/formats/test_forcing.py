@@ -64,6 +64,7 @@ def read(tool_format: str, text: str):
     return [*parser.push(text), *parser.finish()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_a_required_call_is_made_by_any_model(tool_format):
     texts = write(GUIDANCE, tool_guide(tool_format, TOOLS, "required", TOKENIZER))
@@ -76,6 +77,7 @@ def test_a_required_call_is_made_by_any_model(tool_format):
         check(calls)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_a_named_tool_is_called_once(tool_format):
     texts = write(GUIDANCE, tool_guide(tool_format, TOOLS, "named", TOKENIZER, name="say"))
@@ -105,6 +107,7 @@ def test_calls_may_be_parallel_unless_that_is_forbidden(tool_format):
         assert matcher.is_accepting() or not parallel
 
 
+@pytest.mark.long
 def test_markers_that_are_special_tokens_are_drawn_as_such():
     tokenizer = make_tokenizer("[TOOL_CALLS]")
     guidance = Guidance(tokenizer, VOCAB, (EOS,))

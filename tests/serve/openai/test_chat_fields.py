@@ -105,6 +105,7 @@ def test_a_function_is_called_in_the_form_of_the_request(client: openai.OpenAI) 
     assert choice.message.function_call.arguments == calls[0].function.arguments
 
 
+@pytest.mark.long
 @pytest.mark.speaking
 def test_a_streamed_function_call_comes_in_pieces(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**LEGACY).choices[0].message.function_call

@@ -27,6 +27,7 @@ def prompt_of(server: RunningServer, **fields: Any) -> str:
     return prompt
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "end"),
     [
@@ -130,6 +131,7 @@ def test_the_models_list_shows_what_a_request_gets_that_leaves_it_out(thinker: R
     assert thinker.get(f"/v1/models/{NAME}").json() == model
 
 
+@pytest.mark.long
 @needs_built_in_model
 def test_the_built_in_model_is_sampled_so_that_it_answers_well(
     server: RunningServer, client: openai.OpenAI

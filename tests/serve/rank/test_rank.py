@@ -16,6 +16,8 @@ from tests.engine.pooled_reference import reference_embedding
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 CONTEXT = 512
 QUERY = "where did the cat sit?"
 DOCUMENTS = ["the cat sat on the mat", "def add(first, second):", "we have seen 3 of 10 cases — 😀"]

@@ -38,6 +38,7 @@ CALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.speaking
 def test_a_tool_loop_continues_by_id(client: openai.OpenAI) -> None:
     called = client.responses.create(**ASK, **CALL, instructions="Answer like a pirate.")
@@ -59,6 +60,7 @@ def test_a_tool_loop_continues_by_id(client: openai.OpenAI) -> None:
     assert by_id.usage.input_tokens == whole.usage.input_tokens
 
 
+@pytest.mark.long
 @pytest.mark.speaking
 def test_a_streamed_call_is_told_in_the_official_order(client: openai.OpenAI) -> None:
     events: list[Any] = list(client.responses.create(**ASK, **CALL, stream=True))
