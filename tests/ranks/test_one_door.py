@@ -13,14 +13,12 @@ LIBRARIES = {
         "torch.distributed.tensor",
         "torch.distributed.device_mesh",
     ),
-    "train/optimizer/fsdp_messages.py": ("torch.distributed.fsdp",),
     # The players of schedules are what `ranks` uses itself.
     **{
         f"collectives/play/{name}.py": ("torch.distributed",)
-        for name in ("groups", "mailboxes", "shared_memory", "sockets", "torch_messages", "waiting")
+        for name in ("groups", "messages", "shared_memory", "sockets")
     },
     "checkpoint/play/boxes.py": ("torch.distributed.checkpoint",),
-    "checkpoint/play/metadata.py": ("torch.distributed.checkpoint",),
 }
 
 
