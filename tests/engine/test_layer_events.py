@@ -23,7 +23,7 @@ def test_every_layer_of_a_step_that_is_waited_for_is_told_of(monkeypatch: pytest
     params = SamplingParams(temperature=0, max_tokens=1)
     for name, sends in (("alone", False), ("1.7", True)):
         request = Request(name, [3, 5, 8, 13, 21], params, seed=0, arrived_s=0.0)
-        request.sends = sends
+        request.prefill_only = sends
         scheduler.add(request)
         if sends:
             scheduler.handover.accept(request.sequences[0], 7)

@@ -100,12 +100,12 @@ def test_rounds_give_the_tokens_of_a_run_without_drafts(monkeypatch: pytest.Monk
     engine = engine_with_head(decoder)
     kept: list[int] = []
     policy = engine.scheduler.speculation
-    learn = policy.learn
+    learn = policy.after_result
     monkeypatch.setattr(
         policy,
-        "learn",
-        lambda plan, draws, result: (
-            kept.extend(chain(*result.round_hits.values())) or learn(plan, draws, result)
+        "after_result",
+        lambda plan, flight, result, now_s: (
+            kept.extend(chain(*result.round_hits.values())) or learn(plan, flight, result, now_s)
         ),
     )
     assert run(engine, requests) == expected

@@ -62,13 +62,13 @@ def watch(engine) -> list[int]:
     """How many drafts each round keeps, as they come."""
     kept: list[int] = []
     policy = engine.scheduler.speculation
-    learn = policy.learn
+    learn = policy.after_result
 
-    def noting(plan: StepPlan, draws, result: StepResult) -> None:
+    def noting(plan: StepPlan, flight, result: StepResult, now_s: float) -> None:
         kept.extend(chain(*result.round_hits.values()))
-        learn(plan, draws, result)
+        learn(plan, flight, result, now_s)
 
-    policy.learn = noting
+    policy.after_result = noting
     return kept
 
 

@@ -167,7 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.json"
         honest, attacker = new_key(path, "honest"), new_key(path, "attacker")
-        server = RunningServer("--api-keys", str(path), *SERVER, fresh=True)
+        server = RunningServer("--api-keys", str(path), *SERVER)
         try:
             attacks = Attacks(server, attacker)
             names = [name for name in vars(Attacks) if not name.startswith("_") and chosen.only in name]

@@ -198,7 +198,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, keys = make_keys(Path(folder))
         model = save_tiny_model(Path(folder))
-        with running_server(str(model), "--api-keys", str(path), *SERVER, fresh=True) as server:
+        with running_server(str(model), "--api-keys", str(path), *SERVER) as server:
             report = besiege(server, keys, chosen.minutes * 60, chosen.seed)
     print("\n".join(report.lines()))
     if chosen.json is not None:

@@ -207,7 +207,7 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny_model(Path(folder))
-        with running_server(str(model), *SERVER, fresh=True) as server:
+        with running_server(str(model), *SERVER) as server:
             report = soak(server, chosen.minutes * 60)
     print("\n".join(report.lines()))
     if chosen.json is not None:

@@ -65,7 +65,7 @@ def _heard_when_time_is_up() -> openai.APIError | None:
 
 
 def test_no_engine_outlives_its_server() -> None:
-    with running_server(quick_model(), fresh=True) as server:
+    with running_server(quick_model()) as server:
         engine = server.engine_pid()
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
         wait_for(lambda: engine_is_gone(engine), "the end of the engine")

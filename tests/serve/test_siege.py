@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 def test_honest_clients_are_served_beside_attackers(tmp_path: Path) -> None:
     path, keys = make_keys(tmp_path)
     model = save_tiny_model(tmp_path)
-    with running_server(str(model), "--api-keys", str(path), *SERVER, fresh=thorough.chosen) as server:
+    with running_server(str(model), "--api-keys", str(path), *SERVER) as server:
         report = besiege(server, keys, 600 if thorough.chosen else 3)
     assert not report.problems, "\n".join(report.lines())
     # However slow the machine is, every attacker attacks once at least, and honest clients ask meanwhile.

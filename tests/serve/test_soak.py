@@ -30,7 +30,7 @@ def enough(outcomes: Counter[str]) -> bool:
 @pytest.mark.long
 def test_unruly_clients_leave_nothing_behind(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
-    with running_server(str(model), *SERVER, fresh=thorough.chosen) as server:
+    with running_server(str(model), *SERVER) as server:
         report = soak(server, 600) if thorough.chosen else soak(server, 300, enough)
     assert not report.problems, "\n".join(report.lines())
     assert seen(report.outcomes), "\n".join(report.lines())
