@@ -151,6 +151,14 @@ def test_the_options_of_a_job_are_those_of_the_command() -> None:
     assert {**found, "--help": False} == dict(TRAIN_OPTIONS)
 
 
+def launched(path: Path, store: Path) -> None:
+    """`cumulo launch PATH --dry-run --store STORE`."""
+    launch_command(
+        path, on="local", dry_run=True, key=None, slots=None, policy=None, wait=False, out_folder=None,
+        form="yaml", store=store,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -164,9 +172,9 @@ def test_options_of_a_service_are_checked_by_the_command_itself(
     path = tmp_path / "job.yaml"
     path.write_text(SERVED.replace("replicas: 3", f"options: {options}"))
     with pytest.raises(ConfigError, match=message):
-        launch_command(path, dry_run=True, store=tmp_path)
+        launched(path, tmp_path)
     path.write_text(SERVED.replace("replicas: 3", "options: [--threads, '1']"))
-    launch_command(path, dry_run=True, store=tmp_path)
+    launched(path, tmp_path)
 
 
 def test_a_job_that_is_made_in_a_program_is_checked_before_it_is_launched(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import copy
 import io
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,9 +397,10 @@ def test_options_of_the_server_are_checked_by_the_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
 ) -> None:
     write_manifests(SERVICE, tmp_path, "yaml")
-    check([tmp_path])
+    checked = partial(check, [tmp_path], crds=None, node_gpus=8, plan=None, exists=None)
+    checked()
     path = tmp_path / "deployment-llm.yaml"
     path.write_text(path.read_text("utf-8").replace(old, new), "utf-8")
     with pytest.raises(typer.Exit):
-        check([tmp_path])
+        checked()
     assert f"containers[0].command: {said}" in capsys.readouterr().out

@@ -35,6 +35,10 @@ SERVE: dict[str, Any] = {
     "devices": {"count": 2, "kind": "gpu"},
     "kubernetes": {"autoscaler": "cumulo", "quota": 8, "gateway": "http://g:1", "inference_pool": True},
 }  # fmt: skip
+ALL_OPTIONS: dict[str, Any] = {
+    "on": "local", "dry_run": False, "key": None, "slots": None, "policy": None, "wait": False, "out_folder": None,
+    "form": "yaml", "store": None,
+}  # fmt: skip
 ODD = [
     "x",
     "",
@@ -139,7 +143,7 @@ def test_manifests_are_written_only_for_a_layout_that_fits_the_devices(tmp_path:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump({**TRAIN, "devices": {"count": 4, "per_node": 1}}), "utf-8")
     with pytest.raises(ConfigError, match="has 2 ranks, and the job asks for 4 devices"):
-        launch(file, on="kubernetes", out_folder=tmp_path / "out")
+        launch(file, **ALL_OPTIONS | {"on": "kubernetes", "out_folder": tmp_path / "out"})
     assert not (tmp_path / "out").exists()
 
 
@@ -147,4 +151,4 @@ def test_a_word_that_belongs_to_no_option_of_the_server_is_named(tmp_path: Path)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(changed(SERVE, ("serve", "options"), ["tp=4"])), "utf-8")
     with pytest.raises(ConfigError, match=r"job\.yaml:\d+: serve.options: .*unexpected extra argument.*tp=4"):
-        launch(file, on="slurm", dry_run=True, store=tmp_path)
+        launch(file, **ALL_OPTIONS | {"on": "slurm", "dry_run": True, "store": tmp_path})

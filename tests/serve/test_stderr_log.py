@@ -83,7 +83,7 @@ def test_every_line_arrives_where_it_can(tmp_path: Path) -> None:
 def test_a_reader_that_comes_late_is_told_how_much_is_missing() -> None:
     with full_pipe() as (reader, writer):
         stderr = BufferedStderr(writer)
-        for number in range(10_000):
+        for number in range(20_000):  # more than one buffer in waiting and another in the thread's hands
             stderr.write(f"line {number} of a log that nobody reads\n")
         lost = stderr.lost_lines
         assert lost > 0

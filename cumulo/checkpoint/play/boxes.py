@@ -5,6 +5,7 @@ by any number of ranks in any rectangles and read back in any others.
 """
 
 import contextlib
+import enum
 import io
 import logging
 import math
@@ -114,7 +115,18 @@ class _KnownOnly(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise TrainingError(
+        if (module, name) == ("builtins", "getattr"):
+            return self._enum_member
+        raise self._refusal(module, name)
+
+    def _enum_member(self, kind: Any, name: str) -> Any:
+        """Some versions of Python 3.11 write a member of an enumeration so, and nothing else."""
+        if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+            raise self._refusal("builtins", "getattr")
+        return kind[name]
+
+    def _refusal(self, module: str, name: str) -> TrainingError:
+        return TrainingError(
             f"{self._path} names {module}.{name}, which no checkpoint contains and which could run a program; "
             "it was not read. Do not use a checkpoint from somebody you do not trust"
         )
