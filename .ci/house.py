@@ -1,7 +1,7 @@
 """What no linter checks of the house: import circles, full folders, class names that mean two things, functions
-whose name says nothing alone, line budgets, and texts that are no sentences.
+whose name says nothing alone, line budgets, texts that are no sentences, and formulas that are written again.
 
-    python .ci/house.py circles folders names budgets words
+    python .ci/house.py circles folders names budgets words formulas
 
 `make lint` runs it. It needs nothing but Python.
 """
@@ -46,6 +46,30 @@ LINES_PER_ROOM = {
     "train": 8_250,
 }
 MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 132_250, 826, 4_000, 55_000
+
+# Formulas that were once in several files: what each decides, how its code looks, where, and in how many at most.
+FORMULAS = (
+    (
+        "what kind of snapshot a policy was given",
+        r"isinstance\([^)]*(Snapshot|Queue|Table)\b",
+        "cluster/decide",
+        0,
+    ),
+    ("whether a request kept its SLO", r"[<>]=? self\.(_?slo\.)?(ttft|itl|tpot|e2e)_s\b", "", 2),
+    (
+        "how many tasks fit a node",
+        r"//\s*(job|request|task)\.(gpus_per_task|cpu_milli|memory_mib)\b",
+        "cluster",
+        1,
+    ),
+    ("the dominant share of a tenant", r"max\([^()]*gpu\w* / [^()]*, [^()]*(cpu|core)\w* / ", "cluster", 1),
+    ("the time of a step, learnt", r"^class \w*(Learnt|Learned|StepPace|StepModel|StepCost)\b", "engine", 2),
+    ("the option max_tokens_per_step", r"^ +max_tokens_per_step: int.* = ", "", 2),
+    ("the schema of a chat request", r"^class \w*Chat\w*Request\b|^class ChatRequest\b", "serve", 1),
+    ("a quantile", r"\b(np|numpy|torch)\.(quantile|percentile)\(|statistics\.quantiles\(", "", 1),
+    ("how many bytes a GiB has", r"^\w*, ?_?GIB\b.*=|^_?GIB\b.*=", "", 1),
+    ("the start of an SVG picture", r"[\"']<svg ", "", 2),
+)
 
 
 def modules() -> dict[str, Path]:
@@ -182,7 +206,20 @@ def _texts(node: ast.AST) -> Iterator[str]:
         yield from (str(given.value) for given in node.args[1:2] if isinstance(given, ast.Constant))
 
 
-CHECKS = {"budgets": budgets, "words": words, "circles": circles, "folders": folders, "names": names}
+def formulas() -> Iterator[str]:
+    """Formulas that are in more places than they may."""
+    for what, looks, room, most in FORMULAS:
+        files = [
+            str(path.relative_to(ROOT))
+            for path in modules().values()
+            if path.is_relative_to(ROOT / "cumulo" / room)
+            and re.search(looks, path.read_text("utf-8"), re.MULTILINE)
+        ]
+        if len(files) > most:
+            yield f"{what} is in {len(files)} files, {most} at most: {', '.join(files)}; say it once"
+
+
+CHECKS = {check.__name__: check for check in (budgets, words, circles, folders, names, formulas)}
 
 
 def main(wanted: list[str]) -> int:
