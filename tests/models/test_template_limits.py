@@ -95,13 +95,17 @@ def test_honest_templates_are_rendered_while_a_hostile_one_runs(short_time: None
 
 def test_memory_is_bounded_whatever_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        template_worker, "LIMITS", template_worker.Limits(cpu_s=20, wall_s=60, memory_bytes=24 << 20)
+        template_worker, "LIMITS", template_worker.Limits(cpu_s=4, wall_s=60, memory_bytes=24 << 20)
     )
     grows = (
         "{% set ns = namespace(a=[]) %}{% for i in range(90000) %}"
         "{% set ns.a = [{'a': i, 'b': 1, 'c': 2, 'd': 3, 'e': 4, 'f': 5, 'more': ns.a}] %}{% endfor %}x"
     )
-    with pytest.raises(ModelError, match="it needs more than 24 MiB of memory"):
+    # Python 3.11 unwinds its stack with a number that it allocates: where memory ends just there, it tries for ever
+    # and the processor time ends that.
+    with pytest.raises(
+        ModelError, match=r"it needs more than 24 MiB of memory|more than 4 s of processor time"
+    ):
         ChatTemplate(grows).render([USER])
 
 
