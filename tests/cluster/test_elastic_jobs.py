@@ -1,6 +1,7 @@
 """Elastic jobs: sizes within the limits of tenants, and no restarts for nothing."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,7 @@ from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.simulate.job_speed import ElasticSpeed, TraceJob
 from cumulo.cluster.simulate.play import PlayOptions, play
-from cumulo.cluster.simulate.traces import uniform_nodes
-from cumulo.cluster.simulate.workloads import WorkloadSize, workload_named
+from cumulo.cluster.simulate.synthetic import synthetic_trace, uniform_nodes
 
 ELASTIC = ("elastic", "goodput", "attained")
 TABLE = SpeedTable(
@@ -35,8 +35,18 @@ def test_the_jobs_of_a_tenant_share_its_limit(name):
     assert told == {"tenant small has 8 GPUs, its limit is 8"}
 
 
-def burst(nodes: int = 20, jobs: int = 200):
-    return workload_named("burst", WorkloadSize(nodes=nodes, jobs=jobs, load=2.0, seed=3, elastic=True))
+def burst(nodes: int, jobs: int) -> list[TraceJob]:
+    """Elastic jobs that nearly all wait together."""
+    found = []
+    for job in synthetic_trace(jobs, 8 * nodes, 2.0, seed=3):
+        asked, most = int(job.request.gpus), 4 * int(job.request.gpus)
+        speeds = tuple(size / (1 + 0.05 * size) for size in range(1, most + 1))
+        request = replace(
+            job.request, arrival_s=job.request.arrival_s / 100, tasks=asked, gpus_per_task=1, min_tasks=1,
+            max_tasks=most, speed=SpeedTable(speeds[:8], tuple(0.8 * one for one in speeds)),
+        )  # fmt: skip
+        found.append(TraceJob(request, job.work))
+    return found
 
 
 def test_las_preempts_nobody_for_a_job_that_its_tenants_limit_refuses():
@@ -69,7 +79,7 @@ def test_attained_does_not_let_jobs_take_turns_at_every_decision():
 @pytest.mark.parametrize("name", ELASTIC)
 def test_no_job_is_restarted_to_have_as_many_gpus_as_before(name):
     """Many want to grow, and few find room."""
-    workload, named, sizes = burst(), policy_named(name), list[tuple[int, int]]()
+    named, sizes = policy_named(name), list[tuple[int, int]]()
 
     def decide(snapshot: Snapshot) -> list[Decision]:
         decided = named.decide(snapshot)
@@ -81,8 +91,8 @@ def test_no_job_is_restarted_to_have_as_many_gpus_as_before(name):
         return decided
 
     play(
-        workload.nodes,
-        workload.trace,
+        uniform_nodes(20, 8),
+        burst(20, 200),
         decide,
         ElasticSpeed(),
         PlayOptions(interval_s=60.0, always_decide=True),

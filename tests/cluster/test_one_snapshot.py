@@ -15,8 +15,7 @@ from cumulo.cluster.decide.policies import ORDERS, policy_named
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
 from cumulo.cluster.simulate.job_speed import TraceJob
 from cumulo.cluster.simulate.play import PlayOptions, play
-from cumulo.cluster.simulate.traces import synthetic_trace, uniform_nodes
-from cumulo.cluster.simulate.workloads import FailureRates
+from cumulo.cluster.simulate.synthetic import FailureRates, synthetic_trace, uniform_nodes
 from tests.cluster.test_policy_rules import random_job
 
 NAMES = (

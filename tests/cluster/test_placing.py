@@ -7,13 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cumulo.cluster.decide.elastic_sizes import TenantLimits, choose_sizes, possible_sizes
+from cumulo.cluster.decide.elastic import choose_sizes, possible_sizes
 from cumulo.cluster.decide.fit import emptiest_first, pack_gang, slots, tasks_that_fit
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
-from cumulo.cluster.decide.queueing import Releases, by_share
+from cumulo.cluster.decide.queueing import by_share, reserve
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
-from cumulo.cluster.simulate.traces import uniform_nodes
+from cumulo.cluster.simulate.synthetic import uniform_nodes
 
 
 def some_job(draw: random.Random, name: str) -> JobRequest:
@@ -97,7 +97,6 @@ def test_a_gang_takes_as_few_nodes_as_it_can():
 def test_the_earliest_start_is_the_first_end_after_which_the_gang_fits():
     known = 0
     for draw, snapshot in busy_clusters(3, 80):
-        releases = Releases(snapshot.free.copy(), list(snapshot.running.values()))
         ends = [one for one in snapshot.running.values() if one.expected_end_s is not None]
         for number in range(6):
             job = some_job(draw, f"j{number}")
@@ -111,7 +110,7 @@ def test_the_earliest_start_is_the_first_end_after_which_the_gang_fits():
                 if slots(job, then) >= job.tasks:
                     expected = max(end_s, snapshot.now_s)
                     break
-            found = releases.reserve(job, snapshot.now_s)
+            found = reserve(job, snapshot.free, snapshot.running.values(), snapshot.now_s)
             assert (None if found is None else found.start_s) == expected
             if found is not None:
                 known += 1
@@ -188,8 +187,8 @@ def test_sizes_of_elastic_jobs_are_those_of_taking_the_best_step_again_and_again
     for _ in range(40):
         jobs, gpus = int(draw.integers(1, 9)), int(draw.integers(1, 60))
         options, costs = random_costs(draw, jobs)
-        loose = TenantLimits(draw.integers(0, 3, jobs), np.full(3, 10_000))
-        assert choose_sizes(costs, options, gpus, loose).tolist() == best_steps(costs, options, gpus)
+        sizes = choose_sizes(costs, options, gpus, ["x"] * jobs, {"x": 10_000})
+        assert sizes.tolist() == best_steps(costs, options, gpus)
 
 
 def test_sizes_keep_to_every_limit_and_a_tenant_alone_gets_what_it_would_get_of_so_many_gpus():
@@ -199,10 +198,9 @@ def test_sizes_keep_to_every_limit_and_a_tenant_alone_gets_what_it_would_get_of_
         options, costs = random_costs(draw, jobs)
         gpus = int(draw.integers(1, 200))
         tenant, room = draw.integers(0, tenants, jobs), draw.integers(0, 60, tenants)
-        sizes = choose_sizes(costs, options, gpus, TenantLimits(tenant, room))
+        sizes = choose_sizes(costs, options, gpus, tenant.tolist(), dict(enumerate(room.tolist())))
         assert sizes.sum() <= gpus and (np.bincount(tenant, sizes, tenants) <= room).all()
         limited += bool((sizes == 0).any())
-        alone = TenantLimits(np.zeros(jobs, dtype=np.int64), np.array([gpus]))
-        everybody = choose_sizes(costs, options, 10_000, alone)
-        assert everybody.tolist() == choose_sizes(costs, options, gpus, alone).tolist()
+        everybody = choose_sizes(costs, options, 10_000, ["x"] * jobs, {"x": gpus})
+        assert everybody.tolist() == choose_sizes(costs, options, gpus, ["x"] * jobs, {"x": gpus}).tolist()
     assert limited > 30

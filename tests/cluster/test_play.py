@@ -19,8 +19,8 @@ from cumulo.cluster.simulate.outcome import ClusterRun, Segment
 from cumulo.cluster.simulate.page import gantt, page
 from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
 from cumulo.cluster.simulate.pollux import read_pollux
-from cumulo.cluster.simulate.traces import read_nodes, read_trace, synthetic_trace, uniform_nodes
-from cumulo.cluster.simulate.workloads import FailureRates
+from cumulo.cluster.simulate.synthetic import FailureRates, synthetic_trace, uniform_nodes
+from cumulo.cluster.simulate.traces import read_nodes, read_trace
 from cumulo.errors import ConfigError
 
 TRACES = Path(__file__).parents[3] / "shared/data/cluster/traces"

@@ -4,7 +4,7 @@ import pytest
 
 from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.simulate.fill import variant
-from cumulo.cluster.simulate.traces import mispredicted, synthetic_trace, uniform_nodes
+from cumulo.cluster.simulate.synthetic import mispredicted, synthetic_trace, uniform_nodes
 from cumulo.errors import ConfigError
 
 NODES = uniform_nodes(4, 8, device="a")

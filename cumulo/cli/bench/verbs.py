@@ -8,7 +8,7 @@ import typer
 
 from cumulo.base import report
 from cumulo.base.files import write_text_file
-from cumulo.base.quantities import number, parse_number, quantity
+from cumulo.base.quantities import number, quantity
 from cumulo.base.report import Row, available_cores
 from cumulo.cli.bench import serve as bench_serve
 from cumulo.cli.shared import options
@@ -63,49 +63,6 @@ def scheduler(
     with working("scheduler") as tell:
         rows = bench_scheduler.measure(repeats, tell)
     finish("scheduler, one core", rows, json_file)
-
-
-@app.command(
-    epilog="Example: [bold]cumulo bench cluster --nodes 200 --jobs 1000 --loads 0.9 --policy backfill[/bold]"
-)
-def cluster(
-    policy: str = typer.Option(
-        "fifo,backfill,conservative,shortest,fair,priority,las,elastic,goodput,attained,backfill+topology",
-        help="Policies, separated by commas, as for `cumulo simulate cluster`.",
-    ),
-    loads: str = typer.Option(
-        "0.5,0.9,1.2,2", help="Loads of the trace: GPU time asked for over GPU time there is."
-    ),
-    workload: str = typer.Option(
-        "usual",
-        help="Shapes of the trace, separated by commas: usual, shares (of GPUs), cores (and memory), devices "
-        "(of eight kinds), tenants (a thousand, with quotas), priorities (a hundred), burst (all jobs wait at "
-        "once), wide (gangs on a twentieth of all nodes), unpredicted (durations), failures (of nodes); "
-        "several together, such as tenants+burst; or all, one by one.",
-    ),
-    nodes: int = typer.Option(10_000, min=1, help="Number of nodes."),
-    gpus_per_node: int = typer.Option(8, min=1, help="GPUs of each node."),
-    jobs: int = typer.Option(100_000, min=1, help="Number of jobs."),
-    seed: int = typer.Option(0, help="Random seed of the trace."),
-    json_file: options.JsonOption = None,
-) -> None:
-    """Measure what scheduling decisions cost on a large cluster: the whole trace and the slowest decision."""
-    from cumulo.cluster.simulate import decision_cost
-    from cumulo.cluster.simulate.workloads import WORKLOADS, WorkloadSize
-
-    wanted = [parse_number(part, "--loads", more_than=True) for part in loads.split(",")]
-    names = [name.strip() for name in policy.split(",")]
-    shapes = [*WORKLOADS] if workload == "all" else [name.strip() for name in workload.split(",")]
-    size = WorkloadSize(nodes=nodes, jobs=jobs, load=1.0, gpus_per_node=gpus_per_node, seed=seed)
-    console = err if only_json(json_file) else out
-
-    def found(one: decision_cost.PolicyCost) -> None:
-        """Measuring everything takes an hour: who stops it keeps what was found."""
-        console.print(one.line, soft_wrap=True)
-
-    with loading(lines=True) as show:
-        rows = decision_cost.measure(names, shapes, wanted, size, found, show)
-    finish(f"{jobs:,} jobs on {nodes:,} nodes, one core", rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench plans[/bold]")

@@ -106,7 +106,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
     from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, elastic_jobs
     from cumulo.cluster.simulate.play import ROUND_S, PlayOptions, play, usual_interval_s
     from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
-    from cumulo.cluster.simulate.traces import mispredicted
+    from cumulo.cluster.simulate.synthetic import mispredicted
 
     _check(chosen)
     nodes = _nodes(chosen)
@@ -207,7 +207,8 @@ def _tell(tell: Callable[[str], None], name: str, done: int, jobs: int) -> None:
 
 
 def _nodes(chosen: ClusterRunOptions) -> "list[ClusterNode]":
-    from cumulo.cluster.simulate.traces import read_nodes, uniform_nodes
+    from cumulo.cluster.simulate.synthetic import uniform_nodes
+    from cumulo.cluster.simulate.traces import read_nodes
 
     if chosen.node_list is not None:
         return read_nodes(chosen.node_list)
@@ -217,7 +218,8 @@ def _nodes(chosen: ClusterRunOptions) -> "list[ClusterNode]":
 
 
 def _jobs(chosen: ClusterRunOptions, nodes: "list[ClusterNode]") -> "list[TraceJob]":
-    from cumulo.cluster.simulate.traces import read_trace, synthetic_trace
+    from cumulo.cluster.simulate.synthetic import synthetic_trace
+    from cumulo.cluster.simulate.traces import read_trace
 
     if chosen.trace is not None and chosen.synthetic:
         raise ConfigError("give a trace or --synthetic, not both")
@@ -252,7 +254,7 @@ def _quotas(chosen: ClusterRunOptions) -> tuple:  # type: ignore[type-arg]
 
 
 def _failures(chosen: ClusterRunOptions):  # type: ignore[no-untyped-def]
-    from cumulo.cluster.simulate.workloads import PUBLISHED_RATES, FailureRates
+    from cumulo.cluster.simulate.synthetic import PUBLISHED_RATES, FailureRates
 
     if not chosen.failures:
         return None

@@ -30,6 +30,7 @@ def run_rows(name: str, run: ClusterRun, cpu_s: float) -> list[Row]:
         Row(f"{name}: fragmentation of the free GPUs", 100 * run.fragmentation, "%", "lower"),
         Row(f"{name}: fairness", run.fairness, "", note="Jain's index over the tenants' mean slowdown"),
         Row(f"{name}: CPU time of the simulation", cpu_s, "s", "lower"),
+        Row(f"{name}: slowest decision", 1e3 * run.slowest_decision_s, "ms", "lower"),
     ]
 
 

@@ -3,13 +3,14 @@ next one adds most to the power mean of all jobs' speedups over a fair share, an
 restart it costs.
 """
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Resize, Waits
-from cumulo.cluster.decide.elastic_sizes import Floats, TenantLimits, choose_sizes, possible_sizes
 from cumulo.cluster.decide.fit import Places, task_places, tasks_that_fit
 from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
@@ -17,8 +18,13 @@ from cumulo.cluster.decide.queueing import MOST_REASONS, fifo
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
+Floats = NDArray[np.float64]
+
 _LITTLE = 1e-3  # so that a job without GPUs has a finite cost
-_NO_LIMIT = 1 << 40
+_SAVES = 1e-9  # a step to a larger size must save more per GPU
+_ALL_NODES = (
+    16  # up to so many nodes every number of them is a possible size; beyond, the next is a quarter more
+)
 _UNKNOWN_S = 3600.0  # a job of unknown duration counts as an hour
 _SHORT_S = 60.0  # jobs that are shorter count alike
 # GPU time from which on a job counts less. If it counted a little less at every decision, jobs that wait would take
@@ -58,7 +64,11 @@ def elastic(
         costs = _costs(jobs, restart_s, options, node_gpus, max(1, -(-gpus // len(jobs.requests))))
         if short_first:
             costs *= _weights(jobs, short_first, predicted)[:, None]
-        wanted = choose_sizes(costs, options, gpus, _tenant_limits(jobs, book))
+        tenants = [job.tenant for job in jobs.requests]
+        room = {name: max(book.left_to(name), 0.0) for name in tenants}
+        for name, has in zip(tenants, jobs.current.tolist(), strict=True):
+            room[name] += has  # what its jobs have, and the rest up to the limit
+        wanted = choose_sizes(costs, options, gpus, tenants, room)
         # Jobs that keep their size keep their places; the others, the largest first.
         rows = np.flatnonzero(wanted != jobs.current)
         rows = rows[np.lexsort((jobs.arrival_s[rows], -wanted[rows]))]
@@ -139,14 +149,50 @@ def _weights(jobs: _Jobs, power: float, predicted: bool) -> Floats:
     return weights
 
 
-def _tenant_limits(jobs: _Jobs, book: QuotaBook) -> TenantLimits:
-    """What the jobs of a tenant may have together: what they have, and the rest up to the limit."""
-    names = list(dict.fromkeys(job.tenant for job in jobs.requests))
-    numbers = {name: number for number, name in enumerate(names)}
-    tenant = np.array([numbers[job.tenant] for job in jobs.requests], dtype=np.int64)
-    left = [min(max(book.left_to(name), 0), _NO_LIMIT) for name in names]
-    has = np.bincount(tenant, jobs.current, len(names)).astype(np.int64)
-    return TenantLimits(tenant, has + np.array(left).astype(np.int64))
+def possible_sizes(node_gpus: int, most: Ints, current: Ints, inside: tuple[int, ...] = ()) -> Ints:
+    """0, sizes within a node, then whole nodes, and whatever a job has now."""
+    largest = int(max(most.max(), current.max()))
+    found = {0, *(inside or range(1, node_gpus + 1)), *np.unique(current).tolist()}
+    nodes = 2
+    while nodes * node_gpus <= largest:
+        found.add(nodes * node_gpus)
+        nodes = nodes + 1 if nodes < _ALL_NODES else -(-nodes * 5 // 4)
+    return np.array(sorted(size for size in found if size <= max(largest, node_gpus)), dtype=np.int64)
+
+
+def choose_sizes(
+    costs: Floats, options: Ints, gpus: int, tenants: Sequence[str], limits: Mapping[str, float]
+) -> Ints:
+    """The size of each job: again and again the step to a larger size that saves most per GPU and still fits.
+    `costs`: [jobs, options], what each size costs; the first option is 0. `limits`: GPUs that the jobs of
+    a tenant may have together."""
+    at, room = np.zeros(len(costs), dtype=np.int64), dict(limits)
+    steps: list[
+        tuple[float, int, int]
+    ] = []  # what a step saves per GPU, negative; the job; the option it leads to
+
+    def push(job: int) -> None:
+        """The best step of a job that still fits."""
+        has = at[job]
+        until = np.searchsorted(options, options[has] + min(gpus, room[tenants[job]]), side="right")
+        if until > has + 1:
+            longer = slice(has + 1, until)
+            gains = (costs[job, has] - costs[job, longer]) / (options[longer] - options[has])
+            best = int(gains.argmax())
+            if gains[best] > _SAVES:
+                heapq.heappush(steps, (-float(gains[best]), job, int(has) + 1 + best))
+
+    for job in range(len(costs)):
+        push(job)
+    while steps and gpus > 0:
+        _, job, target = heapq.heappop(steps)
+        needs = int(options[target] - options[at[job]])
+        if needs <= min(gpus, room[tenants[job]]):
+            gpus -= needs
+            room[tenants[job]] -= needs
+            at[job] = target
+        push(job)  # its next step, or a shorter one that still fits
+    return options[at]
 
 
 def _placed(

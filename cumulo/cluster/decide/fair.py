@@ -5,7 +5,7 @@ NSDI 2011), within quotas, with borrowing of what others leave unused, and recla
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import Placer, PlacerOf, slots
 from cumulo.cluster.decide.jobs import GangShape, RunningJob
-from cumulo.cluster.decide.preemption import Preemptible, RoomSearch
+from cumulo.cluster.decide.preemption import RoomSearch, jobs_on_nodes
 from cumulo.cluster.decide.queueing import by_share, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
@@ -37,7 +37,9 @@ def _reclaim(snapshot: Snapshot, placer: Placer) -> list[Decision]:
     guaranteed = [job for job in snapshot.waiting if job.tenant in below]
     guaranteed.sort(key=lambda job: (job.arrival_s, order[job.tenant]))
     tried: set[tuple[str, GangShape]] = set()
-    borrowers = None
+    running = snapshot.running.values()
+    borrowers = [one for one in running if one.request.preemptible and one.request.tenant in borrowing]
+    without, on = None, jobs_on_nodes(snapshot.free, borrowers)
 
     def may_stop(one: RunningJob, chosen: list[RunningJob]) -> bool:
         """Whether a stop brings its tenant back to its quota."""
@@ -51,13 +53,8 @@ def _reclaim(snapshot: Snapshot, placer: Placer) -> list[Decision]:
         tried.add((job.tenant, job.shape))
         if slots(job, snapshot.free) >= job.tasks:
             return []  # it fits without
-        if borrowers is None:
-            running = snapshot.running.values()
-            some = [one for one in running if one.request.preemptible and one.request.tenant in borrowing]
-            borrowers = Preemptible(snapshot.free, some)
-        without = borrowers.held.released(len(borrowers.held.jobs))
-        youngest = RoomSearch(job, snapshot.free, borrowers, lambda one: (-one.started_s,), may_stop, without)
-        found = youngest.find()
+        without = without or snapshot.free.without(borrowers)
+        found = RoomSearch(job, snapshot.free, on, lambda one: (-one.started_s,), may_stop, without).find()
         if found is None:
             continue
         for one in found[0]:

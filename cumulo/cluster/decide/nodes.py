@@ -1,7 +1,6 @@
 """Nodes as a policy sees them: what each has, which switch it is connected to, and what is free, in columns."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,6 +62,13 @@ class FreeCapacity:
         """The same capacity, which changes with this one and cannot be changed by others."""
         return self._with(_locked)
 
+    def without(self, jobs: Iterable[RunningJob]) -> "FreeCapacity":
+        """A copy of this capacity in which these running jobs have stopped."""
+        then = self.copy()
+        for one in jobs:
+            then.release(one.request, one.places)
+        return then
+
     def among(self, nodes: Flags) -> "FreeCapacity":
         """The same capacity, to look at, where only these nodes get tasks."""
         other = self.read_only()
@@ -118,47 +124,6 @@ def _locked(column: NDArray[Any]) -> NDArray[Any]:
     view = column.view()
     view.flags.writeable = False
     return view
-
-
-class HeldPlaces:
-    """What some running jobs have, in columns: a cluster without the first of them is worked out at once."""
-
-    def __init__(self, free: FreeCapacity, jobs: Sequence[RunningJob]) -> None:
-        self.free, self.jobs = free, jobs
-        places = [place for one in jobs for place in one.places]
-        index, width = free.index, free.gpu_milli.shape[1]
-        self._node = np.array([index[place.node] for place in places], dtype=np.int64)
-        self._of_place = np.repeat(
-            np.arange(len(jobs)), [len(one.places) for one in jobs]
-        )  # the job's number
-        gpus = [place.gpus for place in places]
-        counts = np.array([len(some) for some in gpus], dtype=np.int64)
-        self._of_gpu = np.repeat(self._of_place, counts)
-        self._gpu = width * np.repeat(self._node, counts)
-        self._gpu += np.fromiter(itertools.chain.from_iterable(gpus), np.int64, len(self._gpu))
-        asked = [(job.gpu_milli, job.cpu_milli, job.memory_mib) for job in [one.request for one in jobs]]
-        self._asked = np.array(asked, dtype=np.int64).reshape(-1, 3)
-        self._known: dict[int, FreeCapacity] = {}
-
-    def released(self, count: int) -> FreeCapacity:
-        """What is free without the first so many jobs. To look at only."""
-        if count not in self._known:
-            self._known[count] = self._released(count)
-        return self._known[count]
-
-    def _released(self, count: int) -> FreeCapacity:
-        then = self.free.copy()
-        until = np.searchsorted(self._of_gpu, count)
-        shares = self._asked[self._of_gpu[:until], 0]
-        freed = np.bincount(self._gpu[:until], shares, then.gpu_milli.size)
-        then.gpu_milli += freed.reshape(then.gpu_milli.shape).astype(np.int16)
-        then.whole = (then.gpu_milli == WHOLE_GPU).sum(axis=1, dtype=np.int32)
-        until = np.searchsorted(self._of_place, count)
-        for number, column in ((1, then.cpu_milli), (2, then.memory_mib)):
-            if self._asked[:count, number].any():
-                amounts = self._asked[self._of_place[:until], number]
-                column += np.bincount(self._node[:until], amounts, len(column)).astype(np.int32)
-        return then
 
 
 def free_capacity(nodes: Sequence[ClusterNode], running: Sequence[RunningJob]) -> FreeCapacity:

@@ -2,16 +2,17 @@
 themselves where that pays; reclaimed quotas choose who may be stopped in another way.
 """
 
-import bisect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement
 from cumulo.cluster.decide.fit import Placer, PlacerOf, slots, tasks_that_fit
 from cumulo.cluster.decide.jobs import GangShape, JobRequest, RunningJob
-from cumulo.cluster.decide.nodes import FreeCapacity, HeldPlaces
+from cumulo.cluster.decide.nodes import FreeCapacity
 from cumulo.cluster.decide.queueing import by_priority, queue_policy
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
@@ -22,26 +23,24 @@ _MORE_NODES = 12  # that are priced, besides one for each missing task
 Found = tuple[list[RunningJob], FreeCapacity]  # those that stop, and the cluster without them
 
 
-class Preemptible:
-    """Jobs that may be stopped, in the order in which they are given up."""
-
-    def __init__(self, free: FreeCapacity, jobs: Sequence[RunningJob]) -> None:
-        self.held = HeldPlaces(free, jobs)
-        self.on: dict[int, list[RunningJob]] = {}  # those on each node
-        for one in jobs:
-            for node in free.numbers(one.places):
-                self.on.setdefault(node, []).append(one)
+def jobs_on_nodes(free: FreeCapacity, jobs: Iterable[RunningJob]) -> dict[int, list[RunningJob]]:
+    found: dict[int, list[RunningJob]] = {}
+    for one in jobs:
+        for node in free.numbers(one.places):
+            found.setdefault(node, []).append(one)
+    return found
 
 
 @dataclass(slots=True)
 class RoomSearch:
-    """`price`: of stopping a job; the cheapest is stopped first, by the first number, then by the last one.
+    """`on`: the jobs of each node that may be stopped. `price`: of stopping a job; the cheapest is stopped first,
+    by the first number, then by the last one.
     `may_stop`: whether a job may be stopped besides those that are stopped already. `without`: the cluster if all
     stopped that may."""
 
     job: JobRequest
     free: FreeCapacity
-    stoppable: Preemptible
+    on: Mapping[int, list[RunningJob]]
     price: Callable[[RunningJob], tuple[float, ...]]
     may_stop: Callable[[RunningJob, list[RunningJob]], bool]
     without: FreeCapacity
@@ -87,9 +86,7 @@ class RoomSearch:
         free, chosen = self._then, self._chosen
         stopped = {one.job_id for one in chosen}
         there = [
-            one
-            for one in self.stoppable.on.get(node, ())
-            if one.job_id not in stopped and self.may_stop(one, chosen)
+            one for one in self.on.get(node, ()) if one.job_id not in stopped and self.may_stop(one, chosen)
         ]
         there.sort(key=lambda one: (*self.price(one), one.job_id))
         before, taken = self._tasks(node), list[RunningJob]()
@@ -143,36 +140,50 @@ def _preempt(snapshot: Snapshot, placer: Placer) -> list[Decision]:
     running.sort(key=lambda one: one.request.priority)
     urgent = [job for job in snapshot.waiting if running and job.priority > running[0].request.priority]
     urgent.sort(key=lambda job: (-job.priority, job.arrival_s))
-    book, tried, stoppable = QuotaBook(snapshot), set[GangShape](), None
+    book, tried = QuotaBook(snapshot), set[GangShape]()
+    stoppable = _Stoppable(free, running)
     for job in urgent[:_MOST_URGENT]:
         if job.shape in tried or book.refuses(job) is not None:
             continue
         tried.add(job.shape)
         if slots(job, free) >= job.tasks:
             continue
-        stoppable = stoppable or Preemptible(free, running)
-        found = _least_urgent(job, free, stoppable)
+        found = stoppable.least_urgent(job)
         if found is not None and (decided := _worth_it(job, *found, snapshot, placer)):
             return decided
     return []
 
 
-def _least_urgent(job: JobRequest, free: FreeCapacity, stoppable: Preemptible) -> Found | None:
-    """The least urgent jobs that make room, and among them those that lose least."""
-    priorities = [one.request.priority for one in stoppable.held.jobs]
-    count = 0
-    while count < len(priorities) and (level := priorities[count]) < job.priority:
-        count = bisect.bisect(priorities, level)
-        without = stoppable.held.released(count)
-        if slots(job, without) < job.tasks:
-            continue  # up to this priority they are too few
-        search = RoomSearch(
-            job, free, stoppable, _cheapest, lambda one, _: one.request.priority <= level, without
-        )  # fmt: skip
-        found = search.find()
-        if found is not None:
-            return found
-    return None
+class _Stoppable:
+    """Running jobs that may be stopped for more urgent ones, the least urgent first."""
+
+    def __init__(self, free: FreeCapacity, running: Sequence[RunningJob]) -> None:
+        self.free, self.running = free, running
+        self._without: dict[int, FreeCapacity] = {}  # the cluster if all up to a priority stopped
+
+    @cached_property
+    def on(self) -> dict[int, list[RunningJob]]:
+        return jobs_on_nodes(self.free, self.running)
+
+    def least_urgent(self, job: JobRequest) -> Found | None:
+        """The least urgent jobs that make room, and among them those that lose least."""
+        free = self.free
+        for level, some in itertools.groupby(self.running, key=lambda one: one.request.priority):
+            if level >= job.priority:
+                break
+            if level not in self._without:
+                self._without[level] = free.without(some)
+            free = self._without[level]
+            if slots(job, free) < job.tasks:
+                continue  # up to this priority they are too few
+
+            def may_stop(one: RunningJob, _: list[RunningJob], level: int = level) -> bool:
+                return one.request.priority <= level
+
+            found = RoomSearch(job, self.free, self.on, _cheapest, may_stop, free).find()
+            if found is not None:
+                return found
+        return None
 
 
 def _cheapest(one: RunningJob) -> tuple[float, ...]:

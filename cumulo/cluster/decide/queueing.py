@@ -5,19 +5,18 @@ behind them that would delay one of these starts waits.
     queue_policy(by_arrival, packed, backfill=True)    # EASY backfill
 """
 
-import bisect
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
 from cumulo.cluster.decide.fit import Placer, PlacerOf, Places, packed, slots, tasks_that_fit, why_not
 from cumulo.cluster.decide.jobs import GangShape, JobRequest, RunningJob
-from cumulo.cluster.decide.nodes import Flags, FreeCapacity, HeldPlaces
+from cumulo.cluster.decide.nodes import Flags, FreeCapacity
 from cumulo.cluster.decide.quotas import QuotaBook, TenantUse, dominant_share, tenant_use
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
-
-_FIRST_STRETCH = 32  # ends of jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +40,23 @@ class Reservation:
         return found
 
 
-class Releases:
-    """What running jobs free, in the order in which they are predicted to end. Most starts come soon: a few ends
-    are looked at, then twice as many, and so on."""
-
-    def __init__(self, free: FreeCapacity, running: Sequence[RunningJob]) -> None:
-        ends = [(one.expected_end_s, at) for at, one in enumerate(running) if one.expected_end_s is not None]
-        ends.sort()
-        self.free, self.running, self.ends = free, running, ends
-        self._stretches: list[HeldPlaces] = []
-
-    def reserve(self, job: JobRequest, now_s: float) -> Reservation | None:
-        """The earliest start of a gang that does not fit now, if jobs end as predicted; None: nobody knows it."""
-        begin, stretch = 0, 0
-        while begin < len(self.ends):
-            held = self._stretch(stretch, begin)
-            many = len(held.jobs)
-            if slots(job, held.released(many)) >= job.tasks:
-                counts = range(many + 1)
-                ended = bisect.bisect_left(
-                    counts, job.tasks, key=lambda some: slots(job, held.released(some))
-                )
-                end_s = self.ends[begin + ended - 1][0]
-                same = bisect.bisect(self.ends, (end_s, len(self.running)))  # others end at the same moment
-                return Reservation(job, max(end_s, now_s), held.released(same - begin).copy())
-            begin, stretch = begin + many, stretch + 1
-        return None
-
-    def _stretch(self, number: int, begin: int) -> HeldPlaces:
-        """The jobs that end from this one on, after all of the stretches before have ended."""
-        if number == len(self._stretches):
-            until = begin + (_FIRST_STRETCH << number)
-            if until < len(self.ends):  # those that end at the same moment belong together
-                until = bisect.bisect(self.ends, (self.ends[until - 1][0], len(self.running)))
-            free = self.free
-            if self._stretches:
-                free = self._stretches[-1].released(len(self._stretches[-1].jobs))
-            some = [self.running[at] for _, at in self.ends[begin:until]]
-            self._stretches.append(HeldPlaces(free, some))
-        return self._stretches[number]
+def reserve(
+    job: JobRequest, free: FreeCapacity, running: Iterable[RunningJob], now_s: float
+) -> Reservation | None:
+    """The earliest start of a gang that does not fit now, if jobs end as predicted; None: nobody knows it."""
+    ends = sorted(
+        ((one.expected_end_s, one) for one in running if one.expected_end_s is not None), key=itemgetter(0)
+    )
+    then, room = free.copy(), slots(job, free)
+    for end_s, some in itertools.groupby(ends, itemgetter(0)):
+        for _, one in some:
+            nodes = then.numbers(one.places)
+            room -= int(tasks_that_fit(job, then, nodes).sum())
+            then.release(one.request, one.places)
+            room += int(tasks_that_fit(job, then, nodes).sum())
+        if room >= job.tasks:
+            return Reservation(job, max(end_s, now_s), then)
+    return None
 
 
 MOST_REASONS = 100  # jobs that are told why they wait, in one decision
@@ -175,7 +152,6 @@ class _Trial:
         self.decided: list[Decision] = []
         self.reserved: list[Reservation] = []
         self.told = 0
-        self._releases: Releases | None = None
         # Why jobs of these shapes do not start. What is free only shrinks, so that what does not fit stays so; what
         # would delay a reserved job if it ends after this moment is tried again after each start.
         self.failed: dict[GangShape, str] = {}
@@ -224,7 +200,6 @@ class _Trial:
             one.then.allocate(job, places)
         ends_s = None if job.predicted_s is None else self.ends_s(job)
         self.running.append(RunningJob(job, places, self.snapshot.now_s, ends_s))
-        self._releases = None
         self.harmful.clear()
         self.placer.started(job, places)
         self.book.count(job, job.gpus)
@@ -238,9 +213,7 @@ class _Trial:
         if len(self.reserved) >= self.reservations:
             self.tell(job, reason)
             return bool(self.reservations)
-        if self._releases is None:
-            self._releases = Releases(self.free.copy(), self.running)
-        found = self._releases.reserve(job, self.snapshot.now_s)
+        found = reserve(job, self.free, self.running, self.snapshot.now_s)
         if found is None:
             self.tell(job, reason)
             return False  # nobody knows when it could start, so nobody overtakes it

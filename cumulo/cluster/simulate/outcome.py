@@ -63,6 +63,7 @@ class ClusterRun:
     cordoned: list[str] = field(default_factory=list)
     fragmented: list[float] = field(default_factory=list)  # share of the free GPUs, sampled while jobs end
     decisions: int = 0
+    slowest_decision_s: float = 0.0  # CPU time of the policy
     evictions: int = 0
     resizes: int = 0
     node_failures: int = 0

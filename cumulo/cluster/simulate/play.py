@@ -6,6 +6,7 @@ run.mean_jct_s, run.utilisation
 
 import bisect
 import heapq
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from cumulo.cluster.decide.policies import NamedPolicy
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
 from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
-from cumulo.cluster.simulate.workloads import FailureRates, failure_times
+from cumulo.cluster.simulate.synthetic import FailureRates, failure_times
 from cumulo.errors import CumuloError
 
 ROUND_S = 60.0  # between two decisions of policies that resize or preempt running jobs all the time
@@ -335,7 +336,9 @@ class _Player:
 
     def decide(self) -> None:
         snapshot = self.snapshot()
+        began_s = time.thread_time()
         decisions = self.policy(snapshot)
+        self.run.slowest_decision_s = max(self.run.slowest_decision_s, time.thread_time() - began_s)
         self.run.decisions += 1
         moves = [one for one in decisions if not isinstance(one, Waits)]
         started = any(isinstance(one, JobPlacement | Resize) for one in moves)

@@ -13,7 +13,8 @@ import yaml
 
 from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, TaskPlace
 from cumulo.cluster.simulate.job_speed import TraceJob
-from cumulo.cluster.simulate.traces import error_of, once, read_lines
+from cumulo.cluster.simulate.synthetic import error_of
+from cumulo.cluster.simulate.traces import once, read_lines
 from cumulo.errors import ConfigError
 
 RESTART_S = 30.0  # of every start and every change of the allocation, as the artifact counts it
