@@ -19,7 +19,6 @@ from cumulo.console.fleet_view import (
 )
 from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell, empty, show
-from cumulo.errors import CumuloError
 from cumulo.serve.observe.fleet_report import decision_report, overlaps, prefill_reports, replica_reports
 from cumulo.serve.replicas import operations
 from cumulo.serve.replicas.fleet import Fleet
@@ -37,27 +36,28 @@ def register(shell: Shell, app: FastAPI) -> None:
         with shell.page(request, "/fleet") as visitor:
             if shell.service.fleet is None:
                 show(empty("This server has a single engine", _NO_FLEET), "card")
-                ranks = _RanksCard(shell)
-                shell.clock(visitor, _REFRESH_S, ranks.tick)
+                draw_ranks = _ranks_card(shell)
+
+                async def tick() -> None:
+                    draw_ranks()
+
+                shell.clock(visitor, _REFRESH_S, tick)
                 return
             page = _FleetPage(shell, visitor, shell.service.fleet)
             shell.clock(visitor, _REFRESH_S, page.tick)
 
 
-class _RanksCard:
-    """The processes of engines that run over several; nothing is shown where none does."""
+def _ranks_card(shell: Shell) -> Callable[[], None]:
+    """Draws the processes of engines that run over several; nothing is shown where none does."""
+    card = show("", "card")
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell, self._card = shell, show("", "card")
-        self._card.set_visibility(False)
+    def draw() -> None:
+        text = ranks_html(shell.service.rank_states())
+        card.set_visibility(bool(text))
+        card.set_content(text)
 
-    async def tick(self) -> None:
-        self.draw()
-
-    def draw(self) -> None:
-        text = ranks_html(self._shell.service.rank_states())
-        self._card.set_visibility(bool(text))
-        self._card.set_content(text)
+    draw()
+    return draw
 
 
 class _FleetPage:
@@ -73,7 +73,7 @@ class _FleetPage:
                     "Restarts the replicas one after the other. No request fails."
                 )
         self._replicas = show("", "card")
-        self._ranks = _RanksCard(shell)
+        self._draw_ranks = _ranks_card(shell)
         self._prefill = show("", "card") if fleet.prefill is not None else None
         self._overlap, self._decisions = show("", "card"), show("", "card")
         ui.on("operate", lambda event: self._operate(*map(str, event.args)))
@@ -87,7 +87,7 @@ class _FleetPage:
         metrics = self._shell.service.fleet_metrics
         self._tiles.set_content(tiles_html(reports, fleet.policy, metrics.moved if metrics else 0))
         self._replicas.set_content(replicas_html(reports, self._visitor.may_operate))
-        self._ranks.draw()
+        self._draw_ranks()
         if self._prefill is not None:
             self._prefill.set_content(prefill_html(prefill_reports(fleet), reports))
         self._overlap.set_content(overlap_html(reports, overlaps(fleet)))
@@ -107,40 +107,33 @@ class _FleetPage:
             )
         return rows[:_DECISIONS]
 
-    def _operate(self, what: str, name: str) -> None:
-        """What a button asks for. Checked here, because a page can be made to send anything."""
-        valid = self._shell.sessions.still_valid(self._visitor)
-        if not (self._visitor.may_operate and valid):
-            ui.notify("Your key may not operate the server.", type="negative", position="top")
-            return
-        patience_s = self._shell.service.options.drain_timeout_s
+    async def _operate(self, what: str, name: str) -> None:
+        fleet, patience_s = self._fleet, self._shell.service.options.drain_timeout_s
+        later = f"when its requests have finished, after {patience_s:g} s at the latest"
         actions: dict[str, tuple[Callable[[], object], str]] = {
-            "drain": (lambda: operations.drain(self._fleet, name), f"{name} gets no new requests"),
-            "undrain": (lambda: operations.undrain(self._fleet, name), f"{name} gets requests again"),
+            "drain": (lambda: operations.drain(fleet, name), f"{name} gets no new requests"),
+            "undrain": (lambda: operations.undrain(fleet, name), f"{name} gets requests again"),
             "restart": (
-                lambda: operations.begin_restart(self._fleet, name, patience_s),
-                f"{name} restarts when its requests have finished, after {patience_s:g} s at the latest",
+                lambda: operations.begin_restart(fleet, name, patience_s),
+                f"{name} restarts {later}",
             ),
-            "remove": (
-                lambda: operations.begin_removal(self._fleet, name, patience_s),
-                f"{name} ends when its requests have finished, after {patience_s:g} s at the latest",
-            ),
-            "add": (lambda: operations.add(self._fleet), "A new replica loads its model"),
+            "remove": (lambda: operations.begin_removal(fleet, name, patience_s), f"{name} ends {later}"),
+            "add": (lambda: operations.add(fleet), "A new replica loads its model"),
             "restart all": (
-                lambda: operations.begin_rolling_restart(self._fleet, patience_s),
+                lambda: operations.begin_rolling_restart(fleet, patience_s),
                 "The replicas restart one after the other",
             ),
         }
         if what not in actions:
             return
-        act, told = actions[what]
-        try:
-            act()
-            ui.notify(told, position="top")
-        except CumuloError as error:
-            ui.notify(str(error).capitalize(), type="negative", position="top", multi_line=True)
+
+        def act() -> str:
+            actions[what][0]()
+            return actions[what][1]
+
+        await self._shell.operate(self._visitor, act)
         self._draw()
 
 
-def _button(text: str, icon: str, act: Callable[[], None]) -> ui.button:
+def _button(text: str, icon: str, act: Callable[[], Any]) -> ui.button:
     return ui.button(text, icon=icon, on_click=act).props("flat dense no-caps").classes("quiet")

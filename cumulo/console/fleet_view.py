@@ -5,16 +5,11 @@ from html import escape
 from typing import Any
 
 from cumulo.console.shell import empty
-from cumulo.console.values import clock_time, milliseconds, short_id, tile
+from cumulo.console.values import actions, clock_time, heading, milliseconds, percent, short_id, table, tile
 from cumulo.ranks.rank_meter import RankState
 
-_BADGES = {
-    "ready": "running",
-    "draining": "queued",
-    "starting": "",
-    "restarting": "error",
-    "removing": "queued",
-}
+_BADGES = {"ready": "running", "draining": "queued", "restarting": "error", "removing": "queued"}
+_ACTIONS = {"ready": ("drain", "restart", "remove"), "draining": ("undrain", "restart", "remove")}
 
 
 def tiles_html(replicas: list[dict[str, Any]], policy: str, moved: int) -> str:
@@ -34,7 +29,7 @@ def tiles_html(replicas: list[dict[str, Any]], policy: str, moved: int) -> str:
     return "".join(tile(*one) for one in tiles)
 
 
-_COLUMNS = (  # name, classes, tooltip
+_COLUMNS = (
     ("replica", "", "Its name, and the id of its engine process."),
     ("state", "", "starting, ready, draining, restarting or removing."),
     ("running", "right", "Sequences that it computes now."),
@@ -50,53 +45,37 @@ _COLUMNS = (  # name, classes, tooltip
 
 
 def replicas_html(replicas: list[dict[str, Any]], may_operate: bool) -> str:
-    head = "".join(f'<th class="{classes}" title="{tip}">{name}</th>' for name, classes, tip in _COLUMNS)
-    body = "".join(_replica(one, may_operate) for one in replicas)
-    return (
-        '<h2 title="Engine processes, each with its own copy of the model.">Replicas</h2>'
-        f'<table class="plain fleet"><thead><tr>{head}{"<th></th>" if may_operate else ""}</tr></thead>'
-        f"<tbody>{body}</tbody></table>"
+    columns = (*_COLUMNS, ("", "actions", "")) if may_operate else _COLUMNS
+    rows = [_replica(one)[: len(columns)] for one in replicas]
+    return heading("Replicas", "Engine processes, each with its own copy of the model.") + table(
+        columns, rows, "fleet"
     )
 
 
-def _replica(one: dict[str, Any], may_operate: bool) -> str:
-    blocks, name, state = one["blocks"], escape(one["name"]), one["state"]
+def _replica(one: dict[str, Any]) -> list[str]:
+    blocks, state = one["blocks"], one["state"]
     trouble = one["detail"] or (one["last_failure"] if state != "ready" else None)
     told = f'<div class="small soft">{escape(trouble)}</div>' if trouble else ""
-    step = "–" if one["step_ms"] is None else f"{one['step_ms']:.3g} ms"
-    return (
-        f'<tr><td><b>{name}</b> <span class="small soft wide-only num">{one["pid"] or ""}</span></td>'
-        f'<td><span class="badge {_BADGES.get(state, "")}">{state}</span>{told}</td>'
-        f'<td class="right num">{one["running"]:,}</td><td class="right num">{one["waiting"]:,}</td>'
-        f'<td class="right num wide-only">{one["waiting_tokens"]:,}</td>'
-        f'<td class="right num">{_percent(blocks["used"], blocks["total"])}</td>'
-        f'<td class="right num wide-only">{blocks["cached"]:,}</td>'
-        f'<td class="right num wide-only">{one["requests"]:,}</td>'
-        f'<td class="right num">{_percent(one["cached_tokens"], one["prompt_tokens"])}</td>'
-        f'<td class="right num wide-only">{step}</td>'
-        f'<td class="right num wide-only">{one["restarts"]}</td>'
-        f"{_actions(name, state) if may_operate else ''}</tr>"
-    )
-
-
-def _actions(name: str, state: str) -> str:
-    actions = ["undrain"] if state == "draining" else ["drain"] if state == "ready" else []
-    if state in ("ready", "draining"):
-        actions += ["restart", "remove"]
-    buttons = "".join(
-        f'<button aria-label="{what.capitalize()} {name}" '
-        f"onclick=\"emitEvent('operate', ['{what}', '{name}'])\">{what.capitalize()}</button>"
-        for what in actions
-    )
-    return f'<td class="actions">{buttons}</td>'
+    return [
+        f'<b>{escape(one["name"])}</b> <span class="small soft wide-only num">{one["pid"] or ""}</span>',
+        f'<span class="badge {_BADGES.get(state, "")}">{state}</span>{told}',
+        f"{one['running']:,}",
+        f"{one['waiting']:,}",
+        f"{one['waiting_tokens']:,}",
+        percent(blocks["used"], blocks["total"]),
+        f"{blocks['cached']:,}",
+        f"{one['requests']:,}",
+        percent(one["cached_tokens"], one["prompt_tokens"]),
+        "–" if one["step_ms"] is None else f"{one['step_ms']:.3g} ms",
+        f"{one['restarts']}",
+        actions("operate", _ACTIONS.get(state, ()), one["name"]),
+    ]
 
 
 def overlap_html(replicas: list[dict[str, Any]], shared: dict[str, dict[str, int]]) -> str:
     """The share of each replica's cached blocks that each other replica holds, too."""
-    names = [one["name"] for one in replicas]
     cached = {one["name"]: one["blocks"]["cached"] for one in replicas}
-    title = (
-        '<h2 title="A block that several replicas hold takes room in each of them.">Cache overlap</h2>'
+    title = heading("Cache overlap", "A block that several replicas hold takes room in each of them.") + (
         '<p class="soft small told-above">Of the cached blocks of the replica in the row, the share that the one '
         "in the column holds, too. A prefix-aware router keeps this low.</p>"
     )
@@ -104,24 +83,19 @@ def overlap_html(replicas: list[dict[str, Any]], shared: dict[str, dict[str, int
         return title + empty(
             "Nothing is cached yet", "Prompts of at least one block are kept for the next request."
         )
-    head = "".join(f'<th class="right">{escape(name)}</th>' for name in names)
-    rows = "".join(
-        f'<tr><td><b>{escape(row)}</b></td><td class="right num">{cached[row]:,}</td>'
-        + "".join(
-            '<td class="right num soft">–</td>'
-            if row == column
-            else f'<td class="right num" style="background: color-mix(in srgb, var(--accent) '
-            f'{45 * _share(shared[row].get(column, 0), cached[row]):.0f}%, transparent)">'
-            f"{_percent(shared[row].get(column, 0), cached[row])}</td>"
-            for column in names
-        )
-        + "</tr>"
-        for row in names
-    )
-    return (
-        f'{title}<table class="plain overlap"><thead><tr><th></th><th class="right">blocks</th>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table>"
-    )
+    columns = (("", "", ""), ("blocks", "right", ""), *((escape(name), "right", "") for name in cached))
+    rows = [
+        [f"<b>{escape(row)}</b>", f"{blocks:,}"]
+        + ["–" if row == name else _overlap(shared[row].get(name, 0), blocks) for name in cached]
+        for row, blocks in cached.items()
+    ]
+    return title + table(columns, rows, "overlap")
+
+
+def _overlap(part: int, whole: int) -> str:
+    share = 45 * part / whole if whole else 0.0
+    tint = f"color-mix(in srgb, var(--accent) {share:.0f}%, transparent)"
+    return f'<span style="background: {tint}">{percent(part, whole)}</span>'
 
 
 _DECISION_COLUMNS = (
@@ -132,59 +106,46 @@ _DECISION_COLUMNS = (
     ("expected TTFT", "right", "Time to first token that the router expected there."),
     ("measured", "right wide-only", "Time to first token that came."),
     ("second choice", "right wide-only", "The next best replica, and the TTFT expected there."),
-    ("why", "wide-only", "The reason of the decision."),
+    ("why", "why wide-only", "The reason of the decision."),
 )
 
 
 def decisions_html(decisions: list[dict[str, Any]]) -> str:
-    title = '<h2 title="The last decisions of the router, newest first.">Routing decisions</h2>'
+    title = heading("Routing decisions", "The last decisions of the router, newest first.")
     if not decisions:
         return title + empty("No request yet", "Each request's replica and the reason for it appear here.")
-    head = "".join(
-        f'<th class="{classes}" title="{tip}">{name}</th>' for name, classes, tip in _DECISION_COLUMNS
-    )
-    body = "".join(_decision(one) for one in decisions)
-    return f'{title}<table class="plain requests"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return title + table(_DECISION_COLUMNS, map(_decision, decisions), "requests")
 
 
-def _decision(one: dict[str, Any]) -> str:
+def _decision(one: dict[str, Any]) -> list[str]:
     name, short, second = escape(one["request_id"]), short_id(one["request_id"], 10), one["second"]
     moved = f"moved because {one['moved_because']}; " if one["moved_because"] else ""
-    other = "–" if second is None else f"{escape(second['replica'])}, {milliseconds(second['ttft_ms'] / 1e3)}"
-    return (
-        f'<tr><td class="num wide-only">{clock_time(one["time_s"])}</td>'
-        f'<td><a class="mono" href="/requests/{name}" title="{name}">{escape(short)}</a></td>'
-        f"<td><b>{escape(one['replica'])}</b></td>"
-        f'<td class="right num">{one["cached_tokens"]:,} of {one["prompt_tokens"]:,}</td>'
-        f'<td class="right num">{milliseconds(one["ttft_ms"] / 1e3)}</td>'
-        f'<td class="right num wide-only">{milliseconds(one["measured_s"])}</td>'
-        f'<td class="right num wide-only">{other}</td>'
-        f'<td class="why wide-only">{escape(moved + one["why"])}</td></tr>'
-    )
+    return [
+        f'<span class="num">{clock_time(one["time_s"])}</span>',
+        f'<a class="mono" href="/requests/{name}" title="{name}">{escape(short)}</a>',
+        f"<b>{escape(one['replica'])}</b>",
+        f"{one['cached_tokens']:,} of {one['prompt_tokens']:,}",
+        milliseconds(one["ttft_ms"] / 1e3),
+        milliseconds(one["measured_s"]),
+        "–" if second is None else f"{escape(second['replica'])}, {milliseconds(second['ttft_ms'] / 1e3)}",
+        escape(moved + one["why"]),
+    ]
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "–"
-
-
-_ENGINES = (  # name, tooltip
-    ("prefill engine", "Its name, and the id of its engine process."),
-    ("state", "starting, ready or restarting."),
-    ("running", "Prompts that it computes now."),
-    ("queue", "Prompts that wait there for a place."),
-    ("held", "Prompts whose KV blocks it keeps until a replica has copied them."),
-    ("restarts", "Times its engine process was replaced after a failure."),
+_ENGINES = (
+    ("prefill engine", "", "Its name, and the id of its engine process."),
+    ("state", "right", "starting, ready or restarting."),
+    ("running", "right", "Prompts that it computes now."),
+    ("queue", "right", "Prompts that wait there for a place."),
+    ("held", "right", "Prompts whose KV blocks it keeps until a replica has copied them."),
+    ("restarts", "right", "Times its engine process was replaced after a failure."),
 )
 _REPLICAS = (
-    ("replica", "Its name."),
-    ("receiving", "Prompts that prefill engines compute for it now."),
-    ("received", "Prompts whose KV blocks arrived since its process began."),
-    ("failed", "Prompts that did not arrive and were computed by another engine."),
-    ("copy rate", "KV that it copied from prefill engines, for each second of copying."),
+    ("replica", "", "Its name."),
+    ("receiving", "right", "Prompts that prefill engines compute for it now."),
+    ("received", "right", "Prompts whose KV blocks arrived since its process began."),
+    ("failed", "right", "Prompts that did not arrive and were computed by another engine."),
+    ("copy rate", "right", "KV that it copied from prefill engines, for each second of copying."),
 )
 
 
@@ -199,7 +160,7 @@ def prefill_html(engines: list[dict[str, Any]], replicas: list[dict[str, Any]]) 
             f"{one['running']:,}",
             f"{one['waiting']:,}",
             f"{(one['transfers'] or {}).get('sending', 0):,}",
-            str(one["restarts"]),
+            f"{one['restarts']}",
         ]
         for one in engines
     ]
@@ -211,67 +172,39 @@ def prefill_html(engines: list[dict[str, Any]], replicas: list[dict[str, Any]]) 
         ]
         for one in replicas
     ]
-    return (
-        '<h2 title="Engine processes that compute prompts and hand their KV blocks to the replicas.">'
-        f"Prefill engines</h2>{_prefill_table(_ENGINES, rows)}{_prefill_table(_REPLICAS, received)}"
-    )
-
-
-def _prefill_table(columns: tuple[tuple[str, str], ...], rows: list[list[str]]) -> str:
-    head = "".join(
-        f'<th class="{"right" if at else ""}" title="{tip}">{name}</th>'
-        for at, (name, tip) in enumerate(columns)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{"right num" if at else ""}">{cell}</td>' for at, cell in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
-    return f'<table class="plain fleet"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    title = "Engine processes that compute prompts and hand their KV blocks to the replicas."
+    tables = table(_ENGINES, rows, "fleet") + table(_REPLICAS, received, "fleet")
+    return heading("Prefill engines", title) + tables
 
 
 def _copy_rate(bytes_per_s: float | None) -> str:
     return "–" if bytes_per_s is None else f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
-_RANK_COLUMNS = (  # name, tooltip
-    ("rank", "Its engine and number; rank 0 is the engine's own process."),
-    ("process", "The id of its process."),
-    ("memory", "Memory of the process, or what it holds on its GPU."),
-    ("steps", "Steps that it played since it started."),
-    ("step", "Mean time of a step, with what it waited."),
-    (
-        "waiting",
-        "Share of that time in which it waited for other ranks. The rank that waits least is the slowest.",
-    ),
+_WAITING = "Share of that time in which it waited for other ranks. The rank that waits least is the slowest."
+_RANK_COLUMNS = (
+    ("rank", "", "Its engine and number; rank 0 is the engine's own process."),
+    ("process", "right", "The id of its process."),
+    ("memory", "right", "Memory of the process, or what it holds on its GPU."),
+    ("steps", "right", "Steps that it played since it started."),
+    ("step", "right", "Mean time of a step, with what it waited."),
+    ("waiting", "right", _WAITING),
 )
 
 
 def ranks_html(engines: Mapping[str, Sequence[RankState]]) -> str:
     """Empty where every engine is one process."""
-    rows = "".join(_rank(name, one) for name, ranks in engines.items() for one in ranks)
-    if not rows:
-        return ""
-    head = "".join(
-        f'<th class="{"right" if at else ""}" title="{tip}">{name}</th>'
-        for at, (name, tip) in enumerate(_RANK_COLUMNS)
-    )
-    return (
-        '<h2 title="Processes that share one copy of the model: --tp, --pp, --dp and --ep.">Ranks</h2>'
-        f'<table class="plain fleet"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-    )
-
-
-def _rank(engine: str, one: RankState) -> str:
-    step_s = one.step_s / one.steps if one.steps else None
-    waiting = f"{100 * one.wait_s / one.step_s:.0f}%" if one.step_s else "–"
-    cells = (
-        str(one.pid),
-        f"{one.memory_bytes / (1 << 30):.2f} GiB",
-        f"{one.steps:,}",
-        milliseconds(step_s),
-        waiting,
-    )
-    numbers = "".join(f'<td class="right num">{cell}</td>' for cell in cells)
-    return f"<tr><td><b>{escape(engine)}</b> rank {one.rank}</td>{numbers}</tr>"
+    rows = [
+        [
+            f"<b>{escape(name)}</b> rank {one.rank}",
+            f"{one.pid}",
+            f"{one.memory_bytes / (1 << 30):.2f} GiB",
+            f"{one.steps:,}",
+            milliseconds(one.step_s / one.steps if one.steps else None),
+            percent(one.wait_s, one.step_s),
+        ]
+        for name, ranks in engines.items()
+        for one in ranks
+    ]
+    explained = "Processes that share one copy of the model: --tp, --pp, --dp and --ep."
+    return heading("Ranks", explained) + table(_RANK_COLUMNS, rows, "fleet") if rows else ""

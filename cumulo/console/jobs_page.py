@@ -15,12 +15,11 @@ from starlette.requests import Request
 from cumulo.base.quantities import quantity
 from cumulo.cluster.drivers.local import this_machine
 from cumulo.cluster.job_progress import JobProgress
-from cumulo.cluster.job_store import JobRecord, JobStore, Target, default_store
+from cumulo.cluster.job_store import JobRecord, JobState, JobStore, Target, default_store
 from cumulo.cluster.launching import cancel, progress_of, refreshed
 from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.values import tile
-from cumulo.errors import CumuloError
+from cumulo.console.values import actions, heading, table, tile
 
 _REFRESH_S = 2.0
 _SHOWN = 40
@@ -45,7 +44,7 @@ class _JobsPage:
         self._shell, self._visitor = shell, visitor
         self._tiles = show("", "tiles four")
         self._queue, self._map, self._timeline = show("", "card"), show("", "card"), show("", "card")
-        ui.on("cancel", lambda event: self._cancel(str(event.args)))
+        ui.on("cancel", lambda event: self._cancel(str(event.args[1])))
 
     async def tick(self) -> None:
         records, progress, slots = await asyncio.to_thread(_look)
@@ -56,15 +55,11 @@ class _JobsPage:
         self._timeline.set_content(timeline_html(newest, time.time()))
 
     async def _cancel(self, job_id: str) -> None:
-        """Checked here, because a page can be made to send anything."""
-        if not (self._visitor.may_operate and self._shell.sessions.still_valid(self._visitor)):
-            ui.notify("Your key may not cancel jobs.", type="negative", position="top")
-            return
-        try:
+        async def act() -> str:
             await asyncio.to_thread(cancel, JobStore(default_store()), job_id)
-            ui.notify(f"{job_id} is asked to end", position="top")
-        except CumuloError as error:
-            ui.notify(str(error).capitalize(), type="negative", position="top", multi_line=True)
+            return f"{job_id} is asked to end"
+
+        await self._shell.operate(self._visitor, act)
         await self.tick()
 
 
@@ -86,86 +81,69 @@ _COLUMNS = (  # name, classes, tooltip
     ("progress", "right", "Training steps done, of all."),
     ("step", "right", "Measured time of a training step, the median of the last 50."),
     ("predicted", "right wide-only", "Time of a step as predicted when the run started."),
-    ("why", "wide-only", "Why it waits, runs there, or ended."),
+    ("why", "why wide-only", "Why it waits, runs there, or ended."),
+)
+
+
+_TILES: tuple[tuple[str, tuple[JobState, ...], str], ...] = (
+    ("Running", ("running", "stopping"), "Jobs whose whole gang is placed."),
+    ("Queued", ("queued", "submitting"), "Jobs that wait for devices, or for their target to answer."),
+    ("Done", ("done",), "Jobs that finished."),
+    ("Failed", ("failed",), "Jobs that ended with an error; their log says why."),
 )
 
 
 def job_tiles_html(records: Sequence[JobRecord]) -> str:
-    counts = {
-        name: sum(one.state in states for one in records)
-        for name, states in (
-            ("Running", ("running", "stopping")),
-            ("Queued", ("queued", "submitting")),
-            ("Done", ("done",)),
-            ("Failed", ("failed",)),
-        )
-    }
-    explained = {
-        "Running": "Jobs whose whole gang is placed.",
-        "Queued": "Jobs that wait for devices, or for their target to answer.",
-        "Done": "Jobs that finished.",
-        "Failed": "Jobs that ended with an error; their log says why.",
-    }
-    return "".join(tile(name, count, "", explained[name]) for name, count in counts.items())
+    return "".join(
+        tile(name, sum(one.state in states for one in records), "", tip) for name, states, tip in _TILES
+    )
 
 
 def queue_html(
     records: Sequence[JobRecord], progress: Mapping[str, JobProgress | None], may_cancel: bool
 ) -> str:
-    heading = '<h2 title="Jobs of all targets, newest first.">Queue</h2>'
+    title = heading("Queue", "Jobs of all targets, newest first.")
     if not records:
-        return heading + empty(
+        return title + empty(
             "No job yet", "Submit one with: cumulo launch examples/job-train.yaml --on local"
         )
-    head = "".join(f'<th class="{classes}" title="{tip}">{name}</th>' for name, classes, tip in _COLUMNS)
-    body = "".join(_row(one, progress.get(one.job_id), may_cancel) for one in records)
-    return (
-        f'{heading}<table class="plain jobs"><thead><tr>{head}{"<th></th>" if may_cancel else ""}</tr></thead>'
-        f"<tbody>{body}</tbody></table>"
-    )
+    columns = (*_COLUMNS, ("", "actions", "")) if may_cancel else _COLUMNS
+    rows = [_row(one, progress.get(one.job_id) or JobProgress())[: len(columns)] for one in records]
+    return title + table(columns, rows, "jobs")
 
 
-def _row(record: JobRecord, progress: JobProgress | None, may_cancel: bool) -> str:
-    devices = " + ".join(f"{group.count} {group.kind}" for group in record.job.devices)
-    nodes = ", ".join(dict.fromkeys(place.node for place in record.places)) or "–"
+def _row(record: JobRecord, progress: JobProgress) -> list[str]:
     url = f' <a href="{escape(record.url)}">{escape(record.url)}</a>' if record.url else ""
-    done = "–" if progress is None or progress.steps is None else f"{progress.step:,} of {progress.steps:,}"
-    measured = "–" if progress is None or progress.step_s is None else quantity(progress.step_s, "s")
-    predicted = "–" if progress is None else progress.predicted_text
-    cells = (
-        f'<td><span class="swatch" style="background:{colour(record.job_id)}"></span>'
-        f'<b>{escape(record.job_id)}</b>{url}<div class="why narrow-only">{escape(record.reason)}</div></td>'
-        f'<td class="wide-only">{escape(record.target)}</td>'
-        f'<td><span class="badge {_BADGES.get(record.state, "")}">{record.state}</span></td>'
-        f'<td class="right num wide-only">{escape(devices)}</td><td class="wide-only">{escape(nodes)}</td>'
-        f'<td class="right num">{done}</td><td class="right num">{measured}</td>'
-        f'<td class="right num wide-only">{predicted}</td><td class="why wide-only">{escape(record.reason)}</td>'
-    )
-    return f"<tr>{cells}{_cancel(record) if may_cancel else ''}</tr>"
-
-
-def _cancel(record: JobRecord) -> str:
-    if record.ended or record.cancel_asked:
-        return "<td></td>"
-    name = escape(record.job_id)
-    button = f"<button aria-label=\"Cancel {name}\" onclick=\"emitEvent('cancel', '{name}')\">Cancel</button>"
-    return f'<td class="actions">{button}</td>'
+    may_end = not (record.ended or record.cancel_asked)
+    return [
+        f'<span class="swatch" style="background:{colour(record.job_id)}"></span>'
+        f'<b>{escape(record.job_id)}</b>{url}<div class="why narrow-only">{escape(record.reason)}</div>',
+        escape(record.target),
+        f'<span class="badge {_BADGES.get(record.state, "")}">{record.state}</span>',
+        escape(" + ".join(f"{group.count} {group.kind}" for group in record.job.devices)),
+        escape(", ".join(dict.fromkeys(place.node for place in record.places)) or "–"),
+        "–" if progress.steps is None else f"{progress.step:,} of {progress.steps:,}",
+        "–" if progress.step_s is None else quantity(progress.step_s, "s"),
+        progress.predicted_text,
+        escape(record.reason),
+        actions("cancel", ("cancel",) if may_end else (), record.job_id),
+    ]
 
 
 def map_html(records: Sequence[JobRecord], slots: Mapping[str, int]) -> str:
     """A box for each task on each node, in the colour of its job; `slots`: places of nodes that are known whole."""
-    heading = '<h2 title="Nodes with the tasks that run there, coloured by job.">Cluster map</h2>'
+    title = heading("Cluster map", "Nodes with the tasks that run there, coloured by job.")
     tasks: dict[str, list[str]] = {node: [] for node in slots}
     for record in records:
         for place in record.places:
             tasks.setdefault(place.node, []).append(record.job_id)
     if not tasks:
-        return heading + empty("No node is in use", "Nodes appear here when a job is placed on them.")
+        return title + empty("No node is in use", "Nodes appear here when a job is placed on them.")
     rows = []
     for node, jobs in sorted(tasks.items()):
         boxes = "".join(_box(job) for job in jobs) + _box("") * max(0, slots.get(node, 0) - len(jobs))
         rows.append(f'<div class="node"><span>{escape(node)}</span><div class="boxes">{boxes}</div></div>')
-    return f'{heading}<div class="cluster-map">{"".join(rows)}</div>'
+    return f'{title}<div class="cluster-map">{"".join(rows)}</div>'
 
 
 def _box(job_id: str) -> str:
@@ -176,16 +154,16 @@ def _box(job_id: str) -> str:
 
 def timeline_html(records: Sequence[JobRecord], now_s: float) -> str:
     """When the last jobs waited (thin and pale) and ran; `now_s` is Unix time, as in the records."""
-    heading = '<h2 title="When each job waited and ran.">Timeline</h2>'
+    title = heading("Timeline", "When each job waited and ran.")
     shown = [record for record in records if record.phases]
     if not shown:
-        return heading + empty("No job yet", "The waiting and running times of jobs appear here.")
+        return title + empty("No job yet", "The waiting and running times of jobs appear here.")
     begin_s = min(record.phases[0].begin_s for record in shown)
     if all(record.ended for record in shown):  # until the last one ended: nothing has happened since
         now_s = max(phase.end_s or phase.begin_s for record in shown for phase in record.phases)
     rows = "".join(_track(record, begin_s, now_s) for record in shown)
     ends = f"<time>{_clock(begin_s)}</time><time>{_clock(now_s)}</time>"
-    return f'{heading}<div class="timeline">{rows}<span></span><div class="ends">{ends}</div></div>'
+    return f'{title}<div class="timeline">{rows}<span></span><div class="ends">{ends}</div></div>'
 
 
 def _track(record: JobRecord, begin_s: float, now_s: float) -> str:

@@ -14,7 +14,7 @@ from cumulo.console.front import Visitor
 from cumulo.console.live_numbers import WINDOWS, Window, latencies, machine_line, rates, slices
 from cumulo.console.machine_use import MachineUse
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.values import tile
+from cumulo.console.values import table, tile
 from cumulo.engine.memory.ledger import format_bytes
 from cumulo.serve.engine_link.messages import BlockMap, Ready, StepRecord
 
@@ -230,22 +230,31 @@ def _gib(count: int | None) -> tuple[str | None, str]:
     return number, unit
 
 
+_LEDGER = (
+    ("part", "", ""),
+    ("predicted", "right", ""),
+    ("measured", "right", ""),
+    ("ratio", "right", "measured / predicted"),
+    ("prediction", "soft small wide-only", ""),
+)
+
+
 def ledger_html(info: Ready) -> str:
-    rows = "".join(
-        f'<tr><td>{_part(row["name"])}</td><td class="right num">{format_bytes(row["predicted_bytes"])}</td>'
-        f'<td class="right num">{_measured(row["measured_bytes"])}</td>'
-        f'<td class="right num">{_ratio(row["predicted_bytes"], row["measured_bytes"])}</td>'
-        f'<td class="soft small wide-only">{escape(row["how"])}</td></tr>'
+    rows = [
+        [
+            escape(row["name"].replace("kv cache", "KV cache")),
+            format_bytes(row["predicted_bytes"]),
+            _measured(row["measured_bytes"]),
+            _ratio(row["predicted_bytes"], row["measured_bytes"]),
+            escape(row["how"]),
+        ]
         for row in info.ledger["rows"]
-    )
+    ]
     total = info.ledger
-    return (
-        '<table class="plain"><tr><th>part</th><th class="right">predicted</th><th class="right">measured</th>'
-        '<th class="right" title="measured / predicted">ratio</th><th class="wide-only">prediction</th></tr>'
-        f'{rows}<tr><td><b>total</b></td><td class="right num"><b>{format_bytes(total["predicted_bytes"])}</b></td>'
-        f'<td class="right num"><b>{_measured(total["measured_bytes"])}</b></td><td></td>'
-        f'<td class="soft small wide-only">of {format_bytes(total["available_bytes"])} available</td></tr></table>'
-    )
+    sums = (format_bytes(total["predicted_bytes"]), _measured(total["measured_bytes"]))
+    available = f"of {format_bytes(total['available_bytes'])} available"
+    last = ["<b>total</b>", *(f"<b>{one}</b>" for one in sums), "", available]
+    return table(_LEDGER, [*rows, last])
 
 
 def _measured(count: int | None) -> str:
@@ -254,7 +263,3 @@ def _measured(count: int | None) -> str:
 
 def _ratio(predicted: int, measured: int | None) -> str:
     return "–" if measured is None or not predicted else f"{measured / predicted:.2f}"
-
-
-def _part(name: str) -> str:
-    return escape(name.replace("kv cache", "KV cache"))

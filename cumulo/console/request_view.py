@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from cumulo.console.values import clock_time, milliseconds, rounded, short_id, tile
+from cumulo.console.values import clock_time, milliseconds, rounded, short_id, table, tile
 from cumulo.serve.observe.stories import Record, Rejection, explanation
 
 STATUSES = ("all", "queued", "running", "stop", "length", "abort", "error", "rejected")
@@ -80,34 +80,30 @@ _COLUMNS = (  # name, classes, tooltip
 
 
 def table_html(rows: list[RequestRow], picked: Collection[str]) -> str:
-    head = "".join(
-        f'<th class="{classes}" title="{escape(explained)}">{name}</th>'
-        for name, classes, explained in _COLUMNS
+    return table(
+        _COLUMNS, (_rejected(row) if row.rejection else _request(row, picked) for row in rows), "requests"
     )
-    body = "".join(_rejected(row) if row.rejection else _request(row, picked) for row in rows)
-    return f'<table class="plain requests"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def _request(row: RequestRow, picked: Collection[str]) -> str:
+def _request(row: RequestRow, picked: Collection[str]) -> list[str]:
     record = row.record
     assert record is not None
     story, name, short = record.story, escape(record.request_id), escape(short_id(record.request_id, 10))
-    total_s = None if record.ended_s is None else record.ended_s - record.received_s
-    output = story.output_tokens if story else len(record.token_times_s)
     checked = " checked" if record.request_id in picked else ""
-    return (
-        f'<tr><td class="pick"><input type="checkbox" aria-label="Compare {name}" data-id="{name}"{checked} '
-        "onchange=\"emitEvent('pick', this.dataset.id)\"></td>"
-        f'<td class="num">{clock_time(record.received_s)}</td>'
-        f'<td><a class="mono" href="/requests/{name}" title="{name}">{short}</a></td>'
-        f"<td>{badge(record, row.status)}</td>"
-        f'<td class="right num wide-only">{record.prompt_tokens:,}</td><td class="right num">{output:,}</td>'
-        f'<td class="right num wide-only">{f"{story.cached_tokens:,}" if story else "–"}</td>'
-        f'<td class="right num wide-only">{milliseconds(story.queue_s if story else None)}</td>'
-        f'<td class="right num wide-only">{milliseconds(record.ttft_s)}</td>'
-        f'<td class="right num">{milliseconds(total_s)}</td>'
-        f'<td class="wide-only">{escape(record.caller)}</td></tr>'
-    )
+    return [
+        f'<input type="checkbox" aria-label="Compare {name}" data-id="{name}"{checked} '
+        "onchange=\"emitEvent('pick', this.dataset.id)\">",
+        f'<span class="num">{clock_time(record.received_s)}</span>',
+        f'<a class="mono" href="/requests/{name}" title="{name}">{short}</a>',
+        badge(record, row.status),
+        f"{record.prompt_tokens:,}",
+        f"{story.output_tokens if story else len(record.token_times_s):,}",
+        f"{story.cached_tokens:,}" if story else "–",
+        milliseconds(story.queue_s if story else None),
+        milliseconds(record.ttft_s),
+        milliseconds(None if record.ended_s is None else record.ended_s - record.received_s),
+        escape(record.caller),
+    ]
 
 
 def _rejected(row: RequestRow) -> str:
@@ -195,25 +191,15 @@ def _tiles(told: dict[str, Any]) -> str:
 def compared_html(one: Record, other: Record) -> str:
     """The numbers of two requests next to each other, and how many times the second is the first."""
     left, right = explanation(one), explanation(other)
-    rows = ""
+    rows = []
     for term, place, unit, explained in _NUMBERS:
         a, b = _figure(left, place), _figure(right, place)
-        if place in _OF_DRAFTS and not (a or b):
-            continue
-        ratio = f"{b / a:.2f}×" if a and b is not None else "–"
-        rows += (
-            f'<tr><td title="{escape(explained)}">{term}{f", {unit}" if unit else ""}</td>'
-            f'<td class="right num">{_cell(a)}</td><td class="right num">{_cell(b)}</td>'
-            f'<td class="right num">{ratio}</td></tr>'
-        )
-    names = "".join(
-        f'<th class="right mono">{escape(short_id(record.request_id, 10))}</th>' for record in (one, other)
-    )
-    return (
-        '<div class="card"><h2>Two requests compared</h2><table class="plain compared"><thead><tr><th></th>'
-        f'{names}<th class="right" title="The second divided by the first">ratio</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+        if a or b or place not in _OF_DRAFTS:
+            name = f'<span title="{escape(explained)}">{term}{f", {unit}" if unit else ""}</span>'
+            rows.append([name, _cell(a), _cell(b), f"{b / a:.2f}×" if a and b is not None else "–"])
+    names = [(escape(short_id(record.request_id, 10)), "right", record.request_id) for record in (one, other)]
+    columns = (("", "", ""), *names, ("ratio", "right", "The second divided by the first"))
+    return f'<div class="card"><h2>Two requests compared</h2>{table(columns, rows, "compared")}</div>'
 
 
 def _cell(value: float | None) -> str:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from cumulo.console.front import Sessions, Visitor
 from cumulo.console.values import duration
+from cumulo.errors import CumuloError
 from cumulo.serve.service import Service
 
 ACCENT = "#2b756c"
@@ -84,6 +85,18 @@ class Shell:
             return "The engine is being restarted after a failure; messages can be sent when it is ready."
         return ""
 
+    async def operate(self, visitor: Visitor, act: Callable[[], Awaitable[str] | str]) -> None:
+        """Does what a button asks for, and tells what was done. Whether it may be done is checked here, because a
+        page can be made to send anything."""
+        if not (visitor.may_operate and self.sessions.still_valid(visitor)):
+            ui.notify("Your key may not operate the server.", type="negative", position="top")
+            return
+        try:
+            told = act()
+            ui.notify(told if isinstance(told, str) else await told, position="top")
+        except CumuloError as error:
+            ui.notify(str(error).capitalize(), type="negative", position="top", multi_line=True)
+
     def clock(self, visitor: Visitor, interval_s: float, tick: Callable[[], Awaitable[None]]) -> None:
         """Call `tick` now and then at this interval, but only while the page is connected and seen."""
         busy = False
@@ -108,6 +121,26 @@ class Shell:
 
         ui.on("seen", seen)
         ui.timer(0.1, lambda: ui.run_javascript(_WATCH_VISIBILITY), once=True)
+
+
+async def asked(title: str, action: str, value: str | None = None, longest: int = 200) -> str | None:
+    """What a dialog answers: the text of its field, or without a `value` the action itself; None: cancelled."""
+    with ui.dialog() as dialog, ui.card().classes("dialog"):
+        field = None
+        if value is None:
+            ui.label(title)
+        else:
+            field = ui.input(title, value=value).props(f"outlined dense autofocus maxlength={longest}")
+            field.on("keydown.enter", lambda: dialog.submit(field.value))
+        with ui.row():
+            ui.button("Cancel", on_click=lambda: dialog.submit(None)).props("flat no-caps")
+            button = ui.button(
+                action, on_click=lambda: dialog.submit(action if field is None else field.value)
+            )
+            button.props("unelevated no-caps" + (" color=negative" if field is None else ""))
+    answer = await dialog
+    dialog.delete()
+    return str(answer).strip() or None if answer is not None else None
 
 
 def show(html: str, classes: str = "") -> ui.html:

@@ -17,10 +17,9 @@ from cumulo.base.quantities import quantity
 from cumulo.console.chat.settings import effective
 from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell, empty, show
-from cumulo.console.values import duration
+from cumulo.console.values import actions, duration, table
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.ledger import format_bytes
-from cumulo.errors import CumuloError
 from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.options import ServeOptions
@@ -160,13 +159,13 @@ def _card(title: str, rows: list[tuple[str, Any]]) -> str:
     return f'<div class="card"><h2>{title}</h2><table class="plain">{cells}</table></div>'
 
 
-_COLUMNS = (  # name, tooltip
-    ("adapter", "What requests call it, as their model."),
-    ("rank", "Rank of its matrices."),
-    ("folder", "Where the server read it."),
-    ("running", "Requests that use it now."),
-    ("requests", "Requests that were answered with it."),
-    ("state", "loading, loaded, finishing its last requests, or lost."),
+_COLUMNS = (
+    ("adapter", "small", "What requests call it, as their model."),
+    ("rank", "small", "Rank of its matrices."),
+    ("folder", "small", "Where the server read it."),
+    ("running", "small", "Requests that use it now."),
+    ("requests", "small", "Requests that were answered with it."),
+    ("state", "small", "loading, loaded, finishing its last requests, or lost."),
 )
 _NO_ROOM = (
     "Start the server with --lora NAME=DIR or --max-loras 8 to serve low-rank adapters next to the model."
@@ -178,28 +177,24 @@ def adapters_html(adapters: list[ServedAdapter], most: int, may_operate: bool) -
     title = f"<h2>Adapters ({len(adapters)} of {most})</h2>"
     if not adapters:
         return title + empty("No adapter is loaded", _NONE if most else _NO_ROOM)
-    head = "".join(f'<th title="{tip}">{name}</th>' for name, tip in _COLUMNS) + (
-        "<th></th>" if may_operate else ""
-    )
-    rows = "".join(_row(adapter, may_operate) for adapter in adapters)
-    return f'{title}<table class="plain fleet"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    columns = (*_COLUMNS, ("", "actions", "")) if may_operate else _COLUMNS
+    return title + table(columns, [_row(one)[: len(columns)] for one in adapters], "fleet")
 
 
-def _row(adapter: ServedAdapter, may_operate: bool) -> str:
-    name = escape(adapter.name, quote=True)
+def _row(adapter: ServedAdapter) -> list[str]:
     state = "finishing its last requests" if adapter.dropped else "loaded" if adapter.ready else "loading"
     if adapter.error:
         state = f"lost: {escape(adapter.error)}"
-    cells = (name, adapter.rank or "", escape(adapter.folder), adapter.calls, f"{adapter.answered:,}", state)
-    shown = "".join(f'<td class="small">{cell}</td>' for cell in cells)
-    if not may_operate:
-        return f"<tr>{shown}</tr>"
-    # A name has only letters, digits and . _ : / - (AdapterRegistry.put).
-    button = (
-        f"<button aria-label=\"Drop {name}\" onclick=\"emitEvent('drop_adapter', ['{name}'])\">Drop</button>"
-    )
-    shown_button = button if adapter.ready and not adapter.dropped else ""
-    return f'<tr>{shown}<td class="actions">{shown_button}</td></tr>'
+    may_drop = adapter.ready and not adapter.dropped
+    return [
+        escape(adapter.name),
+        f"{adapter.rank or ''}",
+        escape(adapter.folder),
+        f"{adapter.calls}",
+        f"{adapter.answered:,}",
+        state,
+        actions("adapter", ("drop",) if may_drop else (), adapter.name),
+    ]
 
 
 class AdaptersCard:
@@ -214,7 +209,7 @@ class AdaptersCard:
                 self._folder.tooltip("A folder in PEFT's layout, as `cumulo train` and peft write it.")
                 button = ui.button("Load adapter", icon="add", on_click=self._load)
                 button.props("flat dense no-caps").classes("quiet")
-        ui.on("drop_adapter", lambda event: self._drop(str(event.args[0])))
+        ui.on("adapter", lambda event: self._drop(str(event.args[1])))
         self.draw()
 
     def draw(self) -> None:
@@ -224,35 +219,25 @@ class AdaptersCard:
         )
 
     async def _load(self) -> None:
-        if not self._may():
-            return
         name, folder = str(self._name.value or "").strip(), str(self._folder.value or "").strip()
-        try:
+
+        async def act() -> str:
             await self._shell.service.load_adapter(name, folder)
-            ui.notify(f"{name} is loaded", position="top")
             self._name.set_value("")
             self._folder.set_value("")
-        except CumuloError as error:
-            ui.notify(str(error).capitalize(), type="negative", position="top", multi_line=True)
+            return f"{name} is loaded"
+
+        await self._shell.operate(self._visitor, act)
         self.draw()
 
-    def _drop(self, name: str) -> None:
-        if not self._may():
-            return
-        try:
+    async def _drop(self, name: str) -> None:
+        def act() -> str:
             adapter = self._shell.service.adapters.drop(name)
             waits = f"; {adapter.calls} requests are answered first" if adapter.calls else ""
-            ui.notify(f"{name} is dropped{waits}", position="top")
-        except CumuloError as error:
-            ui.notify(str(error).capitalize(), type="negative", position="top", multi_line=True)
-        self.draw()
+            return f"{name} is dropped{waits}"
 
-    def _may(self) -> bool:
-        """Checked here, because a page can be made to send anything."""
-        if self._visitor.may_operate and self._shell.sessions.still_valid(self._visitor):
-            return True
-        ui.notify("Your key may not operate the server.", type="negative", position="top")
-        return False
+        await self._shell.operate(self._visitor, act)
+        self.draw()
 
 
 Rows = list[tuple[str, str]]

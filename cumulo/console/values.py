@@ -1,6 +1,7 @@
 """Numbers as the console writes them. Used by every page."""
 
 import time
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
 
@@ -63,3 +64,44 @@ def tile(term: str, value: float | str | None, unit: str, explained: str) -> str
 def rounded(value: float) -> str:
     decimals = 0 if abs(value) >= 100 or value == 0 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{decimals}f}"
+
+
+Columns = Sequence[tuple[str, str, str]]  # of a table: name, classes, tooltip
+
+
+def table(columns: Columns, rows: Iterable[Sequence[str] | str], kind: str = "") -> str:
+    """A table whose cells are HTML; right-aligned columns have numbers. A row that is a text is taken as it is."""
+    head = "".join(
+        f'<th class="{classes}" title="{escape(tip)}">{name}</th>' for name, classes, tip in columns
+    )
+    styles = [classes.replace("right", "right num") for _, classes, _ in columns]
+    body = "".join(
+        row
+        if isinstance(row, str)
+        else "".join(
+            (
+                "<tr>",
+                *(f'<td class="{style}">{cell}</td>' for style, cell in zip(styles, row, strict=True)),
+                "</tr>",
+            )
+        )
+        for row in rows
+    )
+    return f'<table class="plain {kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def actions(event: str, names: Iterable[str], of: str) -> str:
+    """Buttons at something with a name, each of which emits an event: what to do, and with what."""
+    return "".join(
+        f'<button aria-label="{what.capitalize()} {escape(of)}" data-of="{escape(of)}" '
+        f"onclick=\"emitEvent('{event}', ['{what}', this.dataset.of])\">{what.capitalize()}</button>"
+        for what in names
+    )
+
+
+def heading(title: str, explained: str = "") -> str:
+    return f'<h2 title="{escape(explained)}">{escape(title)}</h2>'
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "–"

@@ -13,6 +13,7 @@ from nicegui import ui
 
 from cumulo.console.chat.answer_view import small_button
 from cumulo.console.chat.conversation import Conversation
+from cumulo.console.shell import asked
 
 _SCRIPT = (Path(__file__).parent / "web" / "browser_store.js").read_text("utf-8")
 _PATIENCE_S = 20.0
@@ -140,30 +141,14 @@ class HistoryPanel:
         await self._actions.open(chat_id)
 
     async def _rename(self, chat_id: str, name: str) -> None:
-        with ui.dialog() as dialog, ui.card().classes("dialog"):
-            field = ui.input("Name of the conversation", value=name).props("outlined dense autofocus")
-            field.on("keydown.enter", lambda: dialog.submit(field.value))
-            with ui.row():
-                ui.button("Cancel", on_click=lambda: dialog.submit(None)).props("flat no-caps")
-                ui.button("Rename", on_click=lambda: dialog.submit(field.value)).props("unelevated no-caps")
-        title = str(await dialog or "").strip()
-        dialog.delete()
-        if title:
+        title = await asked("Name of the conversation", "Rename", name)
+        if title is not None:
             await self._store.rename(chat_id, title)
             self._actions.renamed(chat_id, title)
             await self.refresh()
 
     async def _delete(self, chat_id: str, name: str) -> None:
-        with ui.dialog() as dialog, ui.card().classes("dialog"):
-            ui.label(f"Delete “{name}”? This cannot be undone.")
-            with ui.row():
-                ui.button("Cancel", on_click=lambda: dialog.submit(False)).props("flat no-caps")
-                ui.button("Delete", on_click=lambda: dialog.submit(True)).props(
-                    "unelevated no-caps color=negative"
-                )
-        confirmed = await dialog
-        dialog.delete()
-        if confirmed:
+        if await asked(f"Delete “{name}”? This cannot be undone.", "Delete"):
             await self._store.remove(chat_id)
             await self._actions.deleted(chat_id)
             await self.refresh()

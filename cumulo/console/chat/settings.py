@@ -9,6 +9,7 @@ from nicegui import ui
 from pydantic import TypeAdapter, ValidationError
 
 from cumulo.console.chat.answer_view import small_button
+from cumulo.console.shell import asked
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.serve.api.openai.schemas import MAX_TOOLS, Tool
 
@@ -178,22 +179,11 @@ class Presets:
         if not self.prompt:
             ui.notify("Write a system prompt first.", position="top")
             return
-        with ui.dialog() as dialog, ui.card().classes("dialog"):
-            field = ui.input("Name of the preset", value=self._edited or "").props(
-                f"outlined dense autofocus maxlength={_LONGEST_NAME}"
-            )
-            field.on("keydown.enter", lambda: dialog.submit(field.value))
-            with ui.row():
-                ui.button("Cancel", on_click=lambda: dialog.submit(None)).props("flat no-caps")
-                ui.button("Save", on_click=lambda: dialog.submit(field.value)).props("unelevated no-caps")
-        name = str(await dialog or "").strip()
-        dialog.delete()
-        if not name:
-            return
+        name = await asked("Name of the preset", "Save", self._edited or "", _LONGEST_NAME)
         if name in BUILT_IN:
             ui.notify(f"“{name}” is a built-in preset; choose another name.", position="top")
-            return
-        self._store(self._own | {name: self.prompt}, name)
+        elif name is not None:
+            self._store(self._own | {name: self.prompt}, name)
 
     def _remove(self) -> None:
         self._store({name: prompt for name, prompt in self._own.items() if name != self._choice.value}, None)
