@@ -18,8 +18,10 @@ from cumulo.cluster.drivers.kubernetes.pod_template import (
     Body,
     fleet_key,
     labels_of,
+    manifest,
     metadata,
     pod_template,
+    service,
 )
 from cumulo.cluster.drivers.kubernetes.queues import kueue_queues, queue_name, volcano_queue
 from cumulo.cluster.drivers.kubernetes.scaling import autoscaler
@@ -129,20 +131,16 @@ def _deployment(job: JobFile, shape: ServedShape, on_gpu: bool, part: str) -> Bo
     if job.kubernetes.scheduler == "volcano":
         template["spec"]["schedulerName"] = "volcano"
         template["metadata"]["annotations"] = {"scheduling.volcano.sh/queue-name": queue_name(job)}
-    spec: Body = {
-        "replicas": shape.replicas,
-        "selector": {"matchLabels": labels_of(job, part)},
+    made = manifest(
+        "apps/v1/Deployment",
+        metadata(job, part),
+        replicas=shape.replicas,
+        selector={"matchLabels": labels_of(job, part)},
         # A new pod is up before an old one goes, where there are GPUs for it; never one fewer than asked for.
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-        "template": template,
-    }
-    body: Body = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata(job, part),
-        "spec": spec,
-    }
-    return _admission(job, body)
+        strategy={"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        template=template,
+    )
+    return _admission(job, made)
 
 
 def _prefill(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
@@ -153,30 +151,16 @@ def _prefill(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
     )
     port = {"name": "transfer", "containerPort": TRANSFER_PORT}
     template = pod_template(job, command, gpus, part="prefill", serves=True, many_nodes=True, ports=[port])
-    service: Body = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job, "prefill"),
-        "spec": {
-            "clusterIP": "None",
-            "selector": labels_of(job, "prefill"),
-            "ports": [{"name": "transfer", "port": TRANSFER_PORT, "targetPort": "transfer"}],
-        },
-    }
-    spec: Body = {
-        "replicas": shape.prefill,
-        "serviceName": name,
-        "podManagementPolicy": "Parallel",
-        "selector": {"matchLabels": labels_of(job, "prefill")},
-        "template": template,
-    }
-    body: Body = {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": metadata(job, "prefill"),
-        "spec": spec,
-    }
-    return [service, _admission(job, body)]
+    made = manifest(
+        "apps/v1/StatefulSet",
+        metadata(job, "prefill"),
+        replicas=shape.prefill,
+        serviceName=name,
+        podManagementPolicy="Parallel",
+        selector={"matchLabels": labels_of(job, "prefill")},
+        template=template,
+    )
+    return [service(job, "prefill", "transfer", TRANSFER_PORT, clusterIP="None"), _admission(job, made)]
 
 
 def _leader_worker(job: JobFile, shape: ServedShape, each: int) -> list[Body]:
@@ -197,20 +181,15 @@ def _leader_worker(job: JobFile, shape: ServedShape, each: int) -> list[Body]:
         "leaderTemplate": leader,
         "workerTemplate": worker,
     }
-    made: Body = {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": metadata(job),
-        "spec": {
-            "replicas": shape.replicas,
-            "startupPolicy": "LeaderCreated",
-            "rolloutStrategy": {
-                "type": "RollingUpdate",
-                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
-            },
-            "leaderWorkerTemplate": group,
-        },
-    }
+    one_by_one = {"maxUnavailable": 1, "maxSurge": 0}
+    made = manifest(
+        "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
+        metadata(job),
+        replicas=shape.replicas,
+        startupPolicy="LeaderCreated",
+        rolloutStrategy={"type": "RollingUpdate", "rollingUpdateConfiguration": one_by_one},
+        leaderWorkerTemplate=group,
+    )
     if job.kubernetes.scheduler != "volcano":
         return [_admission(job, made)]
     for template in (leader, worker):
@@ -230,12 +209,8 @@ def _gangs(job: JobFile, size: int) -> Body:
     }
     if job.kubernetes.leafs:
         each["networkTopology"] = {"mode": "soft", "highestTierAllowed": 1}
-    return {
-        "apiVersion": "scheduling.volcano.sh/v1beta1",
-        "kind": "PodGroup",
-        "metadata": metadata(job),
-        "spec": {"minMember": size, "queue": queue_name(job), "subGroupPolicy": [each]},
-    }
+    kind, queue = "scheduling.volcano.sh/v1beta1/PodGroup", queue_name(job)
+    return manifest(kind, metadata(job), minMember=size, queue=queue, subGroupPolicy=[each])
 
 
 def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
@@ -248,20 +223,10 @@ def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
     options = [*serve.options, *shape.missing(serve.options)]
     entry = "cumulo.cluster.drivers.ray_serve"
     model = model_path(job, serve)
-    arguments = [*([model] if model else []), *options]
+    engines = {"arguments": [*([model] if model else []), *options], "gpus": gpus, "replicas": shape.replicas}
     apps = [
-        {
-            "name": "front",
-            "route_prefix": "/",
-            "import_path": f"{entry}:front",
-            "args": {"router": "prefix-aware"},
-        },
-        {
-            "name": "engines",
-            "route_prefix": None,
-            "import_path": f"{entry}:engines",
-            "args": {"arguments": arguments, "gpus": gpus, "replicas": shape.replicas},
-        },
+        {"name": name, "route_prefix": route, "import_path": f"{entry}:{name}", "args": args}
+        for name, route, args in (("front", "/", {"router": "prefix-aware"}), ("engines", None, engines))
     ]
     spec: Body = {
         "serveConfigV2": yaml.safe_dump({"applications": apps}, sort_keys=False),
@@ -269,7 +234,7 @@ def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
     }
     for group in (spec["rayClusterConfig"]["headGroupSpec"], *spec["rayClusterConfig"]["workerGroupSpecs"]):
         group["template"]["spec"]["containers"][0]["env"] += fleet_key(job)
-    return [{"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": metadata(job), "spec": spec}]
+    return [manifest("ray.io/v1/RayService", metadata(job), **spec)]
 
 
 def _around(job: JobFile, workload: Body) -> list[Body]:
@@ -277,42 +242,25 @@ def _around(job: JobFile, workload: Body) -> list[Body]:
     serve, part = job.serve, "decode" if workload["metadata"]["name"].endswith("-decode") else ""
     assert serve is not None
     selected = labels_of(job, part)
-    service: Body = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job),
-        "spec": {"selector": selected, "ports": [{"name": "http", "port": 80, "targetPort": "http"}]},
-    }
-    budget: Body = {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(job),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selected}},
-    }
-    made = [service, budget]
+    chosen, pods = {"matchLabels": labels_of(job)}, {"matchLabels": selected}
+    made = [
+        service(job, "", "http", 80, selected),
+        manifest("policy/v1/PodDisruptionBudget", metadata(job), maxUnavailable=1, selector=pods),
+    ]
     if job.kubernetes.monitor:
-        endpoint = {"port": "http", "path": "/metrics", "interval": "15s"}
-        chosen = {"matchLabels": labels_of(job)}
+        endpoint, kind = {"port": "http", "path": "/metrics", "interval": "15s"}, "ServiceMonitor"
         made.append(
-            {
-                "apiVersion": "monitoring.coreos.com/v1",
-                "kind": "ServiceMonitor",
-                "metadata": metadata(job),
-                "spec": {"selector": chosen, "endpoints": [endpoint]},
-            }
+            manifest(f"monitoring.coreos.com/v1/{kind}", metadata(job), selector=chosen, endpoints=[endpoint])
         )
     if job.kubernetes.inference_pool:
         made.append(
-            {
-                "apiVersion": "inference.networking.k8s.io/v1",
-                "kind": "InferencePool",
-                "metadata": metadata(job),
-                "spec": {
-                    "selector": {"matchLabels": selected},
-                    "targetPorts": [{"number": PORT}],
-                    "endpointPickerRef": _picker(job),
-                },
-            }
+            manifest(
+                "inference.networking.k8s.io/v1/InferencePool",
+                metadata(job),
+                selector=pods,
+                targetPorts=[{"number": PORT}],
+                endpointPickerRef=_picker(job),
+            )
         )
     return [*made, *autoscaler(job, workload)]
 

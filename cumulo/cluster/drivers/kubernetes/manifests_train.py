@@ -11,6 +11,7 @@ from cumulo.cluster.drivers.kubernetes.pod_template import (
     MASTER_PORT,
     Body,
     labels_of,
+    manifest,
     metadata,
     pod_template,
 )
@@ -101,12 +102,7 @@ def _volcano(job: JobFile) -> list[Body]:
     }
     if job.kubernetes.leafs:
         spec["networkTopology"] = {"mode": "soft", "highestTierAllowed": 1}
-    made: Body = {
-        "apiVersion": "batch.volcano.sh/v1alpha1",
-        "kind": "Job",
-        "metadata": metadata(job),
-        "spec": spec,
-    }
+    made = manifest("batch.volcano.sh/v1alpha1/Job", metadata(job), **spec)
     return [*volcano_queue(job), *hypernodes(job), made]
 
 
@@ -125,18 +121,15 @@ def _indexed_job(job: JobFile) -> tuple[Body, Body]:
     }
     if job.time_limit is not None:
         spec["activeDeadlineSeconds"] = int(seconds(job.time_limit, "time_limit"))
-    service: Body = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": labels_of(job),
-            "ports": [{"name": "master", "port": MASTER_PORT}],
-        },
-    }
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata(job), "spec": spec}, service
+    named = manifest(
+        "v1/Service",
+        metadata(job),
+        clusterIP="None",
+        publishNotReadyAddresses=True,
+        selector=labels_of(job),
+        ports=[{"name": "master", "port": MASTER_PORT}],
+    )
+    return manifest("batch/v1/Job", metadata(job), **spec), named
 
 
 def _plain(job: JobFile) -> list[Body]:
@@ -167,7 +160,7 @@ def _ray(job: JobFile) -> list[Body]:
     }
     if job.time_limit is not None:
         spec["activeDeadlineSeconds"] = int(seconds(job.time_limit, "time_limit"))
-    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata(job), "spec": spec}]
+    return [manifest("ray.io/v1/RayJob", metadata(job), **spec)]
 
 
 def ray_cluster(job: JobFile, nodes: int, gpus: int, fewest: int, most: int) -> Body:

@@ -19,6 +19,21 @@ CONFIG, DATA, KEYS = "/etc/cumulo", "/data", "/etc/cumulo-keys"
 Body = dict[str, Any]
 
 
+def manifest(kind: str, named: Body, **spec: Any) -> Body:
+    """An object: `kind` is its API version and kind, `named` its metadata."""
+    api_version, _, name = kind.rpartition("/")
+    return {"apiVersion": api_version, "kind": name, "metadata": named, "spec": spec}
+
+
+def service(
+    job: JobFile, part: str, port: str, number: int, selects: dict[str, str] | None = None, **more: Any
+) -> Body:
+    """A Service before the pods of a part, at one of their named ports."""
+    ports = [{"name": port, "port": number, "targetPort": port}]
+    selector = labels_of(job, part) if selects is None else selects
+    return manifest("v1/Service", metadata(job, part), **more, selector=selector, ports=ports)
+
+
 def metadata(job: JobFile, part: str = "", **labels: str) -> Body:
     """The metadata of an object of the job; its labels select its pods."""
     name = f"{job.name}-{part}" if part else job.name

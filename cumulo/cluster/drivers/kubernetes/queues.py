@@ -1,6 +1,6 @@
 """Queues and the shape of the network, for Volcano and Kueue. Written where a job file has a quota or leafs."""
 
-from cumulo.cluster.drivers.kubernetes.pod_template import Body, times
+from cumulo.cluster.drivers.kubernetes.pod_template import Body, manifest, times
 from cumulo.cluster.job_file import JobFile
 
 
@@ -12,14 +12,9 @@ def volcano_queue(job: JobFile) -> list[Body]:
     settings = job.kubernetes
     if settings.quota is None:
         return []
-    return [
-        {
-            "apiVersion": "scheduling.volcano.sh/v1beta1",
-            "kind": "Queue",
-            "metadata": {"name": queue_name(job)},
-            "spec": {"weight": 1, "reclaimable": True, "capability": {settings.gpu_resource: settings.quota}},
-        }
-    ]
+    named, limit = {"name": queue_name(job)}, {settings.gpu_resource: settings.quota}
+    kind = "scheduling.volcano.sh/v1beta1/Queue"
+    return [manifest(kind, named, weight=1, reclaimable=True, capability=limit)]
 
 
 def hypernodes(job: JobFile) -> list[Body]:
@@ -42,12 +37,7 @@ def hypernodes(job: JobFile) -> list[Body]:
 
 
 def _hypernode(name: str, tier: int, members: list[Body]) -> Body:
-    return {
-        "apiVersion": "topology.volcano.sh/v1alpha1",
-        "kind": "HyperNode",
-        "metadata": {"name": name},
-        "spec": {"tier": tier, "members": members},
-    }
+    return manifest("topology.volcano.sh/v1alpha1/HyperNode", {"name": name}, tier=tier, members=members)
 
 
 def kueue_queues(job: JobFile) -> list[Body]:
@@ -82,4 +72,4 @@ def kueue_queues(job: JobFile) -> list[Body]:
 
 
 def _kueue(kind: str, name: str, spec: Body) -> Body:
-    return {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": kind, "metadata": {"name": name}, "spec": spec}
+    return manifest(f"kueue.x-k8s.io/v1beta2/{kind}", {"name": name}, **spec)

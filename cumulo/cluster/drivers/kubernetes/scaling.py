@@ -5,7 +5,7 @@ KEDA asks Prometheus, or with `autoscaler: cumulo` an external scaler that has C
 same metric through a metrics adapter, under its own name.
 """
 
-from cumulo.cluster.drivers.kubernetes.pod_template import PORT, Body, labels_of, metadata
+from cumulo.cluster.drivers.kubernetes.pod_template import PORT, Body, labels_of, manifest, metadata, service
 from cumulo.cluster.job_file import JobFile
 from cumulo.errors import ConfigError
 
@@ -34,92 +34,59 @@ def autoscaler(job: JobFile, workload: Body) -> list[Body]:
 
 def _hpa(job: JobFile, target: Body, low: int, high: int) -> Body:
     wanted = {"type": "AverageValue", "averageValue": str(job.kubernetes.waiting_per_replica)}
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": metadata(job),
-        "spec": {
-            "scaleTargetRef": target,
-            "minReplicas": max(1, low),  # an HPA cannot scale to zero
-            "maxReplicas": high,
-            "metrics": [{"type": "Pods", "pods": {"metric": {"name": WAITING}, "target": wanted}}],
-            "behavior": {
-                "scaleUp": {"stabilizationWindowSeconds": 0},
-                "scaleDown": {
-                    "stabilizationWindowSeconds": _COOLDOWN_S,
-                    "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
-                },
-            },
+    one_a_minute = [{"type": "Pods", "value": 1, "periodSeconds": 60}]
+    return manifest(
+        "autoscaling/v2/HorizontalPodAutoscaler",
+        metadata(job),
+        scaleTargetRef=target,
+        minReplicas=max(1, low),  # an HPA cannot scale to zero
+        maxReplicas=high,
+        metrics=[{"type": "Pods", "pods": {"metric": {"name": WAITING}, "target": wanted}}],
+        behavior={
+            "scaleUp": {"stabilizationWindowSeconds": 0},
+            "scaleDown": {"stabilizationWindowSeconds": _COOLDOWN_S, "policies": one_a_minute},
         },
-    }
+    )
 
 
 def _external(job: JobFile, target: Body, low: int, high: int) -> list[Body]:
     """KEDA with Cumulo's rule: a scaler that asks the pods, and a name that resolves to every one of them."""
-    pods, scaler = metadata(job, "pods"), metadata(job, "scaler")
     space = job.kubernetes.namespace
     part = "decode" if target["name"].endswith("-decode") else ""
-    headless: Body = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": pods,
-        "spec": {
-            "clusterIP": "None",
-            "selector": labels_of(job, part),
-            "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
-        },
-    }
-    port = {"name": "grpc", "containerPort": _SCALER_PORT}
+    headless = service(job, "pods", "http", PORT, labels_of(job, part), clusterIP="None")
     container: Body = {
         "name": "scaler",
         "image": job.kubernetes.image,
         "command": ["cumulo", "kubernetes", "scaler", "--port", str(_SCALER_PORT)],
-        "ports": [port],
+        "ports": [{"name": "grpc", "containerPort": _SCALER_PORT}],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
         "readinessProbe": {"tcpSocket": {"port": "grpc"}, "periodSeconds": 5},
     }
     labels = labels_of(job, "scaler")
-    deployment: Body = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": scaler,
-        "spec": {
-            "replicas": 1,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}},
-        },
+    deployment = manifest(
+        "apps/v1/Deployment",
+        metadata(job, "scaler"),
+        replicas=1,
+        selector={"matchLabels": labels},
+        template={"metadata": {"labels": labels}, "spec": {"containers": [container]}},
+    )
+    told: Body = {
+        "scalerAddress": f"{job.name}-scaler.{space}:{_SCALER_PORT}",
+        "pods": f"{job.name}-pods.{space}:{PORT}",
+        "rule": rule_text(job, low, high),
     }
-    service: Body = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": scaler,
-        "spec": {
-            "selector": labels,
-            "ports": [{"name": "grpc", "port": _SCALER_PORT, "targetPort": "grpc"}],
-        },
-    }
-    made = _scaled_object(job, target, low, high)
+    if job.kubernetes.gateway:
+        told["gateway"] = job.kubernetes.gateway
+    made = _scaled_object(
+        job, target, low, high, [{"type": "external-push", "name": "cumulo", "metadata": told}]
+    )
     # The rule cools down by itself: the HPA does at once what it says.
-    at_once = {
-        "stabilizationWindowSeconds": 0,
-        "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
-    }
+    policies = [{"type": "Percent", "value": 100, "periodSeconds": 15}]
+    at_once = {"stabilizationWindowSeconds": 0, "policies": policies}
     made["spec"]["advanced"] = {
         "horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": at_once, "scaleDown": at_once}}
     }
-    trigger: Body = {
-        "type": "external-push",
-        "name": "cumulo",
-        "metadata": {
-            "scalerAddress": f"{scaler['name']}.{space}:{_SCALER_PORT}",
-            "pods": f"{pods['name']}.{space}:{PORT}",
-            "rule": rule_text(job, low, high),
-        },
-    }
-    if job.kubernetes.gateway:
-        trigger["metadata"]["gateway"] = job.kubernetes.gateway
-    made["spec"]["triggers"] = [trigger]
-    return [headless, deployment, service, made]
+    return [headless, deployment, service(job, "scaler", "grpc", _SCALER_PORT), made]
 
 
 def rule_text(job: JobFile, low: int, high: int) -> str:
@@ -138,47 +105,40 @@ def rule_text(job: JobFile, low: int, high: int) -> str:
     return ",".join(parts)
 
 
-def _scaled_object(job: JobFile, target: Body, low: int, high: int) -> Body:
-    return {
-        "apiVersion": "keda.sh/v1alpha1",
-        "kind": "ScaledObject",
-        "metadata": metadata(job),
-        "spec": {
-            "scaleTargetRef": target,
-            "minReplicaCount": low,
-            "maxReplicaCount": high,
-            "pollingInterval": _POLL_S,
-            "cooldownPeriod": _COOLDOWN_S,
-            "fallback": {
-                "failureThreshold": 4,
-                "replicas": max(1, min(high, job.serve.replicas if job.serve else 1)),
-            },
-        },
-    }
+def _scaled_object(job: JobFile, target: Body, low: int, high: int, triggers: list[Body]) -> Body:
+    usual = max(1, min(high, job.serve.replicas if job.serve else 1))
+    return manifest(
+        "keda.sh/v1alpha1/ScaledObject",
+        metadata(job),
+        scaleTargetRef=target,
+        minReplicaCount=low,
+        maxReplicaCount=high,
+        pollingInterval=_POLL_S,
+        cooldownPeriod=_COOLDOWN_S,
+        fallback={"failureThreshold": 4, "replicas": usual},
+        triggers=triggers,
+    )
 
 
 def _keda(job: JobFile, target: Body, low: int, high: int) -> Body:
     chosen = f'{{namespace="{job.kubernetes.namespace}",service="{job.name}"}}'
-    query = f"sum({WAITING}{chosen})"
     # Scaling to zero asks for what runs, too: a replica that still answers stays.
     active = f"sum({WAITING}{chosen}) + sum({RUNNING}{chosen})"
     threshold = job.kubernetes.waiting_per_replica
-
-    def trigger(name: str, query: str, threshold: int) -> Body:
-        return {
+    triggers = [
+        {
             "type": "prometheus",
             "name": name,
             "metadata": {
                 "serverAddress": job.kubernetes.prometheus,
                 "query": query,
-                "threshold": str(threshold),
+                "threshold": str(most),
                 "activationThreshold": "0",
             },
         }
-
-    made = _scaled_object(job, target, low, high)
-    made["spec"]["triggers"] = [
-        trigger("waiting", query, threshold),
-        trigger("requests", active, 8 * threshold),
+        for name, query, most in (
+            ("waiting", f"sum({WAITING}{chosen})", threshold),
+            ("requests", active, 8 * threshold),
+        )
     ]
-    return made
+    return _scaled_object(job, target, low, high, triggers)
