@@ -42,7 +42,8 @@ def check(
     ship with Cumulo. Every problem is printed with its file, line and field; the exit status is 1 if there is one.
     Needs jsonschema: pip install 'cumulo[kubernetes]'.
     """
-    from cumulo.cli.serve import refused_by_serve
+    from cumulo.cli.launch import refused_by
+    from cumulo.cli.serve import serve
     from cumulo.cluster.drivers.kubernetes.check import check_files
     from cumulo.cluster.drivers.kubernetes.fit import served_commands
 
@@ -51,7 +52,7 @@ def check(
             raise ConfigError(f"--exists needs KIND/NAME, such as LocalQueue/team-a; got {one}")
     manifests, problems = check_files(files, crds=crds, node_gpus=node_gpus, exists=exists or (), plan=plan)
     for path, words, owner in served_commands(manifests):
-        if refused := refused_by_serve(words):
+        if refused := refused_by(serve, words):
             owner.blame(path, f"cumulo serve: {refused}")
     problems = [problem for one in manifests for problem in one.problems]
     for problem in problems:

@@ -1,14 +1,17 @@
 """`cumulo launch`: submit a job to this machine, Ray, Slurm or Kubernetes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.cli.shared.terminal import note, out
 from cumulo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cumulo.cluster.job_file import JobFile
 
 EXAMPLE = (
     "Example: [bold]cumulo launch examples/job-train.yaml --on local[/bold], then `cumulo jobs` and "
@@ -63,8 +66,7 @@ def launch(
     if target is None:
         raise ConfigError(f"--on cannot be {on}{did_you_mean(on, TARGETS)}")
     job = read_job(job_file)
-    if job.serve is not None and job.serve.options:
-        _check_options(job_file, [job.serve.model or "built-in", *job.serve.options])
+    _check_options(job_file, job)
     if out_folder is not None:
         if target != "kubernetes":
             raise ConfigError(f"--out writes manifests, so it needs --on kubernetes, not --on {target}")
@@ -94,11 +96,29 @@ def launch(
         raise typer.Exit(1)
 
 
-def _check_options(job_file: Path, words: Sequence[str]) -> None:
-    """Refuse options of a service that `cumulo serve` does not take, by its own parser."""
-    from cumulo.cli.serve import refused_by_serve
+def _check_options(job_file: Path, job: "JobFile") -> None:
+    """Refuse options that `cumulo train` or `cumulo serve` does not take, by its own parser."""
+    from cumulo.cli.serve import serve
+    from cumulo.cli.train import train
     from cumulo.cluster.job_check import line_of
 
-    if refused := refused_by_serve(words):
-        line = line_of(job_file.read_text("utf-8"), "serve.options")
-        raise ConfigError(f"{job_file}:{line}: serve.options: {refused}")
+    for work, verb in ((job.train, train), (job.serve, serve)):
+        if work is not None and (refused := refused_by(verb, ["CONFIG", *work.options])):
+            setting = f"{verb.__name__}.options"
+            raise ConfigError(
+                f"{job_file}:{line_of(job_file.read_text('utf-8'), setting)}: {setting}: {refused}"
+            )
+
+
+def refused_by(verb: Callable[..., None], words: Sequence[str]) -> str | None:
+    """What a verb's parser says of these words; None: it takes them."""
+    alone = typer.Typer()
+    alone.command()(verb)
+    command: Any = typer.main.get_command(alone)
+    try:
+        command.make_context(verb.__name__, [*words])
+    except Exception as error:  # typer's own copy of click has no public name
+        if not hasattr(error, "format_message"):
+            raise
+        return str(error.format_message())
+    return None

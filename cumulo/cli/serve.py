@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from cumulo.serve.engine_link.messages import Ready
     from cumulo.serve.options import ServeOptions
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
-
-import typer
 
 from cumulo.cli.shared.declare import typed_names
 
@@ -304,17 +301,3 @@ def _filled(chosen: T, told: dict[str, Any]) -> T:
         elif field.name in told and field.name not in typed:
             changes[field.name] = told[field.name]
     return dataclasses.replace(chosen, **changes)  # type: ignore[type-var]
-
-
-def refused_by_serve(words: Sequence[str]) -> str | None:
-    """What `cumulo serve` would say of these words; None: it takes them."""
-    alone = typer.Typer()
-    alone.command()(serve)
-    command: Any = typer.main.get_command(alone)
-    try:
-        command.make_context("serve", [*words])
-    except Exception as error:  # typer's own copy of click has no public name
-        if not hasattr(error, "format_message"):
-            raise
-        return str(error.format_message())
-    return None

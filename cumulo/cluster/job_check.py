@@ -1,99 +1,95 @@
 """What is wrong with a job file: each problem with the setting it is about, so that the file's line can be named.
 `JobFile` asks for `problems`; `read_job` and `launch` also for `launch_problems`, which a stored job may keep.
+
+Most rules are lines of a table: the form of a text, or the range of a number.
 """
 
-import math
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import yaml
 
-from cumulo.base.nearest import did_you_mean, nearest
-from cumulo.cluster.job_settings import (
-    DeviceGroup,
-    JobSettings,
-    KubernetesSettings,
-    ServeWork,
-    memory_mib,
-    seconds,
-)
+from cumulo.base.nearest import nearest
+from cumulo.cluster.job_settings import DeviceGroup, JobSettings, ServeWork, memory_mib, seconds
 from cumulo.errors import ConfigError
 from cumulo.spec.catalog import shipped
 
-_LABEL_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.A)
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.A)
-_RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.A)
-_IMAGE = re.compile(r"[a-z0-9][\w./:@-]*", re.A | re.I)
-_MEMORY = re.compile(r"[1-9]\d{0,6}(Mi|Gi|Ti|M|G|T)")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.A)
-_URL = re.compile(r"https?://[^\s/:]+(:\d{1,5})?(/\S*)?")
-_PICKER = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(:\d{1,5})?")
 _NAMES = "lower-case letters, digits and hyphens"
-# Of a setting: its form, and how to say it.
-_FORMS = {
-    "namespace": (_LABEL_NAME, f"{_NAMES}, at most 63"),
-    "queue": (_OBJECT_NAME, _NAMES),
-    "claim": (_OBJECT_NAME, f"the name of a PersistentVolumeClaim: {_NAMES}"),
-    "secret": (_OBJECT_NAME, f"the name of a Secret: {_NAMES}"),
-    "image": (_IMAGE, "an image, such as registry.example/cumulo:0.1"),
-    "gpu_resource": (_RESOURCE, "a resource, such as nvidia.com/gpu"),
-    "rdma": (_RESOURCE, "a resource, such as rdma/hca"),
-    "leaf_label": (_LABEL_KEY, "the key of a label, such as cumulo.dev/leaf"),
-    "memory_per_gpu": (_MEMORY, "an amount such as 64Gi"),
-    "gateway": (_URL, "an address such as http://gateway:8000"),
-    "prometheus": (_URL, "an address such as http://prometheus:9090"),
-    "endpoint_picker": (_PICKER, "a Service, as NAME or NAME:PORT"),
-}
-_BOUNDS = {"quota": 1_000_000, "node_gpus": 1024, "waiting_per_replica": 1_000_000, "cpus_per_gpu": 1024}
-
-
-def kubernetes_problems(settings: KubernetesSettings) -> Iterator[tuple[str, str]]:
-    for name, (form, words) in _FORMS.items():
-        value = getattr(settings, name)
-        if value is not None and not form.fullmatch(value):
-            yield f"kubernetes.{name}", f"kubernetes.{name} must be {words}; got {value!r}"
-    for name, most in _BOUNDS.items():
-        value = getattr(settings, name)
-        if value is not None and not 1 <= value <= most:
-            yield f"kubernetes.{name}", f"kubernetes.{name} must be 1 to {most:,}, got {value}"
-    for number, leaf in enumerate(settings.leafs):
-        if not _LABEL_NAME.fullmatch(leaf):
-            where = f"kubernetes.leafs[{number}]"
-            yield where, f"{where} must be {_NAMES}, at most 63; got {leaf!r}"
-        elif leaf in settings.leafs[:number]:
-            yield f"kubernetes.leafs[{number}]", f"kubernetes.leafs has {leaf} twice"
-    for key, value in settings.node_labels.items():
-        if not _LABEL_KEY.fullmatch(str(key)) or not _LABEL_VALUE.fullmatch(value):
-            text = "must be labels of nodes, such as nvidia.com/gpu.product: NVIDIA-H200"
-            yield "kubernetes.node_labels", f"kubernetes.node_labels {text}; got {key}: {value!r}"
-    for key, value in settings.nccl.items():
-        if not _VARIABLE.fullmatch(str(key)) or not value.isprintable():
-            text = f"kubernetes.nccl must be variables such as NCCL_IB_GID_INDEX, got {key}: {value!r}"
-            yield "kubernetes.nccl", text
-
-
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")  # a name that Slurm, Ray and Kubernetes all take
-_TENANT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")  # as the value of a label
-_SLURM_WORD = re.compile(r"[A-Za-z0-9_.,+-]+")
-_RAY_ADDRESS = re.compile(r"(ray://)?([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5})")
+_LABEL_NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_OBJECT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+_LABEL_KEY = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+_LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
+_RESOURCE = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+_SLURM_WORD = r"[A-Za-z0-9_.,+-]+", "letters, digits, '-', '_', '.', '+' and ','"
+_ADDRESS = r"https?://[^\s/:]+(:\d{1,5})?(/\S*)?"
+_PRINTABLE = r"[^\x00-\x1f\x7f-\x9f]+"
+_RAY_ADDRESS = r"auto|local|(ray://)?([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5})"
 _PART = re.compile(r"\.(\w+)|\[(\d+)\]")
+Problem = tuple[str, str]  # the setting, such as devices[0].kind, and what is wrong with it
+Forms = Mapping[str, tuple[str, str]]  # of a setting: its form, and how to say it
+Ranges = Mapping[str, tuple[float, float]]
+
+_FORMS: Forms = {
+    # A name that Slurm, Ray and Kubernetes all take; a tenant is the value of a label.
+    "name": (r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", f"{_NAMES}, at most 42, such as tiny-lm"),
+    "tenant": (
+        r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?",
+        "letters, digits, '-', '_' and '.', at most 63",
+    ),
+    "slurm.partition": _SLURM_WORD,
+    "slurm.account": _SLURM_WORD,
+    "slurm.qos": _SLURM_WORD,
+    "ray.address": (_RAY_ADDRESS, "HOST:PORT, such as 10.0.0.7:6379"),
+}
+_RANGES: Ranges = {
+    "devices.count": (1, float("inf")),
+    "restart.most": (0, float("inf")),
+    "serve.port": (0, 65535),
+}
+_MOST, _MOST_PRIORITY, _MOST_WAIT_S = 1_000_000, 1_000_000_000, 30 * 86_400
+_LEAST = 1e-9  # for what must be more than 0
+_LAUNCH_FORMS: Forms = {
+    "train.folder": (_PRINTABLE, "a folder's name"),
+    "serve.model": (
+        _PRINTABLE,
+        "a folder, a file or a Hugging Face name; leave it out for the built-in model",
+    ),
+    "slurm.options": (f"-{_PRINTABLE}", "an option of sbatch, such as --constraint=ib"),
+    "kubernetes.namespace": (_LABEL_NAME, f"{_NAMES}, at most 63"),
+    "kubernetes.queue": (_OBJECT_NAME, _NAMES),
+    "kubernetes.claim": (_OBJECT_NAME, f"the name of a PersistentVolumeClaim: {_NAMES}"),
+    "kubernetes.secret": (_OBJECT_NAME, f"the name of a Secret: {_NAMES}"),
+    "kubernetes.image": (r"[A-Za-z0-9][\w./:@-]*", "an image, such as registry.example/cumulo:0.1"),
+    "kubernetes.gpu_resource": (_RESOURCE, "a resource, such as nvidia.com/gpu"),
+    "kubernetes.rdma": (_RESOURCE, "a resource, such as rdma/hca"),
+    "kubernetes.leaf_label": (_LABEL_KEY, "the key of a label, such as cumulo.dev/leaf"),
+    "kubernetes.leafs": (_LABEL_NAME, f"{_NAMES}, at most 63"),
+    "kubernetes.memory_per_gpu": (r"[1-9]\d{0,6}(Mi|Gi|Ti|M|G|T)", "an amount such as 64Gi"),
+    "kubernetes.gateway": (_ADDRESS, "an address such as http://gateway:8000"),
+    "kubernetes.prometheus": (_ADDRESS, "an address such as http://prometheus:9090"),
+    "kubernetes.endpoint_picker": (rf"{_LABEL_NAME}(:\d{{1,5}})?", "a Service, as NAME or NAME:PORT"),
+}
+_LAUNCH_RANGES: Ranges = {
+    "devices.count": (1, _MOST),
+    "elastic.max": (1, _MOST),
+    "restart.most": (0, _MOST),
+    "priority": (-_MOST_PRIORITY, _MOST_PRIORITY),
+    "serve.max_replicas": (1, _MOST),
+    **{f"serve.autoscale.{name}": (_LEAST, _MOST_PRIORITY) for name in
+       ("prompt_tok_s", "output_tok_s", "interval_s", "ttft_s", "itl_s")},
+    **{f"serve.autoscale.{name}": (0, _MOST_WAIT_S) for name in ("start_up_s", "cooldown_s", "idle_s")},
+    "kubernetes.quota": (1, _MOST),
+    "kubernetes.node_gpus": (1, 1024),
+    "kubernetes.waiting_per_replica": (1, _MOST),
+    "kubernetes.cpus_per_gpu": (1, 1024),
+}  # fmt: skip
 # GPUs that clusters have and our catalogue does not price.
 _MORE_GPUS = (
     "p100", "v100", "t4", "l4", "l40", "a2", "a10", "a10g", "a16", "a30", "a40", "a6000", "rtx-6000", "rtx-3090",
     "h20", "gh200", "mi210", "mi250", "mi250x", "mi300a", "mi325x", "mi350x", "mi355x",
 )  # fmt: skip
-# Of `cumulo train`: whether the option takes a value.
-TRAIN_OPTIONS: Mapping[str, bool] = {
-    "--set": True, "--folder": True, "--steps": True, "--collective": True, "--collective-profile": True,
-    "--json": True, "--resume": False, "--show-config": False, "--explain-layout": False, "--verify-layout": False,
-    "--help": False,
-}  # fmt: skip
-
-_MOST_WAIT_S = 30 * 86_400
-_MOST_COUNT, _MOST_PRIORITY = 1_000_000, 1_000_000_000
-Problem = tuple[str, str]  # the setting, such as devices[0].kind, and what is wrong with it
 
 
 class JobFileError(ConfigError):
@@ -135,10 +131,41 @@ def line_of(text: str, setting: str) -> int:
     return line + 1
 
 
+# -- the tables ---------------------------------------------------------------------------------------------
+def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All settings with a value, by their path, such as devices[0].count."""
+    if dataclasses.is_dataclass(value):
+        for one in dataclasses.fields(value):
+            yield from _settings(getattr(value, one.name), f"{path}.{one.name}" if path else one.name)
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value):
+            yield from _settings(item, f"{path}[{number}]")
+    elif value is not None:
+        yield path, value
+
+
+def _against(job: JobSettings, forms: Forms, ranges: Ranges) -> Iterator[Problem]:
+    for path, value in _settings(job):
+        setting = re.sub(r"\[\d+\]", "", path)
+        form, words = forms.get(setting, ("", ""))
+        if form and not re.fullmatch(form, value, re.A):
+            yield path, f"{path} must be {words}; got {value!r}"
+        low, high = ranges.get(setting, (None, None))
+        if low is not None and high is not None and not low <= value <= high:
+            least = "more than 0" if low == _LEAST else f"{low:,}"
+            wanted = (
+                least
+                if low == _LEAST
+                else f"{least} or more"
+                if high == float("inf")
+                else f"{least} to {high:,}"
+            )
+            yield path, f"{path} must be {wanted}, got {value:g}"
+
+
+# -- rules of several settings ------------------------------------------------------------------------------
 def problems(job: JobSettings) -> Iterator[Problem]:
-    if not _NAME.fullmatch(job.name):
-        text = "must be lower-case letters, digits and hyphens, at most 42, such as tiny-lm"
-        yield "name", f"name {text}; got {job.name!r}"
+    yield from _against(job, _FORMS, _RANGES)
     if (job.train is None) == (job.serve is None):
         given = "both" if job.train is not None else "neither"
         yield "serve", f"a job has either `train:` or `serve:`, and this one has {given}"
@@ -156,13 +183,13 @@ def problems(job: JobSettings) -> Iterator[Problem]:
         yield "elastic", f"elastic must contain devices.count {job.ranks}: got {given}"
     if job.elastic is not None and len(job.devices) > 1:
         yield "elastic", "elastic is for jobs with one kind of devices"
-    if job.restart.most < 0:
-        yield "restart.most", f"restart.most must be 0 or more, got {job.restart.most}"
     yield from _time_problems(job)
-    if not _TENANT.fullmatch(job.tenant):
-        text = f"tenant must be letters, digits, '-', '_' and '.', at most 63, got {job.tenant!r}"
-        yield "tenant", text
-    yield from _target_problems(job)
+    for name, work in (("train", job.train), ("serve", job.serve)):
+        for number, option in enumerate(work.options if work is not None else ()):
+            if option.startswith("--") and " " in option and "=" not in option:
+                first, _, rest = option.partition(" ")
+                text = f"options is a list of words: write [{first}, {rest!r}] instead of {option!r}"
+                yield f"{name}.options[{number}]", text
 
 
 def _time_problems(job: JobSettings) -> Iterator[Problem]:
@@ -180,38 +207,17 @@ def _time_problems(job: JobSettings) -> Iterator[Problem]:
             yield "time_limit", f"time_limit {job.time_limit} {longer}"
 
 
-def _target_problems(job: JobSettings) -> Iterator[Problem]:
-    for name in ("partition", "account", "qos"):
-        word = getattr(job.slurm, name)
-        if word is not None and not _SLURM_WORD.fullmatch(word):
-            text = f"must be letters, digits, '-', '_', '.', '+' and ',', got {word!r}"
-            yield f"slurm.{name}", f"slurm.{name} {text}"
-    address = job.ray.address
-    if address not in (None, "auto", "local") and not _RAY_ADDRESS.fullmatch(str(address)):
-        yield "ray.address", f"ray.address must be HOST:PORT, such as 10.0.0.7:6379, got {address!r}"
-    for name, work in (("train", job.train), ("serve", job.serve)):
-        for number, option in enumerate(work.options if work is not None else ()):
-            if option.startswith("--") and " " in option and "=" not in option:
-                first, _, rest = option.partition(" ")
-                text = f"options is a list of words: write [{first}, {rest!r}] instead of {option!r}"
-                yield f"{name}.options[{number}]", text
-
-
 def _serve_problems(serve: ServeWork) -> Iterator[Problem]:
     low = serve.replicas if serve.min_replicas is None else serve.min_replicas
     high = serve.replicas if serve.max_replicas is None else serve.max_replicas
     if not 0 <= low <= serve.replicas <= high or high < 1:
         between = f"between min_replicas {low} and max_replicas {high}"
         yield "serve.replicas", f"serve.replicas {serve.replicas} must be {between}"
-    if not 0 <= serve.port < 65536:
-        yield "serve.port", f"serve.port must be 0 to 65535, got {serve.port}"
     if serve.model is not None and serve.plan is not None:
         yield "serve.plan", "serve needs `model:` or `plan:`, not both"
 
 
 def _device_problems(group: DeviceGroup, where: str) -> Iterator[Problem]:
-    if group.count < 1:
-        yield f"{where}.count", f"devices.count must be 1 or more, got {group.count}"
     if group.per_node is not None and (group.per_node < 1 or group.count % group.per_node):
         multiple = f"is not a multiple of per_node {group.per_node}"
         yield f"{where}.per_node", f"devices.count {group.count} {multiple}"
@@ -223,84 +229,46 @@ def _device_problems(group: DeviceGroup, where: str) -> Iterator[Problem]:
 
 
 def launch_problems(job: JobSettings) -> Iterator[Problem]:
-    """Names that no target and no command knows, and amounts that cannot be meant."""
+    """Names that no target and no command knows, and amounts and words with which a job would be refused or would
+    never do what they say."""
+    yield from _against(job, _LAUNCH_FORMS, _LAUNCH_RANGES)
     for number, group in enumerate(job.devices):
         yield from _unknown_kind(group.kind, f"devices[{number}].kind")
-    if job.serve is not None and job.serve.plan is None and len(job.devices) == 1:
-        yield from _uneven_replicas(job.serve.replicas, job.devices[0])
-    if job.train is not None:
-        yield from _unknown_options(job.train.options)
-        if job.train.folder is not None and (not job.train.folder or not job.train.folder.isprintable()):
-            yield "train.folder", f"train.folder must be a folder's name, got {job.train.folder!r}"
-    yield from _useless(job)
-    yield from _huge(job)
-    yield from kubernetes_problems(job.kubernetes)
-
-
-def _huge(job: JobSettings) -> Iterator[Problem]:
-    """Numbers that no target takes: most are slips."""
-    counts = {f"devices[{number}].count": group.count for number, group in enumerate(job.devices)}
-    if job.elastic is not None:
-        counts["elastic.max"] = job.elastic.max
-    if job.serve is not None and job.serve.max_replicas is not None:
-        counts["serve.max_replicas"] = job.serve.max_replicas
-    counts["restart.most"] = job.restart.most
-    for name, count in counts.items():
-        if count > _MOST_COUNT:
-            yield name, f"{name} must be {_MOST_COUNT:,} or less, got {count}"
-    if abs(job.priority) > _MOST_PRIORITY:
-        yield "priority", f"priority must be -{_MOST_PRIORITY:,} to {_MOST_PRIORITY:,}, got {job.priority}"
-
-
-def _useless(job: JobSettings) -> Iterator[Problem]:
-    """Amounts and words with which a job would be refused or would never do what they say."""
-    for number, group in enumerate(job.devices):
         if group.memory is not None and group.memory_mib < 1:
             yield f"devices[{number}].memory", f"devices.memory must be at least 1MiB, got {group.memory!r}"
+    if job.serve is not None and job.serve.plan is None and len(job.devices) == 1:
+        yield from _uneven_replicas(job.serve.replicas, job.devices[0])
+    for number, option in enumerate(job.train.options if job.train is not None else ()):
+        if option.partition("=")[0] == "--folder":
+            text = "train.options: the folder of the run is `train: {folder: ...}`, not an option"
+            yield f"train.options[{number}]", text
     if job.deadline is not None and seconds(job.deadline, "deadline") <= 0:
         yield "deadline", f"deadline must be more than 0, such as 2h, got {job.deadline!r}"
     each = job.devices[0].per_node
     for name in ("min", "max") if job.elastic is not None and each is not None else ():
         count = getattr(job.elastic, name)
         if count % each:
-            near = {count // each * each, -(-count // each) * each} - {0}
-            use = " or ".join(map(str, sorted(near)))
-            text = f"elastic.{name} {count} is not a multiple of per_node {each}: use {use}"
+            text = f"elastic.{name} {count} is not a multiple of per_node {each}"
             yield f"elastic.{name}", text
     if job.restart.most and not job.restart.ways:
         text = "restart.ways names no way to restart: use spare, shrink or wait, or restart.most: 0"
         yield "restart.ways", text
-    for number, option in enumerate(job.slurm.options):
-        if not option.startswith("-") or not option.isprintable():
-            text = f"slurm.options are options of sbatch, such as --constraint=ib, got {option!r}"
-            yield f"slurm.options[{number}]", text
-    port = _RAY_ADDRESS.fullmatch(job.ray.address or "")
-    if port is not None and not 0 < int(port[3]) < 65536:
+    port = re.fullmatch(_RAY_ADDRESS, job.ray.address or "")
+    if port is not None and port[3] and not 0 < int(port[3]) < 65536:
         yield "ray.address", f"the port of ray.address must be 1 to 65535, got {port[3]}"
-    if job.serve is not None:
-        yield from _useless_service(job.serve)
-
-
-def _useless_service(serve: ServeWork) -> Iterator[Problem]:
-    if serve.model == "":
-        yield "serve.model", "serve.model is empty: leave it out for the built-in model"
-    elif serve.model is not None and not serve.model.isprintable():
-        text = f"serve.model must be a folder, a file or a Hugging Face name, got {serve.model!r}"
-        yield "serve.model", text
-    if (scaling := serve.autoscale) is None:
-        return
-    if (serve.min_replicas, serve.max_replicas) == (None, None):
+    serve = job.serve
+    if serve is not None and serve.autoscale is not None and serve.max_replicas is serve.min_replicas is None:
         yield "serve.autoscale", "serve.autoscale needs min_replicas and max_replicas to choose between"
-    for name in ("prompt_tok_s", "output_tok_s", "interval_s", "ttft_s", "itl_s"):
-        value = getattr(scaling, name)
-        if value is not None and not 0 < value < math.inf:
-            text = f"serve.autoscale.{name} must be more than 0, got {value:g}"
-            yield f"serve.autoscale.{name}", text
-    for name in ("start_up_s", "cooldown_s", "idle_s"):
-        value = getattr(scaling, name)
-        if value is not None and not 0 <= value <= _MOST_WAIT_S:
-            text = f"serve.autoscale.{name} must be 0 to {_MOST_WAIT_S:,} seconds, got {value:g}"
-            yield f"serve.autoscale.{name}", text
+    if len(set(job.kubernetes.leafs)) < len(job.kubernetes.leafs):
+        yield "kubernetes.leafs", "kubernetes.leafs has a name twice"
+    for key, value in job.kubernetes.node_labels.items():
+        if not re.fullmatch(_LABEL_KEY, str(key), re.A) or not re.fullmatch(_LABEL_VALUE, value, re.A):
+            text = "must be labels of nodes, such as nvidia.com/gpu.product: NVIDIA-H200"
+            yield "kubernetes.node_labels", f"kubernetes.node_labels {text}; got {key}: {value!r}"
+    for key, value in job.kubernetes.nccl.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(key), re.A) or not value.isprintable():
+            text = f"kubernetes.nccl must be variables such as NCCL_IB_GID_INDEX, got {key}: {value!r}"
+            yield "kubernetes.nccl", text
 
 
 def _unknown_kind(kind: str, where: str) -> Iterator[Problem]:
@@ -318,43 +286,8 @@ def _unknown_kind(kind: str, where: str) -> Iterator[Problem]:
 
 def _uneven_replicas(replicas: int, group: DeviceGroup) -> Iterator[Problem]:
     """A gang of one task is what each replica gets (Ray); larger ones are divided between the replicas."""
-    tasks = group.tasks
-    if replicas <= 1 or tasks <= 1 or tasks % replicas == 0:
-        return
-    able = [number for number in range(1, tasks + 1) if tasks % number == 0]
-    below = max(number for number in able if number < replicas)
-    above = min((number for number in able if number > replicas), default=None)
-    better = f"{below} or {above} replicas" if above else f"{below} replica{'s' if below > 1 else ''}"
-    counts = [
-        number * group.each for number in {tasks // replicas * replicas, -(-tasks // replicas) * replicas}
-    ]
-    devices = " or ".join(str(count) for count in sorted(counts) if count)
-    text = f"serve.replicas {replicas} cannot share devices.count {group.count} equally"
-    yield "serve.replicas", f"{text}: use {better}, or {devices} devices"
-
-
-def _unknown_options(options: Sequence[str]) -> Iterator[Problem]:
-    value_of = ""  # the option whose value is the next word
-    unknown = False  # whether the last option was: its value is not named as well
-    for number, word in enumerate(options):
-        where = f"train.options[{number}]"
-        if value_of:
-            if value_of == "--set" and "=" not in word:
-                yield where, f"train.options: --set needs NAME=VALUE, such as steps=40, got {word!r}"
-            value_of = ""
-            continue
-        name, gives, _ = word.partition("=")
-        if not word.startswith("-"):
-            if not unknown:
-                yield where, f"train.options: {word!r} belongs to no option of `cumulo train`"
-        elif unknown := name not in TRAIN_OPTIONS:
-            near = did_you_mean(name, TRAIN_OPTIONS)
-            yield where, f"train.options: `cumulo train` has no option {name}{near}"
-        elif name == "--folder":
-            yield where, "train.options: the folder of the run is `train: {folder: ...}`, not an option"
-            value_of = "" if gives else name
-        elif TRAIN_OPTIONS[name] and not gives:
-            value_of = name
-    if value_of:
-        last = f"train.options[{len(options) - 1}]"
-        yield last, f"train.options: {value_of} needs a value after it"
+    if group.tasks > 1 < replicas and group.tasks % replicas:
+        fewer = group.tasks // replicas * replicas
+        devices = " or ".join(str(group.each * tasks) for tasks in (fewer, fewer + replicas) if tasks)
+        text = f"serve.replicas {replicas} cannot share devices.count {group.count} equally"
+        yield "serve.replicas", f"{text}: use another number of replicas, or {devices} devices"
