@@ -8,11 +8,10 @@ import re
 from dataclasses import replace
 
 from cumulo.diagnose.case import RunCase
-from cumulo.diagnose.diagnosis import Diagnosis
+from cumulo.diagnose.diagnosis import Diagnosis, message_verdict
 from cumulo.diagnose.flight_recorder import RankProgress, parse_progress
 from cumulo.diagnose.host_tools import HostFacts, host_facts
 from cumulo.diagnose.machine import port_gbps_of
-from cumulo.diagnose.messages import message_verdict
 from cumulo.diagnose.nccl_log import parse_nccl_log
 from cumulo.diagnose.nccl_tests import TestRun, nccl_test_runs
 from cumulo.diagnose.perftest import Perftest, parse_perftests

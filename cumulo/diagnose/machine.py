@@ -6,68 +6,14 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from cumulo.collectives.decide.schedule import busbw_factor
-from cumulo.plan.network.check import published_runs
+from cumulo.diagnose.diagnosis import table
 from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.network.lines import Kind
-from cumulo.plan.network.profile import network_constants
+from cumulo.plan.network.profile import network_constants, published_runs
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.device import Node
 
-# GPUs as drivers print them, the first that fits: a node of the catalogue, and for GPUs that the catalogue lacks
-# the name, the rate of their links each way and the network of each GPU (bytes/s) that differ from that node's.
-_NODES: tuple[tuple[str, str, str, float | None, float | None], ...] = (
-    (r"\bA100[- ]?(?:80GB |40GB )?PCI", "l40s-server", "a100-pcie", 32e9, 25e9),
-    (r"\bH20\b", "dgx-h100", "h20", 450e9, None),
-    (r"\bV100[- ]?(?:PCI|FHHL)", "l40s-server", "v100-pcie", 16e9, 6.25e9),
-    # Two rings of three NVLinks each way round, of which 130 GB/s arrive on 8 GPUs.
-    (r"\bV100", "dgx-a100", "v100", 182e9, 6.25e9),
-    (r"\bMI325X", "mi300x-server", "mi325x", None, None),
-    (r"\bMI(?:350|355)X", "mi300x-server", "mi355x", 538e9, None),
-    (r"\bMI250X?|\bMI210", "mi300x-server", "mi250", 175e9, 12.5e9),
-    (r"RTX PRO 6000|RTX 6000 Blackwell", "l40s-server", "rtx-pro-6000", 64e9, None),
-    (r"\b(?:L4|A10G)\b", "l40s-server", "pcie-x8-gpu", 16e9, None),
-    (r"\b(?:L40|L20|A40|A10|A16|A30|RTX A[456]000|RTX 6000 Ada|RTX 30[6789]0|RTX 40[678]0|A6000)\b",
-     "l40s-server", "pcie-gpu", 32e9, None),
-    (r"\bT4\b|RTX (?:20[78]0|[568]000)\b|TITAN (?:RTX|V)|Quadro", "l40s-server", "pcie3-gpu", 16e9, None),
-    (r"H100.{0,9}PCIe", "h100-pcie-server", "", None, None),
-    (r"H[12]00 NVL", "h100-nvl-server", "", None, None),
-    (r"GB300", "gb300-nvl72", "", None, None),
-    (r"GB200", "gb200-nvl72", "", None, None),
-    (r"B300", "dgx-b300", "", None, None),
-    (r"B200", "dgx-b200", "", None, None),
-    (r"H200", "dgx-h200", "", None, None),
-    (r"H100", "dgx-h100", "", None, None),
-    (r"H800", "hgx-h800", "", None, None),
-    (r"A800", "hgx-a800", "", None, None),
-    (r"A100.{0,9}40GB", "dgx-a100-40gb", "", None, None),
-    (r"A100", "dgx-a100", "", None, None),
-    (r"MI300X", "mi300x-server", "", None, None),
-    (r"L40S", "l40s-server", "", None, None),
-    (r"RTX 4090", "rtx-4090-workstation", "", None, None),
-    (r"RTX 5090", "rtx-5090-workstation", "", None, None),
-)  # fmt: skip
-# Clouds' machines: the GPU, and Gbit/s of network for each.
-_INSTANCES = (
-    (r"p3dn", "V100", 12.5),
-    (r"p4de", "A100", 50.0),
-    (r"p4d", "A100 40GB", 50.0),
-    (r"p5en|p5e", "H200", 400.0),
-    (r"p5", "H100", 400.0),
-    (r"p6-b200", "B200", 400.0),
-    (r"ND96asr\w*", "A100 40GB", 200.0),
-    (r"ND96amsr\w*|NDm_A100_v4", "A100", 200.0),
-    (r"ND96isr_H100\w*|ND_?H100_v5", "H100", 400.0),
-    (r"ND96isr_H200\w*|ND_?H200_v5", "H200", 400.0),
-    (r"a2-ultragpu-8g|a2-highgpu-8g", "A100", 12.5),
-    (r"a3-highgpu-8g", "H100", 100.0),
-    (r"a3-megagpu-8g", "H100", 200.0),
-    (r"a3-ultragpu-8g", "H200", 400.0),
-    (r"a4-highgpu-8g", "B200", 400.0),
-    (r"BM\.GPU4\.8|BM\.GPU\.B4\.8|BM\.GPU\.A100-v2\.8", "A100", 200.0),
-    (r"BM\.GPU\.H100\.8", "H100", 400.0),
-    (r"BM\.GPU\.MI300X\.8", "MI300X", 400.0),
-)
 _GENERATIONS = {"xdr": 800.0, "ndr": 400.0, "ndr200": 200.0, "hdr": 200.0, "hdr100": 100.0, "edr": 100.0}
 # A node's cards: "8x400G", "8 x 200 Gb/s", "8x NDR"; and what NCCL prints of each of them.
 _CARDS = re.compile(
@@ -149,13 +95,12 @@ def machine_of(device: str, text: str, ranks: int, nodes: int, link: str) -> Mac
 
 
 def node_of(text: str) -> Node | None:
-    for pattern, like, name, rate, card in _NODES:
-        if re.search(pattern, text, re.I):
-            node = catalog.node(like)
-            if not name:
-                return node
-            device = replace(node.device, name=name, link_bytes_per_s=rate or node.device.link_bytes_per_s)
-            return replace(node, device=device, nic_bytes_per_s=card or node.nic_bytes_per_s)
+    for gpu in table("machines.yaml")["gpus"]:
+        if re.search(gpu["pattern"], text, re.I):
+            node = catalog.node(gpu["like"])
+            own = {name: gpu[name] for name in ("name", "link_bytes_per_s") if name in gpu}
+            card = gpu.get("nic_bytes_per_s", node.nic_bytes_per_s)
+            return replace(node, device=replace(node.device, **own), nic_bytes_per_s=card)
     named = _instance(text)
     return node_of(named[0]) if named else None
 
@@ -180,8 +125,10 @@ def port_gbps_of(text: str) -> float | None:
 
 
 def _instance(text: str) -> tuple[str, float] | None:
-    found = (one for one in _INSTANCES if re.search(rf"\b(?:{one[0]})\b", text, re.I))
-    return next(((gpu, gbps) for _, gpu, gbps in found), None)
+    for one in table("machines.yaml")["instances"]:
+        if re.search(rf"\b(?:{one['pattern']})\b", text, re.I):
+            return one["gpu"], one["gbps"]
+    return None
 
 
 def nearest_published(machine: Machine) -> str | None:

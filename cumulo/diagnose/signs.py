@@ -295,10 +295,9 @@ def _faulty_part(case: RunCase) -> Sign | None:
 
 def _slow_setting(case: RunCase) -> Sign | None:
     given = case.host.settings
-    for one in slow_settings(given):
+    for one, found in slow_settings(given):
         if (one.cause in ("wrong-nic", "no-gdr")) == (not case.one_domain) or one.cause == "setting":
-            sentence = f"{one.name}={given[one.name]} {one.does}."
-            return Sign(one.cause, sentence, (), "high", (f"remove {one.name}",))
+            return Sign(one.cause, found.what, (), "high", (found.change,))
     for name in _OPTIONAL:
         if given.get(name):
             sentence = f"{name}={given[name]} holds for all sizes, and NCCL chooses better by size."

@@ -2,9 +2,11 @@
 incast."""
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 import numpy as np
 
+from cumulo.base.quantiles import quantile
 from cumulo.base.quantities import quantity
 from cumulo.collectives.decide.buffer_cycles import PacketFlow
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
@@ -43,12 +45,12 @@ def lint_collisions(cluster: Cluster, groups: Ints, queue_pairs: int = 1) -> Ite
 
     ideal = seconds(Routing("adaptive"))
     found = {
-        pairs: np.array([seconds(Routing("ecmp", pairs, seed)) / ideal for seed in range(_SEEDS)])
+        pairs: sorted(seconds(Routing("ecmp", pairs, seed)) / ideal for seed in range(_SEEDS))
         for pairs in (queue_pairs, 4 * queue_pairs)
     }
     mine, more = found[queue_pairs], found[4 * queue_pairs]
-    low, high = (float(np.quantile(mine, share)) for share in (0.05, 0.95))
-    mean = float(mine.mean())
+    low, high = quantile(mine, 0.05), quantile(mine, 0.95)
+    mean = fmean(mine)
     yield Finding(
         "warning" if mean > 1.1 else "note",
         "ecmp-collisions",
@@ -56,7 +58,7 @@ def lint_collisions(cluster: Cluster, groups: Ints, queue_pairs: int = 1) -> Ite
         f"round of these rings {mean:.2f} times as "
         f"long (90%: {low:.2f} to {high:.2f}).",
         f"{4 * queue_pairs} queue pairs (NCCL_IB_QPS_PER_CONNECTION), or adaptive routing",
-        f"{float(more.mean()):.2f} times with {4 * queue_pairs} queue pairs, 1.00 with adaptive routing",
+        f"{fmean(more):.2f} times with {4 * queue_pairs} queue pairs, 1.00 with adaptive routing",
         mean,
         low,
         high,
