@@ -13,7 +13,7 @@ from cumulo.cli.plan.cluster import cluster as command
 from cumulo.errors import ConfigError
 from cumulo.plan.cluster.checkpoints import best_job_gpus
 from cumulo.plan.cluster.failures import Recovery, ettr
-from cumulo.plan.cluster.goal import Assumption, Assumptions, ClusterGoal, fixed_job, job_sizes
+from cumulo.plan.cluster.goal import ClusterGoal, assumptions, fixed_job, job_sizes
 from cumulo.plan.cluster.plan import plan_cluster
 from cumulo.plan.cluster.report import report
 from cumulo.spec import catalog
@@ -147,7 +147,7 @@ def test_promising_sizes_divide_the_batch_and_fill_whole_nodes():
 
 
 def test_more_failures_cost_goodput(plan):
-    often = Assumptions(failures=Assumption(20.0, "", "", "test"))
+    often = assumptions({"failures": 20.0})
     assert plan_cluster(a_goal(assumptions=often)).sheet["ettr_simulated"] < plan.sheet["ettr_simulated"]
 
 
@@ -212,11 +212,11 @@ def test_nonsense_gets_the_reason(arguments, reason):
 
 def test_the_job_with_the_most_goodput_is_where_the_formula_has_its_top():
     """g × ETTR(g) by Daly's equation 20, with a restart that takes longer for more GPUs."""
-    assumed = Assumptions()
+    assumed = assumptions()
 
     def goodput(gpus):
-        mttf_s = 86400 / (gpus / 8 * assumed.failures.value / 1000)
-        restart_s = assumed.detect.value + 3 + assumed.initialise.value * gpus / 96000
+        mttf_s = 86400 / (gpus / 8 * assumed["failures"] / 1000)
+        restart_s = assumed["detect"] + 3 + assumed["initialise"] * gpus / 96000
         return gpus * ettr(Recovery(mttf_s, 0.001, restart_s), 5.0)
 
     best = best_job_gpus(assumed, 8)

@@ -45,7 +45,7 @@ _REASONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AssumptionOptions:
-    """The names are those of Assumptions; None: the published value."""
+    """The names are those of the assumptions in cluster_sheet.yaml; None: the published value."""
 
     failures: float | None = _ASSUMED("Failures per 1,000 node-days, for nodes of 8 GPUs.", None)
     broken_share: float | None = _ASSUMED(
@@ -144,7 +144,7 @@ def cluster(chosen: PlanClusterOptions) -> None:
 
 
 def _goal(chosen: PlanClusterOptions) -> "ClusterGoal":
-    from cumulo.plan.cluster.goal import Assumptions, ClusterGoal, fixed_job
+    from cumulo.plan.cluster.goal import ClusterGoal, assumptions, fixed_job
     from cumulo.spec.catalog import shipped
 
     if chosen.dtype not in ("bfloat16", "float8"):
@@ -167,7 +167,7 @@ def _goal(chosen: PlanClusterOptions) -> "ClusterGoal":
         recovery=chosen.recovery,  # type: ignore[arg-type]
         deadline_days=chosen.deadline_days,
         budget=chosen.budget,
-        assumptions=Assumptions().overridden(asdict(chosen.assumed)),
+        assumptions=assumptions(asdict(chosen.assumed)),
     )
     return replace(goal, fixed=fixed_job(chosen.fixed, goal)) if chosen.fixed else goal
 

@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cumulo.errors import ConfigError
+from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.job import TrainJob
 from cumulo.plan.search import fixed
 from cumulo.plan.search.space import TrainGoal, tensor_sizes
@@ -14,106 +15,27 @@ from cumulo.spec.cluster import Cluster
 from cumulo.spec.model import ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Assumption:
-    value: float
-    unit: str
-    label: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Assumptions:
-    """Numbers that no specification of a cluster holds. Each says what it rests on; all can be overridden."""
-
-    failures: Assumption = Assumption(
-        3.79,
-        "per 1,000 node-days",
-        "failures that stop the job, of nodes with 8 GPUs",
-        "419 in 54 days of 2,048 nodes: Grattafiori et al. 2024 (Llama 3), Table 5. Meta's research clusters had "
-        "6.5 and 2.34 (Kokolis et al. 2024)",
-    )
-    broken_share: Assumption = Assumption(
-        0.69,
-        "share",
-        "failures after which a node must be repaired",
-        "GPU and host parts, 289 of 419: ibid., Table 5",
-    )
-    repair: Assumption = Assumption(72.0, "h", "time a broken node is away", "assumed")
-    detect: Assumption = Assumption(
-        120.0, "s", "from a failure until the job is placed on nodes that work", "assumed"
-    )
-    initialise: Assumption = Assumption(
-        265.0,
-        "s per 96,000 GPUs",
-        "setting up communication",
-        "NCCL at 96,000 GPUs: arXiv 2510.20171; taken as linear",
-    )
-    storage: Assumption = Assumption(
-        2000.0,
-        "GB/s",
-        "storage, reading or writing",
-        "sustained rate of the Llama 3 cluster: ibid., section 3.3.1",
-    )
-    stall: Assumption = Assumption(
-        0.01, "share", "share of time that checkpoints may stop training", "assumed"
-    )
-    switch_w: Assumption = Assumption(
-        26.9, "W", "power of a switch, for each port", "1,720 W for 64 ports (NVIDIA QM9700)"
-    )
-    pue: Assumption = Assumption(1.2, "times", "power of the building over that of its machines", "assumed")
-    swap: Assumption = Assumption(
-        60.0,
-        "s",
-        "from a failure until a hot spare has taken over",
-        "assumed: detection, and groups of one node anew",
-    )
-    regroup: Assumption = Assumption(
-        10.0,
-        "s",
-        "from a failure until the other replicas train on",
-        "assumed: a timeout of their all-reduce",
-    )
-    server_rate: Assumption = Assumption(
-        40.0, "GB/s", "what a storage server reads or writes", "assumed: two 200 Gbit/s cards at 80%"
-    )
-    flush: Assumption = Assumption(
-        600.0, "s", "between checkpoints that go to storage, where others stay in memory", "assumed"
-    )
-    kept_checkpoints: Assumption = Assumption(20.0, "checkpoints", "checkpoints that are kept", "assumed")
-    storm: Assumption = Assumption(10.0, "s", "time in which all ranks may create their files", "assumed")
-    image: Assumption = Assumption(20.0, "GB", "software of a node: container and libraries", "assumed")
-    series: Assumption = Assumption(100.0, "series", "metrics of a GPU with its share of the node", "assumed")
-    scrape: Assumption = Assumption(15.0, "s", "between two samples of a metric", "assumed")
-    node_logs: Assumption = Assumption(1.0, "GB", "logs of a node in a day", "assumed")
-    rack: Assumption = Assumption(40.0, "kW", "power of a rack", "assumed: four air-cooled 8-GPU nodes")
-    water: Assumption = Assumption(
-        1.8, "L/kWh", "water that evaporative cooling takes", "average of US data centres: LBNL 2016 report"
-    )
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            if not 0 <= getattr(self, one.name).value < math.inf:
-                raise ConfigError(f"{one.name} must be 0 or more, got {getattr(self, one.name).value}")
-        if self.pue.value < 1:
-            raise ConfigError(
-                "pue must be 1 or more, because a building uses at least the power of its machines; got "
-                f"{self.pue.value}"
-            )
-        for name in ("failures", "storage", "stall", "server_rate", "scrape", "rack", "storm"):
-            if getattr(self, name).value == 0:
-                raise ConfigError(f"{name} must be more than 0: a plan without it has no optimum")
-        if self.broken_share.value > 1:
-            raise ConfigError(f"broken_share must be between 0 and 1, got {self.broken_share.value}")
-
-    def overridden(self, told: Mapping[str, float | None]) -> "Assumptions":
-        """With the values that are told; their source is the option of that name."""
-        changes = {
-            name: replace(getattr(self, name), value=value, source=f"--{name.replace('_', '-')}")
-            for name, value in told.items()
-            if value is not None
-        }
-        return replace(self, **changes)
+def assumptions(told: Mapping[str, float | None] | None = None) -> Sheet:
+    """Numbers that no specification of a cluster contains, and what each rests on; `told` replaces some."""
+    sheet = Sheet()
+    sheet.fill("assumptions")
+    for name, value in (told or {}).items():
+        if value is not None:
+            source = f"--{name.replace('_', '-')}"
+            sheet.figures[name] = replace(sheet.figures[name], value=value, source=source)
+    for name, one in sheet.figures.items():
+        if not 0 <= one.value < math.inf:
+            raise ConfigError(f"{name} must be 0 or more, got {one.value}")
+    if sheet["pue"] < 1:
+        raise ConfigError(
+            f"pue must be 1 or more, because a building uses at least the power of its machines; got {sheet['pue']}"
+        )
+    for name in ("failures", "storage", "stall"):
+        if sheet[name] == 0:
+            raise ConfigError(f"{name} must be more than 0: a plan without it has no optimum")
+    if sheet["broken_share"] > 1:
+        raise ConfigError(f"broken_share must be between 0 and 1, got {sheet['broken_share']}")
+    return sheet
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +50,10 @@ class ClusterGoal:
     tokens: float  # to be trained on
     dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"
     fixed: TrainJob | None = None  # in place of a search
-    recovery: Literal["restart", "spare", "replica"] = "restart"  # after a failure: plan/cluster/recovery.py
+    recovery: Literal["restart", "spare", "replica"] = "restart"  # after a failure
     deadline_days: float | None = None  # the job takes no more GPUs than it needs to end in time
     budget: float | None = None  # USD
-    assumptions: Assumptions = Assumptions()
+    assumptions: Sheet = field(default_factory=assumptions)
 
     def __post_init__(self) -> None:
         if not 0 < self.tokens < math.inf:

@@ -9,7 +9,7 @@ Every number of the plan is a figure of its sheet, with the formula it was worke
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from cumulo.base.quantities import number, quantity
 from cumulo.errors import ConfigError, CumuloError
@@ -38,7 +38,7 @@ from cumulo.plan.cluster.fabric import (
 from cumulo.plan.cluster.failures import FailureOutcome, Spares, spares_needed
 from cumulo.plan.cluster.goal import ClusterGoal, job_sizes
 from cumulo.plan.cluster.inference import InferenceGoal, inference_sheet
-from cumulo.plan.cluster.sheet import Sheet, cooling_sheet, materials_sheet, monitoring_sheet, storage_sheet
+from cumulo.plan.cluster.sheet import Sheet
 from cumulo.plan.network.collectives import Network
 from cumulo.plan.search.search import Plan, search, timed
 from cumulo.plan.search.why import refuse
@@ -51,10 +51,7 @@ _MARGIN = 1.04  # sizes that divide the batch are a little apart
 
 
 def plan_training(goal: ClusterGoal, sheet: Sheet) -> tuple[Plan, Cluster]:
-    node = goal.cluster.node
-    parameters = sheet.given(
-        "parameters", parameter_count(goal.model), "parameters", "model size", f"{goal.model_name}"
-    )
+    node, parameters = goal.cluster.node, sheet["parameters"]
     if goal.fixed is not None:
         candidates = [goal.fixed.layout.world]
     else:
@@ -127,41 +124,25 @@ def _longest_days(goal: ClusterGoal, plan: Plan) -> float:
     """With the slowest step of its interval, and restarts to the first order."""
     assumed, gpus = goal.assumptions, plan.job.layout.world
     tokens_per_s = plan.job.global_batch * plan.job.sequence_length / plan.estimate.interval.high
-    restart_s = assumed.detect.value + assumed.initialise.value * gpus / 96000
-    failures_per_s = gpus / 8 * assumed.failures.value / 1000 / 86400
+    restart_s = assumed["detect"] + assumed["initialise"] * gpus / 96000
+    failures_per_s = gpus / 8 * assumed["failures"] / 1000 / 86400
     return goal.tokens / (tokens_per_s * math.exp(-restart_s * failures_per_s) * 0.99) / 86400
 
 
 def _job_lines(best: Plan, sheet: Sheet) -> None:
     estimate, layout = best.estimate, best.job.layout
-    sheet.given("job_gpus", layout.world, "GPUs", "GPUs of the job", f"layout {layout}")
-    sheet.work_out("job_nodes", "ceil(job_gpus / gpus_per_node)", "nodes", "nodes of the job")
-    sheet.work_out("nodes_beside_job", "nodes - job_nodes", "nodes", "nodes that are not part of the job")
-    sheet.given(
-        "step_s_low", estimate.interval.low, "s", "step time, low end", "90% interval of the cost model"
-    )
-    sheet.given(
-        "step_s_high", estimate.interval.high, "s", "step time, high end", "90% interval of the cost model"
-    )
-    sheet.given("batch", best.job.global_batch, "sequences", "batch", "asked for")
-    sheet.given("sequence", best.job.sequence_length, "tokens", "sequence", "asked for")
-    sheet.given(
-        "step_s",
-        estimate.step_s,
-        "s",
-        "step time",
-        "cost model with a simulated pipeline schedule: docs/plan-time.md",
-    )
-    sheet.given("mfu", estimate.mfu, "share", "MFU: model FLOPs over peak", "cost model: docs/plan-time.md")
-    sheet.work_out("tokens_per_step", "batch * sequence", "tokens", "tokens per step")
-    sheet.work_out("training_tok_s", "tokens_per_step / step_s", "tokens/s", "training throughput")
-    for end, other in (("low", "high"), ("high", "low")):
-        rate = f"tokens_per_step / step_s_{other}"
-        sheet.work_out(f"training_tok_s_{end}", rate, "tokens/s", f"training throughput, {end} end")
-        sheet.work_out(f"mfu_{end}", f"mfu * step_s / step_s_{other}", "share", f"MFU, {end} end")
+    given = {
+        "job_gpus": layout.world,
+        "step_s_low": estimate.interval.low,
+        "step_s_high": estimate.interval.high,
+        "batch": best.job.global_batch,
+        "sequence": best.job.sequence_length,
+        "step_s": estimate.step_s,
+        "mfu": estimate.mfu,
+    }
+    sheet.fill("job", given, layout=str(layout))
 
 
-_ENDS = (("", ""), ("_low", "_high"), ("_high", "_low"))  # of what grows as another figure falls
 _LEAST_ETTR = 0.01  # below it nothing is gained by planning on, and there are too many failures to play
 
 
@@ -187,9 +168,7 @@ def plan_cluster(
 ) -> ClusterPlan:
     """`inference`: what the nodes beside the job serve, and the plan of it."""
     sheet = Sheet()
-    for one in fields(goal.assumptions):
-        assumed = getattr(goal.assumptions, one.name)
-        sheet.given(one.name, assumed.value, assumed.unit, assumed.label, assumed.source)
+    sheet.figures.update(goal.assumptions.figures)
     _nodes(goal, sheet)
     training, job_cluster = plan_training(goal, sheet)
     network = Network(job_cluster)
@@ -210,15 +189,17 @@ def plan_cluster(
     sweeps = {tier.key: sweep_intervals(tier, spares, seed) for tier in checkpoints}
     sweep = sweeps[best.key]
     outcome = next(point.simulated for point in sweep if point.interval_s == best.interval_s)
-    recoveries = compare_recoveries(sheet, best, training.job.layout.dp)
+    compare_recoveries(sheet, best, training.job.layout.dp)
     _results(goal, sheet, best, sweep, outcome)
-    storage_sheet(sheet, best.key)
-    monitoring_sheet(sheet)
-    cooling_sheet(sheet)
-    materials_sheet(sheet)
+    partner = best.key == "partner"
+    why = "those in the memory of nodes go to storage now and then" if partner else ""
+    sheet.fill("storage", key=best.key, least="flush" if partner else "write_s", why=why)
+    for group in ("monitoring", "cooling", "materials"):
+        sheet.fill(group)
     if inference is not None:
         inference_sheet(sheet, *inference)
-    _division(sheet, inference is not None)
+    serving = "" if inference is None else "inference_nodes"
+    sheet.fill("division", serving=serving and f" - {serving}", beside=serving and f" + {serving}")
     return ClusterPlan(
         goal,
         training,
@@ -231,61 +212,25 @@ def plan_cluster(
         sweeps,
         outcome,
         gains(best, sheet),
-        recoveries,
+        CHOICES,
         inference[1] if inference is not None else None,
     )
 
 
-def _division(sheet: Sheet, serves: bool) -> None:
-    """Who gets the nodes."""
-    taken = "job_nodes * (1 + further_jobs) + spare_nodes" + (" + inference_nodes" if serves else "")
-    beside = "nodes - spare_nodes" + (" - inference_nodes" if serves else "")
-    sheet.work_out(
-        "further_jobs",
-        f"max(0, floor(({beside}) / job_nodes) - 1)",
-        "jobs",
-        "further jobs of this size that fit",
-    )
-    sheet.work_out("idle_nodes", f"nodes - ({taken})", "nodes", "nodes with nothing to do")
-
-
 def _nodes(goal: ClusterGoal, sheet: Sheet) -> None:
-    cluster = goal.cluster
-    sheet.given("gpus", cluster.gpus, "GPUs", "GPUs in all", "asked for")
-    sheet.given(
-        "gpus_per_node", cluster.node.gpus, "GPUs", "GPUs of a node", f"catalogue: {cluster.node.name}"
-    )
-    sheet.work_out("nodes", "ceil(gpus / gpus_per_node)", "nodes", "nodes in all")
-    for name, rate, label in (
-        ("link_bytes_per_s", cluster.device.link_bytes_per_s, "scale-up links of a GPU, each way"),
-        ("nic_bytes_per_s", cluster.node.nic_bytes_per_s, "network of a GPU, each way"),
-        ("host_bytes_per_s", cluster.device.host_bytes_per_s, "from a GPU to its host"),
-    ):
-        sheet.given(name, rate, "bytes/s", label, "catalogue")
-    sheet.work_out(
-        "failures_per_node_day",
-        "failures / 1000 * gpus_per_node / 8",
-        "per day",
-        "failures of one node that stop the job",
-        "taken as proportional to a node's GPUs",
-    )
-    sheet.work_out(
-        "in_repair",
-        "nodes * failures_per_node_day * broken_share * repair / 24",
-        "nodes",
-        "nodes in repair at once, on average",
-        "Little's law",
-    )
-    sheet.given(
-        "spare_nodes",
-        spares_needed(
-            int(sheet["nodes"]), sheet["failures_per_node_day"] * sheet["broken_share"], sheet["repair"] / 24
-        ),
-        "nodes",
-        "spare nodes",
-        "the fewest with which the job waits for a repair at most 1% of the time: nodes in repair at once are "
-        "Poisson-distributed around in_repair (M/G/∞ queue)",
-    )
+    cluster, device = goal.cluster, goal.cluster.device
+    given = {
+        "gpus": cluster.gpus,
+        "gpus_per_node": cluster.node.gpus,
+        "link_bytes_per_s": device.link_bytes_per_s,
+        "nic_bytes_per_s": cluster.node.nic_bytes_per_s,
+        "host_bytes_per_s": device.host_bytes_per_s,
+    }
+    sheet.fill("nodes", given, node=cluster.node.name)
+    broken_per_day = sheet["failures_per_node_day"] * sheet["broken_share"]
+    spares = spares_needed(int(sheet["nodes"]), broken_per_day, sheet["repair"] / 24)
+    known = {"spare_nodes": spares, "parameters": parameter_count(goal.model)}
+    sheet.fill("spares", known, model=goal.model_name)
 
 
 def _results(
@@ -295,83 +240,33 @@ def _results(
     sweep: tuple[SweepPoint, ...],
     outcome: FailureOutcome,
 ) -> None:
-    key = best.key
-    formula = ettr_formula(key, best.stall, best.away)
-    sheet.work_out("ettr_formula", formula, "share", "ETTR, share of time that trains, by formula", best.name)
-    sheet.given(
-        "ettr_simulated", outcome.ettr, "share", "ETTR, share of time that trains, simulated", SIMULATED
-    )
-    for name, share, label in (
-        ("ettr_simulated_low", outcome.ettr_low, "1 in 20 simulated runs trains less than"),
-        ("ettr_simulated_high", outcome.ettr_high, "1 in 20 simulated runs trains more than"),
-        ("lost_share", outcome.lost, "share of time that repeats work lost in failures"),
-        ("checkpoint_share", outcome.checkpoints, "share of time that checkpoints stop training"),
-        ("restart_share", outcome.restarts, "share of time between a failure and the restart"),
-        ("repair_share", outcome.no_spare, "share of time that waits for a repair"),
-    ):
-        sheet.given(name, share, "share", label, SIMULATED)
-    how = next(one.name for one in CHOICES if one.key == goal.recovery)
-    source = "ettr_replica" if goal.recovery == "replica" else "ettr_simulated"
-    sheet.work_out("ettr", source, "share", "ETTR, share of time that trains", how)
-    half = "(ettr_simulated_high - ettr_simulated_low) / 2"
-    sheet.work_out("ettr_range", half, "share", "half of the range of simulated runs")
-    sheet.work_out("ettr_low", "max(0, ettr - ettr_range)", "share", "ETTR, low end")
-    sheet.work_out("ettr_high", "min(1, ettr + ettr_range)", "share", "ETTR, high end")
-    simulated_best = max(sweep, key=lambda point: point.simulated.ettr)
-    sheet.given(
-        "interval_simulated_s", simulated_best.interval_s, "s", "best interval of those simulated", SIMULATED
-    )
-    sheet.work_out(
-        "write_behind",
-        f"checkpoint_bytes / interval_{key}_s / 1e9",
-        "GB/s",
-        "storage bandwidth if every checkpoint is written to it",
-    )
-    sheet.work_out("goodput_tok_s", "training_tok_s * ettr", "tokens/s", "goodput")
-    for end in ("low", "high"):
-        formula = f"training_tok_s_{end} * ettr_{end}"
-        sheet.work_out(f"goodput_tok_s_{end}", formula, "tokens/s", f"goodput, {end} end")
-    sheet.given("tokens", goal.tokens, "tokens", "tokens to train on", "asked for")
-    for end, other in _ENDS:
-        label = "run time" + (f", {end[1:]} end" if end else "")
-        sheet.work_out(f"days{end}", f"tokens / goodput_tok_s{other} / 86400", "days", label)
-    sheet.work_out("failures_in_run", "days * 86400 * ettr / mttf_s", "failures", "failures during the run")
     device, node = goal.cluster.device, goal.cluster.node
-    sheet.given("device_w", device.power_w, "W", "power of a GPU", f"catalogue: {device.name}")
-    sheet.given("node_w", node.power_w, "W", "power of the rest of a node", f"catalogue: {node.name}")
-    sheet.given("switch_ports", goal.cluster.fabric.switch_ports, "ports", "ports of a switch", "catalogue")
-    sheet.work_out("network_w", "switches * switch_ports * switch_w", "W", "power of the switches")
-    sheet.work_out("machines_w", "gpus * device_w + nodes * node_w + network_w", "W", "power of all machines")
-    sheet.work_out("facility_w", "machines_w * pue", "W", "power of the building")
-    sheet.work_out(
-        "charged_gpus",
-        "min(nodes, job_nodes + spare_nodes * job_nodes / nodes) * gpus_per_node",
-        "GPUs",
-        "GPUs charged, with a share of the spares",
+    given = {
+        "ettr_simulated": outcome.ettr,
+        "ettr_simulated_low": outcome.ettr_low,
+        "ettr_simulated_high": outcome.ettr_high,
+        "lost_share": outcome.lost,
+        "checkpoint_share": outcome.checkpoints,
+        "restart_share": outcome.restarts,
+        "repair_share": outcome.no_spare,
+        "interval_simulated_s": max(sweep, key=lambda point: point.simulated.ettr).interval_s,
+        "tokens": goal.tokens,
+        "device_w": device.power_w,
+        "node_w": node.power_w,
+        "switch_ports": goal.cluster.fabric.switch_ports,
+        "price": device.price_per_hour,
+    }
+    sheet.fill(
+        "results",
+        given,
+        key=best.key,
+        tier=best.name,
+        formula=ettr_formula(best.key, best.stall, best.away),
+        simulated=SIMULATED,
+        ettr="ettr_replica" if goal.recovery == "replica" else "ettr_simulated",
+        recovery=next(one.name for one in CHOICES if one.key == goal.recovery),
+        device=device.name,
+        node=node.name,
     )
-    sheet.work_out(
-        "charged_share", "charged_gpus / gpus", "share", "share of the cluster that the run is charged for"
-    )
-    for end, other in _ENDS:
-        label = "energy for a trillion tokens" + (f", {end[1:]} end" if end else "")
-        formula = f"facility_w * charged_share * 1e12 / goodput_tok_s{other} / 3.6e9"
-        sheet.work_out(f"energy_mwh{end}", formula, "MWh", label)
-    sheet.given(
-        "price",
-        device.price_per_hour,
-        "USD/h",
-        "price of a GPU",
-        f"--price, or the catalogue's guide for {device.name}",
-    )
-    for end, other in _ENDS:
-        label = "price of a trillion tokens" + (f", {end[1:]} end" if end else "")
-        formula = f"charged_gpus * price * 1e12 / goodput_tok_s{other} / 3600"
-        sheet.work_out(f"cost_trillion{end}", formula, "USD", label)
-    for end in ("", "_low", "_high"):
-        label = "price of the run" + (f", {end[1:]} end" if end else "")
-        sheet.work_out(f"cost_run{end}", f"charged_gpus * price * days{end} * 24", "USD", label)
     if goal.budget is not None:
-        sheet.given("budget", goal.budget, "USD", "budget", "--budget")
-        for end, other in _ENDS:
-            label = "tokens that the budget pays for" + (f", {end[1:]} end" if end else "")
-            sheet.work_out(f"budget_tokens{end}", f"tokens * budget / cost_run{other}", "tokens", label)
+        sheet.fill("budget", {"budget": goal.budget})

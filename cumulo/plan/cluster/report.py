@@ -11,16 +11,7 @@ from html import escape
 from cumulo.base import quantities
 from cumulo.plan.cluster.pictures import fabric_picture, interval_picture, share_picture
 from cumulo.plan.cluster.plan import ClusterPlan
-from cumulo.plan.cluster.sheet import (
-    COOLING,
-    MATERIALS,
-    MONITORING,
-    STORAGE,
-    Sheet,
-    in_own_unit,
-    value,
-    value_range,
-)
+from cumulo.plan.cluster.sheet import Sheet, groups, in_own_unit, value, value_range
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1d2733}
@@ -146,9 +137,9 @@ def _inference(plan: ClusterPlan) -> str:
 def _around(plan: ClusterPlan) -> str:
     sheet = plan.sheet
     parts = (
-        ("Monitoring", MONITORING),
-        ("Racks and cooling", COOLING),
-        ("Bill of materials of the network", MATERIALS),
+        ("Monitoring", groups()["monitoring"]),
+        ("Racks and cooling", ("machines_w", "facility_w", *groups()["cooling"])),
+        ("Bill of materials of the network", ("cards", "switches", "cables", "transceivers", "network_w")),
     )
     return "".join(f"<h2>{name}</h2>{_table(_FIGURES, _rows(sheet, *figures))}" for name, figures in parts)
 
@@ -222,7 +213,7 @@ def _fabric(plan: ClusterPlan) -> str:
 def _storage(plan: ClusterPlan) -> str:
     names = (
         "checkpoint_bytes", "shard_bytes", "copy_s", "send_s", "write_s", "write_behind", "write_for_stall",
-        "read_bytes_per_s", *STORAGE,
+        "read_bytes_per_s", *groups()["storage"],
     )  # fmt: skip
     return f"<h2>Storage</h2>{_table(_FIGURES, _rows(plan.sheet, *names))}"
 

@@ -8,7 +8,7 @@ from cumulo.base.quantities import between, number, quantity
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.plan.cluster.failures import Recovery, best_interval_s
-from cumulo.plan.cluster.goal import Assumptions
+from cumulo.plan.cluster.goal import assumptions
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.states import stage_elements, state_bytes
 from cumulo.plan.search.search import Plan, search
@@ -114,7 +114,7 @@ def checkpoint_bytes(job: TrainJob) -> int:
 def _best_interval_s(
     cluster: Cluster, step_s: float, stop_s: float, write_s: float, storage: Storage
 ) -> float:
-    per_node_day = Assumptions().failures.value / 1000 * cluster.node.gpus / 8
+    per_node_day = assumptions()["failures"] / 1000 * cluster.node.gpus / 8
     away_s = write_s if storage.asynchronous else 0.0
     recovery = Recovery(
         86400 / (cluster.nodes * per_node_day),
