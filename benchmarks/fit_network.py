@@ -8,16 +8,22 @@ Held out, in turn: every third message size, and all rows of 4 GPUs; the numbers
 """
 
 import argparse
+import csv
 import json
 import math
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
+from typing import cast
 
-from cumulo.plan.network.check import Timing, measured, published, published_runs
-from cumulo.plan.network.profile import profile_from
+from cumulo.plan.network.collectives import Network, chosen
+from cumulo.plan.network.lines import Kind
+from cumulo.plan.network.profile import NetworkProfile, profile_from, published_runs
 from cumulo.spec import catalog
+from cumulo.spec.cluster import Cluster, Fabric
 
 DEVICES = {"ampere": "a100-80gb", "hopper": "h100-sxm"}
 # Where the search begins; it multiplies, so nothing may be 0. Ampere's switches do not reduce: those two stay out.
@@ -35,6 +41,69 @@ START = {
     "peer_gbps": 6.0,
     "direct_us": 14.0,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One measured collective, and what the model says of it."""
+
+    run: str  # "h100-sxm, NCCL 2.27.3", "aws-p5": rows that belong together
+    kind: Kind
+    dtype: str
+    ranks: int
+    domains: int
+    size_bytes: int
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def measured(profiles: Mapping[str, NetworkProfile] | None = None) -> Iterator[Timing]:
+    """Single-node rows; `profiles` by device name, in place of what ships."""
+    networks: dict[str, Network] = {}
+    for row in csv.DictReader(
+        line for line in _lines("collectives_measured.csv") if not line.startswith("#")
+    ):
+        name = row.pop("device")
+        run, kind = f"{name}, NCCL {row.pop('nccl')}", cast(Kind, row.pop("operation"))
+        dtype, ranks = row.pop("dtype"), int(row.pop("gpus"))
+        if name not in networks:
+            networks[name] = Network(catalog.cluster(8, name), (profiles or {}).get(name))
+        group = networks[name].group(ranks)
+        for size, time_us in row.items():
+            if time_us:
+                line = chosen(kind, int(size), group, in_switch=dtype != "int8")
+                yield Timing(
+                    run, kind, dtype, ranks, 1, int(size), float(time_us) * 1e-6, line.seconds(int(size))
+                )
+
+
+def published(card_factors: Mapping[str, float] | None = None) -> Iterator[Timing]:
+    """Runs of one or more nodes; rows of one run share everything but the size. `card_factors`: of a run's network
+    cards, in place of the 1 that is the transport's share."""
+    for name, run in published_runs().items():
+        node = catalog.node(run["node"])
+        node = replace(
+            node,
+            nic_bytes_per_s=run["nic_gbps"] * 1e9 * (card_factors or {}).get(name, 1.0),
+            scale_up_gpus=run.get("scale_up_gpus", node.scale_up_gpus),
+        )
+        fabric = Fabric(name, "rail", run["transport"], switch_ports=64, latency_s=run["latency_us"] * 1e-6)
+        group = Network(Cluster(node, run["ranks"], fabric)).group(run["ranks"])
+        for size, time_us in run["times_us"].items():
+            line = chosen("all_reduce", size, group, run.get("in_switch", True))
+            domains = group.reach.domains
+            predicted_s = line.seconds(size) + run.get("alone_us", 0.0) * 1e-6
+            yield Timing(
+                name, "all_reduce", "float", run["ranks"], domains, size, time_us * 1e-6, predicted_s
+            )
+
+
+def _lines(name: str) -> list[str]:
+    return (resources.files("cumulo.plan") / "data" / name).read_text("utf-8").splitlines()
 
 
 def predictions(numbers: dict[str, float], device: str) -> list[Timing]:

@@ -1,4 +1,4 @@
-"""The network model against measurements nobody here made: cumulo/plan/network/check.py."""
+"""The network model against measurements nobody here made: cumulo/plan/network, benchmarks/fit_network.py."""
 
 import statistics
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import cumulo.plan
-from cumulo.plan.network.check import measured, published
+from benchmarks.fit_network import measured, published
 
 MEASURED = list(measured())
 PUBLISHED = list(published())

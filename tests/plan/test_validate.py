@@ -1,6 +1,5 @@
 """Published results: the transcription, the errors, the intervals and the picture."""
 
-import csv
 import math
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -14,9 +13,14 @@ from cumulo.cli.plan.validate import validate
 from cumulo.cli.plan.validate_rows import AskedRows
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
-from cumulo.plan.evidence.published import PublishedRow, citations, dates, held_out_rows, rows
-from cumulo.plan.evidence.published_lines import COLUMNS
-from cumulo.plan.evidence.published_tables import lines_of
+from cumulo.plan.evidence.published import (
+    PublishedRow,
+    citations,
+    dates,
+    held_out_rows,
+    read_rows,
+    rows,
+)
 from cumulo.plan.evidence.validate import (
     COVERAGE_BAR,
     MEDIAN_BAR,
@@ -134,82 +138,56 @@ def test_the_scatter_plot_has_a_dot_for_each_row(predictions: list[RowPrediction
     assert len(titles) == len(predictions)
 
 
-def test_tables_in_their_publishers_columns_become_rows(tmp_path: Path) -> None:
-    (tmp_path / "megatron_core_x.csv").write_text(
-        "model,heads,hidden,layers,tp,pp,dp,gpus,global_batch,tflops_per_gpu\n70B,64,8192,84,8,2,48,768,384,419.7\n"
-    )
+COLUMNS = "id,source,software,node,gpus,layers,hidden,heads,ffn,gated,vocabulary,tied,sequence,dp,tp,pp,"
+MORE = "sequence_parallel,micro_batch,global_batch,recompute,dtype,flash,learned_positions,reported,unit\n"
+ROW = "own-22B,own,megatron-2021,dgx-a100,8,48,6144,{heads},24576,0,51200,1,2048,1,{tp},1,"
+REST = "0,4,4,full,float16,0,1,1.42,step-seconds\n"
+
+
+def validated(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(validate)
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+def test_a_row_of_your_own_that_cannot_be_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    lines = [ROW.format(heads=heads, tp=tp) + REST for heads, tp in ((64, "8"), (63, "8"), (64, "eight"))]
+    unknown = lines[0].replace("dgx-a100", "dgx-z100").replace("own-22B", "odd-22B")
+    (tmp_path / "own.csv").write_text(COLUMNS + MORE + "".join([*lines, unknown]))
+    said = validated("--tables", str(tmp_path), "--worst", "5")
+    assert "own.csv, line 3: tp 8 cannot share 63 attention heads" in said
+    assert "line 4" in said and "line 5" in said
+    assert "own-22B" in said and "odd-22B" not in said
+
+
+def test_your_own_file_of_the_shipped_columns_gets_the_shipped_predictions(tmp_path: Path) -> None:
+    shipped = Path(evidence.__file__).parents[1] / "data" / "published_training.csv"
+    first = shipped.read_text("utf-8").splitlines()[:3]
+    (tmp_path / "some.csv").write_text("\n".join(first) + "\n")
+    refused: list[str] = []
+    assert read_rows(tmp_path / "some.csv", refused) == list(rows()[:2])
+    assert not refused
+
+
+def test_a_file_without_rows_is_refused_with_the_columns_that_it_needs(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
-    found = lines_of(tmp_path)
-    shipped = Path(evidence.__file__).parents[1] / "data" / "published_training.csv"
-    with shipped.open(newline="") as file:
-        same = next(line for line in csv.DictReader(file) if line["id"] == "megatron-core-r0.8-70B")
-    assert list(found[0]) == COLUMNS
-    assert found == [same]
-
-
-def test_rows_of_mixtures_get_what_their_recipes_say_and_what_is_dropped_or_4_bit_is_left_out(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "megatron_bridge.csv").write_text(
-        "system,precision,container,model,num_gpus,gbs,mbs,sequence_length,fsdp,tp,pp,cp,vp,ep,tokens_sec_gpu\n"
-        "DGX-B200,MXFP8,NeMo26.04.01,DeepSeekV3,256,4096,1,4096,0,1,8,1,2,32,3328\n"
-        "DGX-H100,BF16,NeMo26.02,GPT OSS 120B,64,1280,1,4096,0,1,4,1,n/a,8,5993\n"
-        "DGX-H100,FP8,NeMo26.04.01,Qwen3_235B_a22B,256,8192,1,4096,0,2,8,1,4,32,1696\n"
-        "DGX-GB300,NVFP4,NeMo26.04.01,LLAMA3_70B,64,256,1,8192,0,1,4,1,5,n/a,7296\n"
-        "DGX-H100,FP8-CS,NeMo25.09,Qwen3_30B_a3B (tokendrop),16,512,2,4096,0,1,2,1,24,8,10494\n"
-    )
-    found = {line["id"]: line for line in lines_of(tmp_path)}
-    deepseek, oss, qwen = found.values()
-    assert (deepseek["expert_exchange"], deepseek["overlap_expert"], deepseek["predict_ahead"]) == (
-        "once",
-        "1",
-        "1",
-    )
-    assert (oss["expert_exchange"], oss["recompute"], oss["ep"]) == ("all-to-all", "norm+activation", "8")
-    assert (qwen["ep"], qwen["tp"]) == ("16", "2")  # 32 ranks with whole experts: 16 pairs that share them
-    shipped = Path(evidence.__file__).parents[1] / "data" / "published_training.csv"
-    with shipped.open(newline="") as file:
-        same = {line["id"]: line for line in csv.DictReader(file) if line["id"] in found}
-    assert same == found
-
-
-def test_a_row_that_cannot_be_is_left_out_with_its_reason(tmp_path: Path) -> None:
-    (tmp_path / "megatron_core_x.csv").write_text(
-        "model,heads,hidden,layers,tp,pp,dp,gpus,global_batch,tflops_per_gpu\n70B,64,8192,84,8,2,48,768,384,419.7\n"
-        "odd,63,8192,84,8,2,48,768,384,400\nbroken,64,8192,84,eight,2,48,768,384,400\n"
-    )
-    with pytest.raises(ConfigError, match="line 4"):
-        lines_of(tmp_path)
     app = typer.Typer()
     app.command()(validate)
     result = CliRunner().invoke(app, ["--tables", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
-    assert "megatron-core-r0.8-odd: tp 8 cannot share 63 attention heads" in said
-    assert "line 4" in said
-
-
-def test_a_folder_without_known_tables_is_refused_with_what_is_known(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="llm_foundry"):
-        lines_of(tmp_path)
+    assert isinstance(result.exception, ConfigError)
+    assert "published_training.csv" in str(result.exception)
 
 
 def test_the_command_prints_every_source_and_writes_its_figures(tmp_path: Path) -> None:
     import json
 
-    (tmp_path / "korthikanti2022_throughput.csv").write_text(
-        "model,heads,hidden,layers,tp,pp,dp,gpus,global_batch,micro_batch,interleave_stages,"
-        "iter_time_full_recompute_s,iter_time_selective_plus_sp_s\n22B,64,6144,48,8,1,1,8,4,4,1,1.42,1.1\n"
-    )
-    app = typer.Typer()
-    app.command()(validate)
+    own = tmp_path / "own.csv"
+    own.write_text(COLUMNS + MORE + ROW.format(heads=64, tp=8) + REST)
     svg, figures = tmp_path / "plot.svg", tmp_path / "figures.json"
-    result = CliRunner().invoke(
-        app, ["--tables", str(tmp_path), "--worst", "2", "--svg", str(svg), "--json", str(figures)]
-    )
-    assert result.exit_code == 0, result.output
-    assert "korthikanti2022" in result.output
-    assert "22B-dp1-full" in result.output
+    said = validated("--tables", str(own), "--worst", "2", "--svg", str(svg), "--json", str(figures))
+    assert "own-22B" in said
     assert svg.read_text().startswith("<svg")
     names = [row["name"] for row in json.loads(figures.read_text())["rows"]]
     assert "all: median error" in names

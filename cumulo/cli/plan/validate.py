@@ -29,7 +29,9 @@ def validate(
         "training", metavar="WHICH", help="Which published results to predict: training or serving."
     ),
     tables: Path | None = typer.Option(
-        None, help="A folder of CSV files with published results to predict, instead of the built-in ones."
+        None,
+        help="A CSV file, or a folder of them, with results to predict instead of the built-in ones, in the "
+        "columns of cumulo/plan/data/published_training.csv (serving: published_serving.csv).",
     ),
     left_out: bool = typer.Option(
         False,
@@ -90,7 +92,8 @@ def validate(
     chosen = _rows(tables, held_out, console)
     if not chosen:
         raise ConfigError(
-            f"{tables} contains no published rows that state their layout; docs/plan-time.md has the format"
+            f"{tables} contains no rows that can be predicted; the columns are those of "
+            "cumulo/plan/data/published_training.csv"
         )
     rows = track(chosen, "predicting", console=console, transient=True)
     if as_user or unnamed:
@@ -116,20 +119,12 @@ def validate(
 
 
 def _rows(tables: Path | None, held_out: bool, console: "Console") -> "list[PublishedRow]":
-    from cumulo.plan.evidence.published import held_out_rows, rows, rows_of
-    from cumulo.plan.evidence.published_tables import lines_of
+    from cumulo.plan.evidence.published import held_out_rows, read_rows, rows
 
     if tables is None:
         return list(held_out_rows() if held_out else rows())
-    if not tables.is_dir():
-        raise ConfigError(f"{tables} is not a folder of tables; give the folder that contains the CSV files")
     refused: list[str] = []
-    found: list[PublishedRow] = []
-    for line in lines_of(tables, refused):
-        try:
-            found += rows_of([line])
-        except ConfigError as error:
-            refused.append(f"{line['id']}: {error}")
+    found = read_rows(tables, refused)
     for reason in refused:
         console.print(f"left out: {reason}")
     return found

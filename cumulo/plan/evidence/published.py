@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time.compute import megatron_flops, model_flops
@@ -53,6 +54,32 @@ def _rows_in(name: str) -> tuple[PublishedRow, ...]:
 def rows_of(lines: Iterable[Mapping[str, str]]) -> tuple[PublishedRow, ...]:
     """Lines in the columns of `published_training.csv`."""
     return tuple(_row(line, machines()) for line in lines)
+
+
+def read_rows(path: Path, refused: list[str]) -> list[PublishedRow]:
+    """Rows of a CSV file, or of a folder of them, in the columns of `published_training.csv`; an empty column has
+    its usual value. `refused` takes why lines cannot be predicted."""
+    found: list[PublishedRow] = []
+    for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
+        try:
+            lines = list(csv.DictReader(file.read_text("utf-8").splitlines()))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from error
+        for number, line in enumerate(lines, start=2):
+            try:
+                found += rows_of([_USUAL | {name: text for name, text in line.items() if name and text}])
+            except KeyError as error:
+                refused.append(f"{file.name}, line {number}: {error} is missing, or is not known here")
+            except (ConfigError, ValueError) as error:
+                refused.append(f"{file.name}, line {number}: {error}")
+    return found
+
+
+_USUAL = {
+    "model": "", "dp": "1", "tp": "1", "pp": "1", "cp": "1", "ep": "1", "zero": "0", "sequence_parallel": "0",
+    "schedule": "1f1b", "micro_batch": "1", "recompute": "none", "dtype": "bfloat16", "gradient_dtype": "float32",
+    "flash": "1", "overlap_tensor": "0", "gated": "1", "tied": "0", "learned_positions": "0",
+}  # fmt: skip
 
 
 @cache

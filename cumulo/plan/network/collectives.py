@@ -30,7 +30,6 @@ class Group:
     reach: Reach
     stride: int
     lines: Mapping[Kind, tuple[CollectiveLine, ...]] = field(repr=False, hash=False)
-    costs: Mapping[Kind, tuple[tuple[float, float], ...]] = field(repr=False, hash=False)
 
     @property
     def ranks(self) -> int:
@@ -40,7 +39,7 @@ class Group:
 def collective_s(kind: Kind, size_bytes: float, group: Group) -> float:
     """Seconds for one collective with links and cards to itself. Reductions are of floating-point numbers."""
     best = float("inf")
-    for latency_s, s_per_byte in group.costs[kind]:  # plain floats: a search asks a million times
+    for _, _, latency_s, s_per_byte in group.lines[kind]:  # plain floats: a search asks a million times
         seconds = latency_s + size_bytes * s_per_byte
         if seconds < best:
             best = seconds
@@ -66,16 +65,6 @@ class _Lines(dict[Kind, tuple[CollectiveLine, ...]]):
         return found
 
 
-class _LineCosts(dict[Kind, tuple[tuple[float, float], ...]]):
-    def __init__(self, found: _Lines) -> None:
-        super().__init__()
-        self._found = found
-
-    def __missing__(self, kind: Kind) -> tuple[tuple[float, float], ...]:
-        self[kind] = costs = tuple((line.latency_s, line.s_per_byte) for line in self._found[kind])
-        return costs
-
-
 class Network:
     """The groups of one cluster, each worked out once."""
 
@@ -98,8 +87,7 @@ class Network:
                 f"a group needs 1 or more ranks and a stride of 1 or more, got {ranks} and {stride}"
             )
         reach = self._reach(ranks, stride)
-        found = _Lines(reach, self.profile)
-        return Group(reach, stride, found, _LineCosts(found))
+        return Group(reach, stride, _Lines(reach, self.profile))
 
     def _reach(self, ranks: int, stride: int) -> Reach:
         cluster, fabric = self.cluster, self.cluster.fabric

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.play_cost import PlayedCost, play_cost
@@ -76,8 +76,7 @@ def played_pair(far: bool) -> PlayedCost:
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveLine:
+class CollectiveLine(NamedTuple):
     """time = latency_s + bytes × s_per_byte."""
 
     algorithm: str  # ring, tree, nvls, nvls-tree, direct

@@ -101,32 +101,26 @@ class TrainGoal:
         once = traits is not None and traits.exchanges_once
         flash = traits is None or traits.flash_attention
         return TrainJob(
-            model=self.model,
             layout=layout,
-            global_batch=self.global_batch,
-            sequence_length=self.sequence_length,
             micro_batch=micro_batch,
             recompute=recompute,
-            dtype=self.dtype,
-            optimizer=self.optimizer,
-            offload_optimizer=self.offload_optimizer,
-            offload_activations=self.offload_activations,
-            software=self.software,
             overlap_tensor=overlaps if self.overlap_tensor is None else self.overlap_tensor,
             expert_exchange=self.expert_exchange or ("once" if once else "all-to-all"),
             whole_experts=self._whole_experts(layout),
             overlap_expert=self.overlap_expert
             or (traits is not None and traits.overlaps_experts and layout.ep > 1),
-            predict_ahead=self.predict_ahead,
-            moment_dtype=self.moment_dtype,
-            narrow_activations=self.narrow_activations,
             flash_attention=flash if self.flash_attention is None else self.flash_attention,
             overlap_data=traits is None or traits.overlaps_data,
             gradient_dtype="float32" if traits is None else traits.sums_gradients_in(self.dtype),
-            lora_rank=self.lora_rank,
-            lora_targets=self.lora_targets,
-            frozen_bits=self.frozen_bits,
+            **{name: getattr(self, name) for name in _SAME},
         )
+
+
+# Of a job as of its goal.
+_SAME = (
+    "model", "global_batch", "sequence_length", "dtype", "optimizer", "offload_optimizer", "offload_activations",
+    "software", "predict_ahead", "moment_dtype", "narrow_activations", "lora_rank", "lora_targets", "frozen_bits",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
