@@ -28,7 +28,6 @@ from cumulo.errors import CumuloError
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.fleet.decide.scaling import ReplicaSpeed
 from cumulo.fleet.simulate.autoscaled_fleet import AutoscaledFleet, ScaledRun
-from cumulo.fleet.simulate.replicas import EngineMember
 from cumulo.plan.serve.replica import Replica
 from cumulo.spec.catalog import shipped
 from cumulo.spec.slo import Slo
@@ -125,7 +124,7 @@ def rehearsed(times: list[float], start_up_s: float) -> ScaledRun:
     slo = settings.slo or Slo(ttft_s=10.0)
     rule = settings.rule(ReplicaSpeed(1.0, 1.0), start_up_s, slo)
     fleet = AutoscaledFleet(
-        lambda role: EngineMember(SimulatedEngine(replica.scheduler(), replica.cost())),
+        lambda role: SimulatedEngine(replica.scheduler(), replica.cost()),
         lambda: router("prefix-aware"),
         rule,
         slo,

@@ -46,7 +46,7 @@ def test_prefixes_come_back_from_host_memory_and_disk(kind: str, tmp_path: Path)
         engine.mover = TierMover(
             KvFiles(tmp_path, b"m" * 16, 1 << 30), host_block_of(engine.runner), engine.scheduler
         )
-        engine.scheduler.tiers.costs.disk_s_per_block = 0.0
+        engine.scheduler.tiers.disk_s_per_block = 0.0
         for prompt in PROMPTS[:2]:
             answers(engine, [prompt])
         request = engine.add(PROMPTS[0], PARAMS)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
-from cumulo.engine.decide.kv_tiers import HostTier, choose_fetch
+from cumulo.engine.decide.core.config import SchedulerConfig
+from cumulo.engine.decide.core.request import Request
+from cumulo.engine.decide.kv_tiers import HostTier, ReadFiles, TierReading
 from cumulo.engine.decide.params import SamplingParams
+from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
 from cumulo.engine.play.disk_tier import KvFiles, TierMover, host_block_of
@@ -32,7 +35,7 @@ def engine_with(
         engine.mover = TierMover(
             KvFiles(folder, model, limit), host_block_of(engine.runner), engine.scheduler
         )
-        engine.scheduler.tiers.costs.disk_s_per_block = 0.0
+        engine.scheduler.tiers.disk_s_per_block = 0.0
     return engine
 
 
@@ -235,8 +238,24 @@ def test_the_host_tier_forgets_what_was_used_least_recently_and_nothing_that_is_
     assert tier.problems(on_their_way=1) == [] and tier.problems(0)
 
 
-def test_what_is_sooner_computed_is_not_fetched() -> None:
-    costs = dict(blocks=8, block_size=16, compute_s_per_token=1e-3)
-    assert choose_fetch(**costs, move_s_per_block=1e-3).fetch
-    assert not choose_fetch(**costs, move_s_per_block=1e-1).fetch
-    assert not choose_fetch(**costs, move_s_per_block=1e-3, ahead_s=1.0).fetch
+@pytest.mark.parametrize(
+    ("disk_s", "ahead", "event"),
+    [(1e-3, 0, "fetched"), (1e-1, 0, "not_fetched"), (1e-3, 1000, "not_fetched")],
+)
+def test_what_is_sooner_computed_is_not_fetched(disk_s: float, ahead: int, event: str) -> None:
+    """128 tokens of 1 ms each, in 8 blocks on disk; `ahead`: blocks that are read before them."""
+    config = SchedulerConfig(
+        blocks=64, block_size=16, max_context=512, max_running=4, tier_blocks=2000, disk=True
+    )
+    scheduler = Scheduler(config)
+    tiers = scheduler.tiers
+    assert tiers is not None
+    request = Request("asked", range(129), SamplingParams(max_tokens=1), seed=0)
+    tiers.on_disk.update(request.sequences[0].extend_hashes(8, 16))
+    tiers.disk_s_per_block = disk_s
+    if ahead:
+        others = tuple(bytes([1]) * 16 for _ in range(ahead))
+        tiers.reading[0] = TierReading(ReadFiles(0, others, tuple(range(ahead))), [], 0.0)
+    scheduler.add(request)
+    assert ("ReadFiles" in str(tiers.orders)) == (event == "fetched")
+    assert any(one.kind == "not_fetched" for one in request.story.events) == (event == "not_fetched")

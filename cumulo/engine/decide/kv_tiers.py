@@ -7,7 +7,6 @@ nothing wrong behind. What has come to host memory is written to disk in the bac
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,33 +17,6 @@ from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.plan import StepPlan
 
 _LEARN = 0.2
-
-
-@dataclass(slots=True)
-class TierCosts:
-    """Measured while the engine runs; the starting value matters only before the first block is read."""
-
-    disk_s_per_block: float = 2e-3
-
-    def observe_disk(self, blocks: int, seconds: float) -> None:
-        if blocks and seconds > 0:
-            self.disk_s_per_block += _LEARN * (seconds / blocks - self.disk_s_per_block)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchChoice:
-    fetch: bool
-    fetch_s: float
-    compute_s: float
-
-
-def choose_fetch(
-    *, blocks: int, block_size: int, move_s_per_block: float, compute_s_per_token: float, ahead_s: float = 0.0
-) -> FetchChoice:
-    """A run of blocks is fetched if that is sooner than computing it. `ahead_s`: what is fetched before."""
-    fetch_s = ahead_s + blocks * move_s_per_block
-    compute_s = blocks * block_size * compute_s_per_token
-    return FetchChoice(fetch_s < compute_s, fetch_s, compute_s)
 
 
 class HostTier:
@@ -167,7 +139,6 @@ class TierReading:
 
     order: ReadFiles
     waiters: list[Sequence]
-    tokens: int
     compute_s: float  # that reading them saves
 
 
@@ -192,7 +163,8 @@ class Tiers(Extension):
         self.host = HostTier(config.host_blocks, config.tier_blocks)
         self.disk = config.disk
         self.on_disk: set[BlockHash] = set()
-        self.costs, self.counts = TierCosts(), TierCounts()
+        self.counts = TierCounts()
+        self.disk_s_per_block = 2e-3  # measured while the engine runs
         self.orders: list[TierOrder] = []  # the mover empties it
         self.reading: dict[int, TierReading] = {}
         self.writing = 0
@@ -250,15 +222,17 @@ class Tiers(Extension):
     def _in_host_memory(self, sequence: Sequence, cached: int) -> list[int]:
         """Host blocks that continue a sequence's cached ones, where moving them is sooner than computing them."""
         batch, size = self._batch, self._batch.pool.block_size
-        if sequence.host_blocks or not batch.pool.prefix_cache:
+        is_sooner = batch.kv.costs.swap_s_per_block < size * batch.kv.costs.prompt_s_per_token
+        if sequence.host_blocks or not batch.pool.prefix_cache or not is_sooner:
             return []
         hashes = sequence.extend_hashes(batch.kv.usable_blocks(sequence), size)
-        found = self.run_of(hashes[cached:])
-        choice = choose_fetch(
-            blocks=len(found), block_size=size, move_s_per_block=batch.kv.costs.swap_s_per_block,
-            compute_s_per_token=batch.kv.costs.prompt_s_per_token,
-        )  # fmt: skip
-        return found if choice.fetch else []
+        found = []
+        for block_hash in hashes[cached:]:
+            block = self.host.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def _tell_fetched(self, sequence: Sequence, blocks: int, now_s: float) -> None:
         """What came from host memory; what was read from disk before that has been told."""
@@ -290,28 +264,18 @@ class Tiers(Extension):
             self.reading[joined].waiters.append(sequence)
             story.wait_for(now_s, "kv_fetch")
             return True
-        waiting = sum(len(one.order.blocks) for one in self.reading.values())
-        choice = choose_fetch(
-            blocks=len(wanted), block_size=size,
-            move_s_per_block=self.costs.disk_s_per_block + batch.kv.costs.swap_s_per_block,
-            compute_s_per_token=batch.kv.costs.prompt_s_per_token,
-            ahead_s=waiting * self.costs.disk_s_per_block,
-        )  # fmt: skip
         if not wanted:
             return False
-        tokens = len(wanted) * size
-        if not choice.fetch:
-            story.add(
-                now_s,
-                "not_fetched",
-                tokens=tokens,
-                fetch_ms=1e3 * choice.fetch_s,
-                compute_ms=1e3 * choice.compute_s,
-            )
+        tokens, costs = len(wanted) * size, batch.kv.costs
+        ahead = sum(len(one.order.blocks) for one in self.reading.values())  # blocks that are read before
+        fetch_s = (ahead + len(wanted)) * self.disk_s_per_block + len(wanted) * costs.swap_s_per_block
+        compute_s = tokens * costs.prompt_s_per_token
+        if fetch_s >= compute_s:
+            story.add(now_s, "not_fetched", tokens=tokens, fetch_ms=1e3 * fetch_s, compute_ms=1e3 * compute_s)
             return False
         for block in held:  # what is here already must not make room for what comes
             host.pin(block)
-        ordered = self.order_reading(wanted, sequence, tokens, choice.compute_s)
+        ordered = self._order_reading(wanted, sequence, compute_s)
         for block in held:
             host.unpin(block)
         if ordered:
@@ -357,7 +321,8 @@ class Tiers(Extension):
                 self.on_disk.discard(block_hash)
                 self.counts.bad_files += 1
         self.counts.read_blocks += good
-        self.costs.observe_disk(len(event.good), event.seconds)
+        if event.seconds > 0:
+            self.disk_s_per_block += _LEARN * (event.seconds / len(event.good) - self.disk_s_per_block)
         for sequence in reading.waiters:
             if sequence.state != State.WAITING or sequence.queued:
                 continue  # it has ended meanwhile
@@ -374,16 +339,6 @@ class Tiers(Extension):
             story.wait_for(now_s, "behind_others")
 
     # -- device and host memory ---------------------------------------------------------------------------
-    def run_of(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Host blocks of the longest prefix of this hash chain."""
-        found = []
-        for block_hash in hashes:
-            block = self.host.find(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
-
     def spill(self, evicted: list[tuple[BlockHash, int]], plan: StepPlan) -> None:
         """Device blocks that this plan overwrites go to host memory, unless they are there."""
         for block_hash, block in evicted:
@@ -436,9 +391,7 @@ class Tiers(Extension):
             self.host.pin(block)
             self.orders.append(WriteFile(block_hash, block))
 
-    def order_reading(
-        self, hashes: list[BlockHash], sequence: Sequence, tokens: int, compute_s: float
-    ) -> bool:
+    def _order_reading(self, hashes: list[BlockHash], sequence: Sequence, compute_s: float) -> bool:
         """Read these from disk for a sequence; False: host memory has no room for any."""
         blocks = []
         for _ in hashes:
@@ -450,7 +403,7 @@ class Tiers(Extension):
             return False
         self._numbers += 1
         order = ReadFiles(self._numbers, tuple(hashes[: len(blocks)]), tuple(blocks))
-        self.reading[order.number] = TierReading(order, [sequence], tokens, compute_s)
+        self.reading[order.number] = TierReading(order, [sequence], compute_s)
         self.orders.append(order)
         return True
 

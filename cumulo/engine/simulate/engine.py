@@ -7,20 +7,20 @@ step passes one stage after the other, each in its part of the step's time, and 
 their way. Nothing is random: the same arrivals and costs give the same times to the last bit.
 """
 
+import itertools
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as ListLike
 from functools import lru_cache
 
-from cumulo.engine.decide.core.request import Request
+from cumulo.engine.decide.core.extension import Flight, StepTiming
+from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.disk import SimulatedDisk
-from cumulo.engine.simulate.drafts import SimulatedHead, rounds_time
-from cumulo.engine.simulate.lockstep import Lockstep
-from cumulo.engine.simulate.results import enter_result, note_settled, play_stretch
-from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock, StepInFlight
+from cumulo.engine.simulate.drafts import SimulatedHead, drafted_result, rounds_time
+from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock, StepInFlight, StepTime
 from cumulo.errors import InvalidRequest
 
 _OWN_TOKEN = 1 << 23  # from here on tokens of a prompt that its answer repeats
@@ -72,8 +72,11 @@ class SimulatedEngine:
         self.scheduler, self.cost, self.overlap = scheduler, cost, overlap
         self.acceptance, self.head = acceptance, head
         self.disk, self._until_s = disk, float("inf")
-        self.run, self._lockstep = Run(), Lockstep(scheduler.batch)
+        self.run = Run()
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
+        self.cached_tokens: list[
+            int
+        ] = []  # of those that a router gave: prompt tokens that were cached here then
         self.clock_s = 0.0
         stages = scheduler.config.pp
         self._stage_free_s = [0.0] * stages
@@ -87,42 +90,27 @@ class SimulatedEngine:
 
     def advance(self, until_s: float) -> None:
         """Play steps until the clock reaches `until_s`, or until everything that has arrived is answered."""
-        scheduler, run, lockstep, arrivals = self.scheduler, self.run, self._lockstep, self.arrivals
+        scheduler, arrivals = self.scheduler, self.arrivals
         count, self._until_s = len(arrivals), until_s
         while self.clock_s < until_s:
             if self.disk is not None:
                 self.disk.exchange(scheduler.tiers, self.clock_s)
             while self._coming < count and arrivals[self._coming].arrived_s <= self.clock_s:
-                self.clock_s += take_in(arrivals[self._coming], self._coming, scheduler, self.cost, run)
+                self.clock_s += take_in(arrivals[self._coming], self._coming, scheduler, self.cost, self.run)
                 self._coming += 1
             if not scheduler.requests and not self._in_flight:
                 if self._coming == count:
                     break
                 self.clock_s = max(self.clock_s, arrivals[self._coming].arrived_s)
                 continue
-            if (
-                self._may_stretch
-                and run.itl_bound_s is None
-                and self._in_flight
-                and scheduler.queue.count == 0
-                and not scheduler.sharing.begin(self.clock_s)
-            ):
-                next_s = min(until_s, arrivals[self._coming].arrived_s if self._coming < count else until_s)
-                stretched = play_stretch(
-                    scheduler,
-                    lockstep,
-                    self.cost,
-                    run,
-                    self._in_flight[0],
-                    self._shared,
-                    self.clock_s,
-                    next_s,
-                )
-                if stretched is not None:
-                    self.clock_s, self._in_flight[0] = stretched
-                    self._stage_free_s[0] = self._in_flight[0].done_s
-                    continue
-            self._step()
+            next_s = min(until_s, arrivals[self._coming].arrived_s if self._coming < count else until_s)
+            if not (self._may_stretch and self._in_flight and self._play_stretch(next_s)):
+                self._step()
+
+    def give(self, arrival: Arrival, cached_tokens: int) -> None:
+        """A router sends it a request, at a time up to which it was advanced."""
+        self.arrivals.append(arrival)
+        self.cached_tokens.append(cached_tokens)
 
     def waiting_arrivals(self) -> list[Arrival]:
         """Arrivals that the loop has not taken in yet: it looks for them between two steps."""
@@ -136,8 +124,6 @@ class SimulatedEngine:
             return
         run = self.run
         plan = scheduler.plan(self.clock_s)
-        self._lockstep.follow(plan)
-        note_settled(self._lockstep, run)
         if plan is not None:
             _note_shared(plan, scheduler, self._shared)
             if plan.rounds is None:
@@ -172,18 +158,154 @@ class SimulatedEngine:
 
     def _finish(self, ready: StepInFlight) -> None:
         self.clock_s = max(self.clock_s, ready.done_s)
-        enter_result(
-            ready, self.clock_s, self.scheduler, self._lockstep, self.run, self.acceptance, self.head
-        )
+        self._enter_result(ready)
         self.clock_s += ready.time.apply_s
+
+    def _enter_result(self, ready: StepInFlight) -> None:
+        """A step's tokens arrive now: who gained one, or several with speculation, and who has ended."""
+        scheduler, run, now_s = self.scheduler, self.run, self.clock_s
+        run.most_blocks = max(run.most_blocks, scheduler.pool.used_count)
+        scheduler.observe(ready.plan, StepTiming(ready.time.device_s), now_s)
+        flight = scheduler.batch.in_flight[ready.plan.index]
+        by_lookup = scheduler.config.speculate == "ngram"
+        result = drafted_result(
+            ready.plan, flight.rows, flight.draws, self.acceptance, by_lookup=by_lookup, head=self.head
+        )
+        advanced = scheduler.apply(ready.plan, result, now_s)
+        gaps: Counter[float] = Counter()
+        if ready.plan.may_accept:  # tokens that came together with the next one
+            gaps[0.0] = sum(count - 1 for count in scheduler.batch.gained.values())
+        for sequence in advanced:
+            served: Served = sequence.request.tag
+            before_s, served.last_token_s = served.last_token_s, now_s
+            if before_s is None:
+                served.first_token_s = now_s
+            else:
+                gaps[now_s - before_s] += 1
+                if run.itl_bound_s is not None:
+                    served.judge_gaps(1, now_s - before_s > run.itl_bound_s)
+        for gap_s, count in gaps.items():
+            if count:
+                run.itl_s.append(gap_s)
+                run.itl_counts.append(count)
+        for request in scheduler.closed:
+            run.close(request, now_s)
+        scheduler.closed.clear()
+
+    # -- stretches ----------------------------------------------------------------------------------------
+    def _play_stretch(self, until_s: float) -> bool:
+        """While nobody waits and everybody only decodes, each plan is the one before, one token further. So steps
+        until somebody ends, blocks run short or `until_s` are timed one by one and entered together. False where
+        the scheduler has something to decide."""
+        scheduler, batch = self.scheduler, self.scheduler.batch
+        if batch.queue.count or scheduler.sharing.begin(self.clock_s):
+            return False
+        rows, most = _decoding(batch.running)
+        time = self.cost.decode(len(rows)) if rows else None
+        if time is None:
+            return False
+        ready = self._in_flight[0]
+        clock_s, done_s, apply_s = self.clock_s, ready.done_s, ready.time.apply_s
+        context = sum(sequence.computed for sequence in rows)
+        shared = sum(self._shared.get(sequence.slot, 0) for sequence in rows)
+        steps: list[
+            tuple[float, float, float, StepTime]
+        ] = []  # the result before it, its end, the clock, its time
+        while len(steps) < most and clock_s < until_s:
+            context += len(rows)
+            taken = time.time_with(context, shared)
+            result_s = max(clock_s + taken.submit_s, done_s)
+            clock_s, done_s, apply_s = result_s + apply_s, result_s + taken.device_s, taken.apply_s
+            steps.append((result_s, done_s, clock_s, taken))
+        # Blocks are needed before so many steps, by the sequences in these rows, in this order.
+        growth = sorted(
+            (step, row)
+            for row, sequence in enumerate(rows)
+            for step in range(sequence.capacity - sequence.computed, len(steps), scheduler.config.block_size)
+        )
+        free = min(map(batch.pool.free_on, range(batch.pool.ranks)))
+        if len(growth) > free:
+            del steps[growth[free][0] :]
+        if not steps:
+            return False
+        plan = StepPlan(ready.plan.index + len(steps), slots=[sequence.slot for sequence in rows])
+        self._enter_stretch(rows, growth, plan, [result_s for result_s, *_ in steps])
+        _, done_s, self.clock_s, taken = steps[-1]
+        self._stage_free_s[0] = done_s
+        self._in_flight[0] = StepInFlight(plan, taken, done_s)
+        self.run.count_stretch(len(rows), [taken.device_s for *_, taken in steps], time)
+        return True
+
+    def _enter_stretch(
+        self, rows: list[Sequence], growth: list[tuple[int, int]], plan: StepPlan, results_s: list[float]
+    ) -> None:
+        """Enter the results of the step in flight and of all steps of a stretch but the last, which is in flight
+        then. Blocks are given and found in the order in which the scheduler would have done it."""
+        batch, run, steps = self.scheduler.batch, self.run, len(results_s)
+        size = batch.config.block_size
+        for step, row in growth:
+            if step == 0:
+                batch.kv.give_block(rows[row], rows[row].capacity, plan)
+        self.clock_s = results_s[0]
+        self._enter_result(self._in_flight[0])
+        gaps_s = [after_s - before_s for before_s, after_s in itertools.pairwise(results_s)]
+        bound_s = run.itl_bound_s
+        late = 0 if bound_s is None else sum(gap_s > bound_s for gap_s in gaps_s)
+        run.itl_s.extend(gaps_s)
+        run.itl_counts.extend([len(rows)] * len(gaps_s))
+        # When, in which row, and for a block that is full: at which token it ends.
+        changes = [(2 * step, row, 0) for step, row in growth if 0 < step < steps]
+        for row, sequence in enumerate(rows):
+            start, served = sequence.computed, sequence.request.tag
+            if batch.pool.prefix_cache:
+                full = range(size - start % size, steps, size)
+                changes += [(2 * step + 1, row, start + step) for step in full]
+            sequence.tokens.frombytes(bytes(sequence.tokens.itemsize * (steps - 1)))
+            sequence.computed, sequence.pending, sequence.last_step = start + steps, 1, plan.index
+            sequence.request.usage.output_tokens += steps - 1
+            served.last_token_s = results_s[-1]
+            if bound_s is not None:
+                served.judge_gaps(len(gaps_s), late)
+        for _, row, end in sorted(changes):
+            if end:
+                batch.kv.register_blocks(rows[row], end - 1, end)
+            else:
+                batch.kv.give_block(rows[row], rows[row].capacity, plan)
+        run.most_blocks = max(run.most_blocks, batch.pool.used_count)
+        plan.starts = [sequence.computed - 1 for sequence in rows]
+        plan.draw_one_each()
+        batch.running[:] = rows
+        batch.in_flight[plan.index] = Flight(rows, rows[:], len(rows))
+        batch.next_plan = StepPlan(plan.index + 1)
 
     def end(self) -> Run:
         """What became of everything, as of now."""
-        self._lockstep.settle()
-        note_settled(self._lockstep, self.run)
         self.run.ended_s = self.clock_s
         self.run.all_finished = self._coming == len(self.arrivals) and not self.scheduler.requests
         return self.run
+
+
+def _decoding(running: ListLike[Sequence]) -> tuple[list[Sequence], int]:
+    """Who draws a token in each of the next steps, and for how many steps all of them do. Nobody, where a sequence
+    has more to compute than the token in flight, or may be ended by a token."""
+    rows, steps = list[Sequence](), 1 << 30
+    for sequence in running:
+        request = sequence.request
+        if sequence.state != State.RUNNING:
+            continue
+        if (
+            sequence.pending != 1
+            or not sequence.prompt_length <= sequence.computed == len(sequence.tokens)
+            or sequence.shares_tail
+            or request.beam is not None
+            or request.stop_ids
+        ):
+            return [], 0
+        left = sequence.limit - 1 - sequence.computed
+        if left > 0:  # else its last token is being drawn
+            rows.append(sequence)
+            steps = min(steps, left)
+    return rows, steps
 
 
 def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepClock, run: Run) -> float:

@@ -7,7 +7,6 @@ speed and the hashes of its KV blocks, as of the moment in which the request arr
 
 from array import array
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, field
 
 from cumulo.engine.decide.core.block_pool import BlockHash, chain_hashes, root_hash
 from cumulo.engine.decide.routing import Ask, ReplicaView, Router
@@ -41,49 +40,39 @@ class PromptHashes:
         return found
 
 
-@dataclass(slots=True)
-class Placed:
-    """An engine, and of each request it was given the prompt tokens that were cached there."""
-
-    engine: SimulatedEngine
-    cached_tokens: list[int] = field(default_factory=list)
-
-
 def simulate_fleet(
     arrivals: ListLike[Arrival], engines: ListLike[SimulatedEngine], router: Router
 ) -> list[Run]:
     """Serve all arrivals, given in order of time; returns each engine's run. Every engine has played up to the
     moment in which a request is routed."""
     hashes = PromptHashes(engines[0].scheduler.config.block_size)
-    places = {str(number): Placed(engine) for number, engine in enumerate(engines)}
+    by_name = {str(number): engine for number, engine in enumerate(engines)}
     for arrival in arrivals:
         for engine in engines:
             engine.advance(arrival.arrived_s)
         ask = Ask(arrival.prompt_tokens, hashes.of_arrival(arrival))
         # The replicas are alike: one that has computed no prompt yet is as fast as the others.
         prompt_s = min(engine.scheduler.costs.prompt_s_per_token for engine in engines)
-        route = router.route(ask, [replica_view(name, placed, prompt_s) for name, placed in places.items()])
-        places[route.replica].engine.arrivals.append(arrival)
-        places[route.replica].cached_tokens.append(route.cached_tokens)
+        route = router.route(ask, [replica_view(name, engine, prompt_s) for name, engine in by_name.items()])
+        by_name[route.replica].give(arrival, route.cached_tokens)
     for engine in engines:
         engine.advance(float("inf"))
     return [engine.end() for engine in engines]
 
 
-def replica_view(name: str, placed: Placed, prompt_s_per_token: float) -> ReplicaView:
+def replica_view(name: str, engine: SimulatedEngine, prompt_s_per_token: float) -> ReplicaView:
     """A simulated engine as a router sees it."""
-    engine, scheduler = placed.engine, placed.engine.scheduler
+    scheduler, cached_tokens = engine.scheduler, engine.cached_tokens
     coming = engine.waiting_arrivals()
     running, first = len(scheduler.requests) + len(coming), len(engine.arrivals) - len(coming)
     waiting = sum(
         max(
             0,
-            request.prompt_length - max(request.sequences[0].computed, placed.cached_tokens[int(request.id)]),
+            request.prompt_length - max(request.sequences[0].computed, cached_tokens[int(request.id)]),
         )
         for request in scheduler.requests.values()
     ) + sum(
-        arrival.prompt_tokens - cached
-        for arrival, cached in zip(coming, placed.cached_tokens[first:], strict=True)
+        arrival.prompt_tokens - cached for arrival, cached in zip(coming, cached_tokens[first:], strict=True)
     )
     decode = engine.cost.decode(max(1, running))
     return ReplicaView(

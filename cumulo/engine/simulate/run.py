@@ -5,9 +5,11 @@ planner, filled by `simulate`.
 from array import array
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.errors import InvalidRequest
 from cumulo.spec.slo import ServedTimes
@@ -90,6 +92,11 @@ class Served:
     tokens: int = 0  # where a run judges by ITL: of its tokens after the first one,
     late_tokens: int = 0  # those that came later than the bound
 
+    def judge_gaps(self, tokens: int, late: int) -> None:
+        """So many further tokens have come, some of them late."""
+        self.tokens += tokens
+        self.late_tokens += late
+
     def times(self, whole: Arrival | None = None) -> ServedTimes | None:
         """What an SLO judges; None: it was not answered. `whole`: the request that this one is a part of."""
         if not self.finished or self.first_token_s is None or self.last_token_s is None:
@@ -127,8 +134,7 @@ class Run:
     most_running: int = 0
     most_blocks: int = 0
     all_finished: bool = True
-    last_result_s: float = -1.0
-    itl_bound_s: float | None = None  # to judge single requests by; a run that does is played step by step
+    itl_bound_s: float | None = None  # to judge single requests by
     # Steps of stretches, which no cost was asked about one by one: how many of so many rows, and what they read.
     stretch_steps: Counter[int] = field(default_factory=Counter)
     stretch_read: float = 0.0
@@ -140,10 +146,22 @@ class Run:
         if rows > self.most_running:
             self.most_running = rows
 
-    def count_stretch(self, rows: int, steps: int) -> None:
-        """Steps of so many single tokens."""
-        if steps:
-            self.steps += steps
-            self.computed_tokens += rows * steps
-            self.stretch_steps[rows] += steps
-            self.most_running = max(self.most_running, rows)
+    def count_stretch(self, rows: int, device_s: ListLike[float], time: DecodeTime) -> None:
+        """Steps of so many single tokens, one for each of these times."""
+        self.steps += len(device_s)
+        self.computed_tokens += rows * len(device_s)
+        self.device_busy_s += sum(device_s)
+        self.most_running = max(self.most_running, rows)
+        self.stretch_steps[rows] += len(device_s)
+        if time.context_token_s:
+            self.stretch_read += (sum(device_s) - len(device_s) * time.fixed_s) / time.context_token_s
+
+    def close(self, request: Request, now_s: float) -> None:
+        """A request has ended."""
+        served, story = request.tag, request.story
+        served.finished, served.last_token_s = True, now_s
+        served.cached_tokens, served.preemptions = story.cached_tokens, story.preemptions
+        served.recomputed_tokens, served.promised = story.recomputed_tokens, story.promise is not None
+        self.drafted_tokens += story.drafted_tokens
+        self.accepted_tokens += story.accepted_tokens
+        request.sequences = []  # they know each other: apart, both are freed at once and not by the collector

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cumulo.engine.decide.routing import Ask, Router
-from cumulo.engine.simulate.fleet import PromptHashes
+from cumulo.engine.simulate.engine import SimulatedEngine
+from cumulo.engine.simulate.fleet import PromptHashes, replica_view
 from cumulo.engine.simulate.run import Arrival, Served
 from cumulo.fleet.decide.scaling import FleetSeen, ReplicaLife, RoleSeen, ScaleTo, ScalingRule, changes
-from cumulo.fleet.simulate.replicas import PlayedReplica
 from cumulo.spec.slo import Slo
 
 
@@ -129,19 +129,43 @@ class RequestJudge:
 
 @dataclass(slots=True)
 class _Member:
-    """One replica of the fleet, from its order until it is gone."""
+    """One replica of the fleet, from its order until it is gone. It is played by the engine's own loop."""
 
     name: str
     ordered_s: float
     ready_s: float
-    played: PlayedReplica
+    engine: SimulatedEngine
     draining: bool = False
     busy_s: float = 0.0  # as of the look before
+    open: list[Served] = field(default_factory=list)  # requests that had not ended when it was last asked
+    _taken: int = 0
 
     def state(self, now_s: float) -> Literal["starting", "ready", "draining"]:
         if self.draining:
             return "draining"
         return "starting" if now_s < self.ready_s else "ready"
+
+    @property
+    def requests(self) -> int:
+        """The number of requests that it was given and has not answered."""
+        return len(self.engine.scheduler.requests) + len(self.engine.waiting_arrivals())
+
+    def over(self) -> list[Served]:
+        """Requests that ended since the last time."""
+        served = self.engine.run.served
+        known, self._taken = [*self.open, *served[self._taken :]], len(served)
+        over = [one for one in known if one.finished or one.refused is not None]
+        self.open = [one for one in known if not (one.finished or one.refused is not None)]
+        return over
+
+    def waiting(self) -> tuple[int, int]:
+        """Requests without a first token, and the tokens of their prompts that are not computed."""
+        coming = self.engine.waiting_arrivals()
+        tokens = sum(one.prompt_tokens for one in coming if one.first_token_s is None) + sum(
+            max(0, request.prompt_length - request.sequences[0].computed)
+            for request in self.engine.scheduler.requests.values()
+        )
+        return sum(one.first_token_s is None for one in self.open) + len(coming), tokens
 
 
 @dataclass(slots=True)
@@ -160,7 +184,7 @@ class _Role:
 class AutoscaledFleet:
     def __init__(
         self,
-        make_replica: Callable[[str], PlayedReplica],
+        make_replica: Callable[[str], SimulatedEngine],
         make_router: Callable[[], Router],
         rule: ScalingRule,
         slo: Slo,
@@ -174,7 +198,7 @@ class AutoscaledFleet:
         """`make_replica` is told its role; `begin_with`: replicas by role, or of the role `both`; `transfer_s`: of
         a prompt's keys and values, from prefill to decode."""
         self._make_replica, self._rule, self._start_up_s = make_replica, rule, start_up_s
-        self._transfer_s = transfer_s
+        self._transfer_s, self._itl_bound_s = transfer_s, slo.itl_s
         self.run = ScaledRun(name)
         counts = {"both": begin_with} if isinstance(begin_with, int) else begin_with
         self._roles = {role: _Role(role, make_router()) for role in counts}
@@ -227,14 +251,14 @@ class AutoscaledFleet:
         if not ready or not role.held:
             return
         for one in ready:
-            one.played.advance(now_s)
-            one.played.begin(one.ready_s)
-        prompt_s = min(one.played.prompt_s_per_token for one in ready)
+            one.engine.advance(now_s)
+            one.engine.clock_s = max(one.engine.clock_s, one.ready_s)
+        prompt_s = min(one.engine.scheduler.costs.prompt_s_per_token for one in ready)
         while role.held:
             arrival = role.held.popleft()
             ask = Ask(arrival.prompt_tokens, self._hashes.of_arrival(arrival))
-            route = role.router.route(ask, [one.played.view(one.name, prompt_s) for one in ready])
-            role.members[route.replica].played.give(arrival, route.cached_tokens)
+            route = role.router.route(ask, [replica_view(one.name, one.engine, prompt_s) for one in ready])
+            role.members[route.replica].engine.give(arrival, route.cached_tokens)
 
     def _land_one(self, now_s: float) -> bool:
         """One prompt whose first token was drawn goes to a decode replica; False: none has arrived by now."""
@@ -242,7 +266,7 @@ class AutoscaledFleet:
         if prefill is None:
             return False
         for one in prefill.members.values():
-            one.played.advance(now_s)
+            one.engine.advance(now_s)
             self._note_over(prefill, one)
         if not self._landings or self._landings[0][0] > now_s:
             return False
@@ -252,7 +276,7 @@ class AutoscaledFleet:
 
     def _note_over(self, role: _Role, member: _Member) -> None:
         """What ended there is judged, and what was prefilled goes on."""
-        for arrival, first_s in self._judges[role.name].note(member.played.over()):
+        for arrival, first_s in self._judges[role.name].note(member.over()):
             landed_s = first_s + self._transfer_s(arrival.prompt_tokens)
             moved = replace(arrival, arrived_s=landed_s, first_token_s=first_s, shared=())
             self._judges["decode"].expect(moved, arrival)
@@ -260,14 +284,14 @@ class AutoscaledFleet:
 
     def _open(self) -> bool:
         return bool(self._landings) or any(
-            role.held or any(one.played.requests for one in role.members.values())
-            for role in self._roles.values()
+            role.held or any(one.requests for one in role.members.values()) for role in self._roles.values()
         )
 
     # -- replicas -----------------------------------------------------------------------------------------
     def _order(self, role: _Role, now_s: float, ready_s: float) -> None:
         name = f"{role.name}{next(self._numbers)}"
-        role.members[name] = _Member(name, now_s, ready_s, self._make_replica(role.name))
+        role.members[name] = member = _Member(name, now_s, ready_s, self._make_replica(role.name))
+        member.engine.run.itl_bound_s = self._itl_bound_s
         heapq.heappush(self._readies, (ready_s, name, role.name))
 
     def _look(self, now_s: float) -> None:
@@ -279,7 +303,7 @@ class AutoscaledFleet:
     def _obey(self, role: _Role, target: ScaleTo, seen: RoleSeen, now_s: float) -> None:
         self._drop_drained(role, now_s)
         lives = [
-            ReplicaLife(one.name, one.state(now_s), one.played.requests, one.ordered_s)
+            ReplicaLife(one.name, one.state(now_s), one.requests, one.ordered_s)
             for one in role.members.values()
         ]
         todo = changes(lives, target.replicas)
@@ -303,9 +327,9 @@ class AutoscaledFleet:
         )  # fmt: skip
 
     def _drop_drained(self, role: _Role, now_s: float) -> None:
-        for one in [one for one in role.members.values() if one.draining and not one.played.requests]:
+        for one in [one for one in role.members.values() if one.draining and not one.requests]:
             # It was empty when its last request ended, which may be a while ago.
-            empty_s = max(one.played.clock_s, one.ready_s, now_s - self._rule.interval_s)
+            empty_s = max(one.engine.clock_s, one.ready_s, now_s - self._rule.interval_s)
             self._remove(role, one, min(now_s, empty_s))
 
     def _remove(self, role: _Role, member: _Member, now_s: float) -> None:
@@ -329,20 +353,17 @@ class AutoscaledFleet:
         waiting = running = tokens = ready = starting = 0
         busy_s = 0.0
         for one in role.members.values():
-            one.played.advance(now_s)
+            one.engine.advance(now_s)
             self._note_over(role, one)
-            load = one.played.load()
-            waiting, running, tokens = (
-                waiting + load.waiting,
-                running + load.running,
-                tokens + load.waiting_tokens,
-            )
-            state = one.state(now_s)
+            queued, queued_tokens = one.waiting()
+            waiting, tokens = waiting + queued, tokens + queued_tokens
+            running += sum(served.first_token_s is not None for served in one.open)
+            state, spent_s = one.state(now_s), one.engine.run.device_busy_s
             starting += state == "starting"
             if state == "ready":
                 ready += 1
-                busy_s += load.busy_s - one.busy_s
-            one.busy_s = load.busy_s
+                busy_s += spent_s - one.busy_s
+            one.busy_s = spent_s
         judge = self._judges[role.name]
         ended, kept = judge.since_look()
         seen = RoleSeen(

@@ -19,7 +19,6 @@ from cumulo.fleet.decide.forecast_rule import ForecastRule
 from cumulo.fleet.decide.hpa_rule import METRICS, HpaRule
 from cumulo.fleet.decide.scaling import FleetSeen, ReplicaSpeed, ScaleTo, ScalingLimits, ScalingRule
 from cumulo.fleet.simulate.autoscaled_fleet import AutoscaledFleet, ScaledRun
-from cumulo.fleet.simulate.replicas import EngineMember, PlayedReplica, SketchReplica
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.split import NETWORK_SHARE, landing_blocks
 from cumulo.plan.serve.traffic import Traffic
@@ -118,18 +117,11 @@ class Rehearsal:
     routing: str = "least-loaded"
 
     def play(
-        self,
-        chosen: RuleName,
-        traffic: Traffic,
-        speed: ReplicaSpeed,
-        *,
-        earlier: Traffic | None = None,
-        roughly: bool = False,
+        self, chosen: RuleName, traffic: Traffic, speed: ReplicaSpeed, *, earlier: Traffic | None = None
     ) -> ScaledRun:
-        """`earlier`: what came before, which the forecast rule remembers; `roughly`: with sketched replicas, some
-        nine times as fast: fleet, router and rule are the same."""
+        """`earlier`: what came before, which the forecast rule remembers."""
         fleet = AutoscaledFleet(
-            self._maker(traffic, roughly),
+            self._maker(traffic),
             lambda: router(self.routing),
             self.rule(chosen, speed, traffic, earlier),
             self.slo,
@@ -143,7 +135,7 @@ class Rehearsal:
 
     def begun(self, chosen: RuleName, earlier: Traffic, speed: ReplicaSpeed) -> "Rehearsal":
         """With the replicas to begin with that this rule has at the end of the earlier traffic."""
-        looks = self.play(chosen, earlier, speed, roughly=True).looks
+        looks = self.play(chosen, earlier, speed).looks
         last = {
             look.role: max(1, look.wanted) for look in looks if look.time_s <= earlier.arrivals[-1].arrived_s
         }
@@ -151,21 +143,16 @@ class Rehearsal:
             return replace(self, begin_with=last.get("both", self.begin_with))
         return replace(self, begin_with={**self.begin_with, **last})
 
-    def _maker(self, traffic: Traffic, roughly: bool) -> Callable[[str], PlayedReplica]:
+    def _maker(self, traffic: Traffic) -> Callable[[str], SimulatedEngine]:
         replica = self.replica
-        config, cost, itl_s = replica.scheduler().config, replica.cost(), self.slo.itl_s
-        if roughly:
-            return lambda role: SketchReplica(config, cost, itl_s)
         landing = landing_blocks(replica, traffic) if isinstance(self.begin_with, Mapping) else 0
 
-        def exact(role: str) -> PlayedReplica:
+        def make(role: str) -> SimulatedEngine:
             if role == "decode":  # the transfer is counted on the way
-                engine = SimulatedEngine(replica.scheduler(landing), replica.cost(float("inf")))
-            else:
-                engine = SimulatedEngine(replica.scheduler(), replica.cost())
-            return EngineMember(engine, itl_s)
+                return SimulatedEngine(replica.scheduler(landing), replica.cost(float("inf")))
+            return SimulatedEngine(replica.scheduler(), replica.cost())
 
-        return exact
+        return make
 
     def _transfer_s(self) -> Callable[[int], float]:
         replica = self.replica
@@ -196,7 +183,7 @@ class Rehearsal:
         tell: Callable[[str], None] = lambda text: None,
     ) -> RuleName:
         """With its best target on the earlier traffic: the cheapest that keeps the SLO, or else the nearest to it.
-        Targets are played roughly. The oracle is tuned on what it is judged by."""
+        The oracle is tuned on what it is judged by."""
         if chosen.name == FORECAST or chosen.target is not None:
             return chosen
         targets, traffic = TARGETS.get(chosen.metric, ()), earlier
@@ -210,7 +197,7 @@ class Rehearsal:
             middle = (low + high) // 2
             candidate = replace(chosen, target=cheaper[middle])
             tell(f"tuning {candidate}")
-            runs.append((self.play(candidate, traffic, speed, roughly=True), candidate))
+            runs.append((self.play(candidate, traffic, speed), candidate))
             holds = runs[-1][0].attainment >= self.slo.share
             low, high = (middle + 1, high) if holds else (low, middle)
         return best_of(runs, self.slo.share)

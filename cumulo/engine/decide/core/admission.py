@@ -163,8 +163,8 @@ def preempt(
 ) -> None:
     """Take the victim's blocks and slot; if it has something to do, it takes its old place in the queue."""
     blocks = len(victim.blocks)
-    choice = batch.kv.send_away(victim, plan)
-    victim.request.story.preempt(now_s, plan.index, cause, by.request.id, why, blocks, choice.why)
+    how = batch.kv.send_away(victim, plan)
+    victim.request.story.preempt(now_s, plan.index, cause, by.request.id, why, blocks, how)
     if victim.candidates is None:
         batch.queue.enter(victim)
     else:  # a beam with nothing to compute until its fellows are there, too

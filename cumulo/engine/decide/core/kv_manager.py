@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from cumulo.engine.decide.core.block_pool import BlockPool
 from cumulo.engine.decide.core.config import SchedulerConfig
-from cumulo.engine.decide.core.preemption import PreemptionChoice, choose_preemption
+from cumulo.engine.decide.core.preemption import choose_preemption
 from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.core.step_cost import StepCost
 from cumulo.engine.decide.plan import NewSlot, StepPlan
@@ -162,14 +162,14 @@ class KVManager:
         self.pool.register_many(sequence.blocks[first:full], hashes[first:])
 
     # -- going --------------------------------------------------------------------------------------------
-    def send_away(self, victim: Sequence, plan: StepPlan) -> PreemptionChoice:
-        """Preemption: blocks go to host memory or are dropped, whichever is predicted cheaper."""
+    def send_away(self, victim: Sequence, plan: StepPlan) -> str:
+        """Preemption: blocks go to host memory or are dropped, whichever is predicted cheaper. Says why."""
         held = -(-victim.computed // self.pool.block_size)
-        choice = choose_preemption(
+        way, why = choose_preemption(
             computed_tokens=victim.computed, blocks=held, host_blocks_free=len(self.free_host_blocks),
             mode=self.config.preemption, costs=self.costs,
         )  # fmt: skip
-        if choice.way == "swap" and held:
+        if way == "swap" and held:
             victim.host_blocks = [self.free_host_blocks.pop() for _ in range(held)]
             plan.swap_out.extend(zip(victim.blocks, victim.host_blocks, strict=False))
         else:
@@ -180,7 +180,7 @@ class KVManager:
         self.slots_freed += victim.request.reserved_slots
         victim.request.reserved_slots = []
         victim.slot = -1
-        return choice
+        return why
 
     def forget_swapped(self, sequence: Sequence) -> None:
         self.free_host_blocks += sequence.host_blocks

@@ -5,7 +5,6 @@ Asked by admission (who) and by the KVManager (how).
 
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
 from typing import Literal
 
 from cumulo.engine.decide.core.request import Sequence, State
@@ -37,14 +36,6 @@ def less_important(head: Sequence, running: ListLike[Sequence], level: int) -> l
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptionChoice:
-    way: Way
-    recompute_s: float
-    swap_s: float
-    why: str
-
-
 def choose_preemption(
     *,
     computed_tokens: int,
@@ -52,21 +43,17 @@ def choose_preemption(
     host_blocks_free: int,
     mode: Literal["auto", "recompute", "swap"],
     costs: StepCost,
-) -> PreemptionChoice:
-    """Swapping moves every block twice; recomputing pays for every token again."""
+) -> tuple[Way, str]:
+    """How a sequence gives way, also in words. Swapping moves every block twice; recomputing pays for every token
+    again."""
     recompute_s = computed_tokens * costs.prompt_s_per_token
     swap_s = 2 * blocks * costs.swap_s_per_block
     if mode == "recompute":
-        way, why = "recompute", "recomputed later (configured)"
-    elif host_blocks_free < blocks:
-        way, why = "recompute", f"recomputed later: host memory has room for {host_blocks_free} blocks"
-    elif mode == "swap":
-        way, why = "swap", "swapped to host memory (configured)"
-    elif swap_s < recompute_s:
-        way, why = (
-            "swap",
-            f"swapped to host memory ({swap_s * 1e3:.2g} ms against {recompute_s * 1e3:.2g} ms)",
-        )
-    else:
-        way, why = "recompute", f"recomputed later ({recompute_s * 1e3:.2g} ms against {swap_s * 1e3:.2g} ms)"
-    return PreemptionChoice("swap" if way == "swap" else "recompute", recompute_s, swap_s, why)
+        return "recompute", "recomputed later (configured)"
+    if host_blocks_free < blocks:
+        return "recompute", f"recomputed later: host memory has room for {host_blocks_free} blocks"
+    if mode == "swap":
+        return "swap", "swapped to host memory (configured)"
+    if swap_s < recompute_s:
+        return "swap", f"swapped to host memory ({swap_s * 1e3:.2g} ms against {recompute_s * 1e3:.2g} ms)"
+    return "recompute", f"recomputed later ({recompute_s * 1e3:.2g} ms against {swap_s * 1e3:.2g} ms)"

@@ -59,6 +59,7 @@ class WaitingQueue:
         self._pushes = 0  # numbers entries, and breaks ties: samples of one request have the same order
         # Entries of sequences that are not queued any more are passed over when they come up.
         self._heap: list[tuple[tuple[float, int], int, Sequence]] = []
+        self._stale = 0  # such entries
 
     def arrive(self, sequence: Sequence) -> None:
         self.enter(sequence)
@@ -77,7 +78,13 @@ class WaitingQueue:
         heapq.heappush(self._heap, (sequence.request.order, sequence.queued, sequence))
 
     def set_aside(self, sequence: Sequence) -> None:
-        sequence.queued = 0
+        if sequence.queued:
+            sequence.queued = 0
+            self._stale += 1
+            if self._stale > 64 and 2 * self._stale > len(self._heap):  # memory follows those who wait
+                self._heap = [entry for entry in self._heap if entry[2].queued == entry[1]]
+                heapq.heapify(self._heap)
+                self._stale = 0
 
     def take_first(self) -> None:
         heapq.heappop(self._heap)[2].queued = 0
@@ -85,12 +92,13 @@ class WaitingQueue:
 
     def leave(self, sequence: Sequence) -> None:
         self.count -= 1
-        sequence.queued = 0
+        self.set_aside(sequence)
 
     def first(self) -> Sequence | None:
         heap = self._heap
         while heap and heap[0][2].queued != heap[0][1]:
             heapq.heappop(heap)
+            self._stale -= 1
         if not heap:
             return None
         self.level = heap[0][2].request.priority
