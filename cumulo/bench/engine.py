@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cumulo.base.reference_text import reference_text
 from cumulo.base.report import Row
-from cumulo.bench.worker import SideProcess
+from cumulo.bench.worker import FreshPieces, SideProcess
 from cumulo.errors import CumuloError
 
 RIVALS = ("transformers", "llama.cpp")
@@ -84,10 +84,10 @@ def measure(
             load_s[side] = workers[side].ask("load")
             done += 1
         tokens = workers["cumulo"].ask("tokenize", text=reference_text()[:400_000])
-        prompts = _Prompts(tokens)
+        prompts = FreshPieces(tokens)
         for round_number in range(rounds + 1):  # round 0 warms up: caches, threads, compiled code
             for measurement in MEASUREMENTS:
-                batch = prompts.next_batch(measurement.sequences, measurement.prompt_tokens)
+                batch = prompts.take(measurement.sequences, measurement.prompt_tokens)
                 for side in _order(sides, round_number):
                     label = "warming up" if round_number == 0 else f"round {round_number} of {rounds}"
                     tell(f"{label}: {measurement.name}, {side}", done, total)
@@ -136,19 +136,3 @@ def _rows(rates: Rates, rivals: Sequence[str]) -> list[Row]:
                 )
             )  # fmt: skip
     return rows
-
-
-class _Prompts:
-    """Consecutive pieces of real text: never the same one twice, so nothing is found in a prefix cache."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens, self.position = tokens, 0
-
-    def next_batch(self, count: int, length: int) -> list[list[int]]:
-        if self.position + count * length > len(self.tokens):
-            raise CumuloError(
-                f"the benchmark's text ends after {len(self.tokens):,} tokens: ask for fewer rounds"
-            )
-        starts = [self.position + index * length for index in range(count)]
-        self.position += count * length
-        return [self.tokens[start : start + length] for start in starts]

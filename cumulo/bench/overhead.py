@@ -8,7 +8,6 @@ the client waited for its first token, less what the request's own story says th
 import asyncio
 import json
 import random
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,25 +15,22 @@ from dataclasses import dataclass
 
 from cumulo.base.reference_text import reference_text
 from cumulo.base.report import Row
-from cumulo.bench.server import ServerProcess
-from cumulo.bench.worker import SideProcess
+from cumulo.bench.server import ServerProcess, cpu_s
+from cumulo.bench.worker import FreshPieces, SideProcess
 from cumulo.errors import CumuloError
 from cumulo.load.answer import MeasuredAnswer
-from cumulo.load.client import PATHS, RequestFailed, Target, discover_model, error_text, http_request, send
-from cumulo.load.connection import OnBody, Pool, Response
+from cumulo.load.client import PATHS, RequestFailed, Target, discover_model, http_request, send
+from cumulo.load.connection import Pool, Response
 from cumulo.load.prompts import Lengths
 
-_TIMEOUT_S = 600.0
+PLACES = 16  # requests at once
+PROMPT_CHARACTERS = 240  # about 64 tokens of English
+FIRST_CHARACTERS = 120  # of a request asked for its first token: a question of about 30 tokens
+FIRST_TOKENS = 8  # output of a request that is asked for its first token: others are being made behind it
+WARM_UPS = 2
+REST_S = 0.2  # lets the threads of the side before go to sleep
 _PAUSE_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """What a round of streamed answers took, and what this client used of a processor for it."""
-
-    output_tokens: int
-    seconds: float
-    cpu_s: float
+_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,102 +46,18 @@ class FirstToken:
         return self.client_s - self.engine_s
 
 
-async def stream_all(url: str, texts: Sequence[str], output_tokens: Sequence[int], places: int) -> Streamed:
-    """Answer every text, `places` at a time; the next begins as soon as one has ended."""
-    pool = Pool(url)
-    try:
-        target = Target(await discover_model(pool, ""))
-        waiting = iter(zip(texts, output_tokens, strict=True))
-        answers: list[MeasuredAnswer] = []
-
-        async def place() -> None:
-            for text, count in waiting:
-                answers.append(answer := MeasuredAnswer())
-                await _ask(pool, _request(pool, target, text, count), answer)
-
-        began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(places):
-                group.create_task(place())
-        elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    finally:
-        pool.close()
-    return Streamed(sum(answer.completion_tokens or 0 for answer in answers), elapsed_s, cpu_s)
-
-
-def first_tokens_of(
-    url: str, texts: Sequence[str], output_tokens: int, tell: Callable[[int], None]
-) -> list[FirstToken]:
-    """One request after another, with pauses in which the server is idle.
-
-    Over a plain blocking socket: whatever the client itself takes counts as the server's.
-    """
-    pool, waits = Pool(url), []
-    target = Target(asyncio.run(discover_model(Pool(url), "")))
-    with socket.create_connection((pool.host, pool.port), timeout=_TIMEOUT_S) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for number, text in enumerate(texts):
-            tell(number)
-            waits.append(_first_token(connection, pool, _request(pool, target, text, output_tokens)))
-            time.sleep(_PAUSE_S)
-    return waits
-
-
-def _first_token(connection: socket.socket, pool: Pool, request: bytes) -> FirstToken:
-    """Stream one answer alone and then ask the server what the engine's part in it was."""
-    answer = MeasuredAnswer()
-    sent_s = time.perf_counter()
-    response = _exchange(connection, request, answer.receive)
-    if response.status != 200:
-        raise CumuloError(f"the benchmark's request failed: {error_text(bytes(answer.body))}")
-    path, story = f"/v1/requests/{response.headers['x-request-id']}/explain", bytearray()
-    _exchange(connection, http_request(pool, "GET", path), lambda _, piece, now_s: story.extend(piece))
-    at_ms = {event["kind"]: event["at_ms"] for event in json.loads(story)["data"][0]["events"]}
-    return FirstToken(
-        client_s=answer.chunk_times_s[0] - sent_s,
-        engine_s=(at_ms["first_token"] - at_ms["arrived"]) / 1e3,
-        before_engine_s=at_ms["arrived"] / 1e3,
-    )
-
-
-def _exchange(connection: socket.socket, request: bytes, on_body: OnBody) -> Response:
-    response = Response()
-    connection.sendall(request)
-    while not response.complete:
-        data, now_s = connection.recv(1 << 16), time.perf_counter()
-        if not data:
-            raise CumuloError("the server closed the connection in the middle of the benchmark")
-        for piece in response.feed(data):
-            on_body(response, piece, now_s)
-    return response
-
-
-def _request(pool: Pool, target: Target, text: str, output_tokens: int) -> bytes:
-    body = target.body([{"role": "user", "content": text}], output_tokens)
-    return http_request(pool, "POST", PATHS["chat"], "", body)
-
-
-async def _ask(pool: Pool, request: bytes, answer: MeasuredAnswer) -> Response:
-    try:
-        return await send(pool, request, answer, _TIMEOUT_S)
-    except RequestFailed as error:
-        raise CumuloError(f"the benchmark's request failed ({error.kind}): {error}") from error
-
-
-PLACES = 16  # requests at once
-PROMPT_CHARACTERS = 240  # about 64 tokens of English
-FIRST_CHARACTERS = 120  # of a request asked for its first token: a question of about 30 tokens
-FIRST_TOKENS = 8  # output of a request that is asked for its first token: others are being made behind it
-WARM_UPS = 2
-REST_S = 0.2  # lets the threads of the side before go to sleep
-
-
 @dataclass(frozen=True, slots=True)
 class RoundWork:
-    """What both sides are asked to do in a round."""
+    """What both sides are asked in a round: answers of different lengths, which do not end in the same step."""
 
-    texts: list[str]
+    texts: Sequence[str]
     output_tokens: list[int]
+
+    @classmethod
+    def drawn(cls, pieces: FreshPieces, seed: int, requests: int, output_tokens: Lengths) -> "RoundWork":
+        draw = random.Random(seed)
+        texts = pieces.take(requests, PROMPT_CHARACTERS)
+        return cls(texts, [output_tokens.draw(draw) for _ in range(requests)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,72 +86,112 @@ def measure(
     the requests made one at a time."""
     from cumulo.models.files.hub import resolve
 
-    source = resolve(model)
-    texts = _Texts()
-    total = 2 + 2 * (rounds + 1) + first_tokens
-    options = ("--threads", str(threads), "--max-running", str(PLACES))
+    pieces = FreshPieces(reference_text())
+    done, total = 2, 2 + 2 * (rounds + 1) + first_tokens
+    words = ["serve", *([model] if model else []), "--threads", str(threads), "--max-running", str(PLACES)]
     tell("loading the engine", 0, total)
-    worker = SideProcess("generate", model, source.path, threads, places=PLACES)
+    worker = SideProcess("generate", model, resolve(model).path, threads, places=PLACES)
     try:
         worker.ask("load")
         tell("starting the server", 1, total)
-        with ServerProcess(model, options) as server:
+        with ServerProcess(*words) as server:
             sides = {
-                "generate": lambda work: _generate(worker, work),
-                "http": lambda work: _http(server, work),
+                "LLM.generate": lambda work: _generate(worker, work),
+                "HTTP": lambda work: _http(server, work),
             }
             played: dict[str, list[Round]] = {name: [] for name in sides}
-            done = 2
             for number in range(rounds + 1):  # round 0 warms up
-                work = texts.work(number, requests if number else PLACES, output_tokens)
+                work = RoundWork.drawn(pieces, number, requests if number else PLACES, output_tokens)
                 for name in sides if number % 2 else reversed(sides):
                     label = "warming up" if number == 0 else f"round {number} of {rounds}"
-                    tell(f"{label}: {'LLM.generate' if name == 'generate' else 'HTTP'}", done, total)
+                    tell(f"{label}: {name}", done, total)
                     time.sleep(REST_S)
                     result = sides[name](work)
                     if number:
                         played[name].append(result)
                     done += 1
-            waits = _first_tokens(
-                server, texts, first_tokens, lambda made: tell("first tokens", done + made, total)
-            )
+            questions = pieces.take(WARM_UPS + first_tokens, FIRST_CHARACTERS)
+            tell("first tokens", done, total)
+            waits = asyncio.run(_first_tokens(server.url, questions))[WARM_UPS:]
     finally:
         worker.close()
-    return rows(played["generate"], played["http"], waits)
+    return rows(played["LLM.generate"], played["HTTP"], waits)
 
 
 def _generate(worker: SideProcess, work: RoundWork) -> Round:
     made = worker.ask("answer", texts=work.texts, output_tokens=work.output_tokens)
-    _check(work, made["output_tokens"])
-    return Round(made["output_tokens"], made["seconds"], {"LLM.generate": made["cpu_s"]})
+    return _checked(work, Round(made["output_tokens"], made["seconds"], {"LLM.generate": made["cpu_s"]}))
 
 
 def _http(server: ServerProcess, work: RoundWork) -> Round:
-    before = server.cpu_s, server.engine_cpu_s
-    made: Streamed = asyncio.run(stream_all(server.url, work.texts, work.output_tokens, PLACES))
-    after = server.cpu_s, server.engine_cpu_s
-    _check(work, made.output_tokens)
-    cpu_s = {"the client": made.cpu_s}
-    for name, start_s, end_s in zip(("the API process", "the engine's process"), before, after, strict=True):
+    processes = {"the API process": server.pid, "the engine's process": server.engine_pid}
+    before = {name: cpu_s(pid) for name, pid in processes.items()}
+    made = asyncio.run(_stream_all(server.url, work))
+    for name, pid in processes.items():
+        start_s, end_s = before[name], cpu_s(pid)
         if start_s is not None and end_s is not None:
-            cpu_s[name] = end_s - start_s
-    return Round(made.output_tokens, made.seconds, cpu_s)
+            made.cpu_s[name] = end_s - start_s
+    return _checked(work, made)
 
 
-def _check(work: RoundWork, output_tokens: int) -> None:
-    if output_tokens != sum(work.output_tokens):
+def _checked(work: RoundWork, made: Round) -> Round:
+    if made.tokens != sum(work.output_tokens):
         raise CumuloError(
-            f"{output_tokens} tokens came where {sum(work.output_tokens)} were asked for: the sides did not do "
+            f"{made.tokens} tokens came where {sum(work.output_tokens)} were asked for: the sides did not do "
             "the same work (is the context of this model too short?)"
         )
+    return made
 
 
-def _first_tokens(
-    server: ServerProcess, texts: "_Texts", count: int, tell: Callable[[int], None]
-) -> list[FirstToken]:
-    questions = texts.next_texts(WARM_UPS + count, FIRST_CHARACTERS)
-    made = first_tokens_of(server.url, questions, FIRST_TOKENS, tell)
-    return made[WARM_UPS:]
+async def _stream_all(url: str, work: RoundWork) -> Round:
+    """Answer every text, PLACES at a time; the next begins as soon as one has ended."""
+    pool = Pool(url)
+    target = Target(await discover_model(pool, ""))
+    waiting = iter(zip(work.texts, work.output_tokens, strict=True))
+    answers: list[MeasuredAnswer] = []
+
+    async def place() -> None:
+        for text, count in waiting:
+            answers.append(answer := MeasuredAnswer())
+            await _ask(pool, target, text, count, answer)
+
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(PLACES):
+                group.create_task(place())
+    finally:
+        pool.close()
+    tokens = sum(answer.completion_tokens or 0 for answer in answers)
+    return Round(tokens, time.perf_counter() - began_s, {"the client": time.process_time() - began_cpu_s})
+
+
+async def _first_tokens(url: str, texts: Sequence[str]) -> list[FirstToken]:
+    """One request after another, with pauses in which the server is idle; what the client takes counts, too."""
+    pool, waits = Pool(url), []
+    target = Target(await discover_model(pool, ""))
+    for text in texts:
+        answer, story = MeasuredAnswer(), list[bytes]()
+        sent_s = asyncio.get_running_loop().time()
+        response = await _ask(pool, target, text, FIRST_TOKENS, answer)
+        path = f"/v1/requests/{response.headers['x-request-id']}/explain"
+        explain = http_request(pool, "GET", path)
+        await pool.exchange(explain, lambda _, piece, now_s, story=story: story.append(piece))  # type: ignore[misc]
+        events = json.loads(b"".join(story))["data"][0]["events"]
+        at_ms = {event["kind"]: event["at_ms"] for event in events}
+        engine_s = (at_ms["first_token"] - at_ms["arrived"]) / 1e3
+        waits.append(FirstToken(answer.chunk_times_s[0] - sent_s, engine_s, at_ms["arrived"] / 1e3))
+        await asyncio.sleep(_PAUSE_S)
+    pool.close()
+    return waits
+
+
+async def _ask(pool: Pool, target: Target, text: str, output_tokens: int, answer: MeasuredAnswer) -> Response:
+    body = target.body([{"role": "user", "content": text}], output_tokens)
+    try:
+        return await send(pool, http_request(pool, "POST", PATHS["chat"], "", body), answer, _TIMEOUT_S)
+    except RequestFailed as error:
+        raise CumuloError(f"the benchmark's request failed ({error.kind}): {error}") from error
 
 
 def rows(generated: Sequence[Round], streamed: Sequence[Round], waits: Sequence[FirstToken]) -> list[Row]:
@@ -277,23 +229,3 @@ def rows(generated: Sequence[Round], streamed: Sequence[Round], waits: Sequence[
 
 def _median_rate(side: Sequence[Round]) -> float:
     return statistics.median(played.tok_s for played in side)
-
-
-class _Texts:
-    """Consecutive pieces of real text: never the same one twice, so nothing is found in a prefix cache."""
-
-    def __init__(self) -> None:
-        self._text, self._position = reference_text(), 0
-
-    def next_texts(self, count: int, characters: int = PROMPT_CHARACTERS) -> list[str]:
-        end = self._position + count * characters
-        if end > len(self._text):
-            raise CumuloError(f"the benchmark's text ends after {len(self._text):,} characters: ask for less")
-        starts = range(self._position, end, characters)
-        self._position = end
-        return [self._text[start : start + characters] for start in starts]
-
-    def work(self, seed: int, requests: int, output_tokens: Lengths) -> RoundWork:
-        """Answers of different lengths: they do not all end in the same step."""
-        draw = random.Random(seed)
-        return RoundWork(self.next_texts(requests), [output_tokens.draw(draw) for _ in range(requests)])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cumulo.base.reference_text import reference_text
 from cumulo.base.report import Row
-from cumulo.bench.quality import BLOCK_SIZE, LOGIT_ROWS, engine_model, hidden_states
+from cumulo.bench.quality import BLOCK_SIZE, hidden_states, likeness
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
@@ -84,28 +84,36 @@ def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figure
         with LLM(model, config=engine, keep_quantised=False) as exact, torch.inference_mode():
             tokens = held_out_tokens(exact.tokenizer, text, config.sequences, config.length)
             reference = hidden_states(exact, tokens, tokens.shape[1], blocks)
-            found = [_compare("16-bit", exact, reference, exact, reference, tokens, config.rounds)]
-            done = 1
-            for method in config.methods:
-                folder = Path(work) / method
 
-                def show(stage: str, _: int, __: int, method: str = method, done: int = done) -> None:
-                    tell(f"{method}: {stage}", done, steps)
+            def compared(name: str, own: LLM) -> Figures:
+                states = reference if own is exact else hidden_states(own, tokens, tokens.shape[1], blocks)
+                found = likeness(exact, reference, own, states, tokens)
+                speeds = [
+                    (_decode_tok_s(own), _decode_tok_s(exact)) for _ in range(config.rounds)
+                ]  # in turns
+                return Figures(
+                    name, int(own.ledger["weights"].measured or 0), found.perplexity, found.kl, found.agreement,
+                    statistics.median(speed for speed, _ in speeds),
+                    statistics.median(speed / plain for speed, plain in speeds),
+                )  # fmt: skip
 
-                recipe = Recipe(cast(Method, method), bits=config.bits, group=config.group)
-                calibration = config.calibration
-                if not recipe.needs_calibration:
-                    calibration = Calibration()
-                with torch.inference_mode(False):
-                    made = quantise(model, folder, recipe, calibration, show)
-                tell(f"{method}: reading the text", done + 1, steps)
-                found.append(
-                    _variant(made.recipe.in_words, folder, engine, exact, reference, tokens, config, blocks)
-                )
-                done += 2
-            for given in config.folders:
-                tell(f"{given}: reading the text", done, steps)
-                found.append(_variant(given.name, given, engine, exact, reference, tokens, config, blocks))
+            found, done = [compared("16-bit", exact)], 1
+            variants = [(method, Path(work) / method) for method in config.methods]
+            for method, folder in [*variants, *((None, given) for given in config.folders)]:
+                name = folder.name
+                if method is not None:
+
+                    def show(stage: str, *_: int, method: str = method, done: int = done) -> None:
+                        tell(f"{method}: {stage}", done, steps)
+
+                    recipe = Recipe(cast(Method, method), bits=config.bits, group=config.group)
+                    calibration = config.calibration if recipe.needs_calibration else Calibration()
+                    with torch.inference_mode(False):
+                        name = quantise(model, folder, recipe, calibration, show).recipe.in_words
+                    done += 1
+                tell(f"{name}: reading the text", done, steps)
+                with LLM(str(folder), config=engine) as own:
+                    found.append(compared(name, own))
                 done += 1
     return found
 
@@ -134,21 +142,6 @@ def _checked_text(model: str | None, config: QualityConfig) -> str:
         raise ConfigError(f"--text {config.text} cannot be read: {why}") from error
 
 
-def _variant(
-    name: str,
-    folder: Path,
-    engine: EngineConfig,
-    exact: LLM,
-    reference: Tensor,
-    tokens: Tensor,
-    config: QualityConfig,
-    blocks: int,
-) -> Figures:
-    with LLM(str(folder), config=engine) as own:
-        states = hidden_states(own, tokens, tokens.shape[1], blocks)
-        return _compare(name, exact, reference, own, states, tokens, config.rounds)
-
-
 def held_out_tokens(tokenizer: Tokenizer, text: str, sequences: int, length: int) -> Tensor:
     tokens = tokenizer.encode(text, parse_special_tokens=False)
     if len(tokens) < sequences * length:
@@ -157,34 +150,6 @@ def held_out_tokens(tokenizer: Tokenizer, text: str, sequences: int, length: int
         )
     step = len(tokens) // sequences
     return torch.tensor([tokens[step * index : step * index + length] for index in range(sequences)])
-
-
-def _compare(
-    name: str, exact: LLM, reference: Tensor, own: LLM, states: Tensor, tokens: Tensor, rounds: int
-) -> Figures:
-    divergence, agreed, surprise, count = 0.0, 0, 0.0, 0
-    for wanted_states, own_states, ids in zip(reference, states, tokens, strict=True):
-        for start in range(0, len(ids) - 1, LOGIT_ROWS):
-            rows = slice(start, min(start + LOGIT_ROWS, len(ids) - 1))
-            wanted = engine_model(exact).logits(wanted_states[rows]).double().log_softmax(-1)
-            given = wanted
-            if own is not exact:
-                given = engine_model(own).logits(own_states[rows]).double().log_softmax(-1)
-            following = ids[rows.start + 1 : rows.stop + 1]
-            divergence += float((wanted.exp() * (wanted - given)).sum())
-            agreed += int((wanted.argmax(-1) == given.argmax(-1)).sum())
-            surprise -= float(given.gather(1, following[:, None]).sum())
-            count += len(following)
-    speeds = [(_decode_tok_s(own), _decode_tok_s(exact)) for _ in range(rounds)]  # in turns
-    return Figures(
-        name,
-        own.ledger["weights"].measured or 0,  # type: ignore[arg-type]
-        float(torch.tensor(surprise / count).exp()),
-        divergence / count,
-        agreed / count,
-        statistics.median(speed for speed, _ in speeds),
-        statistics.median(speed / plain for speed, plain in speeds),
-    )
 
 
 def _decode_tok_s(llm: LLM) -> float:

@@ -1,18 +1,15 @@
-"""A `cumulo serve` of one's own for a benchmark: started on a free port, watched, ended by its id."""
+"""A `cumulo serve` or `cumulo gateway` of a benchmark's own: started on a free port, watched, ended by its id."""
 
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from cumulo.errors import CumuloError
 
@@ -20,16 +17,17 @@ _START_S = 900.0
 
 
 class ServerProcess:
-    """The API process and, below it, the engine's. Leaving the `with` stops both."""
+    """The process of `cumulo WORDS` and, below it, the engine's. Leaving the `with` stops both."""
 
-    def __init__(self, model: str | None, options: Sequence[str]) -> None:
+    def __init__(self, *words: str, **variables: str) -> None:
         # A file, not a pipe: nobody reads while the server writes.
-        self._log = tempfile.NamedTemporaryFile(prefix="cumulo-serve-", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, "-m", "cumulo.cli", "serve", *([model] if model else []), "--port", "0"]
-        self._process = subprocess.Popen([*command, *options], stdout=self._log, stderr=self._log)
-        self.url = ""
+        self._log = tempfile.NamedTemporaryFile(prefix="cumulo-", suffix=".log")  # noqa: SIM115
+        command = [sys.executable, "-m", "cumulo.cli", *words, "--port", "0"]
+        environment = os.environ | {"COLUMNS": "200"} | variables
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
+        self.pid, self.url = self._process.pid, ""
 
-    def __enter__(self) -> "ServerProcess":
+    def __enter__(self) -> Self:
         try:
             self._wait_until_ready()
         except BaseException:
@@ -37,30 +35,25 @@ class ServerProcess:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
-    def cpu_s(self) -> float | None:
-        """Processor seconds the API process has used; None where the system does not tell."""
-        return _cpu_s(self._process.pid)
-
-    @property
-    def engine_cpu_s(self) -> float | None:
-        """The same of the engine's process."""
-        engine = next((pid for pid in _children(self._process.pid) if _is_engine(pid)), None)
-        return None if engine is None else _cpu_s(engine)
+    def engine_pid(self) -> int | None:
+        below = [
+            int(pid)
+            for file in Path(f"/proc/{self.pid}/task").glob("*/children")
+            for pid in file.read_text().split()
+        ]
+        return next((pid for pid in below if b"engine_process" in _proc(pid, "cmdline")), None)
 
     def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        self._process.wait()
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._log.close()
 
     def _wait_until_ready(self) -> None:
@@ -86,26 +79,18 @@ class ServerProcess:
         return Path(self._log.name).read_text("utf-8", "replace")[-4000:]
 
 
-def _cpu_s(pid: int) -> float | None:
-    """User and system time of all threads, from /proc."""
+def cpu_s(pid: int | None) -> float | None:
+    """Processor seconds that all threads of a process have used; None where the system does not tell."""
+    fields = _proc(pid, "stat").rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
+
+
+def resident_mib(pid: int) -> float:
+    return int(_proc(pid, "statm").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _proc(pid: int | None, name: str) -> bytes:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(entry.name))
-    return found
-
-
-def _is_engine(pid: int) -> bool:
-    try:
-        return b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+        return b""

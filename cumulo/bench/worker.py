@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,14 +34,17 @@ class Side(Protocol):
 
 
 class CumuloSide:
-    """Our engine as a user gets it: `LLM` with its defaults."""
+    """Our engine as a user gets it; `places`: at most so many sequences compute at once, as in a server."""
 
-    def __init__(self, model: str | None, threads: int) -> None:
+    def __init__(self, model: str | None, threads: int, places: int | None = None) -> None:
         from cumulo import LLM, SamplingParams
         from cumulo.engine.config import EngineConfig
 
         self.params = SamplingParams
-        config = EngineConfig(threads=threads, kv_blocks=MAX_SEQUENCES * CONTEXT_PER_SEQUENCE // 16)
+        if places is None:
+            config = EngineConfig(threads=threads, kv_blocks=MAX_SEQUENCES * CONTEXT_PER_SEQUENCE // 16)
+        else:
+            config = EngineConfig(threads=threads, max_running=places)
         self.llm = LLM(model, config=config)
 
     def tokenize(self, text: str) -> list[int]:
@@ -49,60 +53,39 @@ class CumuloSide:
 
     def decode(self, prompts: list[list[int]], new_tokens: int) -> float:
         # Prompts first, on their own: with their blocks cached, all sequences begin in the same step.
-        self._generate(prompts, 1)
-        stories = [output.story for output in self._generate(prompts, new_tokens)]
+        self._generate(prompts, [1] * len(prompts))
+        stories = [output.story for output in self._generate(prompts, [new_tokens] * len(prompts))]
         first_s = max(story.first_token_s or 0.0 for story in stories)
         last_s = max(story.finished_s or 0.0 for story in stories)
         return len(prompts) * (new_tokens - 1) / (last_s - first_s)
 
     def prefill(self, prompt: list[int]) -> float:
         began_s = time.perf_counter()
-        output = self._generate([prompt], 1)[0]
+        output = self._generate([prompt], [1])[0]
         elapsed_s = time.perf_counter() - began_s
         if output.story.cached_tokens:
             raise CumuloError(f"{output.story.cached_tokens} prompt tokens were cached: not a prefill")
         return len(prompt) / elapsed_s
 
-    def _generate(self, prompts: list[list[int]], new_tokens: int) -> list[Any]:
-        outputs: list[Any] = self.llm.generate(
-            prompts, self.params(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        )
+    def answer(self, texts: list[str], output_tokens: list[int]) -> dict[str, Any]:
+        """Answer every text as a user's message: the server's rival in `cumulo bench overhead`."""
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        tokenizer = self.llm.tokenizer
+        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+        outputs = self._generate([tokenizer.encode(prompt) for prompt in prompts], output_tokens)
+        return {
+            "seconds": time.perf_counter() - began_s,
+            "cpu_s": time.process_time() - began_cpu_s,
+            "output_tokens": sum(output.story.output_tokens for output in outputs),
+        }
+
+    def _generate(self, prompts: list[list[int]], new_tokens: list[int]) -> list[Any]:
+        each = [self.params(temperature=0, max_tokens=count, ignore_eos=True) for count in new_tokens]
+        outputs: list[Any] = self.llm.generate(prompts, each)
         for output in outputs:
             if output.error:
                 raise CumuloError(f"the benchmark's request failed: {output.error}")
         return outputs
-
-
-class GenerateSide:
-    """`LLM.generate` on whole conversations, at most `places` computing at once: the server's rival in
-    `cumulo bench overhead`."""
-
-    def __init__(self, model: str | None, threads: int, places: int) -> None:
-        from cumulo import LLM, SamplingParams
-        from cumulo.engine.config import EngineConfig
-
-        self.params = SamplingParams
-        self.llm = LLM(model, config=EngineConfig(threads=threads, max_running=places))
-
-    def answer(self, texts: list[str], output_tokens: list[int]) -> dict[str, Any]:
-        """Answer every text as a user's message; the first ones begin, the others follow as places get free."""
-        began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        prompts = [
-            self.llm.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts
-        ]
-        each = [self.params(temperature=0, max_tokens=count, ignore_eos=True) for count in output_tokens]
-        outputs = self.llm.generate([self.llm.tokenizer.encode(prompt) for prompt in prompts], each)
-        elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        for output in outputs:
-            if output.error:
-                raise CumuloError(f"the benchmark's request failed: {output.error}")
-        return {
-            "seconds": elapsed_s,
-            "cpu_s": cpu_s,
-            "prompt_tokens": sum(output.story.prompt_tokens for output in outputs),
-            "cached_tokens": sum(output.story.cached_tokens for output in outputs),
-            "output_tokens": sum(output.story.output_tokens for output in outputs),
-        }
 
 
 class TransformersSide:
@@ -231,15 +214,29 @@ class LlamaCppSide:
 
 
 def make_side(
-    name: str, model: str | None, model_path: Path, threads: int, places: int = MAX_SEQUENCES
-) -> Side | GenerateSide:
-    if name == "cumulo":
-        return CumuloSide(model, threads)
-    if name == "generate":
-        return GenerateSide(model, threads, places)
+    name: str, model: str | None, model_path: Path, threads: int, places: int | None = None
+) -> Side:
     if name == "transformers":
         return TransformersSide(model_path, threads)
-    return LlamaCppSide(model_path, threads)
+    if name == "llama.cpp":
+        return LlamaCppSide(model_path, threads)
+    return CumuloSide(model, threads, places)
+
+
+class FreshPieces:
+    """Consecutive pieces of a text or of its tokens: none is handed out twice, so no prefix cache knows one."""
+
+    def __init__(self, whole: Sequence[Any]) -> None:
+        self.whole, self.position = whole, 0
+
+    def take(self, count: int, length: int) -> list[Any]:
+        starts = range(self.position, self.position + count * length, length)
+        self.position += count * length
+        if self.position > len(self.whole):
+            raise CumuloError(
+                f"the benchmark's text ends after {len(self.whole):,} pieces: ask for fewer rounds"
+            )
+        return [self.whole[start : start + length] for start in starts]
 
 
 class SideProcess:

@@ -7,7 +7,8 @@ import pytest
 from cumulo.base.reference_text import reference_text
 from cumulo.bench import engine as bench_engine
 from cumulo.bench import scheduler as bench_scheduler
-from cumulo.bench.engine import MEASUREMENTS, _order, _Prompts, _rows, parse_rivals
+from cumulo.bench.engine import MEASUREMENTS, _order, _rows, parse_rivals
+from cumulo.bench.worker import FreshPieces
 from cumulo.errors import CumuloError
 
 
@@ -22,16 +23,11 @@ def test_the_order_of_sides_alternates() -> None:
 
 
 def test_prompts_are_never_handed_out_twice() -> None:
-    prompts = _Prompts(list(range(100)))
-    taken = [
-        token
-        for batch in (prompts.next_batch(3, 10), prompts.next_batch(1, 64))
-        for row in batch
-        for token in row
-    ]
+    prompts = FreshPieces(list(range(100)))
+    taken = [token for batch in (prompts.take(3, 10), prompts.take(1, 64)) for row in batch for token in row]
     assert taken == list(range(94))
     with pytest.raises(CumuloError, match="fewer rounds"):
-        prompts.next_batch(1, 7)
+        prompts.take(1, 7)
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cumulo.bench.overhead import FirstToken, Round, _Texts, rows
+from cumulo.base.reference_text import reference_text
+from cumulo.bench.overhead import FirstToken, Round, RoundWork, rows
 from cumulo.bench.server import ServerProcess
+from cumulo.bench.worker import FreshPieces
 from cumulo.errors import CumuloError
 from cumulo.load.prompts import Uniform
 from tests.cli.conftest import Run
@@ -34,9 +36,9 @@ def test_what_is_added_is_what_the_client_waited_less_what_the_engine_took() -> 
 
 
 def test_no_text_is_used_twice_and_both_sides_get_the_same_work() -> None:
-    texts = _Texts()
-    first, second = (texts.work(1, 20, Uniform(64, 128)) for _ in range(2))
-    assert len(set(first.texts + second.texts)) == 40
+    pieces = FreshPieces(reference_text())
+    first, second = (RoundWork.drawn(pieces, 1, 20, Uniform(64, 128)) for _ in range(2))
+    assert len({*first.texts, *second.texts}) == 40
     assert first.output_tokens == second.output_tokens and len(set(first.output_tokens)) > 5
 
 
@@ -44,7 +46,7 @@ def test_no_text_is_used_twice_and_both_sides_get_the_same_work() -> None:
 def test_a_server_that_does_not_start_says_why() -> None:
     with (
         pytest.raises(CumuloError, match=r"before it was ready(.|\n)*nowhere"),
-        ServerProcess("/nowhere/model.gguf", ()),
+        ServerProcess("serve", "/nowhere/model.gguf"),
     ):
         pass
 
