@@ -1,28 +1,23 @@
 """The typer application: which verbs exist. Importing it must stay quick and free of torch."""
 
+import importlib
+
 import typer
 
 from cumulo import __version__
 from cumulo.cli import (
-    bench,
     calibrate,
     chat,
-    collective,
-    data,
     diagnose,
     doctor,
     explain,
     gateway,
     generate,
     jobs,
-    kubernetes,
     launch,
-    network_lint,
-    plan,
     quantize,
     schedule,
     serve,
-    simulation,
     topology,
     train,
 )
@@ -35,17 +30,7 @@ _PLAN = "Plan and simulate"
 _NETWORKS = "Networks"
 _CHECK = "Check and measure"
 
-app = typer.Typer(
-    name="cumulo",
-    help="Run, serve, train and plan language models.",
-    epilog='Try: [bold]echo "What is the capital of France?" | cumulo chat[/bold]',
-    rich_markup_mode="rich",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,  # what is not a CumuloError is our bug: keep the plain traceback
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for verb, example, panel in (
+_VERBS = (
     (chat.chat, chat.EXAMPLE, _RUN),
     (generate.generate, generate.EXAMPLE, _RUN),
     (serve.serve, serve.EXAMPLE, _RUN),
@@ -62,15 +47,42 @@ for verb, example, panel in (
     (topology.topology, topology.EXAMPLE, _NETWORKS),
     (schedule.schedule, schedule.EXAMPLE, _PLAN),
     (calibrate.calibrate, calibrate.EXAMPLE, _PLAN),
-):
-    app.command(verb.__name__, epilog=example, rich_help_panel=panel)(verb)
-app.add_typer(bench.app, name="bench", rich_help_panel=_CHECK)
-app.add_typer(collective.app, name="collective", rich_help_panel=_NETWORKS)
-app.add_typer(data.app, name="data", rich_help_panel=_TRAIN)
-app.add_typer(kubernetes.app, name="kubernetes", rich_help_panel=_JOBS)
-app.add_typer(network_lint.app, name="network", rich_help_panel=_NETWORKS)
-app.add_typer(plan.app, name="plan", rich_help_panel=_PLAN)
-app.add_typer(simulation.app, name="simulate", rich_help_panel=_PLAN)
+)
+# Verbs with verbs of their own, each in the module of its name: the panel, and what its help says.
+_GROUPS = {
+    "bench": (_CHECK, "Measure performance. Reports show every figure next to the value it must reach."),
+    "collective": (
+        _NETWORKS,
+        "Show, check, run and choose the schedules of collectives: who sends what to whom.",
+    ),
+    "data": (_TRAIN, "Build and inspect datasets for training."),
+    "kubernetes": (_JOBS, "Check Kubernetes manifests without a cluster, and scale services with KEDA."),
+    "network": (_NETWORKS, "Check the configuration of a network: routing, PFC, ECN, NCCL variables."),
+    "plan": (_PLAN, "Plan before you run: memory, speed, parallelism and cost."),
+    "simulate": (_PLAN, "Simulate a deployment in virtual time, with the real scheduler."),
+}
+
+
+def application(word: str | None = None) -> typer.Typer:
+    """The whole command. With the first word that was typed, other groups are only listed, not imported."""
+    app = typer.Typer(
+        name="cumulo",
+        help="Run, serve, train and plan language models.",
+        epilog='Try: [bold]echo "What is the capital of France?" | cumulo chat[/bold]',
+        rich_markup_mode="rich",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,  # what is not a CumuloError is our bug: keep the plain traceback
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for verb, example, panel in _VERBS:
+        app.command(verb.__name__, epilog=example, rich_help_panel=panel)(verb)
+    for name, (panel, told) in _GROUPS.items():
+        needed = word in (None, name)
+        inner = importlib.import_module(f"cumulo.cli.{name}").app if needed else typer.Typer()
+        app.add_typer(inner, name=name, help=told, rich_help_panel=panel, no_args_is_help=True)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,8 +91,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def options(
+def _options(
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
     ),

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from cumulo.collectives.decide.catalog import CollectiveShape
     from cumulo.collectives.decide.tuner import MachineCosts
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Show, check, run and choose the schedules of collectives: who sends what to whom.",
-    rich_markup_mode="rich",
-)
+app = typer.Typer()
 _SHOW = "Example: [bold]cumulo collective show all_reduce ring --ranks 4 --svg ring.svg[/bold]"
 _CHECK = "Example: [bold]cumulo collective check all_reduce tree --ranks 13[/bold]"
 _RUN = "Example: [bold]cumulo collective run all_reduce ring --ranks 2 --elements 1000[/bold]"

@@ -7,9 +7,7 @@ import typer
 from cumulo.cli.shared.terminal import loading, out
 from cumulo.errors import ConfigError
 
-app = typer.Typer(
-    help="Build and inspect datasets for training.", no_args_is_help=True, rich_markup_mode="rich"
-)
+app = typer.Typer()
 
 
 @app.command(epilog="Example: [bold]cumulo data build /tmp/stdlib python-stdlib --vocab-size 2048[/bold]")

@@ -7,11 +7,7 @@ import typer
 from cumulo.cli.shared.terminal import out
 from cumulo.errors import ConfigError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Check Kubernetes manifests without a cluster, and scale services with KEDA.",
-    rich_markup_mode="rich",
-)
+app = typer.Typer()
 SCALER_EXAMPLE = "Example: [bold]cumulo kubernetes scaler --port 9090[/bold]"
 CHECK_EXAMPLE = "Example: [bold]cumulo kubernetes check examples/kubernetes/queues.yaml[/bold]"
 

@@ -8,11 +8,11 @@ import pytest
 from typer.main import get_command
 
 from cumulo import __version__
-from cumulo.cli import with_needed_verbs
-from cumulo.cli.app import app
+from cumulo.cli.app import application
 from cumulo.cli.shared.help import use_plain_types
 from cumulo.errors import CumuloError
 from tests.cli.conftest import ROOT, Run, cumulo_process
+from tests.whole_command import app
 
 VERBS = [
     ("chat",),
@@ -82,19 +82,17 @@ def test_no_help_page_is_cut_off_at_80_columns(
     "words",
     [[], ["--help"], ["plan", "-h"], ["bench"], ["doctor", "--help"], ["simulate", "network", "--help"]],
 )
-def test_making_only_the_needed_verbs_changes_no_page(
+def test_importing_only_the_named_group_changes_no_page(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages = []
-    for made in (app, with_needed_verbs(app, words)):
+    for made in (app, application(words[0] if words else "")):
         command = get_command(made)
         use_plain_types(command)
         with pytest.raises(SystemExit):
             command(words, prog_name="cumulo")
         pages.append(capsys.readouterr().out)
     assert pages[0] == pages[1] and "Usage: cumulo" in pages[0]
-    assert with_needed_verbs(app, ["doctor"]).registered_commands[0].name == "doctor"
-    assert with_needed_verbs(app, ["fly"]) is app
 
 
 def test_help_imports_no_torch() -> None:

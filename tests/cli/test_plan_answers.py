@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.cli.shared.terminal import out
 from tests.plan.printed import too_long, without_unit
+from tests.whole_command import app
 
 _TRAIN = ("plan", "train")
 _SMALL = ("--gpus", "16", "--batch", "64")

@@ -12,10 +12,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.cli.plan import serve as plan_serve
-from cumulo.cli.simulation import serve as simulate
+from cumulo.cli.simulate import serve as simulate
 from cumulo.errors import CumuloError
+from tests.whole_command import app
 
 FAST = ["--requests", "60", "--input", "200", "--output", "20"]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.cluster.simulate import play
 from cumulo.errors import ConfigError, CumuloError
 from tests.cli.conftest import ROOT
+from tests.whole_command import app
 
 
 def test_jobs_that_never_fit_are_told_and_nothing_breaks() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.links import Routing
 from cumulo.collectives.simulate.place import placed
@@ -14,6 +13,7 @@ from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time.step_traffic import AxisTime, play_step, step_calls
 from cumulo.spec import catalog
+from tests.whole_command import app
 
 JOB = TrainJob(
     catalog.model("llama-3.1-70b"), Layout(dp=32, tp=8, pp=4, zero=1, sequence_parallel=True), 128, 4096

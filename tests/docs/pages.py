@@ -14,8 +14,8 @@ from typing import Any
 
 from typer.main import get_command
 
-from cumulo.cli.app import app
 from tests.cli.conftest import ROOT
+from tests.whole_command import app
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"(?:^<!-- not run: (.*?) -->\n+)?^```(\w*)\n(.*?)^```", re.S | re.M)

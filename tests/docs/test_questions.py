@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from tests.cli.conftest import ROOT
 from tests.docs.pages import blocks
 from tests.plan.printed import too_long
+from tests.whole_command import app
 
 pytestmark = pytest.mark.long
 

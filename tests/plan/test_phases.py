@@ -5,13 +5,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time.compute_profile import shipped_for
 from cumulo.plan.time.phases import CommunicationPhase, phases_of
 from cumulo.plan.time.step import estimate
 from cumulo.spec import catalog
+from tests.whole_command import app
 
 CLUSTER = catalog.cluster(1024, "h100-sxm")
 

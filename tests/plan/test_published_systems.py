@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.errors import ConfigError
 from cumulo.layout.check import tensor_problems
 from cumulo.layout.layout import Layout
@@ -21,6 +20,7 @@ from cumulo.plan.time.step import estimate
 from cumulo.spec import catalog
 from cumulo.spec.catalog import cluster
 from cumulo.spec.model import ModelSpec
+from tests.whole_command import app
 
 
 def test_deepseek_v3_on_2048_h800_is_within_10_percent() -> None:

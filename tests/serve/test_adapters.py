@@ -13,7 +13,6 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.errors import CumuloError
 from cumulo.models.files.load import inspect_model
 from cumulo.serve.access.keys import new_key
@@ -21,6 +20,7 @@ from cumulo.serve.adapter_registry import AdapterRefused, AdapterRegistry, named
 from tests.models.adapter_files import write_adapter
 from tests.serve.running_server import RunningServer, events_of, running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
+from tests.whole_command import app
 
 pytestmark = pytest.mark.long
 ASKED: dict[str, Any] = {"prompt": "Once upon a time the cat", "max_tokens": 12, "temperature": 0}

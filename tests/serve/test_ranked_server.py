@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.errors import CumuloError
 from tests.serve.rank_pids import rank_pids
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.test_streams_survive import KINDS, Stream, said
 from tests.serve.tiny_model import NAME, save_tiny_model
+from tests.whole_command import app
 
 pytestmark = pytest.mark.long
 # Too small for the whole model: the plan must take two.

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cumulo.cli.app import app
 from cumulo.errors import CumuloError
 from tests.serve.running_server import RunningServer, running_server, wait_for
 from tests.serve.test_streams_survive import KINDS, Stream, said
 from tests.serve.tiny_model import NAME, save_tiny_model
+from tests.whole_command import app
 
 pytestmark = pytest.mark.long
 TEXT = "the dog saw that the cat was there and the mat was on the cat and she said we have seen "

@@ -15,11 +15,7 @@ from cumulo.cli.shared import options
 from cumulo.cli.shared.terminal import err, finish, loading, note, only_json, out, warn_if_busy, working
 from cumulo.errors import CumuloError
 
-app = typer.Typer(
-    help="Measure performance. Reports show every figure next to the value it must reach.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer()
 app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
 
 

@@ -4,11 +4,7 @@ import typer
 
 from cumulo.cli.plan import cluster, serve, train, validate
 
-app = typer.Typer(
-    help="Plan before you run: memory, speed, parallelism and cost.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer()
 app.command("train", epilog=train.EXAMPLE)(train.train)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("cluster", epilog=cluster.EXAMPLE)(cluster.cluster)

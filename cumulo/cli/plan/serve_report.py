@@ -227,7 +227,7 @@ def users_lines(curve: "Sequence[RateTrial]", best: "Deployment", think_s: float
 
 def users_chart(curve: "Sequence[RateTrial]", best: "Deployment", slo: "Slo", think_s: float) -> "Chart":
     """Latencies over the number of users, with the SLO."""
-    from cumulo.cli.simulation.serve_report import latency_chart
+    from cumulo.cli.simulate.serve_report import latency_chart
 
     reports = ((best.replicas * one.users(think_s), one.report) for one in curve)
     return latency_chart("Latency over users", "users", reports, slo)

@@ -101,13 +101,13 @@ def network(chosen: NetworkOptions) -> None:
     """Simulate collectives on a fabric, link by link: routing, sharing, failures, several jobs at once."""
     began_s = time.process_time()
     if chosen.train:
-        from cumulo.cli.simulation.network_report import print_step
+        from cumulo.cli.simulate.network_report import print_step
 
         print_step(chosen)
         note(f"simulated in {time.process_time() - began_s:.2f} s of CPU time")
         return
     if chosen.algorithm == "switchml" and not chosen.job:
-        from cumulo.cli.simulation.network_report import print_switch
+        from cumulo.cli.simulate.network_report import print_switch
 
         print_switch(chosen)
         note(f"simulated in {time.process_time() - began_s:.2f} s of CPU time")
@@ -230,7 +230,7 @@ def _report(
     jobs: list["NetworkTraffic"],
     cpu_s: float,
 ) -> None:
-    from cumulo.cli.simulation.network_report import job_rows, tier_rows, write_heat_map
+    from cumulo.cli.simulate.network_report import job_rows, tier_rows, write_heat_map
 
     rows = job_rows(run, jobs) + tier_rows(run)
     if chosen.collective == "incast" and not chosen.job and 1 < graph.ranks <= _MOST_PORT:

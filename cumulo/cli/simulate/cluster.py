@@ -100,7 +100,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
 
     Reports job completion time (JCT), waiting, makespan, utilization, and fairness between tenants.
     """
-    from cumulo.cli.simulation import cluster_report as view
+    from cumulo.cli.simulate import cluster_report as view
     from cumulo.cluster.decide.policies import policy_named
     from cumulo.cluster.decide.step_time import leaf_fabric
     from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, elastic_jobs
@@ -273,7 +273,7 @@ def _failures(chosen: ClusterRunOptions):  # type: ignore[no-untyped-def]
 
 
 def _fill(chosen: ClusterRunOptions, nodes: "list[ClusterNode]", jobs: "list[TraceJob]") -> None:
-    from cumulo.cli.simulation import cluster_report as view
+    from cumulo.cli.simulate import cluster_report as view
     from cumulo.cluster.simulate.fill import RULES, fill, variant
 
     names = [name.strip() for name in chosen.policy.split(",")]

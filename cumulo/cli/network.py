@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from cumulo.diagnose.lint import Finding
     from cumulo.spec.cluster import Cluster
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Check the configuration of a network: routing, PFC, ECN, NCCL variables.",
-    rich_markup_mode="rich",
-)
+app = typer.Typer()
 EXAMPLE = "Example: [bold]cumulo network lint llama3-roce --gpus 2048 --tp 8 --storage-links 64[/bold]"
 _MORE = ("severity", "change", "gain", "low", "high")
 _WHAT = "A fabric of the catalogue, a file with `flows:` for PFC, or a plan of `cumulo plan train --out`."

@@ -83,7 +83,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     The rule that does best here is the one that `cumulo serve --autoscale` obeys: the same code decides.
     """
 
-    from cumulo.cli.simulation import autoscale_report as view
+    from cumulo.cli.simulate import autoscale_report as view
     from cumulo.fleet.decide.scaling import ScalingLimits
     from cumulo.fleet.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
     from cumulo.fleet.simulate.replica_speed import replica_speed, split_speed

@@ -49,7 +49,7 @@ def write_heat_map(path: Path, run: NetworkRun, title: str) -> None:
 
 
 if TYPE_CHECKING:
-    from cumulo.cli.simulation.network import NetworkOptions
+    from cumulo.cli.simulate.network import NetworkOptions
 
 # Packets of all workers that are played; longer collectives go on at the same pace. With losses the unluckiest slot
 # decides, which a short part does not show.
@@ -100,7 +100,7 @@ def print_switch(chosen: "NetworkOptions") -> None:
 
 
 if TYPE_CHECKING:
-    from cumulo.cli.simulation.network import NetworkOptions
+    from cumulo.cli.simulate.network import NetworkOptions
 
 
 def print_step(chosen: "NetworkOptions") -> None:

@@ -102,7 +102,7 @@ def serve(chosen: SimulateOptions) -> None:
 
     TTFT and end-to-end latency include --front-door, the time outside the engine.
     """
-    from cumulo.cli.simulation import serve_report as view
+    from cumulo.cli.simulate import serve_report as view
     from cumulo.load.simulated import parse_objective
     from cumulo.plan.serve.capacity import RateTrial, play, play_between
     from cumulo.plan.serve.capacity import find_capacity as search
@@ -210,7 +210,7 @@ def _serve_promised(
     objective: "Slo | None",
 ) -> None:
     """Goodput with a promised latency, and without."""
-    from cumulo.cli.simulation import serve_report as view
+    from cumulo.cli.simulate import serve_report as view
     from cumulo.plan.serve.goodput import play_goodput
 
     if objective is None:
@@ -236,7 +236,7 @@ def _serve_fleet(
     chosen: SimulateOptions, replica: "Replica", traffic: "Traffic", rates: list[float | None], evidence: str
 ) -> None:
     """Play the same traffic under each routing policy."""
-    from cumulo.cli.simulation import serve_report as view
+    from cumulo.cli.simulate import serve_report as view
     from cumulo.plan.serve.fleet import play_fleet, play_split
 
     if bool(chosen.prefill) != bool(chosen.decode):
