@@ -22,9 +22,9 @@ FRAGMENT = re.compile(r"(Of|So|Such|Those|As|Its|Whose|And|Both|Nor|That)\b(?![^
 # The most that each room, the package, benchmarks and docs may have. Raising one needs a reason in the commit.
 LINES_PER_ROOM = {
     "base": 1_650,
-    "bench": 5_050,
+    "bench": 4_800,
     "checkpoint": 1_250,
-    "cli": 9_000,
+    "cli": 8_500,
     "cluster": 10_650,
     "collectives": 5_850,
     "console": 4_300,

@@ -87,7 +87,7 @@ def measure(
         prompts = FreshPieces(tokens)
         for round_number in range(rounds + 1):  # round 0 warms up: caches, threads, compiled code
             for measurement in MEASUREMENTS:
-                batch = prompts.take(measurement.sequences, measurement.prompt_tokens)
+                batch = prompts.next_pieces(measurement.sequences, measurement.prompt_tokens)
                 for side in _order(sides, round_number):
                     label = "warming up" if round_number == 0 else f"round {round_number} of {rounds}"
                     tell(f"{label}: {measurement.name}, {side}", done, total)

@@ -56,7 +56,7 @@ class RoundWork:
     @classmethod
     def drawn(cls, pieces: FreshPieces, seed: int, requests: int, output_tokens: Lengths) -> "RoundWork":
         draw = random.Random(seed)
-        texts = pieces.take(requests, PROMPT_CHARACTERS)
+        texts = pieces.next_pieces(requests, PROMPT_CHARACTERS)
         return cls(texts, [output_tokens.draw(draw) for _ in range(requests)])
 
 
@@ -110,7 +110,7 @@ def measure(
                     if number:
                         played[name].append(result)
                     done += 1
-            questions = pieces.take(WARM_UPS + first_tokens, FIRST_CHARACTERS)
+            questions = pieces.next_pieces(WARM_UPS + first_tokens, FIRST_CHARACTERS)
             tell("first tokens", done, total)
             waits = asyncio.run(_first_tokens(server.url, questions))[WARM_UPS:]
     finally:

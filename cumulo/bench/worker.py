@@ -229,7 +229,7 @@ class FreshPieces:
     def __init__(self, whole: Sequence[Any]) -> None:
         self.whole, self.position = whole, 0
 
-    def take(self, count: int, length: int) -> list[Any]:
+    def next_pieces(self, count: int, length: int) -> list[Any]:
         starts = range(self.position, self.position + count * length, length)
         self.position += count * length
         if self.position > len(self.whole):

@@ -48,7 +48,8 @@ _VERBS = (
     (schedule.schedule, schedule.EXAMPLE, _PLAN),
     (calibrate.calibrate, calibrate.EXAMPLE, _PLAN),
 )
-# Verbs with verbs of their own, each in the module of its name: the panel, and what its help says.
+# Verbs with verbs of their own: the panel, and what its help says. `simulate/` is the name of folders that decide.
+_MODULES = {"simulate": "simulation"}
 _GROUPS = {
     "bench": (_CHECK, "Measure performance. Reports show every figure next to the value it must reach."),
     "collective": (
@@ -80,7 +81,9 @@ def application(word: str | None = None) -> typer.Typer:
         app.command(verb.__name__, epilog=example, rich_help_panel=panel)(verb)
     for name, (panel, told) in _GROUPS.items():
         needed = word in (None, name)
-        inner = importlib.import_module(f"cumulo.cli.{name}").app if needed else typer.Typer()
+        inner = (
+            importlib.import_module(f"cumulo.cli.{_MODULES.get(name, name)}").app if needed else typer.Typer()
+        )
         app.add_typer(inner, name=name, help=told, rich_help_panel=panel, no_args_is_help=True)
     return app
 

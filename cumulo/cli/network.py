@@ -1,10 +1,14 @@
 """`cumulo network lint`: mistakes in a fabric, a layout's traffic and NCCL's settings, before they cost a run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+import yaml
+from rich.padding import Padding
+from rich.text import Text
 
 from cumulo.base.quantities import parse_bytes
 from cumulo.base.report import Row, write_json
@@ -13,14 +17,15 @@ from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import option, takes_options
 from cumulo.cli.shared.terminal import only_json, out, read_text, working
+from cumulo.collectives.simulate.fabrics.links import Ints
+from cumulo.diagnose.lint import Finding
+from cumulo.diagnose.lint import fabric_rules as rules
+from cumulo.diagnose.lint.fabric_rules import data_groups, worst
+from cumulo.diagnose.lint.pfc import flows_of, lint_pfc, lint_victims
+from cumulo.diagnose.lint.settings import lint_settings, settings_of
 from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cumulo.collectives.simulate.fabrics.links import Ints
-    from cumulo.diagnose.lint import Finding
-    from cumulo.spec.cluster import Cluster
+from cumulo.spec.catalog import shipped
+from cumulo.spec.cluster import Cluster
 
 app = typer.Typer()
 EXAMPLE = "Example: [bold]cumulo network lint llama3-roce --gpus 2048 --tp 8 --storage-links 64[/bold]"
@@ -53,10 +58,6 @@ def lint(chosen: LintOptions) -> None:
 
     Every finding says what to change and what that gains. The exit status is 1 if there is an error.
     """
-    from rich.padding import Padding
-    from rich.text import Text
-
-    from cumulo.diagnose.lint.fabric_rules import worst
 
     with working("checking"):
         found = list(_findings(chosen))
@@ -75,10 +76,7 @@ def lint(chosen: LintOptions) -> None:
         raise typer.Exit(1)
 
 
-def _findings(chosen: LintOptions) -> "Iterator[Finding]":
-    from cumulo.diagnose.lint.pfc import flows_of, lint_pfc, lint_victims
-    from cumulo.diagnose.lint.settings import lint_settings, settings_of
-    from cumulo.spec.catalog import shipped
+def _findings(chosen: LintOptions) -> Iterator[Finding]:
 
     content = _content(chosen.target)
     catalog = shipped(chosen.catalog_file)
@@ -94,9 +92,7 @@ def _findings(chosen: LintOptions) -> "Iterator[Finding]":
         yield from lint_settings(settings_of(read_text(chosen.env)), catalog.fabric(fabric))
 
 
-def _of_fabric(chosen: LintOptions, cluster: "Cluster", groups: "Ints") -> "Iterator[Finding]":
-    from cumulo.diagnose.lint import fabric_rules as rules
-    from cumulo.diagnose.lint.pfc import lint_pfc
+def _of_fabric(chosen: LintOptions, cluster: Cluster, groups: Ints) -> Iterator[Finding]:
 
     if flows := rules.lint_loops(cluster, groups):
         yield from lint_pfc(flows, kind="per-port")
@@ -108,10 +104,8 @@ def _of_fabric(chosen: LintOptions, cluster: "Cluster", groups: "Ints") -> "Iter
         yield from rules.lint_incast(cluster, size, chosen.storage_links, chosen.storage_gbps, 30.0)
 
 
-def _job(chosen: LintOptions, content: "dict[str, Any] | None", fabric: str) -> "tuple[Cluster, Ints]":
+def _job(chosen: LintOptions, content: dict[str, Any] | None, fabric: str) -> tuple[Cluster, Ints]:
     """The cluster and its data-parallel rings."""
-    from cumulo.diagnose.lint.fabric_rules import data_groups
-    from cumulo.spec.catalog import shipped
 
     catalog = shipped(chosen.catalog_file)
     if content is None:
@@ -126,8 +120,7 @@ def _job(chosen: LintOptions, content: "dict[str, Any] | None", fabric: str) -> 
     return cluster, data_groups(world, near, max(2, sizes["dp"] * sizes["cp"]))
 
 
-def _content(target: str) -> "dict[str, Any] | None":
-    import yaml
+def _content(target: str) -> dict[str, Any] | None:
 
     path = Path(target)
     if not path.is_file():

@@ -24,10 +24,15 @@ def test_the_order_of_sides_alternates() -> None:
 
 def test_prompts_are_never_handed_out_twice() -> None:
     prompts = FreshPieces(list(range(100)))
-    taken = [token for batch in (prompts.take(3, 10), prompts.take(1, 64)) for row in batch for token in row]
+    taken = [
+        token
+        for batch in (prompts.next_pieces(3, 10), prompts.next_pieces(1, 64))
+        for row in batch
+        for token in row
+    ]
     assert taken == list(range(94))
     with pytest.raises(CumuloError, match="fewer rounds"):
-        prompts.take(1, 7)
+        prompts.next_pieces(1, 7)
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:

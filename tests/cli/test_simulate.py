@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from cumulo.cli.plan import serve as plan_serve
-from cumulo.cli.simulate import serve as simulate
+from cumulo.cli.simulation import serve as simulate
 from cumulo.errors import CumuloError
 from tests.whole_command import app
 

@@ -16,7 +16,6 @@ from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.cluster.launching import launch
 from cumulo.errors import ConfigError
 from tests.cli.conftest import ROOT
-from tests.whole_command import app
 
 EXAMPLES = sorted((ROOT / "examples").glob("job-*.yaml"))
 TRAIN: dict[str, Any] = {"name": "tiny", "train": {"config": "train-tiny.yaml"}, "devices": {"count": 2}}

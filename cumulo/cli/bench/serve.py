@@ -1,22 +1,28 @@
 """`cumulo bench serve`: a load test for any OpenAI-compatible server."""
 
+import asyncio
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from cumulo.base import report
 from cumulo.base.quantities import parse_count, parse_duration_s
+from cumulo.cli.bench import serve_report as report
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, argument, option, takes_options
-from cumulo.cli.shared.terminal import err, note, only_json, out
+from cumulo.cli.shared.terminal import finish, note
 from cumulo.errors import CumuloError
-
-if TYPE_CHECKING:
-    from cumulo.load.campaign import Campaign, Load, Settings
-    from cumulo.load.player import Level
+from cumulo.load.campaign import Campaign, Load, Replay, Settings, label
+from cumulo.load.client import Target
+from cumulo.load.player import Level
+from cumulo.load.prompts import parse_lengths
+from cumulo.load.schedule import Arrivals, Workload, parse_process, parse_rates
+from cumulo.load.self_test import measure
+from cumulo.load.slo import parse_slo
+from cumulo.load.trace import read_trace
 
 EXAMPLE = "Example: [bold]cumulo bench serve --rate 1,2,4 --slo ttft=500ms,itl=50ms --html load.html[/bold]"
 _LOAD, _WORK, _REPORT = Panel("Load (one of)"), shared.REQUESTS, Panel("Report")
@@ -68,8 +74,6 @@ def serve(chosen: BenchServeOptions) -> None:
     if chosen.self_test:
         _self_test(chosen.json_file)
         return
-    from cumulo.cli.bench import serve_report as report
-    from cumulo.load.campaign import Campaign
 
     campaign = Campaign(settings(chosen), view := report.View())
     interrupted = _run(campaign, view)
@@ -82,9 +86,8 @@ def serve(chosen: BenchServeOptions) -> None:
         raise typer.Exit(1)
 
 
-def _require_measurements(campaign: "Campaign") -> None:
+def _require_measurements(campaign: Campaign) -> None:
     """A level whose time was over before a request after the warm-up had ended has no figures."""
-    from cumulo.load.campaign import label
 
     if campaign.settings.search:
         return
@@ -97,9 +100,8 @@ def _require_measurements(campaign: "Campaign") -> None:
         note(f"{name}: {told}")
 
 
-def _run(campaign: "Campaign", view: Any) -> bool:
+def _run(campaign: Campaign, view: Any) -> bool:
     """Whether the user ended it. What was measured by then is reported all the same."""
-    import asyncio
 
     try:
         with view:
@@ -111,13 +113,8 @@ def _run(campaign: "Campaign", view: Any) -> bool:
     return False
 
 
-def settings(chosen: BenchServeOptions) -> "Settings":
+def settings(chosen: BenchServeOptions) -> Settings:
     """The command line's options as a campaign's settings."""
-    from cumulo.load.campaign import Replay, Settings
-    from cumulo.load.client import Target
-    from cumulo.load.prompts import parse_lengths
-    from cumulo.load.schedule import Arrivals, Workload
-    from cumulo.load.slo import parse_slo
 
     if chosen.endpoint not in ("chat", "completions"):
         raise CumuloError(f"--endpoint must be chat or completions, got {chosen.endpoint!r}")
@@ -157,10 +154,7 @@ def settings(chosen: BenchServeOptions) -> "Settings":
     )  # fmt: skip
 
 
-def _loads(chosen: BenchServeOptions, duration_s: float | None) -> "list[Load]":
-    from cumulo.load.campaign import Replay
-    from cumulo.load.schedule import parse_process, parse_rates
-    from cumulo.load.trace import read_trace
+def _loads(chosen: BenchServeOptions, duration_s: float | None) -> list[Load]:
 
     given = [name for name in ("concurrency", "rate", "trace") if getattr(chosen, name)]
     if len(given) > 1:
@@ -179,7 +173,6 @@ def _loads(chosen: BenchServeOptions, duration_s: float | None) -> "list[Load]":
 
 
 def _extra(text: str) -> dict[str, Any]:
-    import json
 
     try:
         fields = json.loads(text or "{}")
@@ -191,22 +184,14 @@ def _extra(text: str) -> dict[str, Any]:
 
 
 def _self_test(json_file: Path | None) -> None:
-    import asyncio
 
-    from cumulo.cli.bench import serve_report as bench_serve_report
-    from cumulo.load.self_test import measure
+    view = report.View()
 
-    view = bench_serve_report.View()
-
-    def watch(level: "Level") -> bool:
+    def watch(level: Level) -> bool:
         view.look(level)
         return True
 
     with view:
         view.begin("the load generator against a test server", 0, 1)
         figures = asyncio.run(measure(watch=watch))
-    rows = bench_serve_report.self_test_rows(figures)
-    (err if only_json(json_file) else out).print(report.table("load generator, one core", rows))
-    report.write_json(json_file, rows)
-    if not all(row.ok for row in rows):
-        raise typer.Exit(1)
+    finish("load generator, one core", report.self_test_rows(figures), json_file)

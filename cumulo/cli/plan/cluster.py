@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cumulo.base import report as reports
 from cumulo.base.files import write_text_file
@@ -12,13 +12,14 @@ from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
 from cumulo.cli.shared.terminal import note, only_json, out, working
 from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cumulo.base.report import Row
-    from cumulo.plan.cluster.goal import ClusterGoal
-    from cumulo.plan.cluster.inference import InferenceGoal
-    from cumulo.plan.cluster.plan import ClusterPlan
-    from cumulo.plan.serve.search import ServePlan
+from cumulo.load.simulated import draw_traffic, parse_objective
+from cumulo.plan.cluster.goal import ClusterGoal, assumptions, fixed_job
+from cumulo.plan.cluster.inference import InferenceGoal, inference_plan
+from cumulo.plan.cluster.plan import ClusterPlan, plan_cluster
+from cumulo.plan.cluster.report import budget_verdict, report, why_so_many
+from cumulo.plan.cluster.sheet import value, value_range
+from cumulo.plan.serve.search import ServePlan
+from cumulo.spec.catalog import shipped
 
 EXAMPLE = (
     "Example: [bold]cumulo plan cluster llama-3.1-405b --gpus 100000 --tokens 15e12 --report plan.html[/bold]"
@@ -114,8 +115,6 @@ class PlanClusterOptions:
 @takes_options
 def cluster(chosen: PlanClusterOptions) -> None:
     """Plan a cluster for pre-training MODEL: fabric, layout, storage, failures, power, price and goodput."""
-    from cumulo.plan.cluster.plan import plan_cluster
-    from cumulo.plan.cluster.report import budget_verdict, report, why_so_many
 
     goal = _goal(chosen)
     with working("planning"):
@@ -143,9 +142,7 @@ def cluster(chosen: PlanClusterOptions) -> None:
         )
 
 
-def _goal(chosen: PlanClusterOptions) -> "ClusterGoal":
-    from cumulo.plan.cluster.goal import ClusterGoal, assumptions, fixed_job
-    from cumulo.spec.catalog import shipped
+def _goal(chosen: PlanClusterOptions) -> ClusterGoal:
 
     if chosen.dtype not in ("bfloat16", "float8"):
         raise ConfigError(f"--dtype must be bfloat16 or float8, got {chosen.dtype!r}")
@@ -172,10 +169,7 @@ def _goal(chosen: PlanClusterOptions) -> "ClusterGoal":
     return replace(goal, fixed=fixed_job(chosen.fixed, goal)) if chosen.fixed else goal
 
 
-def _inference(chosen: PlanClusterOptions) -> "tuple[InferenceGoal, ServePlan] | None":
-    from cumulo.load.simulated import draw_traffic, parse_objective
-    from cumulo.plan.cluster.inference import InferenceGoal, inference_plan
-    from cumulo.spec.catalog import shipped
+def _inference(chosen: PlanClusterOptions) -> tuple[InferenceGoal, ServePlan] | None:
 
     asked = chosen.inference
     if not asked.serve:
@@ -192,7 +186,7 @@ def _inference(chosen: PlanClusterOptions) -> "tuple[InferenceGoal, ServePlan] |
     return goal, inference_plan(goal, chosen.where.cluster(catalog).device.name, catalog)
 
 
-def _bound(plan: "ClusterPlan") -> str:
+def _bound(plan: ClusterPlan) -> str:
     """What a step spends its time on."""
     estimate = plan.training.estimate
     largest = sorted(estimate.breakdown, key=lambda part: -part[1])[:3]
@@ -200,8 +194,7 @@ def _bound(plan: "ClusterPlan") -> str:
     return f"A step is {shares}."
 
 
-def _recoveries(plan: "ClusterPlan") -> Any:
-    from cumulo.plan.cluster.sheet import value
+def _recoveries(plan: ClusterPlan) -> Any:
 
     names = (("pause", "_s"), ("ettr", ""), ("goodput", ""))
     lines = [
@@ -211,7 +204,7 @@ def _recoveries(plan: "ClusterPlan") -> Any:
     return grid(("", "pause", "trains", "goodput", ""), lines, "After a failure", left=(0, 4))
 
 
-def _rows(plan: "ClusterPlan") -> "list[Row]":
+def _rows(plan: ClusterPlan) -> list[Row]:
     sheet = plan.sheet
     return [
         Row(
@@ -227,9 +220,8 @@ def _rows(plan: "ClusterPlan") -> "list[Row]":
     ]
 
 
-def _table(plan: "ClusterPlan") -> Any:
+def _table(plan: ClusterPlan) -> Any:
     """The main figures with their ranges and what they follow from; the report has all of them with formulas."""
-    from cumulo.plan.cluster.sheet import value, value_range
 
     sheet, lines = plan.sheet, []
     for name in _SHOWN:
@@ -240,8 +232,7 @@ def _table(plan: "ClusterPlan") -> Any:
     return grid(("", "", "90% range", "follows from"), lines, title, left=(0, 2, 3))
 
 
-def _source(plan: "ClusterPlan", name: str) -> str:
-    from cumulo.plan.cluster.sheet import value
+def _source(plan: ClusterPlan, name: str) -> str:
 
     figures = plan.sheet.figures
     named = _REASONS.get(name)

@@ -4,25 +4,31 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.text import Text
 
 from cumulo.base import report as reports
-from cumulo.base.files import write_text_file
+from cumulo.base.chart import chart_file
 from cumulo.base.quantities import parse_duration_s
+from cumulo.cli.plan import serve_report as view
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
+from cumulo.cli.shared.figures import latency_chart
 from cumulo.cli.shared.options import TierOptions
 from cumulo.cli.shared.plan_options import DraftOptions
-from cumulo.cli.shared.terminal import note, only_json, out, working
+from cumulo.cli.shared.terminal import dim, note, only_json, present, save, working
 from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cumulo.plan.serve.deployment import Deployment
-    from cumulo.plan.serve.kinds import ReplicaChoices
-    from cumulo.plan.serve.plan_file import ServePlanFile
-    from cumulo.plan.serve.search import ServePlan, Wanted
-    from cumulo.spec.catalog import Catalog
+from cumulo.load.simulated import parse_objective
+from cumulo.plan.serve.deployment import Deployment
+from cumulo.plan.serve.kinds import ReplicaChoices, kinds
+from cumulo.plan.serve.options import weigh
+from cumulo.plan.serve.plan_file import ServePlanFile, differing, plan_file, plan_text
+from cumulo.plan.serve.replica import FORMATS
+from cumulo.plan.serve.search import ServePlan, Wanted, search
+from cumulo.plan.serve.traffic import check_rate
+from cumulo.spec.catalog import Catalog, shipped
 
 EXAMPLE = (
     "Example: [bold]cumulo plan serve llama-3.1-8b --rate 50 --input lognormal:400,0.8,4000 --output 200 "
@@ -113,13 +119,6 @@ def serve(chosen: PlanServeOptions) -> None:
     The report names devices, parallelism, number formats, tokens per step and replicas, with predicted latencies.
     The SLO is met at the pessimistic end of their ranges. The plan file also promises it (`cumulo serve --slo`).
     """
-    from cumulo.base.chart import chart_file
-    from cumulo.cli.plan import serve_report as view
-    from cumulo.plan.serve.kinds import kinds
-    from cumulo.plan.serve.options import weigh
-    from cumulo.plan.serve.plan_file import plan_file, plan_text
-    from cumulo.plan.serve.search import search
-    from cumulo.spec.catalog import shipped
 
     catalog, think_s = shipped(chosen.catalog_file), parse_duration_s(chosen.think, "--think")
     wanted, choices = _wanted(chosen, catalog), _choices(chosen, catalog)
@@ -128,9 +127,10 @@ def serve(chosen: PlanServeOptions) -> None:
         plan = search(wanted, every, tell, promises=True)
         tell("options")
         options_chosen = weigh(plan, wanted, choices)
-    best, curve = plan.best, plan.curve
-    rows = view.rows(plan, wanted.slo, think_s)
-    chart = view.users_chart(curve, best, wanted.slo, think_s)
+    best, rows = plan.best, view.rows(plan, wanted.slo, think_s)
+    by_users = ((best.replicas * one.users(think_s), one.report) for one in plan.curve)
+    chart = latency_chart("Latency over users", "users", by_users, wanted.slo)
+    users = view.users_lines(plan.curve, best, think_s)
     heading = f"{chosen.model}, {chosen.rate:g} requests/s: {best}"
     notes = (
         f"why: {view.why(plan)}.",
@@ -139,32 +139,22 @@ def serve(chosen: PlanServeOptions) -> None:
         *map(str, options_chosen),
         view.rejected(plan),
     )
-    if chosen.svg is not None:
-        write_text_file(chosen.svg, chart_file(chart))
-        note(f"chart written to {chosen.svg}")
-    if chosen.report_file is not None:
-        view.write_report(
-            chosen.report_file, heading, rows, notes, chart, view.users_lines(curve, best, think_s)
-        )
-        note(f"report written to {chosen.report_file}")
     planned = plan_file(best, chosen.model, wanted.slo, plan.promise)
-    if chosen.out is not None:
-        text = plan_text(planned, shlex.join(["cumulo", *sys.argv[1:]]))
-        write_text_file(chosen.out, text, "the plan to")
-        note(f"plan written to {chosen.out}")
-    reports.write_json(
-        chosen.json_file,
+    save(chosen.svg, lambda: chart_file(chart), "chart")
+    save(chosen.report_file, lambda: view.report_page(heading, rows, notes, chart, users), "report")
+    save(chosen.out, lambda: plan_text(planned, shlex.join(["cumulo", *sys.argv[1:]])), "plan")
+    present(
         rows,
+        chosen.json_file,
+        Text(heading, "bold"),
+        reports.table("", rows),
+        view.users_table(users),
+        dim("\n".join(filter(None, notes))),
         plans=[_as_dict(one, plan) for one in plan.deployments],
         options=[asdict(one) for one in options_chosen],
     )
     if only_json(chosen.json_file):
         return
-    out.print(heading, style="bold")
-    out.print(reports.table("", rows))
-    out.print(view.users_table(curve, best, think_s))
-    for line in filter(None, notes):
-        out.print(line, style="dim")
     if best.replica.engine != "cumulo":
         note("this is hypothetical: `cumulo serve` cannot run it")
         return
@@ -173,10 +163,7 @@ def serve(chosen: PlanServeOptions) -> None:
     note(f"start it with: cumulo serve{model_word}{words}")
 
 
-def _wanted(chosen: PlanServeOptions, catalog: "Catalog") -> "Wanted":
-    from cumulo.load.simulated import parse_objective
-    from cumulo.plan.serve.search import Wanted
-    from cumulo.plan.serve.traffic import check_rate
+def _wanted(chosen: PlanServeOptions, catalog: Catalog) -> Wanted:
 
     check_rate(chosen.rate)
     if chosen.max_gpus is not None and chosen.max_gpus < 1:
@@ -188,9 +175,7 @@ def _wanted(chosen: PlanServeOptions, catalog: "Catalog") -> "Wanted":
     return Wanted(spec, chosen.traffic.traffic(), chosen.rate, objective, chosen.max_gpus)
 
 
-def _choices(chosen: PlanServeOptions, catalog: "Catalog") -> "ReplicaChoices":
-    from cumulo.plan.serve.kinds import ReplicaChoices
-    from cumulo.plan.serve.replica import FORMATS
+def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
 
     names = _names(chosen.devices) or [
         name
@@ -217,9 +202,8 @@ def _choices(chosen: PlanServeOptions, catalog: "Catalog") -> "ReplicaChoices":
     )
 
 
-def _as_options(planned: "ServePlanFile") -> str:
+def _as_options(planned: ServePlanFile) -> str:
     """What differs from a plain `cumulo serve`, as options."""
-    from cumulo.plan.serve.plan_file import differing
 
     return "".join(f" --{name.replace('_', '-')} {value}" for name, value in differing(planned).items())
 
@@ -228,7 +212,7 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _as_dict(one: "Deployment", plan: "ServePlan") -> dict[str, Any]:
+def _as_dict(one: Deployment, plan: ServePlan) -> dict[str, Any]:
     replica, sure = one.replica, one.replica.confidence
     low, middle, high = plan.headroom if one is plan.best else (None, None, None)
     return {

@@ -1,29 +1,37 @@
 """`cumulo plan train`: the fastest way to train a model on a cluster, what it needs, and why it is the fastest."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from shlex import quote
+from typing import Any, get_args
+
+import typer
 
 from cumulo.base import report
 from cumulo.base.files import write_text_file
+from cumulo.cli.plan import train_report as view
+from cumulo.cli.plan.train_report import phase_tables, phases_as_dicts
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
-from cumulo.cli.shared.declare import Panel, group, takes_options
+from cumulo.cli.shared.declare import Panel, group, takes_options, typed_names
 from cumulo.cli.shared.terminal import note, only_json, out, working
 from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cumulo.plan.job import TrainJob
-    from cumulo.plan.search.search import SearchResult
-    from cumulo.plan.search.space import TrainGoal
-    from cumulo.plan.time.phases import CommunicationPhase
-    from cumulo.spec.cluster import Cluster
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
-
-from cumulo.cli.shared.declare import typed_names
+from cumulo.pipeline.draw import to_svg
+from cumulo.plan.job import OptimizerKind, TrainJob
+from cumulo.plan.memory.peak import peak_memory
+from cumulo.plan.search.fixed import fitted, fixed_job, said_in
+from cumulo.plan.search.plan_file import SUFFIXES, job_text, plan_text, read_job
+from cumulo.plan.search.run_cost import RunCost, RunLimits, Storage, check_limits, stalls_of
+from cumulo.plan.search.search import SearchResult, search, timed
+from cumulo.plan.search.space import TrainGoal
+from cumulo.plan.search.unnamed import system_named, timed_unnamed, widened
+from cumulo.plan.search.why import changes, refuse
+from cumulo.plan.time.compute_profile import shipped_for
+from cumulo.plan.time.phases import CommunicationPhase, phases_of
+from cumulo.plan.time.step import timeline
+from cumulo.spec.catalog import shipped
+from cumulo.spec.cluster import Cluster
 
 _SOFTWARE = Panel("Software")
 
@@ -86,7 +94,6 @@ class SoftwareOptions:
 
     def system(self) -> Mapping[str, Any]:
         """What the system named by --like chose, except where an option was given."""
-        from cumulo.plan.search.unnamed import system_named
 
         chosen = system_named(self.like) if self.like else {}
         return {name: value for name, value in chosen.items() if name not in typed_names()}
@@ -172,11 +179,6 @@ def train(chosen: PlanTrainOptions) -> None:
     The search considers every plan in its space and ranks them by predicted step time. `cumulo plan validate`
     compares the predictions with published results.
     """
-    from cumulo.cli.plan import train_report as view
-    from cumulo.cli.plan.train_report import phase_tables, phases_as_dicts
-    from cumulo.plan.search.plan_file import job_text, plan_text
-    from cumulo.plan.search.run_cost import RunCost, RunLimits, Storage, check_limits, stalls_of
-    from cumulo.plan.search.why import changes
 
     goal, fixed = asked(chosen)
     tokens = chosen.tokens
@@ -210,9 +212,8 @@ def train(chosen: PlanTrainOptions) -> None:
             out.print(table)
 
 
-def parsed(words: Sequence[str]) -> "tuple[TrainGoal, str | None]":
+def parsed(words: Sequence[str]) -> tuple[TrainGoal, str | None]:
     """What these words of `cumulo plan train` ask for, read by its own options."""
-    import typer
 
     found: list[tuple[TrainGoal, str | None]] = []
 
@@ -225,11 +226,8 @@ def parsed(words: Sequence[str]) -> "tuple[TrainGoal, str | None]":
     return found[0]
 
 
-def asked(chosen: PlanTrainOptions) -> "tuple[TrainGoal, str | None]":
+def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:
     """The job, and its layout where one is given."""
-    from cumulo.plan.job import OptimizerKind
-    from cumulo.plan.search.space import TrainGoal
-    from cumulo.spec.catalog import shipped
 
     system = chosen.how.system()
     where = replace(chosen.where, fabric=system.get("fabric", chosen.where.fabric))
@@ -265,7 +263,6 @@ def asked(chosen: PlanTrainOptions) -> "tuple[TrainGoal, str | None]":
 
 def _command(chosen: PlanTrainOptions) -> str:
     """The command that makes this plan, for its file."""
-    from shlex import quote
 
     where = chosen.where
     words = [
@@ -287,13 +284,7 @@ def _command(chosen: PlanTrainOptions) -> str:
     return " ".join(filter(None, words))
 
 
-def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
-    from cumulo.plan.memory.peak import peak_memory
-    from cumulo.plan.search.fixed import fitted, fixed_job, said_in
-    from cumulo.plan.search.plan_file import SUFFIXES, read_job
-    from cumulo.plan.search.search import SearchResult, search, timed
-    from cumulo.plan.search.unnamed import timed_unnamed, widened
-    from cumulo.plan.search.why import refuse
+def _plans(goal: TrainGoal, fixed: str | None) -> SearchResult:
 
     if fixed is not None and fixed.endswith(SUFFIXES):
         job = read_job(Path(fixed), goal.model, goal.cluster.gpus)
@@ -325,24 +316,20 @@ def _plans(goal: "TrainGoal", fixed: str | None) -> "SearchResult":
     return result
 
 
-def _phases(job: "TrainJob", cluster: "Cluster") -> "tuple[CommunicationPhase, ...]":
-    from cumulo.plan.time.compute_profile import shipped_for
-    from cumulo.plan.time.phases import phases_of
+def _phases(job: TrainJob, cluster: Cluster) -> tuple[CommunicationPhase, ...]:
 
     profile, _ = shipped_for(cluster.device, job.dtype, job.software)
     return phases_of(job, cluster, profile)
 
 
-def _timeline(job: "TrainJob", cluster: "Cluster", model: str) -> str:
-    from cumulo.pipeline.draw import to_svg
-    from cumulo.plan.time.step import timeline
+def _timeline(job: TrainJob, cluster: Cluster, model: str) -> str:
 
     played = timeline(job, cluster)
     title = f"{model}: {job.layout}, {played.schedule.micro_batches} of {job.micro_batches} micro-batches"
     return to_svg(played, title)
 
 
-def _write_files(texts: "list[tuple[Path, str]]") -> None:
+def _write_files(texts: list[tuple[Path, str]]) -> None:
     for path, text in texts:
         write_text_file(path, text)
         note(f"written to {path}")

@@ -2,24 +2,33 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from cumulo.base import report
 from cumulo.base.files import write_text_file
 from cumulo.base.quantities import percent
 from cumulo.base.report import Row, grid
+from cumulo.cli.plan.validate_rows import AskedRows, validate_serving
 from cumulo.cli.shared.terminal import err, marked, only_json, out
 from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from cumulo.base.report import Row
-    from cumulo.plan.evidence.published import PublishedRow
-    from cumulo.plan.evidence.validate import ErrorSummary, RowPrediction
+from cumulo.plan.evidence.published import PublishedRow, citations, dates, held_out_rows, read_rows, rows
+from cumulo.plan.evidence.validate import (
+    COVERAGE_BAR,
+    MEDIAN_BAR,
+    P90_BAR,
+    WIDTH_BAR,
+    ErrorSummary,
+    RowPrediction,
+    by_source,
+    predict,
+    predict_left_out,
+    predict_unnamed,
+    scatter_svg,
+)
 
 EXAMPLE = "Try: [bold]cumulo plan validate --left-out --worst 5[/bold]"
 
@@ -72,15 +81,10 @@ def validate(
     """
     from rich.progress import track
 
-    from cumulo.plan.evidence.published import citations
-    from cumulo.plan.evidence.validate import by_source, predict, predict_left_out, scatter_svg
-
     console = err if only_json(json) else out
     if what not in ("training", "serving"):
         raise ConfigError(f"cumulo plan validate takes training or serving, got {what!r}")
     if what == "serving":
-        from cumulo.cli.plan.validate_rows import validate_serving
-
         validate_serving(console, left_out, worst, json, tables)
         return
     if held_out and (left_out or tables is not None):
@@ -118,8 +122,7 @@ def validate(
     report.write_json(json, _report(summaries, left_out))
 
 
-def _rows(tables: Path | None, held_out: bool, console: "Console") -> "list[PublishedRow]":
-    from cumulo.plan.evidence.published import held_out_rows, read_rows, rows
+def _rows(tables: Path | None, held_out: bool, console: Console) -> list[PublishedRow]:
 
     if tables is None:
         return list(held_out_rows() if held_out else rows())
@@ -131,13 +134,8 @@ def _rows(tables: Path | None, held_out: bool, console: "Console") -> "list[Publ
 
 
 def _as_user(
-    chosen: "list[PublishedRow]", rows: "Iterable[PublishedRow]", named: bool, dated: bool, left_out: bool
-) -> "list[RowPrediction]":
-    from tempfile import TemporaryDirectory
-
-    from cumulo.cli.plan.validate_rows import AskedRows
-    from cumulo.plan.evidence.published import dates
-    from cumulo.plan.evidence.validate import predict, predict_left_out, predict_unnamed
+    chosen: list[PublishedRow], rows: Iterable[PublishedRow], named: bool, dated: bool, left_out: bool
+) -> list[RowPrediction]:
 
     with TemporaryDirectory() as folder:
         users = AskedRows(chosen, Path(folder), named, dates() if dated else None)
@@ -149,7 +147,7 @@ def _as_user(
         ]
 
 
-def _table(summaries: "list[ErrorSummary]", how: str) -> "Table":
+def _table(summaries: list[ErrorSummary], how: str) -> Table:
     lines = [
         (
             summary.name,
@@ -167,8 +165,7 @@ def _table(summaries: "list[ErrorSummary]", how: str) -> "Table":
     return grid(headings, lines, f"Published step times, {how}")
 
 
-def _report(summaries: "list[ErrorSummary]", left_out: bool) -> "list[Row]":
-    from cumulo.plan.evidence.validate import COVERAGE_BAR, MEDIAN_BAR, P90_BAR, WIDTH_BAR
+def _report(summaries: list[ErrorSummary], left_out: bool) -> list[Row]:
 
     found: list[Row] = []
     for summary in summaries:

@@ -1,49 +1,48 @@
 """`cumulo plan validate serving`: published serving throughputs and Cumulo's own runs, predicted."""
 
 import csv
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from cumulo.base import report
-from cumulo.base.report import Row
-from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from cumulo.base.report import Row
-    from cumulo.plan.evidence.serving import ServedRow
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import yaml
+from rich.console import Console
+from rich.table import Table
 
+from cumulo.base import report
+from cumulo.base.quantiles import quantile
+from cumulo.base.report import Row
 from cumulo.cli.plan.train import parsed
+from cumulo.errors import ConfigError
 from cumulo.plan.evidence.published import PublishedRow, machines
+from cumulo.plan.evidence.serving import (
+    ServedRow,
+    own_runs,
+    saturated_tokens_per_s,
+    served_rows,
+    served_rows_of,
+)
 from cumulo.plan.job import TrainJob
 from cumulo.plan.search.fixed import fitted, fixed_job, said_in
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.search.unnamed import likely_jobs
+from cumulo.plan.serve.profile import constants, fitted_file
 from cumulo.spec.model_file import plain
 
 _BARS = (0.12, 0.25)  # of rows whose model or device was left out: median and 90th percentile
 
 
 def validate_serving(
-    console: "Console", left_out: bool, worst: int, json: Path | None, tables: Path | None = None
+    console: Console, left_out: bool, worst: int, json: Path | None, tables: Path | None = None
 ) -> None:
     """Print the errors by model and by device; `left_out`: each under constants that never saw it."""
-    from cumulo.plan.evidence.serving import own_runs, saturated_tokens_per_s, served_rows
-    from cumulo.plan.serve.profile import constants, fitted_file
 
     rows = served_rows() if tables is None else _read(tables)
     title = "Published throughputs, each group left out" if left_out else "Published throughputs, as fitted"
     table, found, largest = _table(title), list[report.Row](), set[tuple[float, str]]()
     for key in ("model", "device"):
 
-        def error_of(row: "ServedRow", key: str = key) -> float:
+        def error_of(row: ServedRow, key: str = key) -> float:
             fold = f"{key} {getattr(row, key)}"
             known = left_out and fold in fitted_file()["left_out"]
             return saturated_tokens_per_s(row, constants(fold if known else "")) / row.tokens_per_s - 1
@@ -69,8 +68,7 @@ def validate_serving(
     report.write_json(json, found)
 
 
-def _table(title: str) -> "Table":
-    from rich.table import Table
+def _table(title: str) -> Table:
 
     table = Table(title=title, box=None)
     table.add_column("", no_wrap=True)
@@ -79,8 +77,7 @@ def _table(title: str) -> "Table":
     return table
 
 
-def _summary(table: "Table", name: str, errors: Sequence[float], judged: bool) -> "list[Row]":
-    from cumulo.base.quantiles import quantile
+def _summary(table: Table, name: str, errors: Sequence[float], judged: bool) -> list[Row]:
 
     sizes = sorted(map(abs, errors))
     shown: Callable[[float], str] = "{:.1%}".format
@@ -93,9 +90,8 @@ def _summary(table: "Table", name: str, errors: Sequence[float], judged: bool) -
     ]
 
 
-def _read(tables: Path) -> "tuple[ServedRow, ...]":
+def _read(tables: Path) -> tuple[ServedRow, ...]:
     """A CSV file, or a folder of them, with the columns of cumulo/plan/data/published_serving.csv."""
-    from cumulo.plan.evidence.serving import served_rows_of
 
     files = sorted(tables.glob("*.csv")) if tables.is_dir() else [tables]
     found: list[ServedRow] = []

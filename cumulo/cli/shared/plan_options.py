@@ -2,19 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from cumulo.cli.shared.declare import Panel, option
 from cumulo.cli.shared.options import TierOptions
 from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cumulo.plan.serve.traffic import Traffic
-    from cumulo.spec.catalog import Catalog
-    from cumulo.spec.cluster import Cluster
-from typing import ClassVar
+from cumulo.load.simulated import draw_traffic, read_any_trace
+from cumulo.plan.serve.traffic import Traffic
+from cumulo.spec.catalog import Catalog
+from cumulo.spec.cluster import Cluster
 
 REQUESTS, TRAFFIC, CLUSTER, TRAINING = map(Panel, ("Requests", "Traffic", "Cluster", "Training"))
 ARRIVALS = "Arrival process: poisson, constant or burst:SIZE."
@@ -42,7 +40,7 @@ class ClusterOptions:
     )
     fabric: str = CLUSTER("Network fabric, by its name in the catalogue.", "rail-infiniband")
 
-    def cluster(self, catalog: "Catalog") -> "Cluster":
+    def cluster(self, catalog: Catalog) -> Cluster:
         return catalog.cluster(self.gpus, self.known_device, self.node, self.fabric)
 
     @property
@@ -81,8 +79,7 @@ class TrafficOptions:
     requests: int = TRAFFIC("Number of requests to simulate at each rate.", 1000)
     seed: int = TRAFFIC("Random seed. The same seed gives the same traffic.", 0)
 
-    def traffic(self) -> "Traffic":
-        from cumulo.load.simulated import draw_traffic, read_any_trace
+    def traffic(self) -> Traffic:
 
         if self.trace is not None:
             return read_any_trace(self.trace)

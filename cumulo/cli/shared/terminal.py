@@ -36,13 +36,34 @@ def only_json(json_file: Path | None) -> bool:
     return str(json_file) == "-"
 
 
-def show_report(title: str, rows: "Sequence[Row]", json_file: Path | None, **more: Any) -> None:
-    """What most verbs end with: the rows as a table and, where --json asks for it, as JSON."""
+def present(rows: "Sequence[Row]", json_file: Path | None, *shown: Any, **more: Any) -> None:
+    """What most verbs end with: the report as JSON where --json asks for it, and what people read on stdout."""
     from cumulo.base import report
 
     report.write_json(json_file, rows, **more)
     if not only_json(json_file):
-        out.print(report.table(title, rows))
+        for one in shown:
+            out.print(one)
+
+
+def show_report(title: str, rows: "Sequence[Row]", json_file: Path | None, **more: Any) -> None:
+    """The rows as a table and, where --json asks for it, as JSON."""
+    from cumulo.base import report
+
+    present(rows, json_file, report.table(title, rows), **more)
+
+
+def dim(text: str) -> Text:
+    return Text(text, "dim")
+
+
+def save(path: Path | None, text: Callable[[], str], what: str) -> None:
+    """Write a file that an option asked for, and say so."""
+    from cumulo.base.files import write_text_file
+
+    if path is not None:
+        write_text_file(path, text(), f"the {what} to")
+        note(f"{what} written to {path}")
 
 
 def print_error(error: Exception) -> None:

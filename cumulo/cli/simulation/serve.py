@@ -3,25 +3,32 @@
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cumulo.base import report as reports
+from cumulo.base.chart import chart_file
 from cumulo.base.quantities import parse_duration_s, parse_number
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
+from cumulo.cli.shared.figures import figure_rows, figure_table, latency_chart
 from cumulo.cli.shared.options import TierOptions
 from cumulo.cli.shared.plan_options import DraftOptions
-from cumulo.cli.shared.terminal import marked, note, only_json, out, working
+from cumulo.cli.shared.terminal import dim, marked, present, save, working
+from cumulo.cli.simulation import serve_report as view
 from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cumulo.plan.serve.replica import Replica
-    from cumulo.plan.serve.report import ServeReport
-    from cumulo.plan.serve.traffic import Traffic
-    from cumulo.spec.slo import Slo
+from cumulo.load.simulated import parse_objective
+from cumulo.plan.serve.capacity import RateTrial, play, play_between
+from cumulo.plan.serve.capacity import find_capacity as search
+from cumulo.plan.serve.fleet import play_fleet, play_split
+from cumulo.plan.serve.goodput import play_goodput
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.report import ServeReport
+from cumulo.plan.serve.traffic import Traffic
+from cumulo.spec.catalog import shipped
+from cumulo.spec.slo import Slo
 
 EXAMPLE = (
     "Example: [bold]cumulo simulate serve llama-3.1-8b --device h200 --rate 20 --slo ttft=500ms,itl=30ms "
@@ -102,13 +109,6 @@ def serve(chosen: SimulateOptions) -> None:
 
     TTFT and end-to-end latency include --front-door, the time outside the engine.
     """
-    from cumulo.cli.simulate import serve_report as view
-    from cumulo.load.simulated import parse_objective
-    from cumulo.plan.serve.capacity import RateTrial, play, play_between
-    from cumulo.plan.serve.capacity import find_capacity as search
-    from cumulo.plan.serve.replica import Replica
-    from cumulo.spec.catalog import shipped
-
     chosen = _with_trace(chosen)
     model, percentile, catalog = chosen.model, chosen.slo_percentile, shipped(chosen.catalog_file)
     spec = catalog.model_or_file(model)
@@ -135,7 +135,7 @@ def serve(chosen: SimulateOptions) -> None:
     capacity = None
     with working("simulating") as tell:
 
-        def at(wanted: float | None) -> "ServeReport":
+        def at(wanted: float | None) -> ServeReport:
             nonlocal cpu_s, simulated_s
             tell("the trace as recorded" if wanted is None else f"{wanted:.4g} requests/s")
             began_s = time.thread_time()
@@ -162,27 +162,21 @@ def serve(chosen: SimulateOptions) -> None:
     shown = capacity.best if capacity is not None else trials[-1]
     shown_traffic = traffic if shown.rate == traffic.rate else traffic.at_rate(shown.rate)
     between = play_between(replica, shown_traffic, percentile)
-    rows = view.report_rows(shown.report, shown.rate, objective, between)
+    rows = view.report_rows((shown.report, *between), shown.rate, objective)
     if capacity is not None and objective is not None:
         think_s = parse_duration_s(chosen.think, "--think")
         limit = capacity.limit(objective)
         rows = view.capacity_rows(capacity.rate, capacity.users(think_s), think_s, limit) + rows
-    rows += view.effort_rows(simulated_s, cpu_s)
-    if chosen.svg is not None:
-        view.write_picture(chosen.svg, trials, objective, f"{model} on {replica}")
-        note(f"chart written to {chosen.svg}")
-    extra = {
-        "trials": [
-            {"rate": view.finite(one.rate), "holds": one.holds, **one.report.as_dict()} for one in trials
-        ]
-    }
-    reports.write_json(chosen.json_file, rows, evidence=evidence, **extra)
-    if not only_json(chosen.json_file):
-        out.print(marked("[bold]{}[/bold] on [bold]{}[/bold]", model, replica))
-        if len(trials) > 1:
-            out.print(view.sweep_table(trials, objective is not None))
-        out.print(reports.table("", rows))
-        out.print(f"evidence: {evidence}", style="dim")
+    rows.append(view.effort_row(simulated_s, cpu_s))
+    by_rate = [(one.rate, one.report) for one in sorted(trials, key=lambda one: one.rate)]
+    chart = latency_chart(f"{model} on {replica}", "requests per second", by_rate, objective)
+    save(chosen.svg, lambda: chart_file(chart), "chart")
+    told = [{"rate": view.finite(one.rate), "holds": one.holds, **one.report.as_dict()} for one in trials]
+    sweep = [view.sweep_table(trials, objective is not None)] if len(trials) > 1 else []
+    present(
+        rows, chosen.json_file, marked("[bold]{}[/bold] on [bold]{}[/bold]", model, replica), *sweep,
+        reports.table("", rows), dim(f"evidence: {evidence}"), evidence=evidence, trials=told,
+    )  # fmt: skip
 
 
 def _levels(chosen: SimulateOptions) -> int:
@@ -204,41 +198,38 @@ def _with_trace(chosen: SimulateOptions) -> SimulateOptions:
 
 def _serve_promised(
     chosen: SimulateOptions,
-    replica: "Replica",
-    traffic: "Traffic",
+    replica: Replica,
+    traffic: Traffic,
     rates: list[float | None],
-    objective: "Slo | None",
+    objective: Slo | None,
 ) -> None:
     """Goodput with a promised latency, and without."""
-    from cumulo.cli.simulate import serve_report as view
-    from cumulo.plan.serve.goodput import play_goodput
-
     if objective is None:
         raise ConfigError("--promise needs an SLO: add --slo, for example --slo ttft=1s,itl=50ms")
     if chosen.find_capacity or chosen.svg is not None:
         raise ConfigError("--promise prints a table of goodput: remove --find-capacity and --svg")
     fixed = f"{replica.engine_config().max_tokens_per_step}-token steps"
-    found = []
+    found, rows = [], []
     with working("simulating") as tell:
         for rate in rates:
             shown = traffic if rate is None else traffic.at_rate(rate)
             for name, promise in ((fixed, False), ("--slo", True)):
                 tell(f"{shown.rate:.4g} requests/s, {name}")
-                found.append((shown.rate, name, play_goodput(replica, shown, objective, promise=promise)))
-    rows = view.goodput_rows(found)
-    reports.write_json(chosen.json_file, rows, evidence=replica.profile.evidence)
-    if not only_json(chosen.json_file):
-        out.print(marked("[bold]{}[/bold] on [bold]{}[/bold], {}", chosen.model, replica, objective))
-        out.print(view.goodput_table(found))
+                goodput = play_goodput(replica, shown, objective, promise=promise)
+                found.append((f"{name}, {shown.rate:.4g} requests/s", goodput))
+                rows += [
+                    replace(row, name=f"{row.name} at {shown.rate:.4g} requests/s")
+                    for row in figure_rows(name, goodput, view.GOODPUT)
+                ]
+    title = marked("[bold]{}[/bold] on [bold]{}[/bold], {}", chosen.model, replica, objective)
+    table = figure_table("scheduling", found, view.GOODPUT)
+    present(rows, chosen.json_file, title, table, evidence=replica.profile.evidence)
 
 
 def _serve_fleet(
-    chosen: SimulateOptions, replica: "Replica", traffic: "Traffic", rates: list[float | None], evidence: str
+    chosen: SimulateOptions, replica: Replica, traffic: Traffic, rates: list[float | None], evidence: str
 ) -> None:
     """Play the same traffic under each routing policy."""
-    from cumulo.cli.simulate import serve_report as view
-    from cumulo.plan.serve.fleet import play_fleet, play_split
-
     if bool(chosen.prefill) != bool(chosen.decode):
         raise ConfigError("--prefill and --decode go together, as in --prefill 2 --decode 6")
     replicas = chosen.prefill + chosen.decode or chosen.replicas
@@ -262,17 +253,18 @@ def _serve_fleet(
                 found.append(
                     play_split(replica, chosen.prefill, chosen.decode, policy, shown, chosen.slo_percentile)
                 )
-    rows = [row for one in found for row in view.fleet_rows(one)]
-    reports.write_json(chosen.json_file, rows, evidence=evidence)
-    if not only_json(chosen.json_file):
-        out.print(
-            marked("[bold]{}[/bold] on [bold]{} × {}[/bold], ", chosen.model, replicas, replica),
-            f"{found[0].finished:,} of {found[0].requests:,} requests answered",
-            sep="",
-        )
-        out.print(view.fleet_table(found))
-        out.print(view.fleet_note(found[0]), style="dim")
-        out.print(f"evidence: {evidence}", style="dim")
+    rows = [row for one in found for row in figure_rows(one.router, one, view.FLEET)]
+    first = found[0]
+    title = marked("[bold]{}[/bold] on [bold]{} × {}[/bold], ", chosen.model, replicas, replica)
+    key = (
+        f"cached: share of prompt tokens found in the prefix cache. reuse: of the {first.shared_cache_share:.1%} "
+        f"that one cache as large as all {first.replicas} replicas' would find. busiest: tokens computed by the "
+        f"busiest replica, over the mean.\nevidence: {evidence}"
+    )
+    present(
+        rows, chosen.json_file, title.append(f"{first.finished:,} of {first.requests:,} requests answered"),
+        figure_table("router", [(one.router, one) for one in found], view.FLEET), dim(key), evidence=evidence,
+    )  # fmt: skip
 
 
 def _rates(text: str, trace: Path | None) -> list[float | None]:

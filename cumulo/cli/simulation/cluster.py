@@ -8,19 +8,34 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-from cumulo.base import report as reports
+from cumulo.base.report import Row
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import Panel, takes_options
-from cumulo.cli.shared.terminal import marked, note, only_json, out, working
+from cumulo.cli.shared.figures import figure_rows, figure_table
+from cumulo.cli.shared.terminal import marked, present, save, working
+from cumulo.cli.simulation import cluster_report as view
+from cumulo.cluster.decide.nodes import ClusterNode
+from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decide.snapshot import TenantQuota
+from cumulo.cluster.decide.step_time import leaf_fabric
+from cumulo.cluster.simulate.fill import RULES, fill, variant
+from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, TraceJob, elastic_jobs
+from cumulo.cluster.simulate.page import page
+from cumulo.cluster.simulate.play import ROUND_S, PlayOptions, play, usual_interval_s
+from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
+from cumulo.cluster.simulate.synthetic import (
+    PUBLISHED_RATES,
+    FailureRates,
+    mispredicted,
+    synthetic_trace,
+    uniform_nodes,
+)
+from cumulo.cluster.simulate.traces import read_nodes, read_trace
 from cumulo.errors import ConfigError, CumuloError
-
-if TYPE_CHECKING:
-    from cumulo.cluster.decide.nodes import ClusterNode
-    from cumulo.cluster.simulate.job_speed import TraceJob
 
 EXAMPLE = (
     "Example: [bold]cumulo simulate cluster --synthetic 500 --nodes 64 --policy fifo,backfill,shortest "
@@ -100,14 +115,6 @@ def cluster(chosen: ClusterRunOptions) -> None:
 
     Reports job completion time (JCT), waiting, makespan, utilization, and fairness between tenants.
     """
-    from cumulo.cli.simulate import cluster_report as view
-    from cumulo.cluster.decide.policies import policy_named
-    from cumulo.cluster.decide.step_time import leaf_fabric
-    from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, elastic_jobs
-    from cumulo.cluster.simulate.play import ROUND_S, PlayOptions, play, usual_interval_s
-    from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
-    from cumulo.cluster.simulate.synthetic import mispredicted
-
     _check(chosen)
     nodes = _nodes(chosen)
     pollux = chosen.trace is not None and chosen.trace.is_file() and is_pollux(chosen.trace)
@@ -116,7 +123,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
         _fill(chosen, nodes, jobs)
         return
     named = [policy_named(name.strip()) for name in chosen.policy.split(",")]
-    found, steps = [], []
+    found, steps, cpu_rows = [], [], []
     with working("simulating") as tell:
         for policy in named:
             began_s = time.process_time()
@@ -141,31 +148,27 @@ def cluster(chosen: ClusterRunOptions) -> None:
             )
             with _own_mistakes(policy.name):
                 run = play(nodes, jobs, policy.decide, speed, settings)
-            found.append((policy.name, run, time.process_time() - began_s))
+            cpu_s = time.process_time() - began_s
+            found.append((policy.name, run))
+            cpu_rows.append(Row(f"{policy.name}: CPU time of the simulation", cpu_s, "s", "lower"))
             if isinstance(speed, LeafSpeed):
                 steps.append((policy.name, dict(speed.steps)))
-    if chosen.html is not None:
-        view.write_html(chosen.html, found)
-        note(f"report written to {chosen.html}")
-    if chosen.log is not None:
-        view.write_log(chosen.log, found[-1][1])
-        note(f"decisions of {found[-1][0]} written to {chosen.log}")
-    rows = [row for name, run, cpu_s in found for row in view.run_rows(name, run, cpu_s)]
-    rows += [row for name, some in steps for row in view.step_rows(name, some)]
-    reports.write_json(chosen.json_file, rows, runs={name: run.as_dict() for name, run, _ in found})
-    if not only_json(chosen.json_file):
-        gpus = sum(node.gpus for node in nodes)
-        counts = f"{len(jobs):,} jobs", f"{len(nodes):,} nodes", f"{gpus:,} GPUs"
-        out.print(marked("[bold]{}[/bold] on [bold]{}[/bold] with {}", *counts))
-        out.print(view.comparison(found))
-        for line in view.never_ended(found):
-            out.print(line)
-        if steps:
-            out.print(view.step_table(steps))
-        if chosen.explain:
-            out.print(view.explanation(chosen.explain, found, steps))
-        elif len(found[-1][1].per_tenant) > 1:
-            out.print(view.tenants(found[-1][0], found[-1][1]))
+    last, last_run = found[-1]
+    save(chosen.html, lambda: page(found), "report")
+    save(chosen.log, lambda: view.log_text(last_run), f"decisions of {last}")
+    rows = [row for name, run in found for row in figure_rows(name, run, view.FIGURES)] + cpu_rows
+    rows += [row for name, some in steps for row in figure_rows(name, some, view.STEPS)]
+    counts = f"{len(jobs):,} jobs", f"{len(nodes):,} nodes", f"{sum(node.gpus for node in nodes):,} GPUs"
+    title = marked("[bold]{}[/bold] on [bold]{}[/bold] with {}", *counts)
+    shown: list[Any] = [title, view.comparison(found)]
+    shown += view.never_ended(found)
+    if steps:
+        shown.append(figure_table("policy", steps, view.STEPS, "step time over the best possible"))
+    if chosen.explain:
+        shown.append(view.explanation(chosen.explain, found, steps))
+    elif len(last_run.per_tenant) > 1:
+        shown.append(view.tenants(last, last_run))
+    present(rows, chosen.json_file, *shown, runs={name: run.as_dict() for name, run in found})
 
 
 def _check(chosen: ClusterRunOptions) -> None:
@@ -206,10 +209,7 @@ def _tell(tell: Callable[[str], None], name: str, done: int, jobs: int) -> None:
         tell(f"{name}: {done:,} of {jobs:,} jobs")
 
 
-def _nodes(chosen: ClusterRunOptions) -> "list[ClusterNode]":
-    from cumulo.cluster.simulate.synthetic import uniform_nodes
-    from cumulo.cluster.simulate.traces import read_nodes
-
+def _nodes(chosen: ClusterRunOptions) -> list[ClusterNode]:
     if chosen.node_list is not None:
         return read_nodes(chosen.node_list)
     return uniform_nodes(
@@ -217,10 +217,7 @@ def _nodes(chosen: ClusterRunOptions) -> "list[ClusterNode]":
     )
 
 
-def _jobs(chosen: ClusterRunOptions, nodes: "list[ClusterNode]") -> "list[TraceJob]":
-    from cumulo.cluster.simulate.synthetic import synthetic_trace
-    from cumulo.cluster.simulate.traces import read_trace
-
+def _jobs(chosen: ClusterRunOptions, nodes: list[ClusterNode]) -> list[TraceJob]:
     if chosen.trace is not None and chosen.synthetic:
         raise ConfigError("give a trace or --synthetic, not both")
     if chosen.trace is not None:
@@ -236,9 +233,7 @@ def _jobs(chosen: ClusterRunOptions, nodes: "list[ClusterNode]") -> "list[TraceJ
     )
 
 
-def _quotas(chosen: ClusterRunOptions) -> tuple:  # type: ignore[type-arg]
-    from cumulo.cluster.decide.snapshot import TenantQuota
-
+def _quotas(chosen: ClusterRunOptions) -> tuple[TenantQuota, ...]:
     found = []
     for text in chosen.quota:
         name, _, size = text.partition("=")
@@ -253,9 +248,7 @@ def _quotas(chosen: ClusterRunOptions) -> tuple:  # type: ignore[type-arg]
     return tuple(found)
 
 
-def _failures(chosen: ClusterRunOptions):  # type: ignore[no-untyped-def]
-    from cumulo.cluster.simulate.synthetic import PUBLISHED_RATES, FailureRates
-
+def _failures(chosen: ClusterRunOptions) -> FailureRates | None:
     if not chosen.failures:
         return None
     rate = PUBLISHED_RATES.get(chosen.failures)
@@ -272,10 +265,7 @@ def _failures(chosen: ClusterRunOptions):  # type: ignore[no-untyped-def]
     return FailureRates(rate) if rate else None
 
 
-def _fill(chosen: ClusterRunOptions, nodes: "list[ClusterNode]", jobs: "list[TraceJob]") -> None:
-    from cumulo.cli.simulate import cluster_report as view
-    from cumulo.cluster.simulate.fill import RULES, fill, variant
-
+def _fill(chosen: ClusterRunOptions, nodes: list[ClusterNode], jobs: list[TraceJob]) -> None:
     names = [name.strip() for name in chosen.policy.split(",")]
     names = [*RULES] if names == ["fifo", "backfill"] else names
     unknown = [name for name in names if name not in RULES]
@@ -293,7 +283,6 @@ def _fill(chosen: ClusterRunOptions, nodes: "list[ClusterNode]", jobs: "list[Tra
         for name in names:
             tell(name)
             found.append(fill(nodes, requests, name, range(chosen.seed, chosen.seed + chosen.seeds)))
-    rows = view.filling_rows(found, bool(chosen.mix))
-    reports.write_json(chosen.json_file, rows)
-    if not only_json(chosen.json_file):
-        out.print(view.fillings(found, bool(chosen.mix)))
+    figures, named = view.fillings(bool(chosen.mix)), [(one.policy, one) for one in found]
+    rows = [row for name, one in named for row in figure_rows(name, one, figures)]
+    present(rows, chosen.json_file, figure_table("packing rule", named, figures))

@@ -2,25 +2,29 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from cumulo.base import report as reports
+from cumulo.base.chart import chart_file
 from cumulo.base.quantities import parse_duration_s
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, takes_options
-from cumulo.cli.shared.terminal import marked, note, only_json, out, working
+from cumulo.cli.shared.figures import figure_rows, figure_table
+from cumulo.cli.shared.terminal import dim, marked, present, save, working
+from cumulo.cli.simulation import autoscale_report as view
 from cumulo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cumulo.fleet.decide.scaling import ReplicaSpeed, ScalingLimits
-    from cumulo.plan.serve.traffic import Traffic
+from cumulo.fleet.decide.scaling import ReplicaSpeed, ScalingLimits
+from cumulo.fleet.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
+from cumulo.fleet.simulate.replica_speed import replica_speed, split_speed
+from cumulo.load.slo import parse_slo
+from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.traffic import Traffic
+from cumulo.spec.catalog import shipped
 
 EXAMPLE = (
     "Example: [bold]cumulo simulate autoscale --requests 2400 --rate 24 --begin 1 --start-up 20s --device l40s "
@@ -82,15 +86,6 @@ def autoscale(chosen: AutoscaleOptions) -> None:
 
     The rule that does best here is the one that `cumulo serve --autoscale` obeys: the same code decides.
     """
-
-    from cumulo.cli.simulate import autoscale_report as view
-    from cumulo.fleet.decide.scaling import ScalingLimits
-    from cumulo.fleet.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
-    from cumulo.fleet.simulate.replica_speed import replica_speed, split_speed
-    from cumulo.load.slo import parse_slo
-    from cumulo.plan.serve.replica import Replica
-    from cumulo.spec.catalog import shipped
-
     rules = [parse_rule(text) for text in chosen.rule.split(",")]
     slo = parse_slo(chosen.slo, chosen.slo_share)
     catalog = shipped(chosen.catalog_file)
@@ -127,26 +122,26 @@ def autoscale(chosen: AutoscaleOptions) -> None:
                 played = rehearsal if chosen.begin else rehearsal.begun(rule, earlier, speed)
             tell(str(rule))
             runs.append(played.play(rule, judged, speed, earlier=earlier))
-    rows = [row for run in runs for row in view.run_rows(run, slo, replica.price_per_hour)]
-    extra = {"runs": {run.rule: [dataclasses.asdict(look) for look in run.looks] for run in runs}}
-    reports.write_json(chosen.json_file, rows, evidence=replica.profile.evidence, **extra)
-    if chosen.svg is not None:
-        view.write_picture(chosen.svg, runs)
-        note(f"picture written to {chosen.svg}")
-    if not only_json(chosen.json_file):
-        out.print(marked("[bold]{}[/bold] on replicas of [bold]{}[/bold], {}", chosen.model, replica, slo))
-        out.print(view.comparison(runs, slo, replica.price_per_hour))
-        out.print(
-            f"{_begin_words(begin)} at the beginning, {start_up_s:g} s to start one. "
-            f"One serves {speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within "
-            "the SLO.",
-            style="dim",
-        )
-        out.print(view.KEY, style="dim")
-        out.print(f"evidence: {replica.profile.evidence}", style="dim")
+    figures, named = view.figures(slo, replica.price_per_hour), [(run.rule, run) for run in runs]
+    save(chosen.svg, lambda: chart_file(view.replicas_chart(runs)), "picture")
+    evidence = replica.profile.evidence
+    speeds = (
+        f"{_begin_words(begin)} at the beginning, {start_up_s:g} s to start one. "
+        f"One serves {speed.prompt_tok_s:,.0f} prompt tok/s or {speed.output_tok_s:,.0f} output tok/s within "
+        "the SLO."
+    )
+    present(
+        [row for name, run in named for row in figure_rows(name, run, figures)],
+        chosen.json_file,
+        marked("[bold]{}[/bold] on replicas of [bold]{}[/bold], {}", chosen.model, replica, slo),
+        figure_table("rule", named, figures),
+        dim(f"{speeds}\n{view.KEY}\nevidence: {evidence}"),
+        evidence=evidence,
+        runs={name: [dataclasses.asdict(look) for look in run.looks] for name, run in named},
+    )
 
 
-def _check(chosen: AutoscaleOptions, traffic: "Traffic", limits: "ScalingLimits", least_price: float) -> None:
+def _check(chosen: AutoscaleOptions, traffic: Traffic, limits: ScalingLimits, least_price: float) -> None:
     """What cannot be kept, before a long run. `least_price`: of one replica of each role, per hour."""
     if math.isinf(traffic.rate):
         count = len(traffic.arrivals)
@@ -163,7 +158,7 @@ def _check(chosen: AutoscaleOptions, traffic: "Traffic", limits: "ScalingLimits"
         raise ConfigError(f"--svg {chosen.svg}: there is no folder {chosen.svg.parent}")
 
 
-def _begin_words(begin: "Mapping[str, int]") -> str:
+def _begin_words(begin: Mapping[str, int]) -> str:
     words = [
         f"{count} {'' if role == 'both' else role + ' '}replica{'' if count == 1 else 's'}"
         for role, count in begin.items()
@@ -171,7 +166,7 @@ def _begin_words(begin: "Mapping[str, int]") -> str:
     return " and ".join(words)
 
 
-def _needed(traffic: "Traffic", speed: "ReplicaSpeed", limits: "ScalingLimits", role: str) -> int:
+def _needed(traffic: Traffic, speed: ReplicaSpeed, limits: ScalingLimits, role: str) -> int:
     """As many replicas as the first minute needs, so that no rule is judged by how the fleet began."""
     first = [one for one in traffic.arrivals if one.arrived_s <= traffic.arrivals[0].arrived_s + 60]
     work_s = sum(speed.work_s(role, one.prompt_tokens, one.output_tokens) for one in first)

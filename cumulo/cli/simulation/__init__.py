@@ -2,7 +2,7 @@
 
 import typer
 
-from cumulo.cli.simulate import autoscale, cluster, network, serve
+from cumulo.cli.simulation import autoscale, cluster, network, serve
 
 app = typer.Typer()
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)

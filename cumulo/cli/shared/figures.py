@@ -1,0 +1,111 @@
+"""Figures of runs that are compared, each declared once: a row of the JSON report, a column of the table, or both.
+
+FIGURES = (
+    RunFigure("mean JCT", lambda run: run.mean_jct_s, "s", "lower", heading="mean JCT"),
+    RunFigure("fairness", lambda run: run.fairness, heading="fairness", shown="{:.3f}"),
+)
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.table import Table
+
+from cumulo.base.chart import Chart, Series
+from cumulo.base.quantities import between, quantity
+from cumulo.base.report import Row, grid
+from cumulo.plan.serve.report import ServeReport
+from cumulo.spec.slo import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigure:
+    label: str  # of the row; "": the table alone shows it
+    pick: Callable[[Any], Any]  # from a run; None: the run has no such figure
+    unit: str = ""
+    better: Literal["higher", "lower"] = "higher"
+    heading: str = ""  # of the column; "": the report alone has it
+    shown: str = ""  # how the table writes it, such as "{:.1f} %"; "": in the unit that suits the value
+    note: str = ""
+
+    def cell(self, run: Any) -> str:
+        value = self.pick(run)
+        if value is None:
+            return "–"
+        return self.shown.format(value) if self.shown else quantity(value, self.unit)
+
+
+def figure_rows(name: str, run: Any, figures: Sequence[RunFigure]) -> list[Row]:
+    prefix = f"{name}: " if name else ""
+    return [
+        Row(prefix + one.label, value, one.unit, one.better, note=one.note)
+        for one in figures
+        if one.label and (value := one.pick(run)) is not None
+    ]
+
+
+def figure_table(
+    first: str,
+    runs: Iterable[tuple[str, Any]],
+    figures: Sequence[RunFigure],
+    title: str = "",
+    caption: str = "",
+) -> Table:
+    """One line for each run; `first`: the heading of their names."""
+    shown = [one for one in figures if one.heading]
+    lines = [(name, *(one.cell(run) for one in shown)) for name, run in runs]
+    return grid((first, *(one.heading for one in shown)), lines, title, caption=caption)
+
+
+# Latencies of simulated serving, for `cumulo simulate serve` and `cumulo plan serve`.
+def range_words(pick: Callable[[ServeReport], float], reports: Iterable[ServeReport], unit: str) -> str:
+    """From the most optimistic to the most pessimistic prediction."""
+    # Queues are chaotic: slower steps can, by chance, make a percentile better.
+    low, *_, high = sorted(map(pick, reports))
+    return f"range {between(low, high, unit)}"
+
+
+def latency_rows(
+    reports: Sequence[ServeReport],
+    slo: Slo | None,
+    kinds: Sequence[tuple[str, str]],
+    percentiles: Sequence[str],
+) -> list[Row]:
+    """Percentiles of the first report, with the range of all; the SLO's percentile must keep the SLO."""
+    found = []
+    for name, kind in kinds:
+        bound = getattr(slo, kind, None)
+        if getattr(reports[0], kind) is None:
+            continue
+        for field in (*percentiles, "at_slo"):
+            label = f"p{slo.percentile if slo else 99:g}" if field == "at_slo" else field
+
+            def pick(one: ServeReport, kind: str = kind, field: str = field) -> float:
+                return 1e3 * float(getattr(getattr(one, kind), field))
+
+            must = None if bound is None or field != "at_slo" else 1e3 * bound
+            note = range_words(pick, reports, "ms") if len(reports) > 1 else ""
+            found.append(Row(f"{name} {label}", pick(reports[0]), "ms", "lower", must=must, note=note))
+    return found
+
+
+def latency_chart(
+    title: str, load: str, reports: Iterable[tuple[float, ServeReport]], slo: Slo | None
+) -> Chart:
+    """`reports`: each with its load, ascending. Latencies are logarithmic, which shows the knee."""
+    played = list(reports)
+    kinds = [
+        (name, kind, part) for name, kind in (("TTFT", "ttft_s"), ("ITL", "itl_s")) for part in ("p50", "p99")
+    ]
+    series = []
+    for color, (name, field, percentile) in enumerate(kinds):
+        points = [
+            (x, 1e3 * getattr(spread, percentile))
+            for x, report in played
+            if (spread := getattr(report, field)) is not None
+        ]
+        series.append(Series(f"{name} {percentile}", points, "both", color))
+    limits = () if slo is None else (("TTFT", slo.ttft_s), ("ITL", slo.itl_s))
+    bounds = [(f"{name} ≤ {1e3 * bound:g} ms", 1e3 * bound) for name, bound in limits if bound is not None]
+    return Chart(title, load, "milliseconds", series, y_log=True, bounds=bounds)
