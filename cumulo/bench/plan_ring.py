@@ -5,6 +5,7 @@ unpacked the plan; on a machine with fewer cores than ranks, most of it is the w
 """
 
 import os
+import pickle
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from pathlib import Path
 
 from cumulo.base.report import Row
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.play.ranked_runner import pack_plan, unpack_plan
 from cumulo.ranks.plan_ring import PlanReader, PlanWriter, RingFile
 from cumulo.ranks.start import RankProcesses, starter, tell_starter
 
@@ -36,7 +36,7 @@ def measure(repeats: int = 5, tell: Callable[[str], None] = lambda _: None) -> l
         shared.append(_send(plan, over_tcp=False))
         tell(f"TCP, {repeat + 1} of {repeats}")
         tcp.append(_send(plan, over_tcp=True))
-    size = len(pack_plan(plan))
+    size = len(pickle.dumps(plan, -1))
     note = f"{size:,} bytes, packed and sent"
     return [
         Row(
@@ -72,7 +72,7 @@ def _send(plan: StepPlan, over_tcp: bool) -> tuple[float, float]:
         sent_s, arrived_s = [], []
         for count in range(1, PLANS + 1):
             begun_s, cpu_s = time.perf_counter(), time.thread_time()
-            writer.send(pack_plan(plan))
+            writer.send(pickle.dumps(plan, -1))
             sent_s.append(time.thread_time() - cpu_s)
             while int(file.progress[:, 1].min()) < count:
                 time.sleep(0)
@@ -92,5 +92,5 @@ def _read(rank: int, path: Path, address: tuple[str, int] | None) -> None:
         plans = PlanReader(None, rank, connection)
     tell_starter("ready")
     while (message := plans.receive()) is not None:
-        unpack_plan(message)
+        pickle.loads(message)
         file.progress[rank, 1] += 1

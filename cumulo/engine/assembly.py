@@ -28,10 +28,11 @@ from cumulo.engine.link import connect
 from cumulo.engine.memory.ledger import Ledger
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, plan_rank_memory, scheduler_config
 from cumulo.engine.memory.needs import quantised_saved_bytes
-from cumulo.engine.play.disk_tier import KvFiles, TierMover, host_block_of, kv_fingerprint
+from cumulo.engine.play.disk_tier import KvFiles, TierMover, kv_fingerprint
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
+from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.registry import gpu_memory
 from cumulo.layout.equal_sums import invariant_ep
@@ -293,7 +294,9 @@ def _serve_adapters(engine: Engine, player: Player, config: EngineConfig, spec: 
 def _mover(engine: Engine, player: Player, config: EngineConfig, files: ModelFiles) -> TierMover:
     fingerprint = kv_fingerprint(files.path, files.spec, config, player.runs_on)
     folder = KvFiles(Path(config.kv_disk), fingerprint, int(config.kv_disk_gib * GIB))
-    return TierMover(folder, host_block_of(player.runner), engine.scheduler)
+    pool = getattr(player.runner, "pool", None)
+    assert isinstance(pool, SwapPool)  # memory was planned with host blocks for it
+    return TierMover(folder, pool, engine.scheduler)
 
 
 def _compile_first(engine: Engine, tell: Callable[[str], None] | None) -> None:

@@ -128,14 +128,14 @@ def rank_part(spec: ModelSpec, layout: ServingLayout, rank: int) -> RankPart:
     at = layout.place(rank)
     ends = list(accumulate(split_layers(spec.layers, layout.pp), initial=0))
     layers = range(ends[at.stage], ends[at.stage + 1])
-    vocabulary = _run(spec.vocab_size, at.tp, layout.tp)
+    vocabulary = even_run(spec.vocab_size, at.tp, layout.tp)
     moe, experts = spec.moe, range(0)
     if moe is not None:
         experts = range(moe.experts)
         width = moe.expert_hidden // layout.tp
         if layout.ep > 1:
             index = layout.stage_group(rank).index(rank)
-            experts, width = _run(moe.experts, index, layout.ep), moe.expert_hidden
+            experts, width = even_run(moe.experts, index, layout.ep), moe.expert_hidden
         moe = replace(
             moe,
             expert_hidden=width,
@@ -255,7 +255,7 @@ def _uneven_parts(spec: ModelSpec, layout: ServingLayout, tp: int) -> list[str]:
     return found
 
 
-def _run(count: int, index: int, runs: int) -> range:
+def even_run(count: int, index: int, runs: int) -> range:
     """Run `index` of `runs` as even ones of `count` things."""
     return range(count * index // runs, count * (index + 1) // runs)
 

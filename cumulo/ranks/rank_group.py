@@ -11,10 +11,8 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
@@ -91,11 +89,6 @@ class RankGroup:
         with self._waiting:
             if tensor.numel():
                 self._group.allgather([found], [tensor]).wait()
-
-    def gather_array(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Every member's array, [members, ...]; all have one shape."""
-        found = self.gather(torch.from_numpy(np.ascontiguousarray(array)))
-        return np.stack([one.numpy() for one in found])
 
     def share(self, tensor: Tensor) -> Tensor:
         """The first member's tensor, in place on the others."""

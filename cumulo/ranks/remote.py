@@ -1,5 +1,5 @@
-"""Ranks on other hosts: the engine opens a door, and each rank comes in by a TCP connection on which both prove
-that they have a key. Plans, answers and the end then travel through it as through the pipe of a rank on this host.
+"""Ranks on other hosts: the engine listens, and each rank joins by a TCP connection on which both prove that they
+have a key. Plans, answers and the end then travel through it as through the pipe of a rank on this host.
 
 A rank believes what comes through it, so the key is a secret of those who run the engine. What ranks say to each
 other is not encrypted: use a network that you trust.
@@ -24,7 +24,7 @@ _GREETING_S = 10  # in which a process proves that it has the key
 _ALIVE_S, _ALIVE_TIMES = 5, 3  # how often a silent host is asked whether it is there, and how often in vain
 
 
-class RankDoor:
+class RankListener:
     """The engine's side, open while ranks are missing."""
 
     def __init__(self, address: str, key: str) -> None:
@@ -80,7 +80,7 @@ def _end_when_host_vanishes(connection: Connection) -> None:
                 same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def join_door(address: str, key: str) -> tuple[Connection, int, Any, str]:
+def join_engine(address: str, key: str) -> tuple[Connection, int, Any, str]:
     """Be a rank: the connection, the rank's number, what it is told, and this host's own address. Waits for an
     engine that is not there yet."""
     host, port = host_and_port(address)

@@ -5,6 +5,7 @@ Import it before anything that defines a kernel, as `tiny_cuda_engine`, whose mo
 """
 
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.play import rank_player_cuda
 from cumulo.engine.play.cuda.launches import CudaStep
 from cumulo.engine.play.rank_play import SharedGuides
-from cumulo.engine.play.ranked_runner import pack_plan, unpack_message
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.layout.serving import RankPart, ServingLayout, held_parameters, rank_part
 from cumulo.models.decoder import Decoder
@@ -86,7 +86,7 @@ class ToldRunner:
         self._runner, self._store, self._plans = runner, _get_default_store(), 0
 
     def submit(self, plan: StepPlan) -> CudaStep:
-        self.tell(pack_plan(plan))
+        self.tell(pickle.dumps(plan, -1))
         return self._runner.submit(plan)
 
     def tell(self, message: bytes) -> None:
@@ -126,7 +126,7 @@ def play_rank(
     if rank:
         plans, store = 0, _get_default_store()
         while message := store.get(f"plan {plans}"):
-            told = unpack_message(message)
+            told = pickle.loads(message)
             assert isinstance(told, StepPlan)
             runner.submit(told).result()
             plans += 1

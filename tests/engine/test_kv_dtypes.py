@@ -9,7 +9,7 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.engine import Engine
 from cumulo.engine.memory.memory_plan import plan_memory
-from cumulo.engine.play.disk_tier import KvFiles, TierMover, host_block_of
+from cumulo.engine.play.disk_tier import KvFiles, TierMover
 from cumulo.engine.play.player import refuse_latent_int8
 from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
@@ -43,9 +43,7 @@ def test_prefixes_come_back_from_host_memory_and_disk(kind: str, tmp_path: Path)
     expected = answers(make_engine(DECODER, blocks=40, block_size=4, kv_dtype=KINDS[kind]), PROMPTS[:1])
     for _ in range(2):  # the second engine finds the files of the first
         engine = make_engine(DECODER, blocks=8, block_size=4, tier_blocks=20, disk=True, kv_dtype=KINDS[kind])
-        engine.mover = TierMover(
-            KvFiles(tmp_path, b"m" * 16, 1 << 30), host_block_of(engine.runner), engine.scheduler
-        )
+        engine.mover = TierMover(KvFiles(tmp_path, b"m" * 16, 1 << 30), engine.runner.pool, engine.scheduler)
         engine.scheduler.tiers.disk_s_per_block = 0.0
         for prompt in PROMPTS[:2]:
             answers(engine, [prompt])

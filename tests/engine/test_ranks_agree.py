@@ -2,6 +2,7 @@
 what it could not do. Nobody waits for a rank that will not come."""
 
 import os
+import pickle
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,6 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.engine import Engine
 from cumulo.engine.play import rank_player
 from cumulo.engine.play.cuda.launches import CudaStep
-from cumulo.engine.play.ranked_runner import unpack_message
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.errors import ModelError, RanksFailed, StoppedTogether
 from cumulo.kernels.cuda.captured import CapturedGraphs
@@ -215,7 +215,7 @@ def fail_at_first(rank: int, failing: int) -> str:
     if rank == failing:
         runner.model.forward = fail  # type: ignore[method-assign]
     if rank:
-        told = unpack_message(_get_default_store().get("plan 0"))
+        told = pickle.loads(_get_default_store().get("plan 0"))
         assert isinstance(told, StepPlan)
         return str(runner.submit(told).failed)
     teller = KeepingRunner(runner)

@@ -23,7 +23,7 @@ from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.errors import CumuloError, RanksFailed
 from cumulo.ranks import remote
 from cumulo.ranks.rank_group import meeting_point
-from cumulo.ranks.remote import RankDoor, join_door
+from cumulo.ranks.remote import RankListener, join_engine
 from tests import processes
 from tests.engine.ranked_models import save_model
 from tests.engine.test_ranks import compare, started
@@ -127,12 +127,12 @@ def _unacknowledged(connection: Connection) -> int:
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="Linux's options")
 def test_a_host_that_vanishes_without_a_word_is_noticed_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_ALIVE_S", 1)
-    door = RankDoor(f"127.0.0.1:{reserved_port()}", KEY)
+    listener = RankListener(f"127.0.0.1:{reserved_port()}", KEY)
     try:
         with ThreadPoolExecutor(1) as pool:
             for engine_vanishes in (False, True):
-                admitted = pool.submit(door.admit, 1, "told")
-                joined, *_ = join_door(door.address, KEY)
+                admitted = pool.submit(listener.admit, 1, "told")
+                joined, *_ = join_engine(listener.address, KEY)
                 gone, stays = (admitted.result(), joined) if engine_vanishes else (joined, admitted.result())
                 while any(_unacknowledged(one) for one in (gone, stays)):
                     time.sleep(0.01)  # or sending it again would find out
@@ -150,39 +150,39 @@ def test_a_host_that_vanishes_without_a_word_is_noticed_by_both(monkeypatch: pyt
                     stays.recv_bytes()
                 stays.close()
     finally:
-        door.close()
+        listener.close()
 
 
 def test_a_rank_with_another_key_is_refused_and_says_so() -> None:
-    door = RankDoor(f"127.0.0.1:{reserved_port()}", KEY)
+    listener = RankListener(f"127.0.0.1:{reserved_port()}", KEY)
     try:
         with ThreadPoolExecutor(1) as pool:
-            admitted = pool.submit(door.admit, 1, "told")
+            admitted = pool.submit(listener.admit, 1, "told")
             with pytest.raises(CumuloError, match="has another key"):
-                join_door(door.address, "another key")
-            connection, rank, told, host = join_door(door.address, KEY)
+                join_engine(listener.address, "another key")
+            connection, rank, told, host = join_engine(listener.address, KEY)
             assert (rank, told, host) == (1, "told", "127.0.0.1")
             admitted.result().close()
             connection.close()
     finally:
-        door.close()
+        listener.close()
 
 
 def test_strangers_that_say_nothing_or_nonsense_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_GREETING_S", 3)
-    door = RankDoor(f"127.0.0.1:{reserved_port()}", KEY)
-    where = remote.host_and_port(door.address)
+    listener = RankListener(f"127.0.0.1:{reserved_port()}", KEY)
+    where = remote.host_and_port(listener.address)
     try:
         with socket.create_connection(where), socket.create_connection(where) as second:
             second.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with ThreadPoolExecutor(1) as pool:
-                admitted = pool.submit(door.admit, 1, "told")
-                connection, rank, told, _ = join_door(door.address, KEY)
+                admitted = pool.submit(listener.admit, 1, "told")
+                connection, rank, told, _ = join_engine(listener.address, KEY)
                 assert (rank, told) == (1, "told")
                 admitted.result().close()
                 connection.close()
     finally:
-        door.close()
+        listener.close()
 
 
 @pytest.mark.parametrize("address", ["nowhere", "10.0.0.1", "127.0.0.1:70000", ":9", "127.0.0.1:-1"])

@@ -1,19 +1,14 @@
 """The ways to play parts of a round give what the others give, in fewer launches. Without a GPU Triton's
 interpreter plays the kernels."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from tests.engine.tiny_cuda_engine import DEVICE, SPECS, make_decoder, use_few_programs  # isort: skip
+from tests.engine.tiny_cuda_engine import DEVICE, SPECS, use_few_programs  # isort: skip
 from cumulo.engine.decide.speculation import rounds
 from cumulo.kernels.cuda.sampling.greedy_rounds import accept_likeliest
 from cumulo.kernels.cuda.sampling.rounds import RoundRows, accept
 from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
-from cumulo.models.batch import KVCache
-from cumulo.models.heads.eagle import eagle_layers
-from cumulo.models.play.cuda_decoder import CudaDecoder, StepTensors
 
 pytestmark = pytest.mark.long
 SPEC = SPECS["dense"]
@@ -23,28 +18,6 @@ SPEC = SPECS["dense"]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     use_few_programs(monkeypatch)
     monkeypatch.setattr(rounds, "_ROUNDS", (2, 1))
-
-
-def test_layers_write_what_a_head_sees_where_it_reads_it() -> None:
-    """... and nothing later writes there; logits are the same."""
-    spec = replace(SPEC, layers=8)
-    found = []
-    for in_place in (False, True):
-        model = CudaDecoder(make_decoder(spec), 4, 4)
-        model.tap(eagle_layers(8))
-        model.taps_in_place = in_place
-        assert (model._tapped_behind(3, 4) is not None) == in_place and model._tapped_behind(0, 4) is None
-        assert model._tapped_behind(3, 9) is None
-        cache = KVCache(spec, 2, 16, torch.float32, DEVICE)
-        plan = model.attention_plan(4, 4, True, cache, 2, None)
-        place = torch.arange(4, dtype=torch.int32, device=DEVICE)
-        tables = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
-        plan.prepare(torch.arange(5, dtype=torch.int32, device=DEVICE), place + 1, tables)
-        logits = model.forward(StepTensors(place + 9, place, place, place, plan), cache)
-        found.append((logits.clone(), model.tapped.clone()))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    parts = found[1][1].view(4, 3, spec.hidden)
-    assert parts.abs().sum(dim=(0, 2)).min() > 0 and not torch.equal(parts[:, 0], parts[:, 1])
 
 
 def test_greedy_draws_from_parts_are_kept_as_draws_from_logits_are() -> None:

@@ -17,7 +17,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
-from cumulo.engine.play.disk_tier import KvFiles, TierMover, host_block_of
+from cumulo.engine.play.disk_tier import KvFiles, TierMover
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 
 DECODER = make_decoder("dense")
@@ -32,9 +32,7 @@ def engine_with(
 ) -> Engine:
     engine = make_engine(DECODER, blocks=7, block_size=4, tier_blocks=tier_blocks, disk=folder is not None)
     if folder is not None:
-        engine.mover = TierMover(
-            KvFiles(folder, model, limit), host_block_of(engine.runner), engine.scheduler
-        )
+        engine.mover = TierMover(KvFiles(folder, model, limit), engine.runner.pool, engine.scheduler)
         engine.scheduler.tiers.disk_s_per_block = 0.0
     return engine
 

@@ -63,8 +63,9 @@ def make_engine(
         decoder, cache, max_slots=config.max_running, max_context=config.max_context, eos_token_ids=(EOS,),
         host_blocks=config.host_blocks + config.tier_blocks, overlap=overlap,
     )  # fmt: skip
-    if runner.host_cache is not None:
-        runner.host_cache.key_storage.fill_(-nonsense)
+    if runner.pool is not None:
+        for block in range(runner.pool.blocks):
+            runner.pool.views(block)[0].fill_(-nonsense)
     engine = Engine(Scheduler(config), runner, None, vocab_size=VOCAB, eos_ids=(EOS,), overlap=overlap)
     if config.tier_blocks:
         engine.scheduler.costs.swap_s_per_block = 0.0  # so that whatever is found is fetched

@@ -2,17 +2,14 @@
 
 import json
 import random
-import shutil
 import sys
-from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
 
 from cumulo.errors import CumuloError, ModelError
-from cumulo.models.files import hub, load
-from cumulo.models.files.gguf_file import open_gguf
+from cumulo.models.files import hub
 from cumulo.models.files.load import inspect_model, load_model
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from tests import thorough
@@ -63,19 +60,6 @@ def test_a_quantised_file_is_kept_quantised_unless_told_otherwise(gguf_file):
     prompt = tiny.prompt(20)
     expected = Stepper(plain.decoder).feed(prompt, 20)
     assert (Stepper(kept.decoder).feed(prompt, 20) - expected).abs().max() < 0.05 * expected.std()
-
-
-def test_a_file_that_was_inspected_is_read_once_and_a_changed_one_again(gguf_file, tmp_path, monkeypatch):
-    path = Path(shutil.copy(gguf_file, tmp_path / "m.gguf"))
-    opened = []
-    monkeypatch.setattr(load, "open_gguf", lambda path: opened.append(path) or open_gguf(path))
-    assert inspect_model(path) is inspect_model(path)
-    assert not any(parameter.is_meta for parameter in load_model(path).decoder.parameters())
-    assert len(opened) == 1 and not load._inspected  # nothing of it is held once it is loaded
-    inspect_model(path)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="cut short"):
-        load_model(path)
 
 
 def test_a_quantised_file_is_dequantised_for_a_type_without_packed_kernels(gguf_file):

@@ -9,7 +9,7 @@ from cumulo.errors import ModelError
 from cumulo.models.files.placement import Placement
 from cumulo.models.files.quantised import awq, compressed_tensors, gptq
 from cumulo.models.files.quantised.matrices import Float8Matrix, IntegerMatrix
-from cumulo.models.files.weights_quantised import stored_matrices
+from cumulo.models.files.weights_safetensors import stored_matrices
 from cumulo.quant.rounding import float8
 from cumulo.spec.quantisation import Quantisation, quantisation_from_config
 

@@ -6,9 +6,6 @@ from multiprocessing import Pipe
 
 import pytest
 
-from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.plan import NewSlot, StepPlan
-from cumulo.engine.play.ranked_runner import pack_plan, unpack_plan
 from cumulo.errors import RanksFailed
 from cumulo.ranks.plan_ring import PlanReader, PlanWriter, RingFile
 
@@ -57,28 +54,3 @@ def test_a_reader_that_reads_nothing_is_named() -> None:
     with pytest.raises(RanksFailed, match="rank 2: is gone"):
         writer.send(b"plan")
     path.unlink()
-
-
-def test_a_plan_unpacks_to_what_was_packed() -> None:
-    rng = random.Random(1)
-
-    def numbers(count: int) -> list[int]:
-        return [rng.randrange(1 << 31) for _ in range(count)]
-
-    for case in range(40):
-        rows = rng.choice([0, 1, 5, 256])
-        plan = StepPlan(case, slots=numbers(rows), starts=numbers(rows))
-        plan.draw_one_each()
-        if case % 2:
-            plan.counts, plan.draw_rows = numbers(rows), numbers(rows // 2)
-            plan.draw_slots, plan.end = numbers(rows // 2), numbers(3)
-            plan.extend = list(zip(numbers(4), numbers(4), strict=True))
-            plan.replace = list(zip(numbers(2), numbers(2), numbers(2), strict=True))
-            plan.copies = plan.swap_out = plan.swap_in = list(zip(numbers(1), numbers(1), strict=True))
-            plan.prompt_logprob_rows, plan.pool_rows, plan.pool_starts = numbers(2), numbers(1), numbers(1)
-        for _ in range(case % 3):
-            params = SamplingParams(top_k=3, stop_token_ids=(1,), logit_bias={3: 0.5})
-            plan.begin.append(
-                NewSlot(1, numbers(rng.randrange(9)), 2, numbers(rng.randrange(4)), params, 1 << 62, 1)
-            )
-        assert unpack_plan(pack_plan(plan)) == plan

@@ -1,6 +1,5 @@
 """GuideChecker: guides are compiled beside the engine's loop, which is woken when they are."""
 
-import select
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -33,7 +32,7 @@ def take(checker: GuideChecker, *request_ids: str) -> dict[str, Checked]:
     """Waits until these are through."""
     taken: dict[str, Checked] = {}
     while not set(request_ids) <= set(taken):
-        assert select.select([checker.wakeup], [], [], 60)[0], "the loop is not woken"
+        assert checker.done.wait(60), "the loop is not woken"
         taken |= {one.submit.request_id: one for one in checker.take_checked()}
     return taken
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cumulo.checkpoint.play.folder import MANIFEST, write_whole
 from cumulo.models.files import names_huggingface
 from cumulo.models.files.json_file import write_json
-from cumulo.models.files.weights_safetensors import INDEX_NAME
+from cumulo.models.files.safetensors_file import INDEX_NAME
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.to_huggingface import config_from_spec
 

@@ -188,7 +188,10 @@ def plan_rank_memory(
         held = sum(parameter.elements for parameter in held_parameters(part).values())
         held += _copied_elements(part, config.redundant_experts)
         own = dataclasses.replace(config, kv_blocks=kv_blocks)
-        return plan_memory(part.local, weight_bytes * held // elements, own, available_bytes)
+        # On CPUs every rank draws from all logits; on GPUs the parts in which they lie are counted elsewhere.
+        vocabulary = part.local.vocab_size if config.device.startswith("cuda") else spec.vocab_size
+        local = dataclasses.replace(part.local, vocab_size=vocabulary)
+        return plan_memory(local, weight_bytes * held // elements, own, available_bytes)
 
     asked = None if config.kv_blocks is None else -(-config.kv_blocks // layout.dp)
     # Ranks of a stage hold as much as each other, within a row of the vocabulary.

@@ -38,7 +38,6 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.play.mailbox import Mailbox
 from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.errors import ConfigError
-from cumulo.models.batch import KVCache
 from cumulo.spec.model import ModelSpec
 
 _LAYOUT = "layers, heads, tokens, dimensions; keys, then values"
@@ -210,12 +209,11 @@ def _entries(path: str | Path) -> "list[os.DirEntry[str]]":
 
 _LOOK_EVERY_S = 5.0  # for files of other engines,
 _LOOK_SHARE = 50  # and no more often than this many times as long as it takes
-HostBlock = Callable[[int], list[torch.Tensor]]  # the storages of one host block, to be read and written
 
 
 class TierMover:
-    def __init__(self, files: KvFiles, host_block: HostBlock, scheduler: Scheduler) -> None:
-        self.files, self._host_block, self._scheduler = files, host_block, scheduler
+    def __init__(self, files: KvFiles, pool: SwapPool, scheduler: Scheduler) -> None:
+        self.files, self._pool, self._scheduler = files, pool, scheduler
         self.news: Mailbox[TierEvent] = Mailbox()
         self._known = files.scan()
         tiers = scheduler.tiers
@@ -273,7 +271,7 @@ class TierMover:
     # -- the mover's threads ------------------------------------------------------------------------------
     def _views(self, block: int) -> list[NDArray[np.uint8]]:
         """A host block as bytes."""
-        return [part.view(torch.uint8).numpy() for part in self._host_block(block) if part.numel()]
+        return [part.view(torch.uint8).numpy() for part in self._pool.views(block) if part.numel()]
 
     def _write_all(self) -> None:
         next_look_s = time.monotonic() + _LOOK_EVERY_S
@@ -316,13 +314,3 @@ class TierMover:
             view[...] = np.frombuffer(data[start : start + view.nbytes], dtype=np.uint8).reshape(view.shape)
             start += view.nbytes
         return True
-
-
-def host_block_of(runner: object) -> HostBlock:
-    """How to reach a runner's host blocks: those of a CPU lie layer by layer, a GPU's block by block."""
-    cache, pool = getattr(runner, "host_cache", None), getattr(runner, "pool", None)
-    if isinstance(cache, KVCache):
-        return lambda block: [cache.key_storage[:, block], cache.value_storage[:, block]]
-    if isinstance(pool, SwapPool):
-        return pool.views
-    raise RuntimeError(f"{type(runner).__name__} has no host blocks")

@@ -41,13 +41,13 @@ class OwnRows:
     most_rows: int  # of one rank
 
 
-class SequenceHomes:
+class SequenceSplit:
     """Data-parallel attention: which rank has the blocks of which sequence, and what of a plan that leaves here."""
 
     def __init__(self, part: RankPart, max_slots: int, blocks: int) -> None:
         """`blocks`: of this rank's cache; each rank's are numbered after another's."""
         self.part, self._blocks = part, blocks
-        self._home = np.zeros(max_slots, dtype=np.int64)  # by slot
+        self._owner = np.zeros(max_slots, dtype=np.int64)  # by slot
 
     def own_plan(self, plan: StepPlan) -> StepPlan:
         """The plan with blocks numbered as in this rank's cache, and without what happens to others' blocks."""
@@ -57,9 +57,9 @@ class SequenceHomes:
         inside = range(first, first + self._blocks)
         for new in plan.begin:
             if new.blocks:
-                self._home[new.slot] = new.blocks[0] // self._blocks
+                self._owner[new.slot] = new.blocks[0] // self._blocks
         for slot, block in plan.extend:
-            self._home[slot] = block // self._blocks
+            self._owner[slot] = block // self._blocks
         return replace(
             plan,
             begin=[new._replace(blocks=[block - first for block in new.blocks]) for new in plan.begin],
@@ -75,25 +75,25 @@ class SequenceHomes:
         layout, own = self.part.layout, self.part.place.dp
         if layout.dp == 1:
             return None
-        homes = self._home[rows.slots]
-        mine = np.flatnonzero(homes == own)
+        owners_of = self._owner[rows.slots]
+        mine = np.flatnonzero(owners_of == own)
         counts = rows.counts[mine]
         kept = StepRows(rows.slots[mine], rows.starts[mine], counts, np.concatenate(([0], np.cumsum(counts))))
         row_of = np.searchsorted(rows.query_starts, wanted, side="right") - 1
-        owners = homes[row_of]
+        owners = owners_of[row_of]
         here = np.flatnonzero(owners == own)
         place = np.full(len(rows.slots), -1, dtype=np.int64)
         place[mine] = np.arange(len(mine))
         local = kept.query_starts[place[row_of[here]]] + wanted[here] - rows.query_starts[row_of[here]]
-        shares = np.bincount(homes, weights=rows.counts, minlength=layout.dp).astype(np.int64)
-        most_rows = int(np.bincount(homes, minlength=layout.dp).max())
+        shares = np.bincount(owners_of, weights=rows.counts, minlength=layout.dp).astype(np.int64)
+        most_rows = int(np.bincount(owners_of, minlength=layout.dp).max())
         return OwnRows(kept, local, tuple(shares.tolist()), owners, here, place, most_rows)
 
 
 class RankPlay:
     def __init__(self, part: RankPart, links: RankLinks, max_slots: int, blocks: int) -> None:
         """`blocks`: of this rank's cache."""
-        self.part, self.links, self.homes = part, links, SequenceHomes(part, max_slots, blocks)
+        self.part, self.links, self.split = part, links, SequenceSplit(part, max_slots, blocks)
         self._expected: deque[tuple[Ints, Ints]] = deque()  # slots and positions of tokens drawn elsewhere
 
     # -- pipeline -------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ class DeviceRank:
         self,
         part: RankPart,
         stage: "RankStage | FarStage | None",
-        homes: SequenceHomes,
+        split: SequenceSplit,
         links: RankLinks,
     ) -> None:
-        self.part, self._stage, self.homes, self.links = part, stage, homes, links
+        self.part, self._stage, self.split, self.links = part, stage, split, links
         self._expected: deque[list[int]] = deque()  # slots of tokens drawn elsewhere, by step
 
     def take_tokens(self, plan: StepPlan, tokens: Tensor) -> None:

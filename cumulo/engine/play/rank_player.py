@@ -7,6 +7,7 @@ On a GPU the same steps make a CudaRunner (`rank_player_cuda`, imported only the
 import logging
 import multiprocessing
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import torch
 
 from cumulo.base.files import weights_digest
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.plan import PendingStep
+from cumulo.engine.decide.plan import PendingStep, StepPlan
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import (
@@ -31,10 +32,9 @@ from cumulo.engine.play.player import (
     runner_maker,
 )
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides
-from cumulo.engine.play.ranked_runner import AdapterOrder, RankedRunner, unpack_message
+from cumulo.engine.play.ranked_runner import AdapterOrder, RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_wire import RankCaches
-from cumulo.engine.sampling.sliced import SlicedSampler
 from cumulo.errors import CumuloError, ModelError, RanksFailed
 from cumulo.layout.equal_sums import equality_note
 from cumulo.layout.serving import RankPart, rank_part
@@ -50,7 +50,7 @@ from cumulo.models.play.spread_experts import SpreadExperts
 from cumulo.ranks.plan_ring import PlanReader, RingFile
 from cumulo.ranks.rank_group import THIS_HOST, TCPStore, meeting_point
 from cumulo.ranks.rank_meter import WORDS, RankMeter
-from cumulo.ranks.remote import RankDoor, host_and_port, join_door
+from cumulo.ranks.remote import RankListener, host_and_port, join_engine
 from cumulo.ranks.start import RankProcesses, ask_starter, be_rank, lost_another, starter, tell_starter
 from cumulo.spec.model import ModelSpec
 
@@ -223,7 +223,7 @@ def play_rank(rank: int, setup: RankSetup) -> None:
     ahead = 1 + setup.config.layout.pp if setup.on_gpu and setup.config.role != "prefill" else 0
     running = deque[PendingStep]()
     while (message := plans.receive()) is not None:
-        told = unpack_message(message)
+        told: StepPlan | AdapterOrder = pickle.loads(message)
         if isinstance(told, AdapterOrder):
             tell_starter(_load_adapter(setup, runner, told))
             continue
@@ -237,12 +237,12 @@ def play_rank(rank: int, setup: RankSetup) -> None:
 
 def _admit_others(setup: RankSetup, ranks: RankProcesses) -> None:
     """Wait for the ranks of other hosts."""
-    door = RankDoor(setup.config.rank_address, setup.config.transfer_key)
+    listener = RankListener(setup.config.rank_address, setup.config.transfer_key)
     try:
         for rank in range(setup.own_ranks, setup.config.layout.world):
-            ranks.adopt(rank, door.admit(rank, setup))
+            ranks.adopt(rank, listener.admit(rank, setup))
     finally:
-        door.close()
+        listener.close()
 
 
 def _load_adapter(setup: RankSetup, runner: DeviceRunner, order: AdapterOrder) -> str:
@@ -291,9 +291,6 @@ def _make_runner(
         cache,
         overlap=overlap,
         threads=setup.threads,
-        sampler=None
-        if links.tensor is None
-        else SlicedSampler(part.place.tp, part.vocabulary, part.whole.vocab_size, links.gather_slices),
         rank=RankPlay(part, links, config.max_running, cache.blocks),
         bank=AdapterBank(decoder, setup.spec, config.max_loras, config.max_lora_rank, part)
         if config.max_loras
@@ -330,7 +327,7 @@ def serve_ranks(address: str, key: str, model: str | None, threads: int | None, 
 
 def _be_rank_once(address: str, key: str, model: str | None, threads: int | None, place: int) -> None:
     try:
-        connection, rank, setup, own_host = join_door(address, key)
+        connection, rank, setup, own_host = join_engine(address, key)
     except CumuloError as error:
         print(f"error: {error}", flush=True)
         raise SystemExit(_REFUSED) from error

@@ -18,7 +18,7 @@ import torch
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import DeviceRunner, kv_dtype
-from cumulo.engine.play.rank_play import DeviceRank, SequenceHomes
+from cumulo.engine.play.rank_play import DeviceRank, SequenceSplit
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
 from cumulo.engine.play.slot_table import SlotGuides
@@ -222,7 +222,7 @@ def make_cuda_runner(
         eos_token_ids=eos_ids,
         host_blocks=memory.all_host_blocks,
         graphs=config.cuda_graphs and config.rank_backend != "gloo",  # whose messages the host sends
-        rank=DeviceRank(part, stage, SequenceHomes(part, draws, blocks), links),
+        rank=DeviceRank(part, stage, SequenceSplit(part, draws, blocks), links),
     )
     runner.table.guided = guided
     return runner

@@ -6,7 +6,6 @@ tokens when they have arrived, while the next steps already run. Draws that need
 log-probabilities) wait for it, in their own steps only.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,13 +30,13 @@ from cumulo.engine.play.cuda.step_words import (
     gained_blocks,
     have_cuts,
     pack,
-    pack_homes,
+    pack_split,
     shape_of,
     warm_shapes,
 )
 from cumulo.engine.play.rank_play import DeviceRank, OwnRows
 from cumulo.engine.play.slot_table import NO_ROWS, SlotTable, StepRows
-from cumulo.engine.play.swap_pool import SwapPool
+from cumulo.engine.play.swap_pool import SwapPool, swap_blocks
 from cumulo.engine.play.verify import draft_places, draws_of, round_draws, write_drafts
 from cumulo.engine.sampling.sampler import draw
 from cumulo.kernels.cuda.captured import compiling_ahead
@@ -111,7 +110,7 @@ class CudaRunner:
         try:
             if self.rank is not None:
                 self.rank.take_tokens(plan, self.slots.tokens)
-                plan = self.rank.homes.own_plan(plan)
+                plan = self.rank.split.own_plan(plan)
             self._change(plan, pending)
             if plan.slots:
                 self._compute(plan, pending, ahead)
@@ -194,25 +193,13 @@ class CudaRunner:
 
     def measure_swap_s(self) -> float:
         """Seconds to move one block to the host pool, measured on both empty caches before the first step."""
-        if self.pool is None:
-            return float("inf")
-        pairs = [(block, block) for block in range(min(4, self.cache.blocks, self.pool.blocks))]
-        self.pool.copy_out(pairs)
-        self.launches.synchronise()
-        started_s = time.perf_counter()
-        self.pool.copy_out(pairs)
-        self.launches.synchronise()
-        return (time.perf_counter() - started_s) / len(pairs)
+        return float("inf") if self.pool is None else self.pool.measure_s()
 
     # -- one step -----------------------------------------------------------------------------------------
     def _change(self, plan: StepPlan, pending: CudaStep) -> None:
         """Everything a plan changes before it computes, in the order it says."""
         self.table.end(plan.end)
-        if plan.swap_out or plan.swap_in:
-            if self.pool is None:
-                raise RuntimeError(f"step {plan.index} swaps blocks, but this runner has no host blocks")
-            self.pool.copy_out(plan.swap_out)
-            self.pool.give(plan.swap_in)
+        swap_blocks(plan, self.pool)
         for new in plan.begin:
             self.owners[new.slot] += 1
         pending.of_row, rest = gained_blocks(plan, self.table.block_counts)
@@ -240,7 +227,7 @@ class CudaRunner:
         columns = self.table.columns[slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
         words, stage = draw_words(columns, slots, positions), self.slots.stage()
-        own = None if self.rank is None else self.rank.homes.own_rows(rows, draws.token_rows)
+        own = None if self.rank is None else self.rank.split.own_rows(rows, draws.token_rows)
         if own is None:
             shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
             shape = replace(shape, follows=self.head is not None and plan.feeds_head)
@@ -295,12 +282,12 @@ class CudaRunner:
         decodes_only, draws = int(rows.query_starts[-1]) == len(rows.slots), len(own.owners)
         shape = shape_of(max(own.shares), own.most_rows, draws, self._most, cuts, decodes_only)
         everything = shape_of(sum(own.shares), len(rows.slots), draws, self._most)
-        shape = replace(shape, homes=len(own.shares), all_tokens=everything.tokens)
+        shape = replace(shape, data_ranks=len(own.shares), all_tokens=everything.tokens)
         blocks = {int(own.place[row]): gained for row, gained in of_row.items() if own.place[row] >= 0}
         logit_rows = np.zeros(draws, dtype=np.int64)  # what others compute is asked for anywhere
         logit_rows[own.here] = own.wanted
         pack(out, shape, own.rows, blocks, logit_rows, words)
-        pack_homes(out, shape, np.array(own.shares), own.owners)
+        pack_split(out, shape, np.array(own.shares), own.owners)
         return shape
 
     def _compute_rounds(

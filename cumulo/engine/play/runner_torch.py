@@ -21,8 +21,9 @@ from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.drafter import Drafter
 from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
+from cumulo.engine.play.swap_pool import SwapPool, swap_blocks
 from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
-from cumulo.engine.sampling.sampler import Drawn, Sampler, WholeSampler, draw_peaks
+from cumulo.engine.sampling.sampler import Drawn, draw, draw_peaks, token_logprobs
 from cumulo.kernels.cpu.paged_attention import bytes_of
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import AdapterWeights
@@ -49,23 +50,17 @@ class TorchRunner:
         overlap: bool = False,
         threads: int | None = None,
         guidance: Guidance | None = None,
-        sampler: Sampler | None = None,
         rank: RankPlay | None = None,
         bank: AdapterBank | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """`tier_blocks`: of the host blocks, the last ones, for prefixes and not for swapped sequences. `rank`,
-        and a sampler to go with it: this runner is one of several that play every plan together."""
+        """`tier_blocks`: of the host blocks, the last ones, for prefixes and not for swapped sequences. `rank`:
+        this runner is one of several that play every plan together."""
         self.model, self.cache = model, cache
-        self.sampler: Sampler = sampler or WholeSampler()
         self.rank, self.drafter = rank, drafter
         self.device = cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
-        self.host_cache = (
-            KVCache(cache.spec, host_blocks, cache.block_size, cache.key_storage.dtype)
-            if host_blocks
-            else None
-        )
+        self.pool = SwapPool(cache, host_blocks) if host_blocks else None
         self.bank, self.table.serves_adapters = bank, bank is not None
         self._tier_blocks = tier_blocks
         self.layer_teller: LayerTeller | None = None  # who is told of rows that other engines wait for
@@ -112,9 +107,9 @@ class TorchRunner:
         held["token tables"] = self.table.nbytes
         if self.drafter is not None:
             held |= self.drafter.memory_bytes()
-        if self.host_cache is not None:
-            of_tier = self._tier_blocks * self.host_cache.nbytes // self.host_cache.blocks
-            named = {"host tier": of_tier, "swap pool": self.host_cache.nbytes - of_tier}
+        if self.pool is not None:
+            of_tier = self._tier_blocks * self.pool.nbytes // self.pool.blocks
+            named = {"host tier": of_tier, "swap pool": self.pool.nbytes - of_tier}
             held |= {name: size for name, size in named.items() if size}
         return held
 
@@ -163,13 +158,7 @@ class TorchRunner:
 
     def measure_swap_s(self) -> float:
         """Seconds to move one block to the host pool, measured on both empty caches before the first step."""
-        if self.host_cache is None:
-            return float("inf")
-        pairs = [(block, block) for block in range(min(4, self.cache.blocks, self.host_cache.blocks))]
-        _copy_between(self.cache, self.host_cache, pairs)  # touches the pages
-        started_s = time.perf_counter()
-        _copy_between(self.cache, self.host_cache, pairs)
-        return (time.perf_counter() - started_s) / len(pairs)
+        return float("inf") if self.pool is None else self.pool.measure_s()
 
     # -- one step -----------------------------------------------------------------------------------------
     @torch.inference_mode()
@@ -177,9 +166,9 @@ class TorchRunner:
         started_s, began_busy_s = time.perf_counter(), time.thread_time()
         if self.rank is not None:
             self.rank.take_tokens(plan, self.table)
-            plan = self.rank.homes.own_plan(plan)
+            plan = self.rank.split.own_plan(plan)
         self.table.end(plan.end)
-        self._move_blocks(plan)
+        swap_blocks(plan, self.pool)
         self.table.apply(plan)
         self.cache.copy_blocks(plan.copies)
         if self.drafter is not None:
@@ -189,14 +178,6 @@ class TorchRunner:
         if self.device.type == "cpu":
             result.busy_s = time.thread_time() - began_busy_s
         return result
-
-    def _move_blocks(self, plan: StepPlan) -> None:
-        if not (plan.swap_out or plan.swap_in):
-            return
-        if self.host_cache is None:
-            raise RuntimeError(f"step {plan.index} swaps blocks, but this runner has no host blocks")
-        _copy_between(self.cache, self.host_cache, plan.swap_out)
-        _copy_between(self.host_cache, self.cache, plan.swap_in)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         if plan.drafts:
@@ -264,7 +245,7 @@ class TorchRunner:
 
     def _forward(self, rows: StepRows, wanted: NDArray[np.int64]) -> Tensor:
         """Hidden states of the wanted tokens; of a pipeline's last stage only."""
-        own = None if self.rank is None else self.rank.homes.own_rows(rows, wanted)
+        own = None if self.rank is None else self.rank.split.own_rows(rows, wanted)
         if own is None:
             return self.model.forward(self.table.forward_batch(rows, wanted, self.device), self.cache)
         batch = self.table.forward_batch(own.rows, own.wanted, self.device)
@@ -284,9 +265,8 @@ class TorchRunner:
         drawn = self._draw_greedily(draws, hidden, logit_rows)
         if drawn is None:
             logits = self.model.logits(hidden)
-            vocabulary = self.sampler.vocabulary_of(logits)
-            batch = self.table.draw_batch(draws.slots, draws.positions, logit_rows, vocabulary)
-            drawn = self.sampler.draw(logits, batch)
+            batch = self.table.draw_batch(draws.slots, draws.positions, logit_rows, logits.shape[-1])
+            drawn = draw(logits, batch)
         if plan.drafts:
             take_accepted(plan, draws, drawn, self.table, result)
             return
@@ -298,7 +278,7 @@ class TorchRunner:
 
     def _draw_greedily(self, draws: StepDraws, hidden: Tensor, logit_rows: NDArray[np.int64]) -> Drawn | None:
         """Without logits, where every draw wants the most likely token and nothing else."""
-        if not (isinstance(self.model, FusedDecoder) and isinstance(self.sampler, WholeSampler)):
+        if not isinstance(self.model, FusedDecoder):
             return None
         if not self.table.draws_plainly(draws.slots, draws.positions):
             return None
@@ -325,7 +305,7 @@ class TorchRunner:
                 logits = logits.float()
             begin = start + first + 1
             tokens = self.table.tokens[slot, begin : begin + len(logits)].astype(np.int64)
-            entries += self.sampler.token_logprobs(logits, tokens, np.full(len(tokens), count))
+            entries += token_logprobs(logits, tokens, np.full(len(tokens), count))
         return entries
 
 
@@ -351,16 +331,3 @@ class _OneRow:
             torch.zeros_like(batch.logit_rows[:1]),
         )
         return self._model.forward(first, cache).repeat(len(batch.logit_rows), 1)
-
-
-def _copy_between(source: KVCache, target: KVCache, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks, all layers, from one cache to another."""
-    if not pairs:
-        return
-    sources = torch.tensor([pair[0] for pair in pairs], device=source.key_storage.device)
-    targets = torch.tensor([pair[1] for pair in pairs], device=target.key_storage.device)
-    for taken, given in (
-        (bytes_of(source.key_storage), bytes_of(target.key_storage)),
-        (bytes_of(source.value_storage), bytes_of(target.value_storage)),
-    ):
-        given.index_copy_(1, targets, taken.index_select(1, sources).to(given.device))

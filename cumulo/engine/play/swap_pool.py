@@ -1,10 +1,12 @@
-"""SwapPool: KV blocks that were moved to the host, in page-locked memory so that copies run beside the computation.
-Owned by CudaRunner; which blocks move, the plan says."""
+"""SwapPool: KV blocks that were moved to the host; those of a GPU in page-locked memory, so that copies run beside
+the computation. Owned by a runner; which blocks move, the plan says."""
 
+import time
 from collections.abc import Iterator
 
 import torch
 
+from cumulo.engine.decide.plan import StepPlan
 from cumulo.models.batch import KVCache
 
 _PIECE_BYTES = 64 << 20  # gathered on the device at a time: a long context must not need gigabytes to leave
@@ -49,6 +51,19 @@ class SwapPool:
                     arrived[index].copy_(pool[source], non_blocking=True)
                 storage.transpose(0, 1).index_copy_(0, targets, arrived)
 
+    def measure_s(self) -> float:
+        """Seconds to move one block to the pool, measured while both caches are empty."""
+        pairs = [(block, block) for block in range(min(4, self._cache.blocks, self.blocks))]
+        self._move(pairs)  # touches the pages
+        started_s = time.perf_counter()
+        self._move(pairs)
+        return (time.perf_counter() - started_s) / len(pairs)
+
+    def _move(self, pairs: list[tuple[int, int]]) -> None:
+        self.copy_out(pairs)
+        if self._cache.key_storage.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
     def _pieces(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         size = max(1, _PIECE_BYTES * self.blocks // max(1, self.nbytes))
         for first in range(0, len(pairs), size):
@@ -69,3 +84,12 @@ class SwapPool:
             for storage, pool in pairs
             if storage.numel()
         ]
+
+
+def swap_blocks(plan: StepPlan, pool: SwapPool | None) -> None:
+    """Move the blocks that a plan swaps."""
+    if plan.swap_out or plan.swap_in:
+        if pool is None:
+            raise RuntimeError(f"step {plan.index} swaps blocks, but this runner has no host blocks")
+        pool.copy_out(plan.swap_out)
+        pool.give(plan.swap_in)

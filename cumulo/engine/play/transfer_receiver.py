@@ -28,8 +28,8 @@ from cumulo.engine.decide.transfer.orders import (
     TransferProgress,
 )
 from cumulo.engine.play.mailbox import Mailbox
-from cumulo.engine.play.transfer_staged import StagedSource
-from cumulo.engine.play.transfer_ways import BlockSource, CudaSource, SharedSource, TcpSource
+from cumulo.engine.play.transfer_tcp import TcpSource
+from cumulo.engine.play.transfer_ways import BlockSource, CudaSource, SharedSource
 from cumulo.engine.play.transfer_wire import (
     Greeting,
     LayersDone,
@@ -280,9 +280,7 @@ class TransferReceiver:
             return SharedSource(self._cache, reach, descriptors)
         if greeting.transport == "cuda":
             return CudaSource(self._cache, reach)
-        greets = pack(replace(self._greeting, transport="tcp"))
-        over_tcp = StagedSource if self._cache.key_storage.is_cuda else TcpSource
-        return over_tcp(self._cache, sender.address, greets)
+        return TcpSource(self._cache, sender.address, pack(replace(self._greeting, transport="tcp")))
 
     def _end(self) -> None:
         for sender in self._senders.values():

@@ -22,8 +22,8 @@ from cumulo.engine.decide.transfer.orders import (
     SenderEvent,
 )
 from cumulo.engine.play.mailbox import Mailbox
-from cumulo.engine.play.transfer_staged import StagedExport
-from cumulo.engine.play.transfer_ways import CudaExport, SharedExport, TcpExport
+from cumulo.engine.play.transfer_tcp import TcpExport
+from cumulo.engine.play.transfer_ways import CudaExport, SharedExport
 from cumulo.engine.play.transfer_wire import (
     Greeting,
     LayersDone,
@@ -80,7 +80,7 @@ class TransferSender:
     @property
     def staged(self) -> bool:
         """Whether KV of a GPU goes over a network."""
-        return isinstance(self._export, StagedExport)
+        return isinstance(self._export, TcpExport) and self._cache.key_storage.is_cuda
 
     # -- for the engine and its runner --------------------------------------------------------------------
     def give(self, answers: Iterable[Answer]) -> None:
@@ -175,9 +175,7 @@ class TransferSender:
             log.error("a decode engine was refused: %s", refusal)
             self._send(receiver, pack(replace(self._greeting, refusal=refusal)))
             return False
-        if word.transport == "tcp" and isinstance(
-            self._export, TcpExport | StagedExport
-        ):  # a connection for blocks
+        if word.transport == "tcp" and isinstance(self._export, TcpExport):  # a connection for blocks
             self._selector.unregister(receiver.socket)
             del self._receivers[receiver.number]
             receiver.socket.setblocking(True)
@@ -226,11 +224,10 @@ class TransferSender:
                 Path(self._path).unlink()
 
 
-def _export(cache: SentCache, address: str) -> SharedExport | TcpExport | CudaExport | StagedExport:
-    on_gpu = cache.key_storage.is_cuda
-    if address.startswith("unix:"):
-        return CudaExport(cache) if on_gpu else SharedExport(cache)
-    return StagedExport(cache) if on_gpu else TcpExport(cache)
+def _export(cache: SentCache, address: str) -> SharedExport | TcpExport | CudaExport:
+    if not address.startswith("unix:"):
+        return TcpExport(cache)
+    return CudaExport(cache) if cache.key_storage.is_cuda else SharedExport(cache)
 
 
 def _bound(listener: socket.socket, address: str) -> str:

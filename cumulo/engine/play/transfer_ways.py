@@ -1,5 +1,5 @@
-"""How KV blocks get from one engine's cache into another's: shared memory and CUDA IPC on one host, TCP between
-hosts (from and to GPUs: transfer_staged.py). The sender exports its cache, the receiver opens it and reads.
+"""How KV blocks get from one engine's cache into another's on one host: shared memory and CUDA IPC (between hosts:
+transfer_tcp.py). The sender exports its cache, the receiver opens it and reads.
 
 A way is two small classes, one for each end. Its export says in a greeting how the cache is reached; its source
 reads runs of blocks of one layer straight into the receiver's own cache, and returns when they are there. Libraries
@@ -8,8 +8,6 @@ that read remote memory (NIXL, UCX) fit the same two.
 
 import json
 import mmap
-import socket
-import struct
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,14 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from cumulo.engine.decide.transfer.orders import BlockRuns
-from cumulo.engine.play.transfer_wire import RankCaches, SentCache, open_socket
+from cumulo.engine.play.transfer_wire import RankCaches, SentCache
 from cumulo.errors import CumuloError
 from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import KVCache
 
-ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
 _MANY_RUNS = 4  # from so many on, a call of the native library costs less than as many copies
-_MOST_BUFFERS = 256  # of one sendmsg: the kernel takes 1024
 
 
 class BlockSource(Protocol):
@@ -107,94 +103,6 @@ class SharedSource:
 
     def close(self) -> None:
         self._theirs = []
-
-
-# -- TCP -------------------------------------------------------------------------------------------------------
-class TcpExport:
-    """Blocks go from the cache to the socket without a copy in this process: sendmsg takes views of them."""
-
-    name = "tcp"
-
-    def __init__(self, cache: SentCache) -> None:
-        self.descriptors: list[int] = []
-        self._blocks = byte_blocks(cache)
-
-    def reach(self) -> dict[str, Any]:
-        return {"blocks": self._blocks[0].shape[1]}
-
-    def serve(self, connection: socket.socket) -> None:
-        """Answer requests for blocks until the receiver is gone. A thread of its own runs this."""
-        with connection:
-            while (head := receive_exactly(connection, ASK.size)) is not None:
-                layer, count = ASK.unpack(head)
-                asked = receive_exactly(connection, count * ASK.size)
-                if asked is None:
-                    return
-                runs = list(ASK.iter_unpack(asked))
-                views = [
-                    side[layer, source : source + blocks].data.cast("B")
-                    for side in self._blocks
-                    for source, blocks in runs
-                ]
-                _send_views(connection, views)
-
-
-class TcpSource:
-    turn_bytes, turn_layers = 4 << 20, 1
-
-    def __init__(self, cache: SentCache, address: str, greeting: bytes) -> None:
-        self._ours = byte_blocks(cache)
-        self._socket, where = open_socket(address)
-        self._socket.settimeout(30.0)
-        self._socket.connect(where)
-        self._socket.sendall(greeting)
-
-    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
-        return sum(self._read(one, runs) for one in range(layer, layer + layers))
-
-    def _read(self, layer: int, runs: BlockRuns) -> int:
-        asked = b"".join(ASK.pack(source, blocks) for source, _, blocks in runs.runs)
-        self._socket.sendall(ASK.pack(layer, len(runs.runs)) + asked)
-        copied = 0
-        for ours in self._ours:
-            for _, target, blocks in runs.runs:
-                view = ours[layer, target : target + blocks].data.cast("B")
-                copied += len(view)
-                while len(view):
-                    got = self._socket.recv_into(view)
-                    if not got:
-                        raise ConnectionError("the sender closed the connection in mid-transfer")
-                    view = view[got:]
-        return copied
-
-    def settle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-def receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    """Receive so many bytes; None at the end of the stream."""
-    data = bytearray()
-    while len(data) < size:
-        try:
-            part = connection.recv(size - len(data))
-        except OSError:
-            return None
-        if not part:
-            return None
-        data += part
-    return bytes(data)
-
-
-def _send_views(connection: socket.socket, views: list[memoryview]) -> None:
-    while views:
-        sent = connection.sendmsg(views[:_MOST_BUFFERS])
-        while views and sent >= len(views[0]):
-            sent -= len(views.pop(0))
-        if sent:
-            views[0] = views[0][sent:]
 
 
 # -- CUDA IPC --------------------------------------------------------------------------------------------------

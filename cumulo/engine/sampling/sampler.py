@@ -9,7 +9,7 @@ from what is left by inverting its cumulative distribution in token order.
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,17 +74,6 @@ class LogitEdits:
     forbidden_draws: NDArray[np.int64]
     forbidden_tokens: NDArray[np.int64]
 
-    def within(self, tokens: range) -> "LogitEdits":
-        """The edits of these tokens, which are counted from the first."""
-        kept: list[NDArray[Any]] = []
-        for name in ("bias", "seen", "output", "forbidden"):
-            found = getattr(self, f"{name}_tokens")
-            inside = (found >= tokens.start) & (found < tokens.stop)
-            kept += [getattr(self, f"{name}_draws")[inside], found[inside] - tokens.start]
-            if name == "bias":
-                kept.append(self.bias_values[inside])
-        return LogitEdits(*kept)
-
 
 @dataclass(slots=True)
 class TokenMasks:
@@ -118,35 +107,6 @@ class Drawn:
     tokens: NDArray[np.int64]  # 0 where the draw failed
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-
-
-class Sampler(Protocol):
-    """Draws from logits, of all tokens or of a part of them."""
-
-    def vocabulary_of(self, logits: Tensor) -> int:
-        """How many tokens there are in all."""
-        ...
-
-    def draw(self, logits: Tensor, batch: DrawBatch) -> Drawn: ...
-
-    def token_logprobs(
-        self, logits: Tensor, tokens: NDArray[np.int64], alternatives: NDArray[np.int64]
-    ) -> list[TokenLogprobs]: ...
-
-
-class WholeSampler:
-    """Logits are of all tokens."""
-
-    def vocabulary_of(self, logits: Tensor) -> int:
-        return logits.shape[-1]
-
-    def draw(self, logits: Tensor, batch: DrawBatch) -> Drawn:
-        return draw(logits, batch)
-
-    def token_logprobs(
-        self, logits: Tensor, tokens: NDArray[np.int64], alternatives: NDArray[np.int64]
-    ) -> list[TokenLogprobs]:
-        return token_logprobs(logits, tokens, alternatives)
 
 
 def _broken(peaks: NDArray[Any]) -> dict[int, str]:
@@ -261,16 +221,16 @@ def apply_edits(logits: Tensor, columns: NDArray[np.void], edits: LogitEdits) ->
     )
 
 
-def apply_masks(logits: Tensor, masks: TokenMasks, first: int = 0) -> None:
-    """-infinity for every token a guide forbids, in place. `first`: the token of the first logit."""
-    vocabulary = first + logits.shape[-1]
+def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
+    """-infinity for every token a guide forbids, in place."""
+    vocabulary = logits.shape[-1]
     if logits.device.type == "cpu":  # three times as fast as unpacking the bits and a masked fill
         array = logits.numpy()
         for octets, draw in zip(masks.bits.view(np.uint8), masks.draws.tolist(), strict=True):
-            array[draw] += np.take(_ADDENDS, octets, axis=0).reshape(-1)[first:vocabulary]
+            array[draw] += np.take(_ADDENDS, octets, axis=0).reshape(-1)[:vocabulary]
         return
     rows = as_tensor(masks.draws, logits)
-    allowed = unpack_bits(torch.from_numpy(masks.bits).to(logits.device), vocabulary)[:, first:]
+    allowed = unpack_bits(torch.from_numpy(masks.bits).to(logits.device), vocabulary)
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 

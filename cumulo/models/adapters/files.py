@@ -27,7 +27,7 @@ from cumulo.models.adapters.config import (
 )
 from cumulo.models.files.names_huggingface import placements
 from cumulo.models.files.placement import placed_parts
-from cumulo.models.files.weights_safetensors import FileTensor, read_header
+from cumulo.models.files.safetensors_file import FileTensor, read_header
 from cumulo.spec.model import ModelSpec
 
 

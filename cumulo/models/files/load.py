@@ -1,4 +1,4 @@
-"""The one door to models: `load_model` gives a decoder with weights and its tokenizer, whatever the format;
+"""The one way to models: `load_model` gives a decoder with weights and its tokenizer, whatever the format;
 `inspect_model` reads only headers, for the memory ledger and `cumulo doctor`.
 """
 
@@ -13,15 +13,14 @@ import torch
 from cumulo.errors import ModelError
 from cumulo.layout.serving import HeldParameter, RankPart, held_parameters
 from cumulo.models.decoder import Decoder
-from cumulo.models.files import names_gguf, names_huggingface
+from cumulo.models.files import names_gguf
 from cumulo.models.files.gguf_blocks import held_bytes, is_quantised
 from cumulo.models.files.gguf_file import GGUFFile, open_gguf
 from cumulo.models.files.hub import ModelSource, resolve
 from cumulo.models.files.json_file import in_vocabulary, read_json, shown
 from cumulo.models.files.placement import check_tensors
 from cumulo.models.files.weights_gguf import load_gguf
-from cumulo.models.files.weights_quantised import check_quantised, load_quantised
-from cumulo.models.files.weights_safetensors import Progress, load_safetensors, read_directory
+from cumulo.models.files.weights_safetensors import Progress, check_folder, load_safetensors
 from cumulo.models.play.rank_decoder import empty_rank_decoder, leave_biases_to_one
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
@@ -97,7 +96,7 @@ def load_model(
     # Headers are checked against the spec before the decoder is allocated: a damaged size must not decide
     # how much memory is asked for.
     if source.format == "gguf":
-        file, headers = _gguf_headers(source, keep=False)
+        file, headers = _gguf_headers(source)
         tokenizer = tokenizer_from_gguf(file.metadata) if with_tokenizer else None
         keep_quantised &= packable and headers.quantised_parameters > 0
         found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
@@ -114,11 +113,8 @@ def load_model(
         defaults = _sampling_defaults(read_json(generation), generation)
         _check_ends(tokenizer, headers)
         decoder, held = _empty_decoder(headers.spec, dtype, device, part)
-        if headers.quantisation is None:
-            load_safetensors(source.path, decoder, headers.spec, progress, held)
-        else:
-            how = headers.quantisation
-            load_quantised(source.path, decoder, headers.spec, how, keep_quantised, progress, held)
+        how = headers.quantisation
+        load_safetensors(source.path, decoder, headers.spec, progress, held, how, keep_quantised)
     if part is not None:
         leave_biases_to_one(decoder, part)
     return LoadedModel(
@@ -150,27 +146,10 @@ def _check_ends(tokenizer: Tokenizer | None, headers: ModelFiles) -> None:
 def inspect_model(model: str | Path | None = None) -> ModelFiles:
     """Read headers only; a damaged, incomplete or unknown model is refused here already."""
     source = resolve(model)
-    return _gguf_headers(source, keep=True)[1] if source.format == "gguf" else _folder_headers(source)
+    return _gguf_headers(source)[1] if source.format == "gguf" else _folder_headers(source)
 
 
-# The GGUF file that was inspected last, until it is loaded: vocabularies are a hundred thousand strings to read.
-_inspected: dict[tuple[str, Path, int, int, int], tuple[GGUFFile, ModelFiles]] = {}
-
-
-def _gguf_headers(source: ModelSource, keep: bool) -> tuple[GGUFFile, ModelFiles]:
-    try:
-        state = source.path.stat()
-    except OSError:
-        return _read_gguf_headers(source)  # which says what is wrong
-    key = (source.name, source.path, state.st_ino, state.st_mtime_ns, state.st_size)
-    found = _inspected.pop(key, None) or _read_gguf_headers(source)
-    _inspected.clear()
-    if keep and "split.count" not in found[0].metadata:  # of a split model this is one piece of several
-        _inspected[key] = found
-    return found
-
-
-def _read_gguf_headers(source: ModelSource) -> tuple[GGUFFile, ModelFiles]:
+def _gguf_headers(source: ModelSource) -> tuple[GGUFFile, ModelFiles]:
     file = open_gguf(source.path)
     try:
         spec = names_gguf.spec_of(file)
@@ -204,50 +183,19 @@ def _folder_headers(source: ModelSource) -> ModelFiles:
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
     how = quantisation_from_config(config)
-    if how is not None:
-        return _quantised_headers(source, spec, how)
-    tensors = read_directory(folder)
-    if spec.layers > len(tensors):
-        raise ModelError(
-            f"{folder}: config.json says {spec.layers:,} layers, but there are only {len(tensors)} tensors"
-        )
-    placements = names_huggingface.placements(spec)
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    check_tensors(str(folder), placements, shapes, names_huggingface.ignorable(spec))
-    used = [tensors[placement.source] for placement in placements]
+    checked = check_folder(folder, spec, how)
+    names = [name for placement in checked.placements for name in checked.sources(placement)]
+    types = Counter(checked.tensors[name].dtype for name in names if name not in checked.matrices)
     return ModelFiles(
         source.name,
         folder,
         "safetensors",
         spec,
-        parameters=sum(placement.elements for placement in placements),
-        weight_bytes=sum(tensor.nbytes for tensor in used),
-        tensor_types=Counter(tensor.dtype for tensor in used),
-    )
-
-
-def _quantised_headers(source: ModelSource, spec: ModelSpec, how: Quantisation) -> ModelFiles:
-    folder = check_quantised(source.path, spec, how)
-    names = [
-        name
-        for placement in folder.placements
-        for name in (
-            folder.matrices[placement.source].sources
-            if placement.source in folder.matrices
-            else [placement.source]
-        )
-    ]
-    types = Counter(folder.tensors[name].dtype for name in names if name not in folder.matrices)
-    return ModelFiles(
-        source.name,
-        source.path,
-        "safetensors",
-        spec,
-        parameters=sum(placement.elements for placement in folder.placements),
-        weight_bytes=sum(folder.tensors[name].nbytes for name in names),
-        quantised_parameters=sum(matrix.placement.elements for matrix in folder.packed),
-        quantised_bytes=folder.packed_bytes,
-        tensor_types={how.in_words: len(folder.matrices), **types},
+        parameters=sum(placement.elements for placement in checked.placements),
+        weight_bytes=sum(checked.tensors[name].nbytes for name in names),
+        quantised_parameters=sum(matrix.placement.elements for matrix in checked.packed),
+        quantised_bytes=checked.packed_bytes,
+        tensor_types=types if how is None else {how.in_words: len(checked.matrices), **types},
         quantisation=how,
     )
 

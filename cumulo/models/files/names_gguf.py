@@ -1,7 +1,7 @@
 """Where each tensor of a GGUF file goes in the decoder. Read by `weights_gguf`.
 
-GGUF names are the same in all architectures (`blk.3.attn_q.weight`), so one table serves them all: what a
-model has, its spec says. The one thing that depends on the architecture is the order of query and key rows:
+GGUF names are the same in all architectures (`blk.3.attn_q.weight`), so one table from the names of Hugging Face
+serves them all: what a model has, its spec says. Only the order of query and key rows depends on the architecture:
 converters interleave the two halves of each head of llama models, so that neighbours are rotated together.
 """
 
@@ -12,11 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from cumulo.errors import ModelError
+from cumulo.models.files import names_huggingface
 from cumulo.models.files.gguf_blocks import float_array
 from cumulo.models.files.gguf_file import GGUFFile
 from cumulo.models.files.placement import Placement
 from cumulo.spec.from_gguf import spec_from_gguf
-from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
+from cumulo.spec.model import ModelSpec
 
 _MOST_EXPERTS = 65536
 _MOST_FACTORS = 65536
@@ -75,130 +76,67 @@ def row_order(architecture: str, spec: ModelSpec, source: str) -> np.ndarray | N
 
 
 def placements(spec: ModelSpec, names: Container[str]) -> list[Placement]:
-    """Every tensor the file must have. `names` (those it has) decides between the spellings in use: experts
-    stacked or one by one, the latent projection whole or in halves."""
-    result = [Placement("token_embd.weight", "embed.weight", (spec.vocab_size, spec.hidden))]
-    for layer in range(spec.layers):
-        result += _layer(spec, layer, names)
-    result.append(Placement("output_norm.weight", "final_norm.weight", (spec.hidden,)))
-    if not spec.tied_embeddings:
-        result.append(Placement("output.weight", "head.weight", (spec.vocab_size, spec.hidden)))
-    return result
+    """Every tensor the file must have: those of a Hugging Face folder, under other names. `names` (those it has)
+    decides between the spellings in use: experts stacked or one by one, the latent projection whole or halved."""
+    found: list[Placement] = []
+    for one in names_huggingface.placements(replace(spec, family="llama")):
+        match = _PLACE.fullmatch(one.source)
+        assert match is not None
+        layer, expert, name, kind = match["layer"], match["expert"], match["name"], match["kind"]
+        if layer is None:
+            found.append(replace(one, source=f"{_NAMES[name]}.{kind}"))
+        elif expert is not None:
+            found += _expert(spec, one, f"blk.{layer}.ffn_{name.removesuffix('_proj')}", int(expert), names)
+        elif name == "self_attn.kv_b_proj":
+            found += _latent_projection(spec, one, f"blk.{layer}.attn", names)
+        elif kind == "e_score_correction_bias":
+            found.append(replace(one, source=f"blk.{layer}.exp_probs_b.bias"))
+        else:
+            found.append(replace(one, source=f"blk.{layer}.{_NAMES[name]}.{kind}"))
+    return found
 
 
-def _layer(spec: ModelSpec, layer: int, names: Container[str]) -> Iterator[Placement]:
-    source, target = f"blk.{layer}.", f"layers.{layer}."
-    yield Placement(f"{source}attn_norm.weight", f"{target}attention_norm.weight", (spec.hidden,))
-    yield Placement(f"{source}ffn_norm.weight", f"{target}ffn_norm.weight", (spec.hidden,))
-    if spec.mla is None:
-        yield from _attention(spec, source, f"{target}attention.")
-    else:
-        yield from _latent_attention(spec, spec.mla, source, f"{target}attention.", names)
-    if spec.moe is not None and spec.is_moe_layer(layer):
-        yield from _experts(spec, spec.moe, source, f"{target}ffn.", names)
-    else:
-        yield from _gated(
-            spec, [f"{source}ffn_{part}" for part in ("gate", "up", "down")], f"{target}ffn.", spec.ffn_hidden
-        )
+_PLACE = re.compile(
+    r"(?:model\.layers\.(?P<layer>\d+)\.)?(?:mlp\.experts\.(?P<expert>\d+)\.)?(?P<name>.+)\.(?P<kind>\w+)"
+)
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm", "mlp.gate": "ffn_gate_inp",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}  # fmt: skip
 
 
-def _linear(
-    source: str, target: str, outputs: int, inputs: int, bias: bool = False, first_row: int = 0
+def _expert(
+    spec: ModelSpec, one: Placement, source: str, expert: int, names: Container[str]
 ) -> Iterator[Placement]:
-    """A matrix, or the part of a fused one that begins at `first_row`, with its bias if it has one."""
-    yield Placement(f"{source}.weight", f"{target}.weight", (outputs, inputs), (first_row, 0))
-    if bias:
-        yield Placement(f"{source}.bias", f"{target}.bias", (outputs,), (first_row,))
-
-
-def _attention(spec: ModelSpec, source: str, target: str) -> Iterator[Placement]:
-    first_row = 0
-    for part, heads in (("q", spec.heads), ("k", spec.kv_heads), ("v", spec.kv_heads)):
-        rows = heads * spec.head_dim
-        yield from _linear(
-            f"{source}attn_{part}", f"{target}qkv", rows, spec.hidden, spec.qkv_bias, first_row
-        )
-        first_row += rows
-    if spec.qk_norm:
-        for part in "qk":
-            yield Placement(
-                f"{source}attn_{part}_norm.weight", f"{target}{part}_norm.weight", (spec.head_dim,)
-            )
-    columns = spec.heads * spec.head_dim
-    yield from _linear(f"{source}attn_output", f"{target}output", spec.hidden, columns, spec.output_bias)
-
-
-def _latent_attention(
-    spec: ModelSpec, mla: MLASpec, source: str, target: str, names: Container[str]
-) -> Iterator[Placement]:
-    query_rows = spec.heads * (mla.nope_head_dim + mla.rope_head_dim)
-    if mla.q_rank is None:
-        yield from _linear(f"{source}attn_q", f"{target}q", query_rows, spec.hidden)
-    else:
-        yield from _linear(f"{source}attn_q_a", f"{target}q_a", mla.q_rank, spec.hidden, spec.qkv_bias)
-        yield Placement(f"{source}attn_q_a_norm.weight", f"{target}q_a_norm.weight", (mla.q_rank,))
-        yield from _linear(f"{source}attn_q_b", f"{target}q_b", query_rows, mla.q_rank)
-    latent_rows = mla.kv_rank + mla.rope_head_dim
-    yield from _linear(f"{source}attn_kv_a_mqa", f"{target}kv_a", latent_rows, spec.hidden, spec.qkv_bias)
-    yield Placement(f"{source}attn_kv_a_norm.weight", f"{target}kv_a_norm.weight", (mla.kv_rank,))
-    yield from _latent_projection(spec, mla, source, target, names)
-    columns = spec.heads * mla.value_head_dim
-    yield from _linear(f"{source}attn_output", f"{target}output", spec.hidden, columns, spec.output_bias)
+    """One expert's matrix, as Mixtral was converted at first, or those of all experts in one tensor."""
+    assert spec.moe is not None
+    if f"{source}.0.weight" in names:
+        yield replace(one, source=f"{source}.{expert}.weight")
+    elif expert == 0:
+        yield replace(one, source=f"{source}_exps.weight", shape=(spec.moe.experts, *one.shape))
 
 
 def _latent_projection(
-    spec: ModelSpec, mla: MLASpec, source: str, target: str, names: Container[str]
+    spec: ModelSpec, one: Placement, source: str, names: Container[str]
 ) -> Iterator[Placement]:
-    head_rows = mla.nope_head_dim + mla.value_head_dim
-    if f"{source}attn_k_b.weight" in names and f"{source}attn_kv_b.weight" not in names:
-        # Newer files are made for the absorbed form: the key half is stored transposed, per head.
-        view = (spec.heads, head_rows, mla.kv_rank)
-        yield Placement(
-            f"{source}attn_k_b.weight",
-            f"{target}kv_b.weight",
-            (spec.heads, mla.kv_rank, mla.nope_head_dim),
-            (0, 0, 0),
-            view,
-            transposed=True,
-        )
-        yield Placement(
-            f"{source}attn_v_b.weight",
-            f"{target}kv_b.weight",
-            (spec.heads, mla.value_head_dim, mla.kv_rank),
-            (0, mla.nope_head_dim, 0),
-            view,
-        )
-    else:
-        yield from _linear(f"{source}attn_kv_b", f"{target}kv_b", spec.heads * head_rows, mla.kv_rank)
-
-
-def _gated(spec: ModelSpec, sources: list[str], target: str, width: int) -> Iterator[Placement]:
-    gate, up, down = sources
-    yield from _linear(gate, f"{target}gate_up", width, spec.hidden, spec.mlp_bias)
-    yield from _linear(up, f"{target}gate_up", width, spec.hidden, spec.mlp_bias, first_row=width)
-    yield from _linear(down, f"{target}down", spec.hidden, width, spec.mlp_bias)
-
-
-def _experts(
-    spec: ModelSpec, moe: MoESpec, source: str, target: str, names: Container[str]
-) -> Iterator[Placement]:
-    count, width, hidden = moe.experts, moe.expert_hidden, spec.hidden
-    yield Placement(f"{source}ffn_gate_inp.weight", f"{target}router.weight", (count, hidden))
-    if moe.selection_bias:
-        yield Placement(f"{source}exp_probs_b.bias", f"{target}router.selection_bias", (count,))
-    parts = (
-        ("gate", "gate_up", (width, hidden), 0),
-        ("up", "gate_up", (width, hidden), width),
-        ("down", "down", (hidden, width), 0),
+    mla = spec.mla
+    assert mla is not None
+    if f"{source}_k_b.weight" not in names or f"{source}_kv_b.weight" in names:
+        yield replace(one, source=f"{source}_kv_b.weight")
+        return
+    # Newer files are made for the absorbed form: the key half is stored transposed, per head.
+    view = (spec.heads, mla.nope_head_dim + mla.value_head_dim, mla.kv_rank)
+    keys, values = (
+        (spec.heads, mla.kv_rank, mla.nope_head_dim),
+        (spec.heads, mla.value_head_dim, mla.kv_rank),
     )
-    one_by_one = f"{source}ffn_gate.0.weight" in names  # how Mixtral was converted at first
-    for part, stack, shape, first_row in parts:
-        into = f"{target}experts.{stack}"
-        if one_by_one:
-            for expert in range(count):
-                yield Placement(f"{source}ffn_{part}.{expert}.weight", into, shape, (expert, first_row, 0))
-        else:
-            yield Placement(f"{source}ffn_{part}_exps.weight", into, (count, *shape), (0, first_row, 0))
-    if moe.shared_hidden:
-        names_of_shared = [f"{source}ffn_{part}_shexp" for part in ("gate", "up", "down")]
-        yield from _gated(spec, names_of_shared, f"{target}shared.", moe.shared_hidden)
+    yield Placement(f"{source}_k_b.weight", one.target, keys, (0, 0, 0), view, transposed=True)
+    yield Placement(f"{source}_v_b.weight", one.target, values, (0, mla.nope_head_dim, 0), view)

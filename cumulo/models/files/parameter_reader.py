@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cumulo.errors import ModelError
@@ -15,8 +14,8 @@ from cumulo.models.files import names_gguf, names_huggingface
 from cumulo.models.files.gguf_file import open_gguf
 from cumulo.models.files.load import ModelFiles, inspect_model
 from cumulo.models.files.placement import PlacedPart, placed_parts
+from cumulo.models.files.safetensors_file import FolderTensors, check_types, read_directory
 from cumulo.models.files.weights_gguf import plain_part
-from cumulo.models.files.weights_safetensors import check_types, read_directory
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.spec.counting import parameter_shapes
@@ -89,13 +88,5 @@ class ParameterReader:
         for part in placed_parts(placements, None):
             self._parts[part.target].append(part)
 
-        def tensor(part: PlacedPart) -> Tensor:
-            file = tensors[part.source].file
-            try:
-                with safe_open(file, framework="pt", device="cpu") as handle:
-                    found: Tensor = handle.get_tensor(part.source)
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file} cannot be read: {error}") from error
-            return found
-
-        self._tensor = tensor
+        files = FolderTensors(tensors)
+        self._tensor = lambda part: files.read(part.source)

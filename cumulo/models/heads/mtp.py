@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from cumulo.errors import ConfigError, ModelError
@@ -19,7 +18,8 @@ from cumulo.models.decoder import Layer
 from cumulo.models.files.json_file import read_json
 from cumulo.models.files.names_huggingface import mtp_placements
 from cumulo.models.files.placement import check_tensors
-from cumulo.models.files.weights_safetensors import FileTensor, read_directory
+from cumulo.models.files.quantised.matrices import Float8Matrix
+from cumulo.models.files.safetensors_file import FileTensor, FolderTensors, read_directory
 from cumulo.models.linear import Linear, RMSNorm
 from cumulo.models.rope import RotaryTable
 from cumulo.spec.model import ModelSpec
@@ -62,7 +62,7 @@ class MtpHead(nn.Module):
         return sum(one.nbytes for one in self.parameters())
 
 
-_BLOCK = 128  # rows and columns that share a scale in DeepSeek's fp8
+_BLOCK = (128, 128)  # rows and columns that share a scale in DeepSeek's fp8
 
 
 def load_mtp(folder: Path, served: ModelSpec, *, dtype: torch.dtype = torch.float32) -> MtpHead:
@@ -83,28 +83,18 @@ def load_mtp(folder: Path, served: ModelSpec, *, dtype: torch.dtype = torch.floa
     # Further modules, the shared embedding and fp8 scales may lie there, too.
     check_tensors(str(folder), placements, {name: one.shape for name, one in own.items()}, lambda name: True)
     parameters = dict(head.named_parameters())
-    with torch.no_grad():
+    with FolderTensors(tensors) as files, torch.no_grad():
         for one in placements:
-            one.region(parameters[one.target]).copy_(_read(one.source, tensors))
+            one.region(parameters[one.target]).copy_(_read(one.source, tensors, files))
     return head
 
 
-def _read(name: str, tensors: dict[str, FileTensor]) -> Tensor:
-    tensor = _plain(name, tensors)
-    scales = f"{name}_scale_inv"
-    if scales not in tensors:
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise ModelError(
-                f"{tensors[name].file} has {name} in {tensor.dtype}: 16 or 32 bits, or DeepSeek's fp8"
-            )
-        return tensor
-    scale = _plain(scales, tensors).float()
-    rows, columns = tensor.shape
-    spread = scale.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
-    return tensor.float() * spread
-
-
-def _plain(name: str, tensors: dict[str, FileTensor]) -> Tensor:
-    with safe_open(tensors[name].file, framework="pt", device="cpu") as handle:
-        found: Tensor = handle.get_tensor(name)
-    return found
+def _read(name: str, tensors: dict[str, FileTensor], files: FolderTensors) -> Tensor:
+    tensor, scales = files.read(name), f"{name}_scale_inv"
+    if scales in tensors:
+        return Float8Matrix(tensor, files.read(scales).float(), _BLOCK).dequantise()
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise ModelError(
+            f"{tensors[name].file} has {name} in {tensor.dtype}: 16 or 32 bits, or DeepSeek's fp8"
+        )
+    return tensor

@@ -16,10 +16,9 @@ from torch import Tensor
 from cumulo.kernels.cuda import registry
 from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan
-from cumulo.kernels.cuda.early import EARLY_ROWS
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
-from cumulo.kernels.cuda.linear.linear import choose, linear, prepare, rotates
+from cumulo.kernels.cuda.linear.linear import linear, prepare, rotates
 from cumulo.kernels.cuda.linear.product import PagedRotation, Weight
 from cumulo.kernels.cuda.linear.w4_weight import W4Weight, reserve_scratch
 from cumulo.layout.equal_sums import USUAL_PARTS
@@ -31,7 +30,7 @@ from cumulo.models.play.cuda_adapters import CudaAdapters, StepAdapters
 from cumulo.models.play.cuda_feed_forward import CudaFeedForward
 from cumulo.models.play.cuda_latent import LatentHalf
 from cumulo.models.play.cuda_products import AdaptedRows, StepProducts
-from cumulo.models.play.cuda_rows import RankRows, StepHomes
+from cumulo.models.play.cuda_rows import RankRows, StepSplit
 from cumulo.models.play.cuda_slice import ATTENTION, RankSlice
 from cumulo.models.play.cuda_stage import FarStage, RankStage
 from cumulo.models.play.cuda_weights import HeadWeights, LayerWeights, layer_weights
@@ -48,7 +47,7 @@ class StepTensors:
     logit_rows: Tensor  # [R]: tokens whose logits are wanted
     attention: AttentionPlan | LatentPlan  # prepared for this step
     adapters: StepAdapters | None = None  # rows that have one
-    homes: StepHomes | None = None  # of data-parallel attention: which rows are here
+    split: StepSplit | None = None  # of data-parallel attention: which rows are here
     entered: bool = False  # the tokens' embeddings are in the stream already
     wants_logits: bool = True  # otherwise all rows go through all layers, and stay in the stream
 
@@ -131,7 +130,6 @@ class CudaDecoder:
         # The stream as it enters these layers is kept for a draft head, side by side (`tap`).
         self.tap_layers: tuple[int, ...] = ()
         self.tapped: Tensor | None = None
-        self.taps_in_place = True  # a few rows are written there by the layer before: no copies
         self.adapters = None if bank is None else CudaAdapters(bank, max_tokens, max_outputs)
         self.products = StepProducts(
             spec,
@@ -242,13 +240,12 @@ class CudaDecoder:
         stream = self.stream[:tokens]
         if not step.entered:
             self._enter(step.token_ids, stream)
-        pick = outputs < tokens and not every_row and self.draws and step.homes is None
+        pick = outputs < tokens and not every_row and self.draws and step.split is None
         adapted = self.products.adapted(None if step.adapters is None else step.adapters.tokens, tokens)
         late: Tensor | None = None  # what adapters add to the stream: the next norm takes it up
         last = self._played[-1][0]
-        tapped = None  # where the stream is, if that is what a draft head sees of it: it must stay
         for index, layer in self._played:
-            if index in self.tap_layers and tapped is None:
+            if index in self.tap_layers:
                 self._taken_up(late, stream)
                 late = None
                 self._keep(index, stream)
@@ -259,18 +256,13 @@ class CudaDecoder:
             if pick and index == last:
                 stream = torch.index_select(stream, 0, step.logit_rows, out=self.last_stream[:outputs])
                 mixed = torch.index_select(mixed, 0, step.logit_rows, out=self.last_mixed[:outputs])
-                tapped = None
                 if outputs == 0:  # the middle of a prompt
                     break
                 if adapted is not None and step.adapters is not None:
                     adapted = self.products.adapted(step.adapters.outputs, outputs, adapted.apart)
             with self.products.around(index, "attention.output", mixed, stream, adapted) as late:
-                out = None if tapped is None else self.stream[:tokens]
-                self.products.onto_stream(mixed, layer.output, layer.output_bias, stream, ATTENTION, out)
-            stream = stream if out is None else out
-            tapped = None if adapted is not None else self._tapped_behind(index, tokens)
-            late = self.feed_forward.add(layer, index, stream, adapted, step.homes, late, tapped)
-            stream = stream if tapped is None else tapped
+                self.products.onto_stream(mixed, layer.output, layer.output_bias, stream, ATTENTION)
+            late = self.feed_forward.add(layer, index, stream, adapted, step.split, late)
         self._taken_up(late, stream)
         if self.stage is not None and not self.draws:
             self.stage.send(stream)
@@ -281,10 +273,10 @@ class CudaDecoder:
         rows = None if pick else step.logit_rows
         norm = self.decoder.final_norm.weight
         wanted = self.wanted[:outputs]
-        if self.rows is not None and step.homes is not None:
+        if self.rows is not None and step.split is not None:
             # Rows of others are nonsense until they are gathered.
             rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=self.rows.own_wanted(outputs))
-            self.rows.all_wanted(step.homes, wanted)
+            self.rows.all_wanted(step.split, wanted)
         else:
             rms_norm(stream, norm, self.spec.norm_eps, rows=rows, out=wanted)
         return self.logits_of(wanted, self.logits[:outputs])
@@ -308,29 +300,6 @@ class CudaDecoder:
         self.tap_layers = layers
         columns = len(layers) * self.spec.hidden
         self.tapped = torch.zeros((self.max_tokens, columns), dtype=self.dtype, device=self.device)
-
-    def _tapped_behind(self, index: int, tokens: int) -> Tensor | None:
-        """Where a layer writes the stream that enters the next one, if that is kept and the kernels of a few rows
-        can read it there: no copy is needed."""
-        after = index + 1
-        if (
-            not self.taps_in_place
-            or self.tap_layers.count(after) != 1
-            or tokens > EARLY_ROWS
-            or self.invariant
-        ):
-            return None
-        if self.slice is not None or all(after != other for other, _ in self._played):
-            return None
-        own, later = self.layers[index], self.layers[after]
-        if own.mixture is not None or not isinstance(later.attention, HeadWeights):
-            return None
-        for weight in (own.down, later.attention.qkv, later.output):
-            if not isinstance(weight, Tensor) or choose(tokens, weight).kernel not in ("few", "small", "dot"):
-                return None
-        assert self.tapped is not None
-        place, hidden = self.tap_layers.index(after), self.spec.hidden
-        return self.tapped[:tokens, place * hidden : (place + 1) * hidden]
 
     def _keep(self, layer: int, stream: Tensor) -> None:
         assert self.tapped is not None

@@ -10,7 +10,7 @@ from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 from cumulo.kernels.cuda.linear.linear import linear
 from cumulo.kernels.cuda.moe.moe import MoEBuffers, mixture
 from cumulo.models.play.cuda_products import AdaptedRows, StepProducts
-from cumulo.models.play.cuda_rows import RankRows, StepHomes
+from cumulo.models.play.cuda_rows import RankRows, StepSplit
 from cumulo.models.play.cuda_slice import FEED_FORWARD, SHARED_EXPERT
 from cumulo.models.play.cuda_weights import LayerWeights
 from cumulo.spec.model import ModelSpec
@@ -42,20 +42,19 @@ class CudaFeedForward:
 
     def add(
         self, layer: LayerWeights, index: int, stream: Tensor, adapted: AdaptedRows | None,
-        homes: StepHomes | None, late: Tensor | None, out: Tensor | None = None,
+        split: StepSplit | None, late: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
-        """`late`: what adapters add to the stream before; returned: what they add behind, if kept apart. `out`:
-        where the stream goes on, if that is elsewhere; of a plain feed-forward."""
+        """`late`: what adapters add to the stream before; returned: what they add behind, if kept apart."""
         if layer.mixture is not None:
-            if homes is not None and self._rows is not None and self._rows.spreads_experts:
-                self._add_experts_of_all(layer, stream, homes, self._rows)
+            if split is not None and self._rows is not None and self._rows.spreads_experts:
+                self._add_experts_of_all(layer, stream, split, self._rows)
             else:
                 self._add_experts(layer, stream)
             return None
         activated = self._inner(stream, layer, layer.ffn_norm, index, adapted, late)
         assert layer.down is not None
         with self._products.around(index, "ffn.down", activated, stream, adapted) as behind:
-            self._products.onto_stream(activated, layer.down, layer.down_bias, stream, FEED_FORWARD, out)
+            self._products.onto_stream(activated, layer.down, layer.down_bias, stream, FEED_FORWARD)
         return behind
 
     def _add_experts(self, layer: LayerWeights, stream: Tensor) -> None:
@@ -81,20 +80,20 @@ class CudaFeedForward:
             products.onto_stream(shared, layer.down, layer.down_bias, stream, SHARED_EXPERT)
 
     def _add_experts_of_all(
-        self, layer: LayerWeights, stream: Tensor, homes: StepHomes, rows: RankRows
+        self, layer: LayerWeights, stream: Tensor, split: StepSplit, rows: RankRows
     ) -> None:
         """A mixture whose experts are spread over ranks that have different rows."""
         assert self._moe is not None and layer.mixture is not None
         experts, router, products = layer.mixture.experts, layer.mixture.router, self._products
         normed = rms_norm(stream, layer.ffn_norm, self._eps, out=rows.own_rows(len(stream)))
-        target = rows.partial(homes)
+        target = rows.partial(split)
         mixture(
-            rows.all_rows(homes), router.weight, experts.gate_up, experts.down, self._moe, target,
+            rows.all_rows(split), router.weight, experts.gate_up, experts.down, self._moe, target,
             router.selection_bias, products.invariant, first_expert=rows.first_expert,
             sum_parts=products.sum_parts,
         )  # fmt: skip
         shared = None if layer.gate_up is None else self._inner(normed, layer, None)
-        rows.add_partials(homes, stream)
+        rows.add_partials(split, stream)
         if shared is not None:  # the expert of all tokens: behind the others, as on one rank
             assert layer.down is not None
             products.onto_stream(shared, layer.down, layer.down_bias, stream, FEED_FORWARD)

@@ -115,13 +115,10 @@ class StepProducts:
         bias: Tensor | None,
         stream: Tensor,
         half: int,
-        out: Tensor | None = None,
     ) -> None:
-        """stream += x · weightᵀ + bias, which is a rank's partial sum where the model is cut. `out`: where the sum
-        goes instead, of a model that is not."""
+        """stream += x · weightᵀ + bias, which is a rank's partial sum where the model is cut."""
         onto = stream if self.slice is None else None
-        if out is None:
-            out = stream if self.slice is None else self.slice.partial(half, len(stream))
+        out = stream if self.slice is None else self.slice.partial(half, len(stream))
         linear(x, weight, out=out, residual=onto, bias=bias, invariant=self.invariant, parts=self._parts)
         if self.slice is not None:
             self.slice.add_partials(half, stream, rounded=self.invariant)

@@ -18,12 +18,12 @@ from cumulo.ranks.peer_memory import bring
 
 
 @dataclass(frozen=True, slots=True)
-class StepHomes:
+class StepSplit:
     """Which ranks a step's rows lie on, on the device."""
 
-    starts: Tensor  # [homes + 1]: where each home's tokens begin among all
-    owners: Tensor  # [R]: the home whose rank computes the row that is drawn from
-    tokens: int  # of all homes, rounded up
+    starts: Tensor  # [data-parallel ranks + 1]: where each one's tokens begin among all
+    owners: Tensor  # [R]: the data-parallel rank that computes the row that is drawn from
+    tokens: int  # of all data-parallel ranks, rounded up
 
 
 def rows_bytes(
@@ -45,8 +45,8 @@ class RankRows:
         invariant: bool,
     ) -> None:
         """`memory`: of the stage's ranks. `invariant`: a sum's bits do not depend on how many rows there are."""
-        self.memory, self._home, self._slice = memory, part.place.dp, part.place.tp
-        self._homes, self._hidden = part.layout.dp, part.whole.hidden
+        self.memory, self._data_rank, self._slice = memory, part.place.dp, part.place.tp
+        self._data_ranks, self._hidden = part.layout.dp, part.whole.hidden
         self._dtype, self._invariant = dtype, invariant
         self.spreads_experts, self.first_expert = part.layout.ep > 1, part.experts.start
         self._rows = memory.carve((max_tokens, self._hidden), dtype)
@@ -61,31 +61,31 @@ class RankRows:
         self._shown = self._rows.own[:rows]
         return self._shown
 
-    def all_rows(self, homes: StepHomes) -> Tensor:
+    def all_rows(self, split: StepSplit) -> Tensor:
         """Those of all ranks, whose owners have written them."""
         bring(self.memory, self._rows, self._shown)
-        return gather_rows(self.memory, self._rows, homes.starts, self._slice, self._all[: homes.tokens])
+        return gather_rows(self.memory, self._rows, split.starts, self._slice, self._all[: split.tokens])
 
-    def partial(self, homes: StepHomes) -> Tensor:
+    def partial(self, split: StepSplit) -> Tensor:
         """Where what this rank's experts add to all rows goes; zeros."""
-        return self._own_partial(homes).zero_()
+        return self._own_partial(split).zero_()
 
-    def _own_partial(self, homes: StepHomes) -> Tensor:
-        numbers = self._partial.own.view(self._dtype_of(homes))
-        return numbers[: homes.tokens * self._hidden].view(homes.tokens, self._hidden)
+    def _own_partial(self, split: StepSplit) -> Tensor:
+        numbers = self._partial.own.view(self._dtype_of(split))
+        return numbers[: split.tokens * self._hidden].view(split.tokens, self._hidden)
 
-    def add_partials(self, homes: StepHomes, stream: Tensor) -> None:
+    def add_partials(self, split: StepSplit, stream: Tensor) -> None:
         """What all ranks' experts add to the rows that are here."""
-        bring(self.memory, self._partial, self._own_partial(homes))
-        sum_rows(self.memory, self._partial, self._dtype_of(homes), homes.starts, self._home, stream)
+        bring(self.memory, self._partial, self._own_partial(split))
+        sum_rows(self.memory, self._partial, self._dtype_of(split), split.starts, self._data_rank, stream)
 
     def own_wanted(self, outputs: int) -> Tensor:
         return self._wanted.own[:outputs]
 
-    def all_wanted(self, homes: StepHomes, out: Tensor) -> Tensor:
+    def all_wanted(self, split: StepSplit, out: Tensor) -> Tensor:
         """For every draw, the hidden state that its owner has written."""
         bring(self.memory, self._wanted, self._wanted.own[: len(out)])
-        return gather_owned(self.memory, self._wanted, homes.owners, self._homes, self._slice, out)
+        return gather_owned(self.memory, self._wanted, split.owners, self._data_ranks, self._slice, out)
 
-    def _dtype_of(self, homes: StepHomes) -> torch.dtype:
-        return partial_dtype(homes.tokens, self._dtype, self._invariant)
+    def _dtype_of(self, split: StepSplit) -> torch.dtype:
+        return partial_dtype(split.tokens, self._dtype, self._invariant)

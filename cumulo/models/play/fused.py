@@ -309,7 +309,8 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary]."""
         head = self._head
-        return head(hidden) if head.packed is not None else float_linear(hidden, head.weight, head.bias)
+        own = head(hidden) if head.packed is not None else float_linear(hidden, head.weight, head.bias)
+        return own if self.links is None else self.links.gather_vocabulary(own)
 
     @property
     def _head(self) -> Linear:
@@ -322,6 +323,8 @@ class FusedDecoder:
         packed = head.packed
         if not isinstance(packed, PackedWeight) or not packed.finds_best_rows:
             return None
+        if self.links is not None and self.links.tensor is not None:
+            return None  # each rank has some of the tokens
         return packed.best_rows(hidden) if head.bias is None and head.adapted is None else None
 
 

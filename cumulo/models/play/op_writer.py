@@ -68,26 +68,21 @@ class OpWriter:
     def array(self) -> "ctypes.Array[OpStruct]":
         return (OpStruct * len(self.list))(*self.list)
 
-    def embed(self, embed: Linear, to: Activation) -> None:
-        if isinstance(embed.packed, PackedWeight):
-            self.list.append(
-                OpStruct(
-                    kind=native_library.EMBED,
-                    columns=to.values.shape[1],
-                    out=to.pointer,
-                    parts=len(embed.packed.structs),
-                    packed=ctypes.addressof(embed.packed.structs),
-                )
-            )
-            return
-        self.list.append(
-            OpStruct(
-                kind=native_library.EMBED_FLOAT,
-                columns=to.values.shape[1],
-                out=to.pointer,
-                weight=embed.weight.data_ptr(),
-            )
+    def _add(self, kind: int, x: Activation, over_outputs: bool = False, **more: Any) -> None:
+        """An operation that reads x; `over_outputs`: of the wanted rows only."""
+        op = OpStruct(
+            kind=kind, over_outputs=int(over_outputs), columns=x.values.shape[1], x=x.pointer, **more
         )
+        self.list.append(op)
+
+    def embed(self, embed: Linear, to: Activation) -> None:
+        op = OpStruct(kind=native_library.EMBED_FLOAT, columns=to.values.shape[1], out=to.pointer)
+        if isinstance(embed.packed, PackedWeight):
+            op.kind, op.parts = native_library.EMBED, len(embed.packed.structs)
+            op.packed = ctypes.addressof(embed.packed.structs)
+        else:
+            op.weight = embed.weight.data_ptr()
+        self.list.append(op)
 
     def norm(
         self,
@@ -97,106 +92,41 @@ class OpWriter:
         reader: Linear | PackedWeight | None,
         over_outputs: bool = False,
     ) -> None:
-        self.list.append(
-            OpStruct(
-                kind=native_library.NORM,
-                over_outputs=int(over_outputs),
-                columns=x.values.shape[1],
-                x=x.pointer,
-                weight=weight.data_ptr(),
-                eps=self._eps,
-                **self._destination(to, reader),
-            )
-        )
+        given: dict[str, Any] = {"weight": weight.data_ptr(), "eps": self._eps}
+        self._add(native_library.NORM, x, over_outputs, **given, **self._destination(to, reader))
 
     def quantize(self, x: Activation, reader: Linear, over_outputs: bool = False) -> None:
         """For a packed matrix; a plain one reads x itself."""
         if isinstance(reader.packed, PackedWeight):
-            self.list.append(
-                OpStruct(
-                    kind=native_library.QUANTIZE,
-                    over_outputs=int(over_outputs),
-                    columns=x.values.shape[1],
-                    x=x.pointer,
-                    quantized=self.room.quantized(x, reader.packed),
-                )
-            )
+            quantized = self.room.quantized(x, reader.packed)
+            self._add(native_library.QUANTIZE, x, over_outputs, quantized=quantized)
 
     def gather(self, x: Activation, to: Activation) -> None:
         """The rows that are wanted."""
-        self.list.append(
-            OpStruct(
-                kind=native_library.GATHER,
-                over_outputs=1,
-                columns=x.values.shape[1],
-                x=x.pointer,
-                out=to.pointer,
-            )
-        )
+        self._add(native_library.GATHER, x, over_outputs=True, out=to.pointer)
 
     def keep(self, x: Activation, to: Tensor) -> None:
         """Rows of x into the rows of `to`, a slice of a wider table's columns, that belong to the tokens' slots."""
-        self.list.append(
-            OpStruct(
-                kind=native_library.KEEP,
-                columns=x.values.shape[1],
-                out_columns=to.stride(0),
-                x=x.pointer,
-                out=to.data_ptr(),
-            )
-        )
+        self._add(native_library.KEEP, x, out_columns=to.stride(0), out=to.data_ptr())
 
     def likeliest(self, logits: Activation, to: Tensor) -> None:
         """The most likely token of each wanted row: its probability and, as an int32, its number."""
-        self.list.append(
-            OpStruct(
-                kind=native_library.LIKELIEST,
-                over_outputs=1,
-                columns=logits.values.shape[1],
-                x=logits.pointer,
-                out=to.data_ptr(),
-            )
-        )
+        self._add(native_library.LIKELIEST, logits, over_outputs=True, out=to.data_ptr())
 
     def rotate(
         self, qkv: Activation, tables: tuple[Tensor, Tensor], cache: dict[str, Any], **more: Any
     ) -> None:
         """Queries and keys in place, keys and values into the cache. `tables`: cosine and sine by position."""
-        self.list.append(
-            OpStruct(
-                kind=native_library.ROTATE,
-                columns=qkv.values.shape[1],
-                out=qkv.pointer,
-                cosine=tables[0].data_ptr(),
-                sine=tables[1].data_ptr(),
-                eps=self._eps,
-                **more,
-                **cache,
-            )
-        )
+        cosine, sine = (table.data_ptr() for table in tables)
+        given: dict[str, Any] = {"out": qkv.pointer, "cosine": cosine, "sine": sine, "eps": self._eps}
+        self._add(native_library.ROTATE, qkv, **given, **more, **cache)
 
     def attend(self, qkv: Activation, to: Activation, cache: dict[str, Any]) -> None:
-        self.list.append(
-            OpStruct(
-                kind=native_library.ATTEND,
-                columns=qkv.values.shape[1],
-                out_columns=to.values.shape[1],
-                x=qkv.pointer,
-                out=to.pointer,
-                **cache,
-            )
-        )
+        self._add(native_library.ATTEND, qkv, out_columns=to.values.shape[1], out=to.pointer, **cache)
 
     def silu_mul(self, x: Activation, to: Activation, reader: Linear, over_outputs: bool = False) -> None:
-        self.list.append(
-            OpStruct(
-                kind=native_library.SILU_MUL,
-                over_outputs=int(over_outputs),
-                columns=to.values.shape[1],
-                x=x.pointer,
-                **self._destination(to, reader),
-            )
-        )
+        self._add(native_library.SILU_MUL, x, over_outputs, **self._destination(to, reader))
+        self.list[-1].columns = to.values.shape[1]  # x has gate and up side by side
 
     def linear(
         self,
@@ -259,20 +189,17 @@ class OpWriter:
             (native_library.SHRINK, x, stack.a, low),
             (native_library.EXPAND, low, stack.b, to),
         ):
-            self.list.append(
-                OpStruct(
-                    kind=kind,
-                    over_outputs=int(over_outputs),
-                    columns=source.values.shape[1],
-                    out_columns=result.values.shape[1],
-                    x=source.pointer,
-                    out=result.pointer,
-                    weight=weight.data_ptr(),
-                    parts=parts,
-                    bounds=ctypes.addressof(bounds),
-                    ranks=stack.ranks.data_ptr(),
-                    rank_max=stack.rank_max,
-                )
+            self._add(
+                kind,
+                source,
+                over_outputs,
+                out_columns=result.values.shape[1],
+                out=result.pointer,
+                weight=weight.data_ptr(),
+                parts=parts,
+                bounds=ctypes.addressof(bounds),
+                ranks=stack.ranks.data_ptr(),
+                rank_max=stack.rank_max,
             )
 
     def _destination(

@@ -94,8 +94,8 @@ class RankDecoder:
         return decoder.final_norm(x[batch.logit_rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, this rank's part of the vocabulary]."""
-        return self.decoder.logits(hidden)
+        """[R, hidden] -> [R, vocabulary], on every rank of the stage."""
+        return self.links.gather_vocabulary(self.decoder.logits(hidden))
 
     def _feed_forward(self, layer: Layer, x: Tensor, batch: ForwardBatch) -> Tensor:
         ffn, links = layer.ffn, self.links

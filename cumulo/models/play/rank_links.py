@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cumulo.errors import StoppedTogether
-from cumulo.layout.serving import RankPart
+from cumulo.layout.serving import RankPart, even_run
 from cumulo.ranks.collectives import Work
 from cumulo.ranks.rank_group import THIS_HOST, RankGroup, TCPStore
 from cumulo.ranks.rank_meter import RankMeter
@@ -49,9 +50,14 @@ class RankLinks:
             return own
         return torch.stack(self.tensor.gather(own.cpu())).amax(0).to(own.device)
 
-    def gather_slices(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What each slice of the vocabulary has to say, [slices, ...]."""
-        return array[None] if self.tensor is None else self.tensor.gather_array(array)
+    def gather_vocabulary(self, own: Tensor) -> Tensor:
+        """The logits of all tokens, [R, vocabulary], of which each slice has computed some columns."""
+        if self.tensor is None:
+            return own
+        tokens, slices = self.part.whole.vocab_size, self.tensor.size
+        found = self.tensor.gather(pad(own, (0, -(-tokens // slices) - own.shape[1])))
+        sizes = [len(even_run(tokens, index, slices)) for index in range(slices)]
+        return torch.cat([columns[:, :size] for columns, size in zip(found, sizes, strict=True)], dim=1)
 
     # -- agreement ------------------------------------------------------------------------------------
     def together(self, work: Callable[[], T]) -> T:

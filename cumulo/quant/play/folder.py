@@ -23,7 +23,7 @@ from cumulo.models.files.json_file import read_json, write_json
 from cumulo.models.files.parameter_reader import ParameterReader
 from cumulo.models.files.quantised import awq, compressed_tensors, gptq
 from cumulo.models.files.quantised.matrices import Float8Matrix, QuantisedMatrix
-from cumulo.models.files.weights_safetensors import INDEX_NAME
+from cumulo.models.files.safetensors_file import INDEX_NAME
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.quant.decide.recipe import Recipe, plain_modules, quantization_config
 from cumulo.spec.to_huggingface import config_from_spec

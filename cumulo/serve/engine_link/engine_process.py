@@ -102,7 +102,7 @@ class EngineLoop:
         self._guides: GuideChecker | None = None
         if engine.guidance is not None:
             self._guides = GuideChecker(engine.guidance)
-            self._poller.register(self._guides.wakeup, select.POLLIN)
+            self._poller.register(self._guides.done.fileno(), select.POLLIN)
 
     def run(self) -> None:
         engine = self.engine
@@ -130,7 +130,7 @@ class EngineLoop:
         ready = [descriptor for descriptor, _ in self._poller.poll(int(wait_s * 1000))]
         if not ready:
             return True
-        if self._guides is not None and self._guides.wakeup in ready:
+        if self._guides is not None and self._guides.done.fileno() in ready:
             self._take_checked(self._guides)
         for report in self._adapters.take_read():
             self._send(msgspec.structs.replace(report, ledger=self._ledger()))

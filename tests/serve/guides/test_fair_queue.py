@@ -66,5 +66,4 @@ def test_keys_without_guides_are_forgotten() -> None:
     for number in range(100):
         queue.charge(f"key {number}", 0.01, 0.0)
     queue.charge("recent", 0.01, 1000.0)
-    queue.forget_idle(1000.0)
-    assert list(queue._keys) == ["recent"]
+    assert list(queue.used) == ["recent"]

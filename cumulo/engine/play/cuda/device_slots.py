@@ -15,7 +15,7 @@ from torch import Tensor
 from cumulo.engine.decide.plan import NewSlot
 from cumulo.engine.play.cuda.step_words import DRAW_WORDS, StepShape
 from cumulo.kernels.cuda.elementwise.step_inputs import fill_rows, scatter, step_inputs
-from cumulo.models.play.cuda_rows import StepHomes
+from cumulo.models.play.cuda_rows import StepSplit
 
 _STAGES = 4  # plans under way at the same time; a buffer is written again only after its copy has ended
 
@@ -40,7 +40,7 @@ class Stage:
 class DeviceSlots:
     def __init__(
         self, max_slots: int, max_context: int, block_size: int, max_tokens: int, max_draws: int,
-        device: torch.device, homes: int = 0,
+        device: torch.device, data_ranks: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.block_size = device, block_size
         blocks = -(-(max_context + 1) // block_size)
@@ -50,7 +50,7 @@ class DeviceSlots:
 
         self.tokens, self.tables = zeros(max_slots, max_context + 1), zeros(max_slots, blocks)
         rows = max(max_slots, max_draws)  # a token that is verified may be a row of its own
-        widest = StepShape(max_tokens, rows, max_draws, homes=homes)
+        widest = StepShape(max_tokens, rows, max_draws, data_ranks=data_ranks)
         self.words = zeros(widest.words)
         self.token_ids, self.positions, self.kv_slots = (
             zeros(max_tokens),
@@ -129,11 +129,11 @@ class DeviceSlots:
         rest = self.words[5 * shape.rows + 1 : shape.plain_words]
         return rest[: shape.draws], rest[shape.draws :].view(shape.draws, len(DRAW_WORDS))
 
-    def homes(self, shape: StepShape) -> StepHomes | None:
-        if not shape.homes:
+    def split(self, shape: StepShape) -> StepSplit | None:
+        if not shape.data_ranks:
             return None
         words = self.words[shape.plain_words : shape.words]
-        return StepHomes(words[: shape.homes + 1], words[shape.homes + 1 :], shape.all_tokens)
+        return StepSplit(words[: shape.data_ranks + 1], words[shape.data_ranks + 1 :], shape.all_tokens)
 
     def query_starts(self, shape: StepShape) -> Tensor:
         return self.words[2 * shape.rows : 3 * shape.rows + 1]

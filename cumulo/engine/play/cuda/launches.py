@@ -268,7 +268,7 @@ class StepLaunches:
         tokens = shape.tokens
         step = StepTensors(
             slots.token_ids[:tokens], slots.positions[:tokens], slots.kv_slots[:tokens], logit_rows, attention,
-            homes=slots.homes(shape), entered=entered, wants_logits=not shape.greedy,
+            split=slots.split(shape), entered=entered, wants_logits=not shape.greedy,
         )  # fmt: skip
         if shape.adapters:
             assert model.adapters is not None

@@ -44,17 +44,19 @@ class StepShape:
     follows: bool = False  # a draft head sees the tokens
     rounds: Rounds | None = None  # ... and drafts, in as many rounds
     greedy: bool = False  # ... whose draws are all greedy, so that nobody needs their logits
-    homes: int = 0  # of data-parallel attention: ranks that have different rows; the sizes above are one's
-    all_tokens: int = 0  # ... and what tokens of all homes are rounded up to
+    data_ranks: int = (
+        0  # of data-parallel attention: ranks that have different rows; the sizes above are one's
+    )
+    all_tokens: int = 0  # ... and what tokens of all of them are rounded up to
 
     @property
     def plain_words(self) -> int:
-        """Without those about homes, which come last."""
+        """Without those about data-parallel ranks, which come last."""
         return 5 * self.rows + 1 + self.draws * (1 + len(DRAW_WORDS))
 
     @property
     def words(self) -> int:
-        return self.plain_words + (self.homes + 1 + self.draws if self.homes else 0)
+        return self.plain_words + (self.data_ranks + 1 + self.draws if self.data_ranks else 0)
 
 
 def round_rows(count: int) -> int:
@@ -123,15 +125,15 @@ def pack(
     columns[len(draws) :, 0] = -1
 
 
-def pack_homes(
+def pack_split(
     out: NDArray[np.int32], shape: StepShape, shares: NDArray[np.int64], owners: NDArray[np.int64]
 ) -> None:
-    """Behind what `pack` has filled: how many tokens each home has, and which home has the row of each draw."""
+    """Behind what `pack` has filled: how many tokens each data-parallel rank has, and which has each draw's row."""
     words = out[shape.plain_words : shape.words]
-    starts, homes_of = words[: shape.homes + 1], words[shape.homes + 1 :]
+    starts, owner_words = words[: shape.data_ranks + 1], words[shape.data_ranks + 1 :]
     starts[0] = 0
     np.cumsum(shares, out=starts[1:])
-    homes_of[: len(owners)], homes_of[len(owners) :] = owners, 0
+    owner_words[: len(owners)], owner_words[len(owners) :] = owners, 0
 
 
 def draw_words(

@@ -188,29 +188,29 @@ _WORDS = ["starts", "owners"]  # slices of a buffer, which begin anywhere
 
 @triton.jit(do_not_specialize=["slice"], do_not_specialize_on_alignment=_WORDS)
 def _gather_rows(
-    rows, starts, out, size, slice, HOMES: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr
+    rows, starts, out, size, slice, DATA_RANKS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < size
     target = out + row.to(tl.int64) * size + column
-    for home in tl.static_range(HOMES):
-        begin, end = tl.load(starts + home), tl.load(starts + home + 1)
+    for data_rank in tl.static_range(DATA_RANKS):
+        begin, end = tl.load(starts + data_rank), tl.load(starts + data_rank + 1)
         if (row >= begin) & (row < end):
-            source = tl.load(rows + home * SLICES + slice).to(tl.pointer_type(out.dtype.element_ty))
+            source = tl.load(rows + data_rank * SLICES + slice).to(tl.pointer_type(out.dtype.element_ty))
             source += (row - begin).to(tl.int64) * size
             tl.store(target, tl.load(source + column, mask=inside, other=0.0), mask=inside)
-    if row >= tl.load(starts + HOMES):  # fills a shape up: what it holds must only be a number
+    if row >= tl.load(starts + DATA_RANKS):  # fills a shape up: what it holds must only be a number
         tl.store(target, tl.zeros((BLOCK,), out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["home"], do_not_specialize_on_alignment=_WORDS)
+@triton.jit(do_not_specialize=["data_rank"], do_not_specialize_on_alignment=_WORDS)
 def _sum_rows(
-    partials, starts, out, size, home, KIND: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    partials, starts, out, size, data_rank, KIND: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < size
-    place = tl.load(starts + home) + row
-    if place < tl.load(starts + home + 1):
+    place = tl.load(starts + data_rank) + row
+    if place < tl.load(starts + data_rank + 1):
         total = tl.zeros((BLOCK,), tl.float32)
         one, two, four = total, total, total
         for peer in tl.static_range(RANKS):
@@ -233,39 +233,39 @@ def _gather_owned(rows, owners, out, size, slice, SLICES: tl.constexpr, BLOCK: t
 
 
 def gather_rows(memory: PeerMemory, rows: PeerTensor, starts: Tensor, slice: int, out: Tensor) -> Tensor:
-    """out[starts[h] : starts[h + 1]] = the first rows of the rank of home h with this slice; zeros beyond."""
+    """out[starts[h] : starts[h + 1]] = the first rows of data-parallel rank h with this slice; zeros beyond."""
     meet_all(memory)
-    homes, size = len(starts) - 1, out.shape[1]
+    data_ranks, size = len(starts) - 1, out.shape[1]
     if len(out):
         _gather_rows[(len(out),)](
-            rows.addresses, starts, out, size, slice, HOMES=homes, SLICES=memory.ranks // homes,
+            rows.addresses, starts, out, size, slice, DATA_RANKS=data_ranks, SLICES=memory.ranks // data_ranks,
             BLOCK=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
     return out
 
 
 def sum_rows(
-    memory: PeerMemory, partial: PeerTensor, dtype: torch.dtype, starts: Tensor, home: int, out: Tensor
+    memory: PeerMemory, partial: PeerTensor, dtype: torch.dtype, starts: Tensor, data_rank: int, out: Tensor
 ) -> None:
-    """Onto the rows of `out` that are this home's: the sum over ranks of their rows of `partial`, which has the
-    rows of all homes, as numbers of `dtype`."""
+    """Onto the rows of `out` that are this data-parallel rank's: the sum over ranks of their rows of `partial`,
+    which has the rows of all of them, as numbers of `dtype`."""
     meet_all(memory)
     size = out.shape[1]
     if len(out):
         _sum_rows[(len(out),)](
-            partial.addresses, starts, out, size, home, KIND=triton_type(dtype), RANKS=memory.ranks,
+            partial.addresses, starts, out, size, data_rank, KIND=triton_type(dtype), RANKS=memory.ranks,
             BLOCK=triton.next_power_of_2(size), num_warps=4,
         )  # fmt: skip
 
 
 def gather_owned(
-    memory: PeerMemory, rows: PeerTensor, owners: Tensor, homes: int, slice: int, out: Tensor
+    memory: PeerMemory, rows: PeerTensor, owners: Tensor, data_ranks: int, slice: int, out: Tensor
 ) -> Tensor:
-    """out[r] = row r of the rank of home owners[r] with this slice. All have read when the next kernel begins."""
+    """out[r] = row r of data-parallel rank owners[r] with this slice. All have read when the next kernel begins."""
     meet_all(memory)
     if len(out):
         _gather_owned[(len(out),)](
-            rows.addresses, owners, out, out.shape[1], slice, SLICES=memory.ranks // homes,
+            rows.addresses, owners, out, out.shape[1], slice, SLICES=memory.ranks // data_ranks,
             BLOCK=triton.next_power_of_2(out.shape[1]), num_warps=4,
         )  # fmt: skip
     meet_all(memory)

@@ -1,13 +1,14 @@
-"""KV of a GPU over TCP: staged through page-locked host memory, a page at a time, while the device copies the next
-one. The words are those of `TcpExport` and `TcpSource`, so that either end may be on a CPU.
+"""KV between hosts over TCP: staged through host memory, a page at a time, while the next one is copied. On GPUs
+pages are locked, and copies run on streams of their own, beside the engine's steps.
 
-Both ends have two pages. The sender's device fills one while the other leaves through the socket; the receiver's
-device empties one while the other fills from it. Copies run on streams of their own, beside the engine's steps.
+Both ends have two pages. The sender fills one while the other leaves through the socket; the receiver empties one
+while the other fills from it.
 """
 
 import contextlib
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from cumulo.engine.decide.transfer.orders import BlockRuns
-from cumulo.engine.play.transfer_ways import ASK, receive_exactly, words_by_rank
+from cumulo.engine.play.transfer_ways import words_by_rank
 from cumulo.engine.play.transfer_wire import SentCache, open_socket
 
+_ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
 PAGE_BYTES = 4 << 20
 _PAGES = 2
 _LAYERS_AHEAD = 4  # asked for before the first of them has come
@@ -43,7 +45,7 @@ class _Page:
         self._ends = []
 
 
-class _DeviceSide:
+class _CacheBytes:
     """The KV of all ranks of an engine as bytes, and the streams that copy it. Without a GPU, copies are done when
     they return."""
 
@@ -72,35 +74,35 @@ class _DeviceSide:
             target.copy_(source, non_blocking=True)
 
 
-class StagedExport:
+class TcpExport:
     """The sender's end."""
 
     name = "tcp"
 
     def __init__(self, cache: SentCache) -> None:
         self.descriptors: list[int] = []
-        self._device = _DeviceSide(cache)
+        self._cache = _CacheBytes(cache)
 
     def reach(self) -> dict[str, Any]:
-        return {"blocks": self._device.blocks}
+        return {"blocks": self._cache.blocks}
 
     def serve(self, connection: socket.socket) -> None:
         """Answer requests for blocks until the receiver is gone. A thread of its own runs this and fills pages;
         another one sends them."""
         free: queue.SimpleQueue[_Page] = queue.SimpleQueue()
         full: queue.SimpleQueue[_Page | None] = queue.SimpleQueue()
-        for page in self._device.pages():
+        for page in self._cache.pages():
             free.put(page)
         sending = threading.Thread(target=_send_pages, args=(connection, free, full), daemon=True)
         sending.start()
         with connection:
             try:
-                while (head := receive_exactly(connection, ASK.size)) is not None:
-                    layer, count = ASK.unpack(head)
-                    asked = receive_exactly(connection, count * ASK.size)
+                while (head := _receive_exactly(connection, _ASK.size)) is not None:
+                    layer, count = _ASK.unpack(head)
+                    asked = _receive_exactly(connection, count * _ASK.size)
                     if asked is None:
                         break
-                    self._stage(self._device.pieces(layer, ASK.iter_unpack(asked)), free, full)
+                    self._stage(self._cache.pieces(layer, _ASK.iter_unpack(asked)), free, full)
             except OSError:  # nonsense was asked for: the receiver sees the end of the connection
                 pass
             finally:
@@ -119,15 +121,29 @@ class StagedExport:
                     page.used = 0
                 end = min(len(piece), begin + PAGE_BYTES - page.used)
                 used = page.used + end - begin
-                self._device.copy(page.tensor[page.used : used], piece[begin:end])
+                self._cache.copy(page.tensor[page.used : used], piece[begin:end])
                 page.used, begin = used, end
                 if used == PAGE_BYTES:
-                    page.copied_by(self._device.streams.values())
+                    page.copied_by(self._cache.streams.values())
                     full.put(page)
                     page = None
         if page is not None:
-            page.copied_by(self._device.streams.values())
+            page.copied_by(self._cache.streams.values())
             full.put(page)
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    """Receive so many bytes; None at the end of the stream."""
+    data = bytearray()
+    while len(data) < size:
+        try:
+            part = connection.recv(size - len(data))
+        except OSError:
+            return None
+        if not part:
+            return None
+        data += part
+    return bytes(data)
 
 
 def _send_pages(
@@ -146,14 +162,14 @@ def _send_pages(
         free.put(page)
 
 
-class StagedSource:
+class TcpSource:
     """The receiver's end."""
 
     turn_bytes, turn_layers = 32 << 20, _LAYERS_AHEAD
 
     def __init__(self, cache: SentCache, address: str, greeting: bytes) -> None:
-        self._device = _DeviceSide(cache)
-        self._pages, self._turn = self._device.pages(), 0
+        self._cache = _CacheBytes(cache)
+        self._pages, self._turn = self._cache.pages(), 0
         self._socket, where = open_socket(address)
         self._socket.settimeout(30.0)
         self._socket.connect(where)
@@ -163,10 +179,10 @@ class StagedSource:
         """Received; it is on the device when it is settled. All layers are asked for first, so that the sender
         stages the next one while this one is under way."""
         targets = [(target, blocks) for _, target, blocks in runs.runs]
-        pieces = [self._device.pieces(one, targets) for one in range(layer, layer + layers)]
-        asked = b"".join(ASK.pack(source, blocks) for source, _, blocks in runs.runs)
+        pieces = [self._cache.pieces(one, targets) for one in range(layer, layer + layers)]
+        asked = b"".join(_ASK.pack(source, blocks) for source, _, blocks in runs.runs)
         for one in range(layer, layer + layers):
-            self._socket.sendall(ASK.pack(one, len(runs.runs)) + asked)
+            self._socket.sendall(_ASK.pack(one, len(runs.runs)) + asked)
         return sum(self._receive(one) for one in pieces)
 
     def _receive(self, pieces: list[Tensor]) -> int:
@@ -181,11 +197,11 @@ class StagedSource:
             while used < size:
                 piece = pieces[index]
                 count = min(size - used, len(piece) - begin)
-                self._device.copy(piece[begin : begin + count], page.tensor[used : used + count])
+                self._cache.copy(piece[begin : begin + count], page.tensor[used : used + count])
                 used, begin = used + count, begin + count
                 if begin == len(piece):
                     index, begin = index + 1, 0
-            page.copied_by(self._device.streams.values())
+            page.copied_by(self._cache.streams.values())
             left -= size
         return total
 
