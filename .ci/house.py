@@ -41,7 +41,7 @@ LINES_PER_ROOM = {
     "plan": 10_550,
     "quant": 1_250,
     "ranks": 2_500,
-    "serve": 16_250,
+    "serve": 15_750,
     "spec": 2_400,
     "train": 8_250,
 }

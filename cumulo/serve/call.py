@@ -5,11 +5,13 @@ away, or one of them fails, the others are aborted, within one step.
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from starlette.requests import Request
 
@@ -23,8 +25,11 @@ from cumulo.serve.engine_link.messages import Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.forwarded import FORWARDED, ForwardedRequest
 from cumulo.serve.formats.events import repeatable_call_ids
+from cumulo.serve.observe.stories import explanation
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
+
+log = logging.getLogger(__name__)
 
 LEAST_PRIORITY_KEY = "least_priority"  # in the scope's state: the request is no more important than this
 _UNKNOWN_PARAMS = SamplingParams()
@@ -34,11 +39,14 @@ Batch = list[tuple[int, Delta | Finished]]  # what is new, with the position of 
 
 
 class Call:
-    def __init__(self, service: Service, request: Request, prefix: str, model: str | None = None) -> None:
-        """`prefix`: how ids of this endpoint's answers begin, separator included (`chatcmpl-`, `resp_`). `model`:
-        what the request names, the model itself or an adapter; None: the model."""
-        self.service = service
-        self.model = model or service.model_name
+    def __init__(self, request: Request, prefix: str, model: str) -> None:
+        """Raises ApiError unless the model is served and the engine ready. `prefix`: how ids of this endpoint's
+        answers begin, separator included (`chatcmpl-`, `resp_`). `model`: what the request names, the model itself
+        or an adapter."""
+        self.service: Service = request.app.state.service
+        self.service.check_model(model)
+        self.service.check_ready()
+        self.model = model
         self._adapter: ServedAdapter | None = None  # held until the call has ended
         self.forwarded: ForwardedRequest | None = request.scope["state"].get(FORWARDED)  # a gateway's request
         if self.forwarded is None:
@@ -66,6 +74,15 @@ class Call:
         self._send: Callable[[int, list[int]], None]
         self._watcher: asyncio.Task[None] | None = None
 
+    def log(self, what: str, text: object) -> None:
+        """Log a prompt or an answer, if the operator wants them in the log."""
+        if self.service.options.log_prompts:
+            log.info("%s %s: %r", self.id, what, text)
+
+    def stories(self) -> list[dict[str, Any]]:
+        """What happened to each of the call's requests, for an answer with `explain`."""
+        return [explanation(record) for record in self.service.stories.of_call(self.id)]
+
     # -- asking -------------------------------------------------------------------------------------------
     def submit(
         self,
@@ -73,8 +90,8 @@ class Call:
         params: SamplingParams,
         *,
         stream: bool,
-        priority: int = 0,
-        cache_salt: str = "",
+        priority: int | None = None,
+        cache_salt: str | None = None,
         guide_param: str | None = None,
         at_a_time: int | None = None,
         session: str = "",
@@ -84,6 +101,7 @@ class Call:
         guide in `params` comes from. `at_a_time`: at most so many are in the engine, the others follow.
         `session`: the caller's name of it; its requests prefer one replica. `slo`: the latency that the request
         asks for, instead of its key's or the server's."""
+        priority = priority or 0
         if priority < 0 and not self.caller.may_go_first:
             raise invalid(
                 f"priority {priority} would go before every other key's requests, and this key may not: send 0 or "
@@ -100,7 +118,7 @@ class Call:
             priority, at_a_time = max(priority, self._least_priority), min(at_a_time, _BATCH_AT_A_TIME)
         promised = self.caller.promised(slo, priority)
         self.service.admit(self.caller, prompts, params, at_a_time)
-        salt = self.caller.salt(cache_salt)
+        salt = self.caller.salt(cache_salt or "")
         self._adapter = adapter = self.service.hold_adapter(self.model)
         forwarded, own_seed, resumed = self.forwarded, params.seed is not None, b""
         if forwarded is not None:
@@ -198,6 +216,8 @@ class Call:
             if isinstance(item, Finished):
                 ended += 1
                 self.finished[position] = item
+                for sample in item.samples:
+                    self.log(f"answer {position}.{sample.index}", sample.text)
                 aborted = any(sample.finish_reason == "abort" for sample in item.samples)
                 if aborted and not self._client_gone:
                     self._failure = self._failure or Failure(self.service.abort_reason)

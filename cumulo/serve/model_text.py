@@ -18,9 +18,8 @@ from cumulo.models.files.hub import resolve
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.serve.bodies.warnings import warn
-from cumulo.serve.formats import ToolFormat, detect_reasoning, detect_tool_format, hides_markers
-from cumulo.serve.formats.detect import special_token
-from cumulo.serve.formats.reasoning import CLOSE, OPEN
+from cumulo.serve.formats.reasoning import CLOSE, OPEN, detect_reasoning
+from cumulo.serve.formats.tool_calls import ToolFormat, detect_tool_format, hides_markers, special_token
 
 _PROBE = "probe_of_the_template"
 

@@ -187,7 +187,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
         ({"tools": [tool(), tool()]}, "tools[1].function.name"),
         ({"tools": [tool("two words")]}, "tools[0].function.name"),
         ({"tools": [tool(parameter={})]}, "tools[0].function.parameter"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
         ({"tools": [tool(parameters={"type": "frob"})]}, "tools"),
         ({"tools": [tool(parameters={"not": {}}, strict=True)], "tool_choice": "required"}, "tools"),
         ({"response_format": {"type": "grammar", "grammar": 'start: "a"'}}, "response_format"),

@@ -10,7 +10,8 @@ import pytest
 from cumulo.engine.guides.guided import Guidance
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer
-from cumulo.serve.formats import ToolFormat, tool_guide
+from cumulo.serve.formats.forcing import tool_guide
+from cumulo.serve.formats.tool_calls import ToolFormat
 from cumulo.serve.model_text import ModelText
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 

@@ -10,17 +10,16 @@ from starlette.responses import Response
 from cumulo.serve.access.keys import require_operator
 from cumulo.serve.adapter_registry import AdapterRefused, ServedAdapter
 from cumulo.serve.api.openai.events import json_response
-from cumulo.serve.api.openai.schemas_out import AdapterAnswer, answers, plain
+from cumulo.serve.api.openai.schemas_out import OPERATOR_ERRORS, AdapterAnswer
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.errors import ApiError
 from cumulo.serve.service import Service
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=OPERATOR_ERRORS)
 Name = Annotated[
     str, Field(min_length=1, max_length=128, description="What requests call it, as their `model`")
 ]
-_ANSWERS = answers(plain(AdapterAnswer, "The adapter."), 400, 401, 403)
 
 
 class LoadAdapterRequest(Strict):
@@ -59,7 +58,7 @@ def _operator(request: Request) -> Service:
     return service
 
 
-@router.post("/v1/load_lora_adapter", summary="Load an adapter", responses=_ANSWERS)
+@router.post("/v1/load_lora_adapter", summary="Load an adapter", response_model=AdapterAnswer)
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
     """Answers when all engines have it: from then on requests name it as their `model`."""
     service = _operator(request)
@@ -71,7 +70,7 @@ async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Respo
     return json_response(adapter_answer(adapter))
 
 
-@router.post("/v1/unload_lora_adapter", summary="Drop an adapter", responses=_ANSWERS)
+@router.post("/v1/unload_lora_adapter", summary="Drop an adapter", response_model=AdapterAnswer)
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
     """New requests cannot name it from now on. Those that run are answered; then its memory is free."""
     service = _operator(request)

@@ -18,6 +18,7 @@ from cumulo.serve.api.openai.conversation import (
 from cumulo.serve.api.openai.events import json_response
 from cumulo.serve.api.openai.schemas import DetokenizeRequest, Message, TokenizeRequest
 from cumulo.serve.api.openai.schemas_out import (
+    ERRORS,
     Detokenized,
     ExplanationList,
     Health,
@@ -25,8 +26,6 @@ from cumulo.serve.api.openai.schemas_out import (
     ModelList,
     Tokenized,
     Version,
-    answers,
-    plain,
 )
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.engine_link.messages import Ready
@@ -36,7 +35,7 @@ from cumulo.serve.observe.stories import NotUnique, explanation
 from cumulo.serve.observe.trace import chrome_trace
 from cumulo.serve.service import Service
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 Format = Annotated[Literal["json", "trace"], Query(description="trace: a Chrome/Perfetto trace")]
 
 
@@ -59,12 +58,10 @@ def _health(service: Service, good: bool) -> Response:
     return json_response(body, 200 if good else 503)
 
 
-_BAD = {"model": Health, "description": "It is not."}
+_BAD: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "It is not."}}
 
 
-@router.get(
-    "/health", summary="Is the engine alive and moving?", responses={200: plain(Health, "It is."), 503: _BAD}
-)
+@router.get("/health", summary="Is the engine alive and moving?", response_model=Health, responses=_BAD)
 async def health(request: Request) -> Response:
     """Fails when the engine's process died, or has work and finished no step within the bound, until a new one is
     up. Loading the model at start-up is not a failure; /ready tells when requests are taken."""
@@ -72,7 +69,7 @@ async def health(request: Request) -> Response:
     return _health(service, service.engine.state in ("starting", "ready"))
 
 
-@router.get("/ready", summary="Are requests taken?", responses={200: plain(Health, "They are."), 503: _BAD})
+@router.get("/ready", summary="Are requests taken?", response_model=Health, responses=_BAD)
 async def ready(request: Request) -> Response:
     service = _service(request)
     return _health(service, service.engine.state == "ready" and not service.draining)
@@ -102,7 +99,7 @@ def _caller(service: Service, request: Request) -> Caller | None:
     return service.keys.caller_of(key.strip()) if scheme.lower() == "bearer" else None
 
 
-@router.get("/version", summary="Cumulo's version", responses={200: plain(Version, "The version.")})
+@router.get("/version", summary="Cumulo's version", response_model=Version)
 async def version() -> Response:
     return json_response({"version": __version__})
 
@@ -133,7 +130,7 @@ def _defaults(service: Service, info: Ready) -> dict[str, Any]:
     return {**openai, **info.generation_defaults, "max_tokens": service.options.chat_limit or None}
 
 
-@router.get("/v1/models", summary="What is served", responses=answers(plain(ModelList, "The models."), 401))
+@router.get("/v1/models", summary="What is served", response_model=ModelList)
 async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": _models(_service(request))})
 
@@ -141,7 +138,7 @@ async def list_models(request: Request) -> Response:
 @router.get(
     "/v1/models/{name:path}",
     summary="One model",
-    responses=answers(plain(Model, "The model."), 400, 401, 404),
+    response_model=Model,
 )
 async def get_model(name: str, request: Request) -> Response:
     service = _service(request)
@@ -150,9 +147,7 @@ async def get_model(name: str, request: Request) -> Response:
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------
-@router.post(
-    "/tokenize", summary="Text or messages to tokens", responses=answers(plain(Tokenized, "The tokens."))
-)
+@router.post("/tokenize", summary="Text or messages to tokens", response_model=Tokenized)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = _service(request)
     service.check_model(body.model)
@@ -197,7 +192,7 @@ def _refuse_for_prompts(body: TokenizeRequest) -> None:
             raise invalid(f"{name} goes with messages, not with a prompt: leave it out", name)
 
 
-@router.post("/detokenize", summary="Tokens to text", responses=answers(plain(Detokenized, "The text.")))
+@router.post("/detokenize", summary="Tokens to text", response_model=Detokenized)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = _service(request)
     service.check_model(body.model)
@@ -212,7 +207,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.get(
     "/v1/requests/{request_id}/explain",
     summary="What happened to a request, and why",
-    responses=answers(plain(ExplanationList, "The story of each of the call's requests."), 400, 401, 404),
+    response_model=ExplanationList,
 )
 async def explain(request_id: str, request: Request, format: Format = "json") -> Response:
     """The id is the answer's `id`, or the beginning of it that no other request has. With API keys, each caller

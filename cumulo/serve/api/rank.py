@@ -6,7 +6,6 @@ document (Sachan et al. 2022, "Improving Passage Retrieval with Zero-Shot Questi
 geometric mean of the query tokens' probabilities, from 0 to 1; its logarithm is the paper's score.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,18 +17,15 @@ from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response
 
 from cumulo.engine.decide.params import Pooling, SamplingParams
-from cumulo.serve.api.openai.events import json_response
-from cumulo.serve.api.openai.schemas import Label
-from cumulo.serve.api.openai.schemas_out import CachedTokens, Explanation, answers, plain
-from cumulo.serve.api.openai.usage import usage
+from cumulo.serve.api.openai.events import json_response, usage
+from cumulo.serve.api.openai.schemas import ModelRequest
+from cumulo.serve.api.openai.schemas_out import ERRORS, Explanation, InputUsage
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.observe.stories import explanation
-from cumulo.serve.service import Service
 
 MAX_DOCUMENTS = 1000  # as many as Cohere's API advises
 
@@ -38,12 +34,9 @@ Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENT
 Method = Literal["embedding", "likelihood"]
 
 
-class Ranking(Strict):
+class Ranking(ModelRequest):
     """What both endpoints take."""
 
-    model: str = Field(description="The served model's name, as /v1/models lists it.")
-    user: Label | None = Field(None, description="Accepted for compatibility; not used.")
-    # -- extensions
     method: Method | None = Field(
         "embedding",
         description="Extension: embedding is the cosine of the two texts' embeddings, likelihood how probable the "
@@ -52,11 +45,6 @@ class Ranking(Strict):
     pooling: Pooling | None = Field(
         "mean", description="Extension, with method embedding: as /v1/embeddings takes it."
     )
-    priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
-    cache_salt: Label | None = Field(
-        None, description="Extension: share cached prefixes only with requests of the same salt."
-    )
-    explain: bool | None = Field(None, description="Extension: add the requests' stories to the answer.")
 
 
 class ScoreRequest(Ranking):
@@ -78,12 +66,6 @@ class RerankRequest(Ranking):
     )
 
 
-class RankUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
 class Score(BaseModel):
     object: Literal["score"]
     index: int
@@ -96,7 +78,7 @@ class ScoreList(BaseModel):
     created: int
     model: str
     data: list[Score]
-    usage: RankUsage
+    usage: InputUsage
     explain: list[Explanation] | None = None
 
 
@@ -114,7 +96,7 @@ class RerankAnswer(BaseModel):
     id: str
     model: str
     results: list[RankedResult]
-    usage: RankUsage
+    usage: InputUsage
     explain: list[Explanation] | None = None
 
 
@@ -207,8 +189,8 @@ async def _ask(call: Call, prompts: list[list[int]], params: SamplingParams, bod
         prompts,
         params,
         stream=False,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        priority=body.priority,
+        cache_salt=body.cache_salt,
         at_a_time=AT_A_TIME,
     )
     return await call.results()
@@ -227,29 +209,29 @@ def _geometric_mean(finished: Finished, query_tokens: int) -> float:
     return math.exp(math.fsum(logprobs) / query_tokens)
 
 
-router = APIRouter(route_class=JsonRoute)
-log = logging.getLogger(__name__)
-
-_RERANKED = answers(plain(RerankAnswer, "The documents, best first."))
-_SCORED = answers(plain(ScoreList, "A score per pair, in the order of the texts."))
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-@router.post("/v1/score", summary="Score pairs of texts", responses=_SCORED)
+@router.post("/v1/score", summary="Score pairs of texts", response_model=ScoreList)
 @router.post("/score", include_in_schema=False)
 async def create_score(body: ScoreRequest, request: Request) -> Response:
-    call = _begin(body, request, "score-", (body.text_1, body.text_2))
+    call = Call(request, "score-", body.model)
+    call.log("texts", (body.text_1, body.text_2))
     scored = await score(call, _pairs(body), body, document_tokens=None)
     data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scored.scores)]
     head = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
     return json_response({**head, "data": data, **_end(call, body, scored)})
 
 
-@router.post("/v1/rerank", summary="Order documents by how well they fit a query", responses=_RERANKED)
+@router.post(
+    "/v1/rerank", summary="Order documents by how well they fit a query", response_model=RerankAnswer
+)
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 async def create_rerank(body: RerankRequest, request: Request) -> Response:
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
-    call = _begin(body, request, "rerank-", (body.query, texts))
+    call = Call(request, "rerank-", body.model)
+    call.log("texts", (body.query, texts))
     pairs = [Pair(body.query, text, "query", f"documents[{position}]") for position, text in enumerate(texts)]
     scored = await score(call, pairs, body, body.max_tokens_per_doc)
     best_first = sorted(range(len(texts)), key=lambda index: -scored.scores[index])  # stable: ties keep order
@@ -261,16 +243,6 @@ async def create_rerank(body: RerankRequest, request: Request) -> Response:
         results.append(result)
     head = {"id": call.id, "model": call.model}
     return json_response({**head, "results": results, **_end(call, body, scored)})
-
-
-def _begin(body: Ranking, request: Request, prefix: str, texts: Any) -> Call:
-    service: Service = request.app.state.service
-    service.check_model(body.model)
-    service.check_ready()
-    call = Call(service, request, prefix, body.model)
-    if service.options.log_prompts:
-        log.info("%s texts: %r", call.id, texts)
-    return call
 
 
 def _pairs(body: ScoreRequest) -> list[Pair]:
@@ -295,7 +267,4 @@ def _end(call: Call, body: Ranking, scored: Scored) -> dict[str, Any]:
     counts = usage(scored.results)
     counts["total_tokens"] = counts["prompt_tokens"]
     del counts["completion_tokens"]
-    if not body.explain:
-        return {"usage": counts}
-    stories = [explanation(record) for record in call.service.stories.of_call(call.id)]
-    return {"usage": counts, "explain": stories}
+    return {"usage": counts, **({"explain": call.stories()} if body.explain else {})}

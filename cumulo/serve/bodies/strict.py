@@ -5,39 +5,35 @@ the few defaults named in `neutral`, are taken as left out. 4.0 is an integer, a
 body with `ignores_unknown` (messages, their parts and calls, tools) leave out what they do not know, and the
 client is warned: libraries hand back messages with fields of their own. In lenient mode every body does.
 Validation stops at the first wrong item of a list, and counts a dictionary before it looks at its items: pydantic
-collects all errors before it tells any, and there may be a million. It holds the interpreter while it goes through
-a list of numbers, so long ones, prompts given as tokens, are checked in pieces.
+collects all errors before it tells any, and there may be a million.
 """
 
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Any, ClassVar
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from cumulo.base.nearest import nearest
 from cumulo.serve.bodies import warnings
 
-_LONG = 4_096
-_PIECE = 16_384
-
 
 def stopping_early(schema: Any) -> Any:
-    """A validation schema in which lists stop at their first wrong item, dictionaries are counted before items
-    are looked at, and long lists of numbers do not hold up other threads."""
-    if isinstance(schema, list):
-        return [stopping_early(part) for part in schema]
-    if isinstance(schema, tuple):
-        return tuple(stopping_early(part) for part in schema)
+    """A validation schema in which lists stop at their first wrong item, and dictionaries are counted before their
+    items are looked at."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(stopping_early(part) for part in schema)
     if not isinstance(schema, dict):
         return schema
     early = {name: part if name == "metadata" else stopping_early(part) for name, part in schema.items()}
     if early.get("type") == "list":
         early["fail_fast"] = True
-        items = early.get("items_schema") or {}
-        if items.get("type") == "int" and "ge" in items and "lt" in items:
-            check = _checked_in_pieces(items["ge"], items["lt"], early.get("max_length"))
-            return core_schema.no_info_wrap_validator_function(check, early)
     if early.get("type") == "dict" and early.get("max_length") is not None:
         return core_schema.no_info_before_validator_function(_counted(early["max_length"]), early)
     return early
@@ -46,41 +42,11 @@ def stopping_early(schema: Any) -> Any:
 def _counted(most: int) -> Any:
     def count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
-            raise _too_long("Dictionary", most, len(value))
+            told = {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", told)
         return value
 
     return count
-
-
-def _checked_in_pieces(least: int, below: int, most: int | None) -> Any:
-    integers = list[Annotated[int, msgspec.Meta(ge=least, lt=below)]]
-
-    def check(value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> Any:
-        if type(value) is not list or len(value) <= _LONG:
-            return handler(value)
-        if most is not None and len(value) > most:
-            raise _too_long("List", most, len(value))
-        for start in range(0, len(value), _PIECE):
-            try:
-                msgspec.convert(value[start : start + _PIECE], integers)
-            except msgspec.ValidationError:
-                raise PydanticCustomError(
-                    "no_integers",
-                    "a number among items {start} to {end} is no integer from {least} to {most}",
-                    {
-                        "start": start,
-                        "end": min(len(value), start + _PIECE) - 1,
-                        "least": least,
-                        "most": below - 1,
-                    },
-                ) from None
-        return value
-
-    return check
-
-
-def _too_long(kind: str, most: int, actual: int) -> PydanticKnownError:
-    return PydanticKnownError("too_long", {"field_type": kind, "max_length": most, "actual_length": actual})
 
 
 _LONGEST_MADE_WHOLE = 65_536
@@ -116,8 +82,8 @@ class Strict(BaseModel):
         notes = warnings.current()
         if notes is not None:
             notes.begin(data)
-        kept = {}
-        unknown = []
+        aliases = {field.alias for field in cls.model_fields.values()}
+        kept, unknown = {}, []
         for name, value in data.items():
             if name in cls.neutral:
                 if value is not None and not any(
@@ -128,34 +94,19 @@ class Strict(BaseModel):
                         "'{name}' is not supported by this server; leave it out",
                         {"name": name},
                     )
-            elif name in cls.model_fields:
+            elif name in cls.model_fields or name in aliases:
                 kept[name] = _whole(value)
             else:
                 unknown.append(name)
-        if unknown:
-            aliases = {field.alias for field in cls.model_fields.values()}
-            for name in [name for name in unknown if name in aliases]:
-                unknown.remove(name)
-                kept[name] = _whole(data[name])
-        if unknown:
-            cls._tell_unknown(data, unknown, kept, notes)
-        return kept
-
-    @classmethod
-    def _tell_unknown(
-        cls, data: dict[str, Any], unknown: list[str], kept: dict[str, Any], notes: warnings.Notes | None
-    ) -> None:
-        """Ignore unknown fields with a warning, or refuse the first: one error is told."""
-        if notes is not None and notes.lenient:
-            ignored = True
-        else:
-            ignored = cls.ignores_unknown
-            cls._refuse_misspelt(unknown[0], data if ignored else {})
-        if not ignored:
+        lenient = notes is not None and notes.lenient
+        if unknown and not lenient:
+            cls._refuse_misspelt(unknown[0], data if cls.ignores_unknown else {})
+        if unknown and not (lenient or cls.ignores_unknown):
             kept[unknown[0]] = data[unknown[0]]  # refused by pydantic, after what is wrong with known fields
         elif notes is not None:
             for name in unknown:
                 notes.ignore(data, name)
+        return kept
 
     @classmethod
     def _refuse_misspelt(cls, name: str, given: dict[str, Any]) -> None:
@@ -171,21 +122,23 @@ class Strict(BaseModel):
             )
 
 
-class TextOnly(Strict):
-    """A part of a message. Others than text are refused in words of their own."""
+def kind_of(value: Any, default: str = "") -> str:
+    """The `type` of an object in a body, or of a part that has been read already."""
+    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+    return kind if isinstance(kind, str) else ""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, data: Any) -> Any:
-        kinds = get_args(cls.model_fields["type"].annotation)
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
-            raise PydanticCustomError(
-                "unsupported_part",
-                "this server reads text only (parts of type {kinds}), not '{kind}'",
-                {"kind": writable(kind[:64]), "kinds": " or ".join(f"'{known}'" for known in kinds)},
-            )
-        return data
+
+def of_type(*known: str, words: str) -> BeforeValidator:
+    """Objects whose `type` is none of these are refused in words of their own, with {kind} and {known} in them."""
+
+    def check(value: Any) -> Any:
+        kind = kind_of(value)
+        if kind and kind not in known:
+            told = {"kind": writable(kind[:64]), "known": " or ".join(f"'{one}'" for one in known)}
+            raise PydanticCustomError("unsupported_kind", words, told)
+        return value
+
+    return BeforeValidator(check)
 
 
 def writable(text: str) -> str:

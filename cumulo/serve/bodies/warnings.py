@@ -17,41 +17,34 @@ _LONGEST_WARNING = 200
 class Notes:
     """What is noted while one request is read. `lenient`: unknown fields of the request are ignored, too."""
 
-    __slots__ = ("_noted", "_root", "_texts", "_unknown", "lenient")
-
     def __init__(self, lenient: bool = False) -> None:
         self.lenient = lenient
-        self._texts: list[str] = []
+        self._texts: dict[str, None] = {}
         self._root: Any = None
-        self._unknown: list[tuple[Any, str]] = []
-        self._noted: set[tuple[int, str]] = set()
-
-    def add(self, text: str) -> None:
-        if text not in self._texts:
-            self._texts.append(text)
+        # Kept by what they are, because a union may look at the same object several times.
+        self._unknown: dict[tuple[int, str], Any] = {}
 
     def begin(self, data: Any) -> None:
         """The outermost object of a body, which is validated first: places are told from here."""
         if self._root is None:
             self._root = data
 
+    def add(self, text: str) -> None:
+        self._texts[text] = None
+
     def ignore(self, data: Any, name: str) -> None:
         """The field `name` of the object `data`, which is somewhere in the body, is ignored."""
-        # A union may look at the same object several times.
-        if (id(data), name) not in self._noted:
-            self._noted.add((id(data), name))
-            self._unknown.append((data, name))
+        self._unknown[id(data), name] = data
 
     def header(self) -> bytes | None:
         """All warnings in one line of printable ASCII, however they were worded; None without any."""
         if not self._texts and not self._unknown:
             return None
-        places = _places(self._root, {id(data) for data, _ in self._unknown[:_MOST_TOLD]})
-        told = [_printable(text, _LONGEST_WARNING) for text in self._texts[:_MOST_TOLD]]
-        for data, name in self._unknown[:_MOST_TOLD]:
-            place = places.get(id(data), "")
-            field = f"{place}.{_printable(name, _LONGEST_NAME)}" if place else _printable(name, _LONGEST_NAME)
-            told.append(f"{field} is not known here and was ignored")
+        ignored = list(self._unknown)[:_MOST_TOLD]
+        places = _places(self._root, {place for place, _ in ignored})
+        told = [_printable(text, _LONGEST_WARNING) for text in list(self._texts)[:_MOST_TOLD]]
+        for place, name in ignored:
+            told.append(f"{_field(places.get(place, ''), name)} is not known here and was ignored")
         unsaid = len(self._texts) + len(self._unknown) - len(told)
         if unsaid:
             told.append(f"and {unsaid:,} more")
@@ -87,6 +80,11 @@ def _printable(text: str, longest: int) -> str:
     return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in escaped)
 
 
+def _field(place: str, name: str) -> str:
+    shown = _printable(name, _LONGEST_NAME)
+    return f"{place}.{shown}" if place else shown
+
+
 def _places(root: Any, wanted: set[int]) -> dict[int, str]:
     """Where these objects are in a body, as clients write it: `messages[1].content[0]`. Objects are found by what
     they are, not by what they hold: pydantic does not tell a validator where it is."""
@@ -97,20 +95,9 @@ def _places(root: Any, wanted: set[int]) -> dict[int, str]:
         if id(item) in wanted:
             found[id(item)] = place
         if isinstance(item, dict):
-            waiting += [
-                (
-                    inner,
-                    f"{place}.{_printable(str(name), _LONGEST_NAME)}"
-                    if place
-                    else _printable(str(name), _LONGEST_NAME),
-                )
-                for name, inner in item.items()
-                if isinstance(inner, dict | list)
-            ]
+            inside = [(inner, name) for name, inner in item.items() if isinstance(inner, dict | list)]
+            waiting += [(inner, _field(place, str(name))) for inner, name in inside]
         elif isinstance(item, list):
-            waiting += [
-                (inner, f"{place}[{index}]")
-                for index, inner in enumerate(item)
-                if isinstance(inner, dict | list)
-            ]
+            parts = [(inner, index) for index, inner in enumerate(item) if isinstance(inner, dict | list)]
+            waiting += [(inner, f"{place}[{index}]") for inner, index in parts]
     return found

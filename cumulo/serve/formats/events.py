@@ -6,7 +6,6 @@ import string
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 
 _CHARACTERS = string.ascii_letters + string.digits
 _source: ContextVar[random.Random] = ContextVar("source of tool call ids")
@@ -49,15 +48,6 @@ class ToolCallArguments:
 
 
 Event = Text | ToolCallStart | ToolCallArguments
-
-
-class ToolCallParser(Protocol):
-    """Reads an answer piece by piece. How it is cut into pieces does not matter. What turns out not to be a
-    call comes as Text, complete; only white space next to a call is dropped."""
-
-    def push(self, text: str) -> list[Event]: ...
-
-    def finish(self) -> list[Event]: ...
 
 
 class Collector:

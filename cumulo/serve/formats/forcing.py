@@ -13,8 +13,14 @@ from cumulo.engine.decide.params import Guide
 from cumulo.engine.guides.grammar import json_schema_text
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer
-from cumulo.serve.formats import hermes, mistral, reasoning
-from cumulo.serve.formats.detect import ToolFormat, special_token
+from cumulo.serve.formats import reasoning
+from cumulo.serve.formats.tool_calls import (
+    HERMES_CLOSE,
+    HERMES_OPEN,
+    MISTRAL_MARKER,
+    ToolFormat,
+    special_token,
+)
 
 MAX_PARALLEL_CALLS = 16
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -65,25 +71,31 @@ def tool_guide(
         writer.rule("formed", f"{answer_rule}")
         answer = f"({answer}) | formed"
     if reasoning_opened:
-        writer.text_until("thoughts", reasoning.CLOSE)
-        answer = rf"thoughts /\s{{0,2}}/ ({answer})"
+        answer = writer.after_thoughts(answer)
     return Guide("grammar", writer.grammar(answer))
+
+
+def after_thoughts(rule: str, tokenizer: Tokenizer) -> Guide:
+    """The rest of the thoughts, their end, and then what the rule says."""
+    writer = _Writer(tokenizer)
+    writer.rule("answer", rule)
+    return Guide("grammar", writer.grammar(writer.after_thoughts("answer")))
 
 
 def _answer(writer: "_Writer", tool_format: ToolFormat, choice: str, most: int) -> str:
     """The body of the grammar's first rule: text and calls in the order the format has them."""
     if tool_format == "hermes":
         if choice == "auto":
-            writer.text_until("opening", hermes.OPEN)
-            writer.rule("closing", rf'"\n" {writer.marker(hermes.CLOSE)}')
+            writer.text_until("opening", HERMES_OPEN)
+            writer.rule("closing", rf'"\n" {writer.marker(HERMES_CLOSE)}')
             return rf'(opening "\n" call closing){{0,{most}}} TEXT'
-        writer.rule("marked", rf'{writer.marker(hermes.OPEN)} "\n" call "\n" {writer.marker(hermes.CLOSE)}')
+        writer.rule("marked", rf'{writer.marker(HERMES_OPEN)} "\n" call "\n" {writer.marker(HERMES_CLOSE)}')
         return _several("marked", r'"\n"', most)
     if tool_format == "llama3":
         return _several("call", '"; "', most)
-    opening = marker = writer.marker(mistral.MARKER)
+    opening = marker = writer.marker(MISTRAL_MARKER)
     if choice == "auto":
-        writer.text_until("opening", mistral.MARKER)
+        writer.text_until("opening", MISTRAL_MARKER)
         opening = "opening"
     if tool_format == "mistral":
         calls = f'{opening} " "? "[" {_several("call", json.dumps(", "), most)} "]"'
@@ -117,6 +129,10 @@ class _Writer:
         lazy = "" if written.startswith("<[") else "[lazy]"
         self.rule(f"{name}{lazy}", f"TEXT {written}")
 
+    def after_thoughts(self, answer: str) -> str:
+        self.text_until("thoughts", reasoning.CLOSE)
+        return rf"thoughts /\s{{0,2}}/ ({answer})"
+
     def call(self, tool_format: ToolFormat, index: int, function: Mapping[str, Any]) -> str:
         """Rules for a call of this function; returns the rule's name."""
         name, key = function["name"], "parameters" if tool_format == "llama3" else "arguments"
@@ -142,6 +158,6 @@ def describe_tools(tools: Sequence[Tool]) -> str:
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         f"You can call these functions, described as JSON:\n{listed}\n\n"
-        f"To call one, answer with its name and arguments between the tags:\n{hermes.OPEN}\n"
-        f'{{"name": "<function name>", "arguments": {{<arguments>}}}}\n{hermes.CLOSE}'
+        f"To call one, answer with its name and arguments between the tags:\n{HERMES_OPEN}\n"
+        f'{{"name": "<function name>", "arguments": {{<arguments>}}}}\n{HERMES_CLOSE}'
     )

@@ -69,3 +69,13 @@ class ReasoningParser:
         if answer:
             self._bare = False
             events.append(Text(answer))
+
+
+def detect_reasoning(template: str | None) -> bool:
+    """Whether a model with this chat template thinks between <think> and </think>."""
+    return template is not None and CLOSE in template
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether the template has written the opening tag already, so that the answer begins as reasoning."""
+    return prompt.rstrip().endswith(OPEN)

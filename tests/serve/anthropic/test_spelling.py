@@ -12,7 +12,8 @@ from cumulo.serve.api.anthropic.messages import MessageAnswer, Thoughts
 from cumulo.serve.api.anthropic.request import MessagesRequest
 from cumulo.serve.api.openai.answer_form import AnswerReader
 from cumulo.serve.api.responses.items import Output
-from cumulo.serve.formats import ReasoningParser, tool_call_parser
+from cumulo.serve.formats.reasoning import ReasoningParser
+from cumulo.serve.formats.tool_calls import ToolCallParser
 
 SAID = (
     "<think>\nTwo cities: é, ☃.\n</think>\n\nI look it up.\n"
@@ -23,7 +24,7 @@ CUTS = st.lists(st.integers(0, len(SAID)), max_size=30).map(sorted)
 
 
 def reader() -> AnswerReader:
-    return AnswerReader(ReasoningParser(), tool_call_parser("hermes", ["weather"]))
+    return AnswerReader(ReasoningParser(), ToolCallParser("hermes", ["weather"]))
 
 
 def pieces(cuts: list[int]) -> list[str]:

@@ -95,7 +95,9 @@ WITHIN_LIMITS: dict[str, Attack] = {
         _TEXT, lambda: _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b"]"), "300,000 tokens"
     ),
     "300,000 tokens and one that is none": Attack(
-        _TEXT, lambda: _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b",-1]"), "no integer"
+        _TEXT,
+        lambda: _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b",-1]"),
+        "greater than or equal to 0",
     ),
     "escapes": Attack(_TEXT, lambda: _body(b'"prompt":"' + b"\\n" * (SIZE_BYTES // 2) + b'"'), "characters"),
     "backslashes": Attack(

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cumulo.serve.formats import Event, Text, ToolCallArguments, ToolCallStart
+from cumulo.serve.formats.events import Event, Text, ToolCallArguments, ToolCallStart
 
 
 def counted_ids() -> Callable[[], str]:

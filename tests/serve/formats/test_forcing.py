@@ -9,7 +9,8 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.llm import LLM
 from cumulo.errors import InvalidRequest
-from cumulo.serve.formats import describe_tools, hides_markers, tool_call_parser, tool_guide
+from cumulo.serve.formats.forcing import describe_tools, tool_guide
+from cumulo.serve.formats.tool_calls import ToolCallParser, hides_markers
 from tests.engine.guided_engine import CLOSING, EOS, GUIDANCE, TOKENIZER, VOCAB, make_engine, make_tokenizer
 from tests.engine.tiny_engine import run
 from tests.serve.formats.event_tools import calls_of, text_of
@@ -60,7 +61,7 @@ def write(guidance: Guidance, guide, count: int = 6, **more) -> list[str]:
 
 
 def read(tool_format: str, text: str):
-    parser = tool_call_parser(tool_format, list(SCHEMAS))
+    parser = ToolCallParser(tool_format, list(SCHEMAS))
     return [*parser.push(text), *parser.finish()]
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.serve.formats import Reasoning, ReasoningParser, Text, detect_reasoning, opens_reasoning
+from cumulo.serve.formats.events import Text
+from cumulo.serve.formats.reasoning import Reasoning, ReasoningParser, detect_reasoning, opens_reasoning
 from tests import thorough
 from tests.serve.formats.event_tools import cut, parse
 

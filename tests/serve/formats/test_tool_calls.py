@@ -7,27 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.serve.formats import Text, ToolCallArguments, ToolCallStart, detect_tool_format, tool_call_parser
-from cumulo.serve.formats.events import mistral_call_id
-from cumulo.serve.formats.hermes import HermesParser
-from cumulo.serve.formats.json_call import JsonCall
-from cumulo.serve.formats.llama3 import Llama3Parser
-from cumulo.serve.formats.mistral import MistralParser
+from cumulo.serve.formats.events import Text, ToolCallArguments, ToolCallStart, mistral_call_id
+from cumulo.serve.formats.tool_calls import ToolCallParser, _ObjectEnd, detect_tool_format
 from tests import thorough
 from tests.serve.formats.event_tools import calls_of, counted_ids, cut, parse, text_of
 
 NAMES = ["get_weather", "add", "f.g-h_2"]
-PARSERS = {
-    "hermes": HermesParser,
-    "llama3": Llama3Parser,
-    "mistral": MistralParser,
-    "mistral_args": MistralParser,
-}
-FORMATS = list(PARSERS)
+FORMATS = ["hermes", "llama3", "mistral", "mistral_args"]
 
 
 def make(tool_format: str):
-    return PARSERS[tool_format](NAMES, counted_ids())
+    return ToolCallParser(tool_format, NAMES, counted_ids())
 
 
 def written(tool_format: str, calls) -> str:
@@ -145,6 +135,10 @@ def test_arguments_stream_while_they_are_written(tool_format):
         ("mistral", "[TOOL_CALLS] are what I write", [Text("[TOOL_CALLS] are what I write")]),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {}},',
          [ToolCallStart(0, "call-0", "add"), ToolCallArguments(0, "{}")]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call> bye',
+         [ToolCallStart(0, "call-0", "add"), ToolCallArguments(0, '{"a": 1}'), Text(" bye")]),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "VvvODy9mT"}]',
+         [ToolCallStart(0, "call-0", "add"), ToolCallArguments(0, '{"a": 1}')]),
         ("mistral_args", '[TOOL_CALLS]add[CALL_ID]x9[ARGS]{"a": "}"} done',
          [ToolCallStart(0, "call-0", "add"), ToolCallArguments(0, '{"a": "}"}'), Text(" done")]),
     ],
@@ -154,17 +148,17 @@ def test_what_models_get_wrong_or_leave_unfinished(tool_format, text, expected):
 
 
 def test_no_character_is_read_over_and_over(monkeypatch):
-    read, count = JsonCall._read, 0
+    find, count = _ObjectEnd.find, 0
 
-    def counted(call, character):
+    def counted(end, text):
         nonlocal count
-        count += 1
-        return read(call, character)
+        count += len(text)
+        return find(end, text)
 
-    monkeypatch.setattr(JsonCall, "_read", counted)
+    monkeypatch.setattr(_ObjectEnd, "find", counted)
     text = '<tool_call>{"x":"' * 1000  # every one of these looks like the beginning of a call
-    parser = HermesParser()
-    assert text_of(parser.push(text) + parser.finish()) == text
+    parser = ToolCallParser("hermes")
+    assert text_of([e for letter in text for e in parser.push(letter)] + parser.finish()) == text
     assert count <= 2 * len(text)
 
 
@@ -172,7 +166,7 @@ def test_ids_are_unique_and_fit_their_format():
     assert re.fullmatch("[A-Za-z0-9]{9}", mistral_call_id())
     ids = set()
     for _ in range(50):
-        events = tool_call_parser("hermes").push(written("hermes", [("add", {})] * 2))
+        events = ToolCallParser("hermes").push(written("hermes", [("add", {})] * 2))
         ids |= {event.id for event in events if isinstance(event, ToolCallStart)}
     assert len(ids) == 100
 

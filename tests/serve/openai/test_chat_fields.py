@@ -189,7 +189,7 @@ def test_some_of_the_tools_may_be_allowed(client: openai.OpenAI, server: Running
     [
         (
             {"tools": [{"type": "custom", "custom": {"name": "x"}}]},
-            "tools[0].type",
+            "tools[0]",
             "of the type 'function', not 'custom'",
         ),
         (

@@ -1,6 +1,5 @@
 """/v1/messages: Anthropic's way to ask for an answer, whole or as events; /v1/messages/count_tokens."""
 
-import logging
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -12,22 +11,16 @@ from cumulo.serve.api.anthropic.as_chat import make_chat, tool_use_id, translate
 from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesRequest
 from cumulo.serve.api.openai.answer_form import AnswerReader, Piece
 from cumulo.serve.api.openai.chat import begin_chat, chat_prompt
-from cumulo.serve.api.openai.events import json_response, open_stream, to_line
-from cumulo.serve.api.openai.schemas_out import (
-    AnthropicMessage,
-    TokenCount,
-    anthropic_answers,
-    plain,
-    streamed,
-)
-from cumulo.serve.api.openai.usage import usage
+from cumulo.serve.api.openai.events import json_response, open_stream, to_line, usage
+from cumulo.serve.api.openai.schemas_out import ANTHROPIC_ERRORS, STREAMED, AnthropicMessage, TokenCount
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, anthropic_error
-from cumulo.serve.formats import Reasoning, Text
 from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
+from cumulo.serve.formats.events import Text
+from cumulo.serve.formats.reasoning import Reasoning
 from cumulo.serve.service import Service
 
 Item = dict[str, Any]
@@ -128,19 +121,18 @@ def counts(finished: Finished) -> Item:
     }
 
 
-router = APIRouter(route_class=JsonRoute)
-log = logging.getLogger(__name__)
+router = APIRouter(route_class=JsonRoute, responses=ANTHROPIC_ERRORS)
 
 
 @router.post(
     "/v1/messages",
     summary="Answer messages, in Anthropic's API",
-    responses=anthropic_answers(streamed(AnthropicMessage)),
+    response_model=AnthropicMessage,
+    responses=STREAMED,
 )
 async def create_message(body: MessagesRequest, request: Request) -> Response:
-    service: Service = request.app.state.service
     try:
-        call, form, _ = await begin_chat(service, request, await make_chat(body), "msg_")
+        call, form, _ = await begin_chat(request, await make_chat(body), "msg_")
     except ApiError as error:
         raise translated(error) from None
     if body.thinking is not None and body.thinking.budget_tokens is not None:
@@ -150,14 +142,13 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         return await open_stream(call, MessageEvents(call, answer))
     results = await call.results()
     answer.add(results[0].samples[0].text, last=True)
-    _note(call, results[0])
     return json_response(_message(call, answer.content(), counts(results[0])) | answer.stop(results[0]))
 
 
 @router.post(
     "/v1/messages/count_tokens",
     summary="How many tokens a request of /v1/messages has",
-    responses=anthropic_answers(plain(TokenCount, "The prompt's tokens, tools and system included.")),
+    response_model=TokenCount,
 )
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     service: Service = request.app.state.service
@@ -175,11 +166,6 @@ def _thoughts(body: MessagesRequest) -> Thoughts:
     if body.thinking.type == "disabled":
         return "dropped"
     return "omitted" if body.thinking.display == "omitted" else "shown"
-
-
-def _note(call: Call, finished: Finished) -> None:
-    if call.service.options.log_prompts:
-        log.info("%s answer: %r", call.id, finished.samples[0].text)
 
 
 def _message(call: Call, content: list[Any], counted: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +208,6 @@ class MessageEvents:
     def end(self) -> bytes:
         finished = self._call.finished[0]
         assert finished is not None  # EventStream: the call is complete
-        _note(self._call, finished)
         last = {"type": "message_delta", "delta": self._answer.stop(finished), "usage": counts(finished)}
         return _packed([last, {"type": "message_stop"}])
 

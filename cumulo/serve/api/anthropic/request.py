@@ -2,8 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from cumulo.serve.api.openai.schemas import (
     MAX_MESSAGES,
@@ -15,8 +14,10 @@ from cumulo.serve.api.openai.schemas import (
     Label,
     Schema,
     StopString,
+    Temperature,
+    TopP,
 )
-from cumulo.serve.bodies.strict import Strict, writable
+from cumulo.serve.bodies.strict import Strict, kind_of, of_type
 
 CacheControl = Annotated[
     dict[str, Any], Field(description="Accepted for compatibility: every prompt is cached by its content.")
@@ -58,30 +59,9 @@ class ToolUseBlock(Strict):
     ignores_unknown: ClassVar[bool] = True
 
 
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) else ""
-
-
-def _only(*known: str) -> BeforeValidator:
-    """Blocks of other types are refused in words of their own."""
-
-    def check(value: Any) -> Any:
-        kind = _kind(value)
-        if isinstance(value, dict) and kind not in known:
-            raise PydanticCustomError(
-                "unsupported_block",
-                "this server reads text only; '{kind}' blocks are not supported"
-                if kind in ("image", "document")
-                else "blocks are of type {known} here, not '{kind}'",
-                {"known": ", ".join(f"'{one}'" for one in known), "kind": writable(kind[:64])},
-            )
-        return value
-
-    return BeforeValidator(check)
-
-
-PlainBlock = Annotated[TextBlock, _only("text")]
+PlainBlock = Annotated[
+    TextBlock, of_type("text", words="this server reads text only; '{kind}' blocks are not supported")
+]
 
 
 class ToolResultBlock(Strict):
@@ -101,8 +81,15 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("block-redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("block-tool_use")]
     | Annotated[ToolResultBlock, Tag("block-tool_result")],
-    Discriminator(lambda value: f"block-{_kind(value) or 'text'}"),
-    _only("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    Discriminator(lambda value: f"block-{kind_of(value) or 'text'}"),
+    of_type(
+        "text",
+        "thinking",
+        "redacted_thinking",
+        "tool_use",
+        "tool_result",
+        words="this server reads text only; '{kind}' blocks are not supported, only those of type {known}",
+    ),
 ]
 
 
@@ -128,15 +115,19 @@ class CustomTool(Strict):
     }  # fmt: skip
 
 
-def _is_custom(value: Any) -> Any:
-    kind = _kind(value)
-    if kind and kind != "custom":
-        raise PydanticCustomError(
-            "unsupported_tool",
-            "this server has no '{kind}' tool: it calls tools that you describe with an input_schema and you run",
-            {"kind": writable(kind[:64])},
-        )
-    return value
+CustomTools = Annotated[
+    list[
+        Annotated[
+            CustomTool,
+            of_type(
+                "custom",
+                words="this server has no '{kind}' tool: it calls tools that you describe with an input_schema and "
+                "you run",
+            ),
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
 
 
 class CustomToolChoice(Strict):
@@ -176,10 +167,7 @@ class CountTokensRequest(Strict):
     model: str = Field(description="The served model's name, as /v1/models lists it.")
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[list[PlainBlock], Field(max_length=MAX_PARTS)] | None = None
-    tools: (
-        Annotated[list[Annotated[CustomTool, BeforeValidator(_is_custom)]], Field(max_length=MAX_TOOLS)]
-        | None
-    ) = Field(None, description="What the model may call.")
+    tools: CustomTools | None = Field(None, description="What the model may call.")
     tool_choice: CustomToolChoice | None = Field(None, description="Left out: auto if there are tools.")
     thinking: Thinking | None = Field(
         None, description="enabled and disabled set enable_thinking for the model's chat template."
@@ -197,8 +185,8 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(ge=1, le=1 << 31)
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = Field(False, description="Send the answer as events while it is made.")
-    temperature: float | None = Field(None, ge=0, le=2, description="0: always the likeliest token.")
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: int | None = Field(None, ge=0, le=1 << 31)
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(

@@ -15,17 +15,14 @@ from cumulo.serve.access.keys import caller_of
 from cumulo.serve.api.batches import upload
 from cumulo.serve.api.batches.manager import Batches
 from cumulo.serve.api.batches.schemas import (
-    BatchList,
     BatchObject,
     BatchRecord,
     BatchRequest,
-    DeletedFile,
-    FileList,
     FileObject,
 )
 from cumulo.serve.api.batches.store import StoredFile
 from cumulo.serve.api.openai.events import json_response
-from cumulo.serve.api.openai.schemas_out import answers, plain
+from cumulo.serve.api.openai.schemas_out import ERRORS, Deleted, Page
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.errors import ApiError, invalid
 
@@ -52,7 +49,7 @@ def page(
     }
 
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 Limit = Annotated[int, Query(ge=1, le=100, description="How many at most.")]
 After = Annotated[str | None, Query(max_length=64, description="Go on after the batch with this id.")]
@@ -66,16 +63,14 @@ def batches_of(request: Request) -> Batches:
 @router.post(
     "/v1/batches",
     summary="Run the requests of a file",
-    responses=answers(plain(BatchObject, "The batch, which begins now."), 400, 401, 404, 413, 429, 503),
+    response_model=BatchObject,
 )
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Requests run with the lowest priority, as the engine has room for them. The results are files."""
     return json_response((await batches_of(request).create(caller_of(request).name, body)).as_json())
 
 
-@router.get(
-    "/v1/batches", summary="Your batches", responses=answers(plain(BatchList, "The batches."), 400, 401)
-)
+@router.get("/v1/batches", summary="Your batches", response_model=Page[BatchObject])
 async def listbatches_of(request: Request, limit: Limit = 20, after: After = None) -> Response:
     return json_response(
         page(batches_of(request).owned_by(caller_of(request).name), BatchRecord.as_json, limit, after)
@@ -85,7 +80,7 @@ async def listbatches_of(request: Request, limit: Limit = 20, after: After = Non
 @router.get(
     "/v1/batches/{batch_id}",
     summary="One batch",
-    responses=answers(plain(BatchObject, "The batch."), 400, 401, 404),
+    response_model=BatchObject,
 )
 async def get_batch(batch_id: str, request: Request) -> Response:
     return json_response(batches_of(request).get(batch_id, caller_of(request).name).as_json())
@@ -94,7 +89,7 @@ async def get_batch(batch_id: str, request: Request) -> Response:
 @router.post(
     "/v1/batches/{batch_id}/cancel",
     summary="Cancel a batch",
-    responses=answers(plain(BatchObject, "The batch, which ends."), 400, 401, 404, 429, 503),
+    response_model=BatchObject,
 )
 async def cancel_batch(batch_id: str, request: Request) -> Response:
     """What has been answered by then is in its files."""
@@ -131,7 +126,7 @@ Order = Annotated[Literal["asc", "desc"], Query(description="By when they were m
     "/v1/files",
     summary="Upload a file of requests",
     openapi_extra=_FORM,
-    responses=answers(plain(FileObject, "The file."), 400, 401, 413, 429, 503),
+    response_model=FileObject,
 )
 async def create_file(request: Request) -> Response:
     """A form with `purpose` (batch) and `file`: one request per line, as JSON. See /v1/batches."""
@@ -181,7 +176,7 @@ def _leave(running: Counter[str], owner: str) -> None:
         del running[owner]
 
 
-@router.get("/v1/files", summary="Your files", responses=answers(plain(FileList, "The files."), 400, 401))
+@router.get("/v1/files", summary="Your files", response_model=Page[FileObject])
 async def list_files(
     request: Request,
     purpose: Annotated[str | None, Query(max_length=64)] = None,
@@ -200,7 +195,7 @@ async def list_files(
 @router.get(
     "/v1/files/{file_id}",
     summary="One file",
-    responses=answers(plain(FileObject, "The file."), 400, 401, 404),
+    response_model=FileObject,
 )
 async def get_file(file_id: str, request: Request) -> Response:
     return json_response(batches_of(request).store.get(file_id, caller_of(request).name).as_json())
@@ -211,7 +206,6 @@ async def get_file(file_id: str, request: Request) -> Response:
     summary="A file's content",
     response_class=Response,
     responses={
-        **answers(plain(FileObject, ""), 400, 401, 404),
         200: {"description": "The bytes.", "content": {"application/octet-stream": {}}},
     },
 )
@@ -230,7 +224,7 @@ async def get_content(file_id: str, request: Request) -> Response:
 @router.delete(
     "/v1/files/{file_id}",
     summary="Delete a file",
-    responses=answers(plain(DeletedFile, "It is gone."), 400, 401, 404),
+    response_model=Deleted,
 )
 async def delete_file(file_id: str, request: Request) -> Response:
     batches = batches_of(request)

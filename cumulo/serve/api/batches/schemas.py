@@ -103,20 +103,6 @@ class FileObject(BaseModel):
     status: Literal["processed"]
 
 
-class FileList(BaseModel):
-    object: Literal["list"]
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class DeletedFile(BaseModel):
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
 class BatchError(BaseModel):
     code: str
     message: str
@@ -156,11 +142,3 @@ class BatchObject(BaseModel):
     cancelled_at: int | None
     request_counts: RequestCounts
     metadata: dict[str, Any] | None
-
-
-class BatchList(BaseModel):
-    object: Literal["list"]
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

@@ -16,21 +16,10 @@ from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.api.openai.conversation import template_tools, text_of
 from cumulo.serve.api.openai.schemas import AllowedTools, ChatRequest, NamedTool, ResponseFormat, Tool
 from cumulo.serve.errors import invalid
-from cumulo.serve.formats import (
-    Event,
-    Reasoning,
-    ReasoningParser,
-    Text,
-    ToolCallArguments,
-    ToolCallParser,
-    ToolCallStart,
-    ToolFormat,
-    opens_reasoning,
-    tool_call_parser,
-    tool_guide,
-)
-from cumulo.serve.formats.detect import special_token
-from cumulo.serve.formats.reasoning import CLOSE, OPEN
+from cumulo.serve.formats.events import Event, Text, ToolCallArguments, ToolCallStart
+from cumulo.serve.formats.forcing import after_thoughts, tool_guide
+from cumulo.serve.formats.reasoning import CLOSE, OPEN, Reasoning, ReasoningParser, opens_reasoning
+from cumulo.serve.formats.tool_calls import ToolCallParser, ToolFormat
 from cumulo.serve.model_text import ModelText
 
 Piece = Reasoning | Event
@@ -161,7 +150,7 @@ class AnswerForm:
             return None
         return AnswerReader(
             ReasoningParser(opened=self.thoughts_opened) if self.thinks else None,
-            tool_call_parser(self.tool_format, self.tool_names) if self.tool_format is not None else None,
+            ToolCallParser(self.tool_format, self.tool_names) if self.tool_format is not None else None,
             parallel=self.parallel,
         )
 
@@ -312,7 +301,7 @@ def _guide_of(wanted: ResponseFormat | None, tokenizer: Tokenizer, opened: bool)
             )
         rule = _rule_of(wanted)
         assert rule is not None
-        return _after_thoughts(rule, tokenizer)
+        return after_thoughts(rule, tokenizer)
     if wanted.type in ("regex", "grammar"):
         return Guide(wanted.type, _source_of(wanted))
     return Guide("json_schema", json.dumps(_schema_of(wanted)))
@@ -353,11 +342,3 @@ def _schema_of(wanted: ResponseFormat) -> dict[str, Any]:
         return {"type": "object"}
     schema = wanted.json_schema.schema_
     return _lenient(schema) if wanted.json_schema.strict is False else schema
-
-
-def _after_thoughts(rule: str, tokenizer: Tokenizer) -> Guide:
-    """The rest of the thoughts, their end, and then what the rule says."""
-    token = special_token(CLOSE, tokenizer)
-    thoughts = f"thoughts[lazy]: TEXT {json.dumps(CLOSE)}" if token is None else f"thoughts: TEXT <[{token}]>"
-    lines = [r"start: thoughts /\s{0,2}/ answer", thoughts, f"answer: {rule}", r"TEXT: /(.|\n)*/"]
-    return Guide("grammar", "\n".join(lines))

@@ -1,12 +1,10 @@
 """/v1/chat/completions: messages in, the assistant's answer out, whole or streamed."""
 
-import logging
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.api.openai.answer_form import (
     AnswerForm,
@@ -27,66 +25,61 @@ from cumulo.serve.api.openai.conversation import (
     template_variables,
     text_of,
 )
-from cumulo.serve.api.openai.events import DONE, event, json_response, open_stream
+from cumulo.serve.api.openai.events import StreamCounts, event, json_response, last_chunks, open_stream, usage
 from cumulo.serve.api.openai.logprobs import chat_logprobs, prompt_logprobs, spoken, worded
 from cumulo.serve.api.openai.sampling import chat_params, check_tokens, default_limit, is_search
 from cumulo.serve.api.openai.schemas import ChatRequest
-from cumulo.serve.api.openai.schemas_out import ChatCompletion, answers, streamed
-from cumulo.serve.api.openai.usage import StreamCounts, usage
+from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, ChatCompletion
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import invalid
-from cumulo.serve.observe.stories import explanation
 from cumulo.serve.service import Service
 
-router = APIRouter(route_class=JsonRoute)
-log = logging.getLogger(__name__)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
 @router.post(
-    "/v1/chat/completions", summary="Answer a conversation", responses=answers(streamed(ChatCompletion))
+    "/v1/chat/completions", summary="Answer a conversation", response_model=ChatCompletion, responses=STREAMED
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    service: Service = request.app.state.service
-    call, form, params = await begin_chat(service, request, body, "chatcmpl-")
-    ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
+    call, form, ends = await begin_chat(request, body, "chatcmpl-")
     if body.stream:
         return await open_stream(call, ChatEvents(call, body, form, ends))
-    return json_response(await _whole(call, body, form, ends))
+    results = await call.results()
+    asks_logprobs = body.logprobs or body.prompt_logprobs is not None
+    return json_response(await worded(asks_logprobs, lambda: _answer(call, body, form, ends, results)))
 
 
 async def begin_chat(
-    service: Service, request: Request, body: ChatRequest, prefix: str, guide_param: str | None = None
-) -> tuple[Call, AnswerForm, SamplingParams]:
+    request: Request, body: ChatRequest, prefix: str, guide_param: str | None = None
+) -> tuple[Call, AnswerForm, frozenset[int]]:
     """Check a conversation, make its prompt and send it to the engine. `guide_param`: what the client calls
     `response_format`, where that is not its name.
 
     The call brings the answer and has the prompt's tokens (`prompts`); the form makes the readers that take an
-    answer apart into thoughts, text and tool calls; the params say what ends it."""
-    service.check_model(body.model)
-    service.check_ready()
+    answer apart into thoughts, text and tool calls; the last are the tokens that end it."""
+    call = Call(request, prefix, body.model)
+    service = call.service
     use, prompt, tokens = await chat_prompt(service, body)
     form = answer_form(body, use, service.text, prompt)
     room = service.info.max_context - len(tokens)
     limit = default_limit(body, service.options.chat_limit, room)
     params = chat_params(body, service.info.generation_defaults, form.guide, form.show_special, limit)
     check_tokens((), params, service.info.vocab_size)
-    call = Call(service, request, prefix, body.model)
     call.default_limit = limit
-    if service.options.log_prompts:
-        log.info("%s prompt: %r", call.id, prompt)
+    call.log("prompt", prompt)
     call.submit(
         [tokens],
         params,
         stream=bool(body.stream),
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        priority=body.priority,
+        cache_salt=body.cache_salt,
         slo=body.slo.as_slo() if body.slo is not None else None,
         guide_param=guide_param or form.guide_param,
         session=body.prompt_cache_key or "",
     )
-    return call, form, params
+    return call, form, frozenset((*service.info.eos_ids, *params.stop_token_ids))
 
 
 async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | None, str, list[int]]:
@@ -109,19 +102,12 @@ async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | No
     return use, prompt, tokens
 
 
-async def _whole(call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> Any:
-    results = await call.results()
-    return await worded(results, lambda: _worded(call, body, form, ends, results))
-
-
-def _worded(
+def _answer(
     call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int], results: list[Finished]
 ) -> dict[str, Any]:
     service = call.service
     choices = []
     for sample in results[0].samples:
-        if service.options.log_prompts:
-            log.info("%s answer %d: %r", call.id, sample.index, sample.text)
         logprobs = None
         if body.logprobs:
             entries = spoken(sample.logprobs, sample.finish_reason, ends)
@@ -158,7 +144,7 @@ def _worded(
     if body.return_token_ids:
         answer["prompt_token_ids"] = call.prompts[0]
     if body.explain:
-        answer["explain"] = [explanation(record) for record in service.stories.of_call(call.id)]
+        answer["explain"] = call.stories()
     return answer
 
 
@@ -195,19 +181,7 @@ class ChatEvents:
         return b"".join(pieces)
 
     def end(self) -> bytes:
-        call, last = self._call, list[bytes]()
-        results = [finished for finished in call.finished if finished is not None]
-        if call.service.options.log_prompts:
-            for sample in results[0].samples:
-                log.info("%s answer %d: %r", call.id, sample.index, sample.text)
-        if self._body.explain:
-            stories = [explanation(record) for record in call.service.stories.of_call(call.id)]
-            last.append(event({**self._base, "choices": [], "explain": stories, **self._counts.field()}))
-        if self._counts.wanted:
-            last.append(
-                event({**self._base, "choices": [], "usage": usage(results, searched=is_search(self._body))})
-            )
-        return b"".join([*last, DONE])
+        return last_chunks(self._call, self._body, self._base, self._counts)
 
     def _chunks(self, item: Delta) -> list[bytes]:
         self._counts.note(item)

@@ -1,6 +1,5 @@
 """/v1/completions: one text or many continued, as texts or as tokens."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta, Sample
-from cumulo.serve.api.openai.events import DONE, event, json_response, open_stream
+from cumulo.serve.api.openai.events import StreamCounts, event, json_response, last_chunks, open_stream, usage
 from cumulo.serve.api.openai.logprobs import (
     CompletionColumns,
     echoed_columns,
@@ -22,17 +21,14 @@ from cumulo.serve.api.openai.logprobs import (
 )
 from cumulo.serve.api.openai.sampling import check_tokens, completion_params, is_search
 from cumulo.serve.api.openai.schemas import CompletionRequest
-from cumulo.serve.api.openai.schemas_out import Completion, answers, streamed
-from cumulo.serve.api.openai.usage import StreamCounts, usage
+from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, Completion
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import invalid
-from cumulo.serve.observe.stories import explanation
 from cumulo.serve.service import Service
 
-router = APIRouter(route_class=JsonRoute)
-log = logging.getLogger(__name__)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +57,30 @@ class Asked:
         return echoed_columns(service.text, top, prompt, entries or [], length, self.skip_special)
 
 
-@router.post("/v1/completions", summary="Continue a text", responses=answers(streamed(Completion)))
+@router.post("/v1/completions", summary="Continue a text", response_model=Completion, responses=STREAMED)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_model(body.model)
-    service.check_ready()
+    call = Call(request, "cmpl-", body.model)
+    service = call.service
     if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
         raise invalid("max_tokens: 0 asks for nothing unless echo is true", "max_tokens")
     params = completion_params(body, service.info.generation_defaults)
     asked = await _asked(body, service, params)
     service.check_lengths(asked.prompts, params)  # first: looking at every token takes long if there are many
     check_tokens(asked.prompts, params, service.info.vocab_size)
-    call = Call(service, request, "cmpl-", body.model)
-    if service.options.log_prompts:
-        log.info("%s prompt: %r", call.id, body.prompt)
+    call.log("prompt", body.prompt)
     call.submit(
         asked.prompts,
         params,
         stream=bool(body.stream),
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        priority=body.priority,
+        cache_salt=body.cache_salt,
         slo=body.slo.as_slo() if body.slo is not None else None,
     )
     if body.stream:
         return await open_stream(call, CompletionEvents(call, asked))
-    return json_response(await _whole(call, asked))
+    results = await call.results()
+    asks_logprobs = body.logprobs is not None or body.prompt_logprobs is not None
+    return json_response(await worded(asks_logprobs, lambda: _answer(call, asked, results)))
 
 
 async def _asked(body: CompletionRequest, service: Service, params: SamplingParams) -> Asked:
@@ -112,29 +107,22 @@ async def _asked(body: CompletionRequest, service: Service, params: SamplingPara
     return Asked(body, prompts, echoed, ends, params.skip_special_tokens)
 
 
-async def _whole(call: Call, asked: Asked) -> Any:
-    results = await call.results()
-    return await worded(results, lambda: _worded(call, asked, results))
-
-
-def _worded(call: Call, asked: Asked, results: list[Finished]) -> dict[str, Any]:
-    service, body = call.service, asked.body
-    choices = []
-    for position, finished in enumerate(results):
-        for sample in finished.samples:
-            if service.options.log_prompts:
-                log.info("%s answer %d.%d: %r", call.id, position, sample.index, sample.text)
-            choices.append(_choice(asked, service, position, finished, sample))
+def _answer(call: Call, asked: Asked, results: list[Finished]) -> dict[str, Any]:
+    choices = [
+        _choice(asked, call.service, position, finished, sample)
+        for position, finished in enumerate(results)
+        for sample in finished.samples
+    ]
     answer: dict[str, Any] = {
         "id": call.id,
         "object": "text_completion",
         "created": call.created,
         "model": call.model,
         "choices": choices,
-        "usage": usage(results, len(choices) if asked.nothing_new else 0, is_search(body)),
+        "usage": usage(results, len(choices) if asked.nothing_new else 0, is_search(asked.body)),
     }
-    if body.explain:
-        answer["explain"] = [explanation(record) for record in service.stories.of_call(call.id)]
+    if asked.body.explain:
+        answer["explain"] = call.stories()
     return answer
 
 
@@ -196,21 +184,10 @@ class CompletionEvents:
         return b"".join(pieces)
 
     def end(self) -> bytes:
-        call, last = self._call, list[bytes]()
-        results = [result for result in call.finished if result is not None]
-        if call.service.options.log_prompts:
-            for position, finished in enumerate(results):
-                for sample in finished.samples:
-                    log.info("%s answer %d.%d: %r", call.id, position, sample.index, sample.text)
-        if self._body.explain:
-            stories = [explanation(record) for record in call.service.stories.of_call(call.id)]
-            last.append(event({**self._base, "choices": [], "explain": stories, **self._counts.field()}))
-        if self._counts.wanted:
-            dropped = sum(len(result.samples) for result in results) if self._asked.nothing_new else 0
-            last.append(
-                event({**self._base, "choices": [], "usage": usage(results, dropped, is_search(self._body))})
-            )
-        return b"".join([*last, DONE])
+        dropped = (
+            sum(len(one.samples) for one in self._call.finished if one) if self._asked.nothing_new else 0
+        )
+        return last_chunks(self._call, self._body, self._base, self._counts, dropped)
 
     def _chunk(self, position: int, index: int, item: Delta) -> list[bytes]:
         begins = index not in self._begun

@@ -13,8 +13,8 @@ from typing import Any
 
 from cumulo.serve.api.openai.schemas import ChatRequest, Message, NamedTool, Tool, ToolCall
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.formats import describe_tools
-from cumulo.serve.formats.hermes import CLOSE, OPEN
+from cumulo.serve.formats.forcing import describe_tools
+from cumulo.serve.formats.tool_calls import HERMES_CLOSE, HERMES_OPEN
 from cumulo.serve.model_text import ModelFormats, ModelText
 
 # What the request says in fields of its own, and what a template's functions are called.
@@ -191,7 +191,9 @@ def _written_out(entry: TemplateMessage) -> TemplateMessage:
         return {"role": "user", "content": f"<tool_response>\n{entry['content']}\n</tool_response>"}
     calls = entry.pop("tool_calls", ())
     lines = [entry["content"]] if entry["content"] else []
-    lines += [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in calls]
+    lines += [
+        f"{HERMES_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{HERMES_CLOSE}" for call in calls
+    ]
     return {**entry, "content": "\n".join(lines)}
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import logging
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,16 +12,13 @@ from starlette.responses import Response
 
 from cumulo.engine.decide.params import Pooling, SamplingParams
 from cumulo.engine.outputs import shortened
-from cumulo.serve.api.openai.events import json_response, to_json
-from cumulo.serve.api.openai.schemas import Label, Token
-from cumulo.serve.api.openai.schemas_out import CachedTokens, Explanation, answers, plain
-from cumulo.serve.api.openai.usage import usage
+from cumulo.serve.api.openai.events import json_response, to_json, usage
+from cumulo.serve.api.openai.schemas import ModelRequest, Token
+from cumulo.serve.api.openai.schemas_out import ERRORS, Explanation, InputUsage
 from cumulo.serve.bodies.reader import JsonRoute
-from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.observe.stories import explanation
 from cumulo.serve.service import Service
 
 MAX_INPUTS = 2048  # as many as OpenAI's API takes
@@ -31,8 +27,7 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
-class EmbeddingRequest(Strict):
-    model: str = Field(description="The served model's name, as /v1/models lists it.")
+class EmbeddingRequest(ModelRequest):
     input: (
         Text
         | Tokens
@@ -45,7 +40,6 @@ class EmbeddingRequest(Strict):
     dimensions: int | None = Field(
         None, ge=1, le=1 << 31, description="Keep so many of the first numbers, at length 1 again."
     )
-    user: Label | None = Field(None, description="Accepted for compatibility; not used.")
     # -- extensions
     pooling: Pooling | None = Field(
         "mean", description="Extension: the mean of all tokens' final hidden states, or the last token's."
@@ -54,11 +48,6 @@ class EmbeddingRequest(Strict):
         None,
         description="Extension: true recognises special tokens written in the input; otherwise they are text.",
     )
-    priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
-    cache_salt: Label | None = Field(
-        None, description="Extension: share cached prefixes only with requests of the same salt."
-    )
-    explain: bool | None = Field(None, description="Extension: add the requests' stories to the answer.")
 
 
 class EmbeddingObject(BaseModel):
@@ -67,23 +56,16 @@ class EmbeddingObject(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
 class EmbeddingList(BaseModel):
     id: str
     object: Literal["list"]
     model: str
     data: list[EmbeddingObject]
-    usage: EmbeddingUsage
+    usage: InputUsage
     explain: list[Explanation] | None = None
 
 
-router = APIRouter(route_class=JsonRoute)
-log = logging.getLogger(__name__)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 # A call of many texts does not fill the queue: so many are with the engine, the next goes when one is done.
 _AT_A_TIME = 64
@@ -93,12 +75,11 @@ _VECTORS_PER_TURN = 64  # written before others get their turn: thousands of num
 @router.post(
     "/v1/embeddings",
     summary="Turn texts into vectors",
-    responses=answers(plain(EmbeddingList, "The vectors.")),
+    response_model=EmbeddingList,
 )
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.check_model(body.model)
-    service.check_ready()
+    call = Call(request, "embd-", body.model)
+    service = call.service
     size = service.info.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise invalid(
@@ -108,15 +89,13 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
             "invalid_value",
         )
     inputs = await _tokens(body, service)
-    call = Call(service, request, "embd-", body.model)
-    if service.options.log_prompts:
-        log.info("%s input: %r", call.id, body.input)
+    call.log("input", body.input)
     call.submit(
         inputs,
         SamplingParams(pooling=body.pooling or "mean"),
         stream=False,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
+        priority=body.priority,
+        cache_salt=body.cache_salt,
         at_a_time=_AT_A_TIME,
     )
     return json_response(await _answer(call, body))
@@ -151,7 +130,7 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
         "usage": counts,
     }
     if body.explain:
-        answer["explain"] = [explanation(record) for record in call.service.stories.of_call(call.id)]
+        answer["explain"] = call.stories()
     return answer
 
 

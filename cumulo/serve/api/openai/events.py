@@ -1,17 +1,22 @@
-"""EventStream: a response of server-sent events.
+"""How answers are sent: as JSON with their token counts, or as an EventStream of server-sent events.
 
 What was made while the connection had no room is sent in one write. An error after the first byte is an event of
 its own, as OpenAI's client expects it; before the first byte it is an ordinary error response.
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cumulo.engine.outputs import Delta
+from cumulo.serve.api.openai.sampling import is_search
+from cumulo.serve.api.openai.schemas import ChatRequest, CompletionRequest
 from cumulo.serve.call import Batch, Call
+from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, ClientGone
 from cumulo.serve.fleet.forwarded import ForwardedRequest
 
@@ -58,6 +63,71 @@ def to_line(content: Any) -> bytes:
 
 def event(content: Any) -> bytes:
     return b"data: " + to_line(content) + b"\n\n"
+
+
+class StreamCounts:
+    """The token counts that the chunks of a streamed answer have. Without `include_usage` chunks have none; with it
+    `usage` is null until the last chunk, and with `continuous_usage_stats` every chunk has the counts so far, as
+    vLLM's server sends them."""
+
+    def __init__(self, call: Call, options: Any) -> None:
+        """`options`: the request's stream_options."""
+        self.wanted = options is not None and options.include_usage
+        self.continuous = self.wanted and options.continuous_usage_stats
+        self._prompt_tokens = sum(map(len, call.prompts))
+        self._output_tokens = 0
+
+    def note(self, item: Delta) -> None:
+        self._output_tokens += len(item.token_ids)
+
+    def field(self) -> dict[str, Any]:
+        """The `usage` field of a chunk that is sent now."""
+        if not self.continuous:
+            return {"usage": None} if self.wanted else {}
+        return {
+            "usage": {
+                "prompt_tokens": self._prompt_tokens,
+                "completion_tokens": self._output_tokens,
+                "total_tokens": self._prompt_tokens + self._output_tokens,
+            }
+        }
+
+
+def usage(results: Iterable[Finished], dropped_tokens: int = 0, searched: bool = False) -> dict[str, Any]:
+    """The sum over a call's requests; a prompt counts once however many samples share it. `searched`: by beam
+    search, of which the answers count and not the beams that were given up."""
+    prompt = output = cached = 0
+    for finished in results:
+        prompt += finished.story.prompt_tokens
+        returned = sum(len(sample.token_ids) for sample in finished.samples)
+        output += returned if searched else finished.story.output_tokens
+        cached += finished.story.cached_tokens
+    output -= dropped_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def last_chunks(
+    call: Call,
+    body: ChatRequest | CompletionRequest,
+    base: dict[str, Any],
+    counts: StreamCounts,
+    dropped_tokens: int = 0,
+) -> bytes:
+    """The end of a streamed completion: its story and its token counts, where they are wanted. `base`: the fields
+    that its chunks have in common."""
+    results = [finished for finished in call.finished if finished is not None]
+    last = []
+    if body.explain:
+        last.append(event({**base, "choices": [], "explain": call.stories(), **counts.field()}))
+    if counts.wanted:
+        counted = usage(results, dropped_tokens, is_search(body))
+        last.append(event({**base, "choices": [], "usage": counted}))
+    return b"".join([*last, DONE])
 
 
 async def open_stream(call: Call, writer: EventWriter) -> Response:

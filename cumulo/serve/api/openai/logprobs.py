@@ -1,5 +1,5 @@
 """Log-probabilities in the shapes clients know: OpenAI's list of objects for chats and its columns for completions,
-and vLLM's list of tables for a prompt. Long lists are worded in a thread: the event loop goes on.
+and vLLM's list of tables for a prompt. They are worded in a thread: the event loop goes on.
 """
 
 import asyncio
@@ -11,10 +11,8 @@ import msgspec
 
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.models.text.detokenizer import IncrementalDetokenizer
-from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.model_text import ModelText
 
-_FEW_ENTRIES = 2_048  # a few milliseconds to word
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="word-logprobs")
 _to_json = msgspec.json.Encoder().encode
 _LOWEST = -9999.0  # what OpenAI's API says of impossible tokens; JSON has no minus infinity
@@ -169,18 +167,9 @@ def _alternatives(text: ModelText, top: int, entry: TokenLogprobs) -> dict[str, 
 
 
 # -- many of them -----------------------------------------------------------------------------------------
-def entries_of(results: Sequence[Finished]) -> int:
-    """How many log-probabilities there are to word."""
-    count = 0
-    for finished in results:
-        for entries in (*(sample.logprobs for sample in finished.samples), finished.prompt_logprobs or ()):
-            count += len(entries) * (1 + len(entries[0].top)) if entries else 0
-    return count
-
-
-async def worded(results: Sequence[Finished], word: Callable[[], Any]) -> Any:
-    """What `word` makes of these results, as something `json_response` can send. With many log-probabilities it is
-    made, and turned into JSON, in a thread."""
-    if entries_of(results) <= _FEW_ENTRIES:
+async def worded(with_logprobs: bool | None, word: Callable[[], Any]) -> Any:
+    """What `word` makes of an answer, as something `json_response` can send. There may be many log-probabilities:
+    with them it is made, and turned into JSON, in a thread."""
+    if not with_logprobs:
         return word()
     return await asyncio.get_running_loop().run_in_executor(_thread, lambda: msgspec.Raw(_to_json(word())))

@@ -6,10 +6,10 @@ tools that are not known are left out with a warning.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from cumulo.serve.bodies.strict import Strict, TextOnly
+from cumulo.serve.bodies.strict import Strict, of_type
 from cumulo.spec.slo import Slo
 
 MAX_TOOLS = 128
@@ -59,18 +59,14 @@ class Tool(Strict):
     function: Function
     ignores_unknown: ClassVar[bool] = True
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _is_function(cls, kind: Any) -> Any:
-        """OpenAI's other kinds (`custom` and what its own servers run) are refused in words of their own."""
-        if isinstance(kind, str) and kind != "function":
-            raise PydanticCustomError(
-                "unsupported_tool",
-                "this server calls tools of the type 'function', not '{kind}'; describe it as a function with a "
-                "JSON schema of its parameters",
-                {"kind": kind[:64].encode("utf-8", "backslashreplace").decode()},
-            )
-        return kind
+
+# OpenAI's other kinds (`custom` and what its own servers run) are refused in words of their own.
+FUNCTIONS_ONLY = of_type(
+    "function",
+    words="this server calls tools of the type {known}, not '{kind}'; describe it as a function with a JSON schema "
+    "of its parameters",
+)
+Tools = Annotated[list[Annotated[Tool, FUNCTIONS_ONLY]], Field(max_length=MAX_TOOLS)]
 
 
 class ChosenFunction(Strict):
@@ -138,6 +134,8 @@ MAX_TEMPLATE_VARIABLES = 64
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Label = Annotated[str, StringConstraints(max_length=512)]
+Temperature = Annotated[float, Field(ge=0, le=2, description="0: always the likeliest token.")]
+TopP = Annotated[float, Field(gt=0, le=1)]
 TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 
 
@@ -167,15 +165,27 @@ class AskedSlo(Strict):
         return Slo(ttft_s, itl_s)
 
 
-class Sampling(Strict):
-    """What chat and text completions have in common."""
+class ModelRequest(Strict):
+    """What every request that the engine works on has."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
+    user: Label | None = Field(None, description="Accepted for compatibility; not used.")
+    # -- extensions
+    priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
+    cache_salt: Label | None = Field(
+        None, description="Extension: share cached prefixes only with requests of the same salt."
+    )
+    explain: bool | None = Field(None, description="Extension: add the request's story to the answer.")
+
+
+class Sampling(ModelRequest):
+    """What chat and text completions have in common."""
+
     stream: bool | None = Field(False, description="Send the answer as server-sent events while it is made.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=128, description="How many answers.")
-    temperature: float | None = Field(None, ge=0, le=2, description="0: always the likeliest token.")
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1, description="Same seed, same answer.")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
@@ -184,7 +194,6 @@ class Sampling(Strict):
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
     ) = Field(None, description="Token id (as text) to what is added to its logit.")
-    user: Label | None = Field(None, description="Accepted for compatibility; not used.")
     # -- extensions
     top_k: int | None = Field(None, ge=0, le=1 << 31, description="Extension: keep the k likeliest; 0: all.")
     min_p: float | None = Field(
@@ -202,16 +211,11 @@ class Sampling(Strict):
         None, description="Extension: false shows special tokens as text."
     )
     include_stop_str_in_output: bool | None = Field(None, description="Extension: keep the stop string.")
-    priority: int | None = Field(None, ge=-100, le=100, description="Extension: lower goes first.")
-    cache_salt: Label | None = Field(
-        None, description="Extension: share cached prefixes only with requests of the same salt."
-    )
     slo: AskedSlo | None = Field(
         None,
         description="Extension: the latency to promise, instead of the key's or the server's; 429 if it cannot be "
         "kept.",
     )
-    explain: bool | None = Field(None, description="Extension: add the request's story to the answer.")
     use_beam_search: bool | None = Field(
         None, description="Extension: search for the n likeliest answers instead of sampling."
     )
@@ -238,17 +242,23 @@ class Sampling(Strict):
     )
 
 
-class TextPart(TextOnly):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
     ignores_unknown: ClassVar[bool] = True
+
+
+TEXT_ONLY = "this server reads text only (parts of type {known}), not '{kind}'"
+TextParts = Annotated[
+    list[Annotated[TextPart, of_type("text", words=TEXT_ONLY)]], Field(min_length=1, max_length=MAX_PARTS)
+]
 
 
 class Message(Strict):
     """Which fields a role needs is checked where messages become a prompt (conversation.py)."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = Field(
+    content: str | TextParts | None = Field(
         None, description="May be left out only by an assistant that called tools."
     )
     name: Label | None = None
@@ -283,9 +293,7 @@ class ChatRequest(Sampling):
         "their content in any case.",
     )
     response_format: ResponseFormat | None = Field(None, description="The form the answer must have.")
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="What the model may call."
-    )
+    tools: Tools | None = Field(None, description="What the model may call.")
     tool_choice: ToolChoice | None = Field(
         None,
         description="Whether it may, must, must call this one, or which ones. Left out: auto if there are tools.",
@@ -361,9 +369,7 @@ class TokenizeRequest(Strict):
     continue_final_message: bool | None = Field(
         None, description="With messages: end inside the last one, as chat completions do."
     )
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="With messages: the tools that the prompt describes."
-    )
+    tools: Tools | None = Field(None, description="With messages: the tools that the prompt describes.")
     chat_template_kwargs: TemplateVariables | None = Field(
         None, description="With messages: variables for the model's chat template."
     )

@@ -1,8 +1,10 @@
 """What the endpoints answer, for the OpenAPI description; the answers themselves are built as plain data."""
 
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
+
+from cumulo.ranks.rank_meter import RankState
 
 
 class ErrorBody(BaseModel):
@@ -25,6 +27,31 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = None  # not in the counts of an unfinished stream
+
+
+class InputUsage(BaseModel):
+    """The counts of a request that has no answer in tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+Entry = TypeVar("Entry")
+
+
+class Page(BaseModel, Generic[Entry]):
+    object: Literal["list"]
+    data: list[Entry]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deleted(BaseModel):
+    id: str
+    object: Literal["file", "response"]
+    deleted: Literal[True]
 
 
 class TokenLogprob(BaseModel):
@@ -79,26 +106,6 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ExplanationTimes(BaseModel):
-    tokenised: float | None
-    queued: float | None
-    first_token: float | None
-    total: float | None
-    gap_mean: float | None
-    gap_median: float | None
-    gap_p99: float | None
-    gap_max: float | None
-
-
-class ExplanationTokens(BaseModel):
-    prompt: int
-    output: int
-    cached: int | None
-    recomputed: int | None
-    drafted: int | None = None
-    accepted: int | None = None
-
-
 class Explanation(BaseModel):
     id: str
     object: Literal["request.explanation"]
@@ -108,8 +115,8 @@ class Explanation(BaseModel):
     model: str
     received_at: float
     summary: str
-    times_ms: ExplanationTimes
-    tokens: ExplanationTokens
+    times_ms: dict[str, float | None]  # tokenised, queued, first_token, total, and gaps between tokens
+    tokens: dict[str, int | None]  # prompt, output, cached, recomputed, drafted, accepted
     preemptions: int | None
     retried_after_engine_restart: bool
     replicas: list[str]
@@ -122,37 +129,6 @@ class ExplanationList(BaseModel):
     data: list[Explanation]
 
 
-class RouteAnswer(BaseModel):
-    replica: str
-    ttft_ms: float
-    cached_tokens: int
-
-
-class DecisionAnswer(RouteAnswer):
-    request_id: str
-    age_s: float
-    why: str
-    moved_because: str | None
-    second: RouteAnswer | None
-
-
-class BlockCounts(BaseModel):
-    used: int
-    total: int
-    cached: int
-    also_elsewhere: int  # of the cached ones
-
-
-class RankAnswer(BaseModel):
-    rank: int
-    pid: int
-    steps: int
-    step_s: float
-    wait_s: float
-    memory_bytes: int
-    routed_tokens: int
-
-
 class ReplicaAnswer(BaseModel):
     name: str
     object: Literal["fleet.replica"]
@@ -163,13 +139,13 @@ class ReplicaAnswer(BaseModel):
     running: int
     waiting: int
     waiting_tokens: int
-    blocks: BlockCounts
+    blocks: dict[str, int]  # used, total, cached, and of the cached ones also_elsewhere
     prompt_tok_s: float | None
     step_ms: float | None
     requests: int
     prompt_tokens: int
     cached_tokens: int
-    ranks: list[RankAnswer]
+    ranks: list[RankState]
     restarts: int
     last_failure: str | None
 
@@ -178,7 +154,7 @@ class FleetAnswer(BaseModel):
     object: Literal["fleet"]
     router: str
     replicas: list[ReplicaAnswer]
-    decisions: list[DecisionAnswer]
+    decisions: list[dict[str, Any]]  # the newest first
     autoscale: dict[str, Any] | None = None
 
 
@@ -302,20 +278,6 @@ class ResponseObject(BaseModel):
     user: str | None
 
 
-class DeletedResponse(BaseModel):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-class ResponseItems(BaseModel):
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 class AnthropicErrorBody(BaseModel):
     type: str
     message: str
@@ -349,18 +311,27 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
-_ERRORS: dict[int, str] = {
+_DESCRIPTIONS = {
     400: "The request is malformed, holds an unknown field, or asks for something impossible.",
     401: "The API key is missing or not valid.",
     403: "This API key may not operate the server.",
-    404: "There is no such model or request here.",
+    404: "There is no such model, request or file here.",
     409: "It is not possible now; the message says what would be.",
     413: "The body is too large.",
     429: "Too many requests or tokens, or too many waiting; Retry-After says when to come again.",
     503: "Loading, restarting or shutting down; Retry-After says when to come again.",
 }
 
-_USUAL = (400, 401, 404, 413, 429, 503)  # of endpoints that compute
+
+def _errors(model: type[BaseModel], *without: int) -> dict[int | str, dict[str, Any]]:
+    told = {status: words for status, words in _DESCRIPTIONS.items() if status not in without}
+    return {status: {"model": model, "description": words} for status, words in told.items()}
+
+
+# The errors that a router's endpoints can give, in OpenAI's shape and in Anthropic's.
+ERRORS = _errors(Error, 403, 409)
+OPERATOR_ERRORS = _errors(Error)
+ANTHROPIC_ERRORS = _errors(AnthropicError, 403, 409)
 
 # One server-sent event; JSON Schema has no word for "JSON, or at the end [DONE]".
 _EVENT: dict[str, Any] = {
@@ -373,31 +344,10 @@ _EVENT: dict[str, Any] = {
 }
 
 
-def answers(good: dict[str, Any], *errors: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route: the good one, and the errors it can give (all of them if none are named)."""
-    chosen = errors or _USUAL
-    described: dict[int | str, dict[str, Any]] = {200: good}
-    for status in chosen:
-        described[status] = {"model": Error, "description": _ERRORS[status]}
-    return described
-
-
-def anthropic_answers(good: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """The same for paths under /v1/messages, whose errors have Anthropic's shape."""
-    described = answers(good)
-    for status in _USUAL:
-        described[status]["model"] = AnthropicError
-    return described
-
-
-def streamed(model: type[BaseModel]) -> dict[str, Any]:
-    """An answer that is JSON, or with `stream: true` server-sent events."""
-    return {
-        "model": model,
+# The `responses` of an endpoint that answers with JSON, or with `stream: true` with server-sent events.
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
         "description": "The answer; with `stream: true` as server-sent events. Completions end with [DONE].",
         "content": {"text/event-stream": {"schema": _EVENT}},
     }
-
-
-def plain(model: type[BaseModel], description: str) -> dict[str, Any]:
-    return {"model": model, "description": description}
+}

@@ -1,10 +1,9 @@
 """The routes of /v1/responses: make a response, read it again, delete it, list what it was asked with."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
@@ -15,14 +14,7 @@ from cumulo.serve.access.keys import caller_of
 from cumulo.serve.api.openai.chat import begin_chat
 from cumulo.serve.api.openai.events import json_response, open_stream, to_line
 from cumulo.serve.api.openai.logprobs import spoken
-from cumulo.serve.api.openai.schemas_out import (
-    DeletedResponse,
-    ResponseItems,
-    ResponseObject,
-    answers,
-    plain,
-    streamed,
-)
+from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, Deleted, Page, ResponseObject
 from cumulo.serve.api.responses.as_chat import MANY_ITEMS, fitted, make_chat, translated
 from cumulo.serve.api.responses.items import Item, Output, TextLogprobs, response_object, spelled_inputs
 from cumulo.serve.api.responses.request import InputItem, InputMessage, ResponsesRequest, input_items
@@ -33,11 +25,10 @@ from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.service import Service
 from cumulo.serve.stored_responses import StoredResponse
 
-router = APIRouter(route_class=JsonRoute)
-log = logging.getLogger(__name__)
+router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-@router.post("/v1/responses", summary="Answer an input", responses=answers(streamed(ResponseObject)))
+@router.post("/v1/responses", summary="Answer an input", response_model=ResponseObject, responses=STREAMED)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """The response is kept in memory unless `store` is false: `previous_response_id` continues it."""
     asked = await _ask(body, request)
@@ -54,8 +45,6 @@ async def _ask(body: ResponsesRequest, request: Request) -> "_Asked":
     service: Service = request.app.state.service
     if body.store and not service.stored_responses.most:
         raise invalid("this server keeps no responses (--stored-responses 0): send store: false", "store")
-    service.check_model(body.model)
-    service.check_ready()
     stored = None
     if body.previous_response_id is not None:
         stored = _stored(request, body.previous_response_id, "previous_response_id")
@@ -65,13 +54,10 @@ async def _ask(body: ResponsesRequest, request: Request) -> "_Asked":
     formed = body.text is not None and body.text.format is not None and body.text.format.type != "text"
     try:
         chat = await make_chat(body, asked.items)
-        call, form, params = await begin_chat(
-            service, request, chat, "resp_", guide_param="text.format" if formed else None
-        )
+        call, form, ends = await begin_chat(request, chat, "resp_", "text.format" if formed else None)
     except ApiError as error:
         raise translated(error) from None
     logprobs = TextLogprobs(service.text, body.top_logprobs or 0) if body.wants_logprobs else None
-    ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
     return _Asked(call, body, Output(call.id, form.reader(), logprobs), asked.spelled, ends)
 
 
@@ -124,8 +110,6 @@ class _Asked:
 
     def finish(self, results: list[Finished]) -> Item:
         service = self.call.service
-        if service.options.log_prompts:
-            log.info("%s answer: %r", self.call.id, results[0].samples[0].text)
         response = response_object(self.call, self.body, self.output, results)
         if response["store"]:
             kept = StoredResponse.from_response(response, self._inputs)
@@ -195,7 +179,7 @@ def _not_kept(response_id: str, most: int, param: str | None = None) -> ApiError
 @router.get(
     "/v1/responses/{response_id}",
     summary="A stored response",
-    responses=answers(plain(ResponseObject, "The response as it was given."), 400, 401, 404),
+    response_model=ResponseObject,
 )
 async def get_response(
     response_id: str,
@@ -214,7 +198,7 @@ async def get_response(
 @router.delete(
     "/v1/responses/{response_id}",
     summary="Delete a stored response",
-    responses=answers(plain(DeletedResponse, "It is deleted."), 400, 401, 404),
+    response_model=Deleted,
 )
 async def delete_response(response_id: str, request: Request) -> Response:
     kept = request.app.state.service.stored_responses
@@ -226,7 +210,7 @@ async def delete_response(response_id: str, request: Request) -> Response:
 @router.post(
     "/v1/responses/{response_id}/cancel",
     summary="Refused: no response runs in the background",
-    responses=answers(plain(ResponseObject, "Never."), 400, 401, 404),
+    response_model=ResponseObject,
 )
 async def cancel_response(response_id: str, request: Request) -> Response:
     _stored(request, response_id)
@@ -240,7 +224,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 @router.get(
     "/v1/responses/{response_id}/input_items",
     summary="What a stored response was asked with",
-    responses=answers(plain(ResponseItems, "The items, earlier responses' included."), 400, 401, 404),
+    response_model=Page[dict[str, Any]],
 )
 async def list_input_items(
     response_id: str,

@@ -7,8 +7,8 @@ from typing import Any
 
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.serve.api.openai.answer_form import AnswerReader, Piece
+from cumulo.serve.api.openai.events import usage
 from cumulo.serve.api.openai.logprobs import chat_logprobs
-from cumulo.serve.api.openai.usage import usage
 from cumulo.serve.api.responses.request import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -20,8 +20,8 @@ from cumulo.serve.api.responses.request import (
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError
-from cumulo.serve.formats import Text
 from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
+from cumulo.serve.formats.events import Text
 from cumulo.serve.model_text import ModelText
 
 Entry = dict[str, Any]

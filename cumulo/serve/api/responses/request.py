@@ -2,20 +2,22 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, TypeAdapter
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, StringConstraints, Tag, TypeAdapter
 
 from cumulo.serve.api.openai.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    TEXT_ONLY,
     Description,
     FunctionName,
     Label,
     ReasoningEffort,
     Schema,
+    Temperature,
+    TopP,
 )
-from cumulo.serve.bodies.strict import Strict, TextOnly, writable
+from cumulo.serve.bodies.strict import Strict, kind_of, of_type
 
 _OF_EARLIER = "Of an earlier answer; not used."
 
@@ -44,7 +46,7 @@ class ReasoningOptions(Strict):
 
 
 # -- input items ------------------------------------------------------------------------------------------
-class InputText(TextOnly):
+class InputText(Strict):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = Field(None, description=_OF_EARLIER)
@@ -56,10 +58,16 @@ class InputText(TextOnly):
     ignores_unknown: ClassVar[bool] = True
 
 
+InputParts = Annotated[
+    list[Annotated[InputText, of_type("input_text", "output_text", words=TEXT_ONLY)]],
+    Field(max_length=MAX_PARTS),
+]
+
+
 class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText], Field(min_length=1, max_length=MAX_PARTS)]
+    content: str | Annotated[InputParts, Field(min_length=1)]
     id: Label | None = Field(None, description=_OF_EARLIER)
     status: Label | None = Field(None, description=_OF_EARLIER)
     phase: Label | None = Field(None, description=_OF_EARLIER)
@@ -83,7 +91,7 @@ class FunctionCallItem(Strict):
 class FunctionCallOutputItem(Strict):
     type: Literal["function_call_output"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
-    output: str | Annotated[list[InputText], Field(max_length=MAX_PARTS)]
+    output: str | InputParts
     id: Label | None = Field(None, description="Not used.")
     name: Label | None = Field(None, description="Not used: the call of this call_id says it.")
     status: Label | None = Field(None, description="Not used.")
@@ -107,31 +115,20 @@ class ReasoningItem(Strict):
     ignores_unknown: ClassVar[bool] = True
 
 
-def _kind(value: Any, default: str = "") -> str:
-    kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-    return kind if isinstance(kind, str) else ""
-
-
-def _check_item(value: Any) -> Any:
-    kind = _kind(value, "message")
-    if kind not in ("message", "function_call", "function_call_output", "reasoning"):
-        raise PydanticCustomError(
-            "unsupported_item",
-            "this server reads items of type 'message', 'function_call', 'function_call_output' and 'reasoning', "
-            "not '{kind}'",
-            {"kind": writable(kind[:64])},
-        )
-    return value
-
-
 # The tags have a dash, by which errors.py knows them as no part of a field's name.
 InputItem = Annotated[
     Annotated[InputMessage, Tag("item-message")]
     | Annotated[FunctionCallItem, Tag("item-function_call")]
     | Annotated[FunctionCallOutputItem, Tag("item-function_call_output")]
     | Annotated[ReasoningItem, Tag("item-reasoning")],
-    Discriminator(lambda value: f"item-{_kind(value, 'message')}"),
-    BeforeValidator(_check_item),
+    Discriminator(lambda value: f"item-{kind_of(value, 'message')}"),
+    of_type(
+        "message",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        words="this server reads items of type {known}, not '{kind}'",
+    ),
 ]
 input_items: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])  # to read what was stored
 
@@ -162,27 +159,18 @@ class AllowedFunctions(Strict):
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-def _is_function(value: Any) -> Any:
-    kind = _kind(value)
-    if kind and kind != "function":
-        raise PydanticCustomError(
-            "unsupported_tool",
-            "this server has no '{kind}' tool: it calls functions that you describe (type 'function') and you run",
-            {"kind": writable(kind[:64])},
-        )
-    return value
-
-
-def _check_choice(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    return value if _kind(value) == "allowed_tools" else _is_function(value)
+_NO_SUCH_TOOL = (
+    "this server has no '{kind}' tool: it calls functions that you describe (type 'function') and you run"
+)
+FunctionTools = Annotated[
+    list[Annotated[FunctionTool, of_type("function", words=_NO_SUCH_TOOL)]], Field(max_length=MAX_TOOLS)
+]
 
 
 def _choice_tag(value: Any) -> str:
     if isinstance(value, str):
         return "choice-word"
-    return "choice-allowed" if _kind(value) == "allowed_tools" else "choice-function"
+    return "choice-allowed" if kind_of(value) == "allowed_tools" else "choice-function"
 
 
 ToolChoice = Annotated[
@@ -190,7 +178,7 @@ ToolChoice = Annotated[
     | Annotated[NamedFunction, Tag("choice-function")]
     | Annotated[AllowedFunctions, Tag("choice-allowed")],
     Discriminator(_choice_tag),
-    BeforeValidator(_check_choice),
+    of_type("function", "allowed_tools", words=_NO_SUCH_TOOL),
 ]
 
 
@@ -204,18 +192,15 @@ class ResponsesRequest(Strict):
     )
     store: bool | None = Field(None, description="false: do not keep the response. Left out: keep it.")
     max_output_tokens: int | None = Field(None, ge=1, le=1 << 31)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, description="Log-probabilities; encrypted reasoning has no effect, reasoning is given in clear."
     )
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Of this many alternatives.")
     stream: bool | None = Field(False, description="Send the answer as events while it is made.")
     text: TextOptions | None = Field(None, description="The form of the answer.")
-    tools: (
-        Annotated[list[Annotated[FunctionTool, BeforeValidator(_is_function)]], Field(max_length=MAX_TOOLS)]
-        | None
-    ) = Field(None, description="Functions the model may call.")
+    tools: FunctionTools | None = Field(None, description="Functions the model may call.")
     tool_choice: ToolChoice | None = Field(
         None, description="Whether it may, must, or must call this one. Left out: auto if there are tools."
     )
