@@ -136,7 +136,7 @@ def run(
     channels: Channels = 1,
     pieces: Pieces = 1,
     dtype: str = typer.Option("float32", help="Any torch dtype: float32, bfloat16, int32, ..."),
-    transport: str = typer.Option("shm", help="shm, tcp or torch."),
+    transport: str = typer.Option("shm", help="shm or torch."),
     timeout_s: float = typer.Option(
         60.0, help="How long a rank waits for a message before it names who is missing, in s."
     ),

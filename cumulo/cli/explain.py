@@ -93,14 +93,14 @@ def _get(server: str, request_id: str, api_key: str | None, form: str = "json") 
 
 
 def print_step(folder: Path | None, step: int | None, json_file: Path | None) -> None:
-    from cumulo.train.run.log import read_collectives, read_log
+    from cumulo.train.run.log import CollectiveRecord, read_log, read_records
 
     if folder is None or step is None:
         raise CumuloError("say which step of which run: cumulo explain step 5 --folder runs/train")
     record = next((one for one in read_log(folder / "log.csv") if one.step == step), None)
     if record is None:
         raise CumuloError(f"{folder}/log.csv has no step {step}")
-    found = [one for one in read_collectives(folder / "collectives.csv") if one.step == step]
+    found = [one for one in read_records(folder / "collectives.csv", CollectiveRecord) if one.step == step]
     rows = [report.Row("step", record.step_s * 1e3, "ms", "lower", note=f"loss {record.loss:.3f}")]
     total = sum(one.seconds for one in found)
     share = f"{total / record.step_s:.0%} of the step; waiting for other ranks counts, overlapped time too"

@@ -82,9 +82,9 @@ def _findings(chosen: LintOptions) -> Iterator[Finding]:
     catalog = shipped(chosen.catalog_file)
     fabric = chosen.fabric if content is not None else chosen.target
     if content is not None and "flows" in content:
-        flows, threshold, kind = flows_of(content)
-        yield from lint_pfc(flows, threshold, kind)
-        yield from lint_victims(flows, threshold, kind)
+        flows, kind = flows_of(content)
+        yield from lint_pfc(flows, kind)
+        yield from lint_victims(flows, kind)
     else:
         cluster, groups = _job(chosen, content, fabric)
         yield from _of_fabric(chosen, cluster, groups)

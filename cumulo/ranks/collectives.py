@@ -3,7 +3,7 @@ alone, for which nothing is sent or copied. `differentiable.py` has those that g
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -40,24 +40,15 @@ class CollectiveMeter:
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, int], tuple[int, float]] = {}
         self._lock = threading.Lock()
-        # Told of each call as it ends, in its thread, if someone measures: its kind, and the bytes of its buffer
-        # that have left this rank.
-        self.listener: Callable[[str, float], None] | None = None
 
-    def add(
-        self, kind: str, tensor: Tensor, ranks: int, began: float, sends: Sequence[int] | None = None
-    ) -> None:
-        """A call that began at this `time.perf_counter()` has ended. `sends`: rows of the buffer that have left for
-        other ranks, where those are not equal shares."""
+    def add(self, kind: str, tensor: Tensor, ranks: int, began: float) -> None:
+        """A call that began at this `time.perf_counter()` has ended."""
         if tensor.device.type != "cpu":
             return
         seconds, key = time.perf_counter() - began, (kind, ranks, tensor.nbytes)
         with self._lock:
             calls, so_far = self._found.get(key, (0, 0.0))
             self._found[key] = (calls + 1, so_far + seconds)
-        if self.listener is not None:
-            away = (ranks - 1) / ranks if sends is None else sum(sends) / max(1, len(tensor))
-            self.listener(kind, tensor.nbytes * away)
 
     def take_times(self) -> list[CollectiveTime]:
         """Since it was last asked, the longest first."""
@@ -196,8 +187,7 @@ def all_to_all(
         _schedules.all_to_all(received, sent, group, (receives, sends), ours)
     else:
         dist.all_to_all_single(received, sent, receives, sends, group=group)
-    others = sends and [rows for rank, rows in enumerate(sends) if rank != group.rank()]
-    meter.add("all_to_all", sent, group.size(), began, others)
+    meter.add("all_to_all", sent, group.size(), began)
 
 
 def gather_objects(own: Any, group: Group) -> list[Any]:

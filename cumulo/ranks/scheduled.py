@@ -17,8 +17,8 @@ from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.measured import CollectiveProfile
 from cumulo.collectives.decide.schedule import COLLECTIVES, Collective, CollectiveSchedule
 from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, tune
-from cumulo.collectives.play.groups import CollectivePlayer, make_player
-from cumulo.collectives.play.sockets import LinkShaper
+from cumulo.collectives.play.groups import LinkShaper, make_player
+from cumulo.collectives.play.messages import MessagePlayer
 from cumulo.ranks.groups import Group, world_store
 
 # Processes of one host, through shared memory: what a hop and a byte cost, roughly.
@@ -32,7 +32,7 @@ class CollectiveChoices:
     algorithms: Mapping[Collective, str] = field(default_factory=dict)
     profile: CollectiveProfile | None = None  # what was measured decides for what has no algorithm of its own
     transport: str = ""  # empty: shared memory on one host, else messages of torch.distributed
-    shaper: LinkShaper | None = None  # with tcp: the rank's card, slower than this host
+    shaper: LinkShaper | None = None  # with torch: the rank's card, slower than this host
 
 
 class ScheduledCollectives:
@@ -42,7 +42,7 @@ class ScheduledCollectives:
         self._choices, self._timeout_s = choices, timeout_s
         # All ranks choose alike, so they count alike; what met under an older number is gone.
         self._number = ScheduledCollectives.made = ScheduledCollectives.made + 1
-        self._players: dict[tuple[Group, bool], CollectivePlayer] = {}
+        self._players: dict[tuple[Group, bool], MessagePlayer] = {}
         # What is started, and not waited for, runs here in the order of its starts, with players of its own.
         self._thread: ThreadPoolExecutor | None = None
         self._here = threading.local()
@@ -103,13 +103,13 @@ class ScheduledCollectives:
         schedule = scheduled(kind, algorithm, group.size(), tensor.numel(), tensor.element_size())
         self._playing(group).run(schedule, tensor)
 
-    def _playing(self, group: Group) -> CollectivePlayer:
+    def _playing(self, group: Group) -> MessagePlayer:
         key = (group, getattr(self._here, "started", False))
         if key not in self._players:
             self._players[key] = self._player(*key)
         return self._players[key]
 
-    def _player(self, group: Group, started: bool) -> CollectivePlayer:
+    def _player(self, group: Group, started: bool) -> MessagePlayer:
         """Shared memory on one host; between hosts, messages of torch.distributed."""
         transport = self._choices.transport
         members = dist.get_process_group_ranks(group)
@@ -138,8 +138,7 @@ class ScheduledCollectives:
             self._thread.shutdown()
             self._thread = None
         for player in self._players.values():
-            close: Callable[[], None] = getattr(player, "close", lambda: None)
-            close()
+            player.close()
         self._players.clear()
 
 

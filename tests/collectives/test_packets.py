@@ -1,4 +1,4 @@
-"""PFC and SwitchML packet by packet: buffer_cycles.py, simulate/packets.py, simulate/switch_packets.py."""
+"""PFC and SwitchML packet by packet: buffer_cycles.py, simulate/switch_packets.py."""
 
 import random
 from collections import defaultdict
@@ -9,7 +9,6 @@ import pytest
 
 from cumulo.collectives.decide.buffer_cycles import BufferKind, PacketFlow, check_buffers, named_cycle
 from cumulo.collectives.simulate.congestion import play_incast
-from cumulo.collectives.simulate.packets import PacketNetwork
 from cumulo.collectives.simulate.switch_packets import SwitchLinks, play_switch
 
 F1 = PacketFlow("F1", ("L0", "S0", "L2"))
@@ -21,15 +20,12 @@ def test_two_flows_that_meet_at_both_ends_are_safe_and_a_third_stops_them() -> N
     safe, unsafe = check_buffers([F1, F2]), check_buffers([F1, F2, F3])
     assert named_cycle(safe.cycle) == "L0 → S0 → L2 → S1 → L0" and not safe.can_stop
     assert unsafe.can_stop and unsafe.overloaded == (("S0", "L2", 2.0),)
-    assert PacketNetwork([F1, F2], 7).run().forever
-    run = PacketNetwork([F1, F2, F3], 7).run()
-    assert run.stopped_at is not None
-    assert {switch for switch, _ in run.stopped} == {"L0", "S0", "L2", "S1"}
+    assert not stalls([F1, F2], 7, "shared", 300) and stalls([F1, F2, F3], 7, "shared", 300)
 
 
 def test_a_buffer_for_each_port_does_not_stop_these_three() -> None:
     assert not check_buffers([F1, F2, F3], "per-port").cycle
-    assert PacketNetwork([F1, F2, F3], 7, "per-port").run().forever
+    assert not stalls([F1, F2, F3], 7, "per-port", 300)
 
 
 def test_a_ring_of_overlapping_paths_stops_with_a_buffer_for_each_port() -> None:
@@ -40,24 +36,11 @@ def test_a_ring_of_overlapping_paths_stops_with_a_buffer_for_each_port() -> None
         for copy in range(2)
     ]
     assert check_buffers(flows, "per-port").can_stop
-    run = PacketNetwork(flows, 8, "per-port").run()
-    assert run.stopped_at is not None and len(run.stopped) == 3
-
-
-def test_pauses_reach_a_flow_that_passes_no_busy_link() -> None:
-    """The victim shares a switch with packets that wait (head-of-line blocking); its own links are free."""
-    busy = [PacketFlow(f"busy {number}", (f"edge {number}", "middle", "out")) for number in range(3)]
-    victim = PacketFlow("victim", ("edge 0", "other"))
-    lossless = PacketNetwork([*busy, victim], 8).run(800, until_repeat=False)
-    free = PacketNetwork([*busy, victim], 8, lossless=False).run(200, until_repeat=False)
-    assert lossless.stopped_at is None
-    assert lossless.share("victim") < 0.75 < 0.95 < free.share("victim")
-    assert lossless.paused["edge 0", "middle"] > 0
+    assert stalls(flows, 8, "per-port", 300)
 
 
 def stalls(flows: list[PacketFlow], threshold: int, kind: BufferKind, slots: int) -> bool:
-    """Brute force, written apart from the simulator: packets one by one in plain lists, and at the end
-    nobody who has packets in a full buffer has moved one for a long time."""
+    """Brute force, packet by packet: at the end nobody who has packets in a full buffer has moved one for long."""
     held: dict[object, list[list[int]]] = defaultdict(list)  # buffer -> packets as [flow, place]
     credit = [0.0] * len(flows)
     turns: dict[object, int] = defaultdict(int)
@@ -107,8 +90,8 @@ def stalls(flows: list[PacketFlow], threshold: int, kind: BufferKind, slots: int
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_fabrics_stop_exactly_where_brute_force_stalls(seed: int) -> None:
-    chance = random.Random(seed)
+def test_no_random_fabric_stalls_without_a_circle_that_fills(seed: int) -> None:
+    chance, stalled = random.Random(seed), 0
     for _ in range(12):
         switches = [f"s{number}" for number in range(chance.randint(3, 5))]
         flows = [
@@ -120,39 +103,10 @@ def test_random_fabrics_stop_exactly_where_brute_force_stalls(seed: int) -> None
             for number in range(chance.randint(2, 5))
         ]
         kind: BufferKind = chance.choice(["shared", "per-port"])
-        run = PacketNetwork(flows, 9, kind).run(3000)
-        found = run.stopped_at is not None
-        whole = found and len({b for b, _ in run.stopped}) == len({s for flow in flows for s in flow.path})
-        assert not (found and not check_buffers(flows, kind).can_stop), flows
-        if found or check_buffers(flows, kind).can_stop:
-            # Brute force sees a stop only where it reaches everything that has packets in full buffers.
-            if stalls(flows, 9, kind, 700):
-                assert found, flows
-            elif whole:
-                assert not found, flows
-        elif check_buffers(flows, kind).cycle:
-            assert not stalls(flows, 9, kind, 300), flows
-
-
-@pytest.mark.thorough
-def test_no_fabric_of_thousands_stops_without_a_circle_that_fills() -> None:
-    chance = random.Random(11)
-    stopped = 0
-    for _ in range(3000):
-        switches = [f"s{number}" for number in range(chance.randint(3, 6))]
-        flows = [
-            PacketFlow(
-                f"f{n}",
-                tuple(chance.sample(switches, chance.randint(2, min(4, len(switches))))),
-                chance.choice([1.0, 0.5]),
-            )
-            for n in range(chance.randint(2, 6))
-        ]
-        kind: BufferKind = chance.choice(["shared", "per-port"])
-        run = PacketNetwork(flows, 10, kind).run(4000)
-        stopped += run.stopped_at is not None
-        assert run.stopped_at is None or check_buffers(flows, kind).can_stop, flows
-    assert stopped > 100
+        if stalls(flows, 9, kind, 700):
+            stalled += 1
+            assert check_buffers(flows, kind).can_stop, flows
+    assert stalled
 
 
 def test_dcqcn_trades_pauses_for_use_of_the_port() -> None:

@@ -15,9 +15,9 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.weights_safetensors import load_safetensors
 from cumulo.models.heads.mtp import load_mtp
 from cumulo.spec.from_huggingface import spec_from_config
-from cumulo.train.head.writer import one_sequence
 from tests.engine.tiny_engine import VOCAB, make_engine, run
 from tests.models import tiny
+from tests.models.sequences import one_sequence
 
 PROMPT = [token % VOCAB for token in tiny.prompt(40, seed=3)]
 LAYERS = 3  # of the model; the one behind them becomes its module

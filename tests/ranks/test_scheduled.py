@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cumulo.collectives.decide.measured import parse_choices
-from cumulo.collectives.play.sockets import LinkShaper
+from cumulo.collectives.play.groups import LinkShaper
 from cumulo.errors import ConfigError
 from cumulo.ranks.collectives import (
     all_gather,
@@ -46,7 +46,7 @@ def _all(rank: int) -> list[torch.Tensor]:
 
 def _both(rank: int) -> list[list[torch.Tensor]]:
     found = []
-    shaped = CollectiveChoices({"all_to_all": "direct"}, transport="tcp", shaper=LinkShaper(1e7))
+    shaped = CollectiveChoices({"all_to_all": "direct"}, transport="torch", shaper=LinkShaper(1e7))
     named = "all_reduce=tree,all_gather=bruck,reduce_scatter=ring,all_to_all=pairwise"
     for choice in ("", named, "auto", shaped):
         use_collectives(choice)

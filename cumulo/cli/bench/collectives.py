@@ -20,7 +20,7 @@ def collectives(
         "ring,recursive-doubling,halving-doubling,two-shot,one-shot,tree",
         help="All-reduce algorithms to measure, separated by commas.",
     ),
-    transport: str = typer.Option("shm", help="shm, tcp or torch."),
+    transport: str = typer.Option("shm", help="shm or torch."),
     rounds: int = typer.Option(9, min=1, help="Number of measurements of each."),
     profile: Path | None = typer.Option(
         None, metavar="FILE", help="Also write a profile for `cumulo collective tune --profile`."
@@ -49,7 +49,7 @@ def overlap(
     ranks: int = typer.Option(4, min=2, help="Number of processes; with --of passes a multiple of 4."),
     of: str = typer.Option(
         "passes",
-        help="passes: pairs of a pipeline (overlap_passes); gradients: gradient_order; weights: fsdp_prefetch.",
+        help="passes: pairs of a pipeline (overlap_passes); weights: fsdp_prefetch.",
     ),
     schedule: str = typer.Option("dualpipe-v", help="dualpipe-v or dualpipe."),
     micro_batches: int | None = typer.Option(
@@ -69,14 +69,14 @@ def overlap(
 ) -> None:
     """Measure what a training step saves by computing while messages travel, in turns with one that does not.
 
-    Messages really travel between processes, over TCP, through a network that is slower than this host. Passes are
-    those of a mixture of experts in a pipeline, next to the simulator, which knows how many cores are shared.
-    Gradients and weights are those of data parallelism.
+    Messages really travel between processes, through a network that is slower than this host. Passes are those of
+    a mixture of experts in a pipeline.
+    Weights are those of data parallelism with ZeRO 3.
     """
     from cumulo.bench import overlap_passes as bench_overlap
 
-    if of not in ("passes", "gradients", "weights"):
-        raise ConfigError(f"--of {of}: give passes, gradients or weights")
+    if of not in ("passes", "weights"):
+        raise ConfigError(f"--of {of}: give passes or weights")
     if limit not in ("connection", "card"):
         raise ConfigError(f"--limit {limit}: give connection or card")
     if of == "passes" and (schedule not in ("dualpipe-v", "dualpipe") or ranks % 4):
@@ -94,7 +94,7 @@ def overlap(
         from cumulo.bench import overlap_order as message_order
 
         with working("overlap") as tell:
-            order = message_order.OrderPlan(ranks, of == "weights", wanted, rounds)
+            order = message_order.OrderPlan(ranks, wanted, rounds)
             rows = message_order.measure(order, tell)
         finish(f"{of} that travel meanwhile, {ranks} processes", rows, json_file)
         return

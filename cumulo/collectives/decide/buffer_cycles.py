@@ -1,5 +1,4 @@
-"""Cyclic buffer dependencies: whether lossless switches (PFC) can stop each other for ever. The lint and the
-documentation call it; `simulate/packets.py` plays the same flows packet by packet.
+"""Cyclic buffer dependencies: whether lossless switches (PFC) can stop each other for ever. The lint calls it.
 
 A packet in a buffer waits for the next buffer on its path. Where these waits form a circle and the buffers
 on it fill, none of them can drain: deadlock. A buffer fills where a link behind it is offered more than it

@@ -1,1 +1,1 @@
-"""Players of collective schedules: real processes over sockets, shared memory and torch.distributed."""
+"""Players of collective schedules: real processes over shared memory and torch.distributed."""

@@ -1,62 +1,104 @@
 """A player by the name of its transport, for ranks that can reach a store. The command, benchmarks and `ranks`
 make one."""
 
+import threading
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch.distributed as dist
-from torch import Tensor, uint8
+from torch import Tensor, empty_like, uint8
 from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from cumulo.collectives.decide.schedule import CollectiveSchedule, Transfer
+from cumulo.collectives.decide.schedule import Transfer
 from cumulo.collectives.play.messages import CollectiveStanding, MessagePlayer, Parts
-from cumulo.collectives.play.shared_memory import SharedMemoryPlayer
-from cumulo.collectives.play.sockets import LinkShaper, SocketExchange
+from cumulo.collectives.play.shared_memory import SharedMemoryExchange
 from cumulo.errors import ConfigError
+
+
+class LinkShaper:
+    """A network slower than this host: what a rank sends over torch.distributed leaves no faster than the network's
+    rate; waiting sleeps, so that it costs no core. The rate is that of the rank's card, which carries all its
+    connections, or of each connection, as where a window, a path or a queue pair bounds it. `cumulo bench overlap`
+    uses it."""
+
+    def __init__(self, bytes_per_s: float, each_connection: bool = False) -> None:
+        self.bytes_per_s, self.each_connection = bytes_per_s, each_connection
+        self._free_s: dict[Hashable, float] = {}  # when all that was given to a card or connection has left
+        self._lock = threading.Lock()
+
+    def hold(self, sizes: dict[Hashable, int]) -> None:
+        """Returns when so many bytes have left over each connection."""
+        until = 0.0
+        with self._lock:
+            for connection, size in sizes.items():
+                key = connection if self.each_connection else None
+                begin = max(self._free_s.get(key, 0.0), time.monotonic())
+                self._free_s[key] = begin + size / self.bytes_per_s
+                until = max(until, self._free_s[key])
+        time.sleep(max(0.0, until - time.monotonic()))
 
 
 class TorchExchange:
     """Messages over torch.distributed's send and receive: any backend that has them."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0) -> None:
-        self._group, self._timeout_s = group, timeout_s
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_s: float, shaper: LinkShaper | None = None
+    ) -> None:
+        self._group, self._timeout_s, self._shaper = group, timeout_s, shaper
 
-    def prepare(self, schedule: CollectiveSchedule) -> None: ...
-
-    def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> None:
-        works: list[tuple[Transfer, dist.Work | None]] = []
-        for transfer, views in sends:
-            for view in views:
-                works.append((transfer, self._start(dist.isend, view, transfer, standing.channel)))
-        for transfer, views in receives:
-            for view in views:
-                works.append((transfer, self._start(dist.irecv, view, transfer, standing.channel)))
+    def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> Parts:
+        if self._shaper is not None:
+            sizes: dict[Hashable, int] = {}
+            for transfer, views in sends:
+                key = (id(self), transfer.peer, standing.channel)
+                sizes[key] = sizes.get(key, 0) + sum(view.nbytes for view in views)
+            self._shaper.hold(sizes)
+        arrived = [(transfer, [empty_like(view) for view in views]) for transfer, views in receives]
+        works: list[tuple[Transfer, dist.Work]] = []
+        for call, parts in ((dist.irecv, arrived), (dist.isend, sends)):  # a missing message is named first
+            for transfer, views in parts:
+                with self._named(standing, transfer):
+                    some = [view for view in views if view.numel()]  # nothing is sent of nothing
+                    works += [
+                        (transfer, self._start(call, view, transfer, standing.channel)) for view in some
+                    ]
         for transfer, work in works:
-            try:
-                if work is not None:
-                    work.wait(timedelta(seconds=self._timeout_s))
-            except RuntimeError as error:
-                if "timed out" in str(error).lower():
-                    raise standing.late(transfer, self._timeout_s) from None
-                raise standing.failed(transfer, str(error).splitlines()[0]) from None
+            with self._named(standing, transfer):
+                work.wait(timedelta(seconds=self._timeout_s))
+        return arrived
 
-    def _start(self, call, view: Tensor, transfer: Transfer, channel: int) -> dist.Work | None:  # type: ignore[no-untyped-def]
-        """Bytes: not every backend knows every dtype. Nothing is sent of nothing."""
-        if not view.numel():
-            return None
+    @contextmanager
+    def _named(self, standing: CollectiveStanding, transfer: Transfer) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).lower()
+            if "timed out" in text:
+                raise standing.late(transfer, self._timeout_s) from None
+            if "by peer" in text or "broken pipe" in text:
+                raise standing.gone(transfer) from None
+            raise standing.failed(transfer, str(error).splitlines()[0]) from None
+
+    def _start(self, call, view: Tensor, transfer: Transfer, channel: int) -> dist.Work:  # type: ignore[no-untyped-def]
+        """Bytes: not every backend knows every dtype."""
         data = view.view(uint8)
         if self._group is None:
             return call(data, transfer.peer, tag=channel)  # type: ignore[no-any-return]
         keyword = {"group_dst" if call is dist.isend else "group_src": transfer.peer}
         return call(data, group=self._group, tag=channel, **keyword)  # type: ignore[no-any-return]
 
+    def used(self, standing: CollectiveStanding, receives: Parts) -> None:
+        """It has memory of its own."""
 
-Transport = Literal["shm", "tcp", "torch"]
+    def close(self) -> None:
+        """The group is its maker's."""
+
+
+Transport = Literal["shm", "torch"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-
-
-class CollectivePlayer(Protocol):
-    def run(self, schedule: CollectiveSchedule, tensor: Tensor, received: Tensor | None = None) -> None: ...
 
 
 def make_player(
@@ -68,14 +110,12 @@ def make_player(
     name: str = "world",
     group: ProcessGroup | None = None,
     shaper: LinkShaper | None = None,
-) -> CollectivePlayer:
+) -> MessagePlayer:
     """`nodes`: ranks, and switches that are played by processes. All of them call it. `group`: whose members
-    messages of torch.distributed go to; None: all ranks. `shaper`: the card that TCP's bytes pass."""
-    own = PrefixStore(f"collectives {name}", store)
+    messages of torch.distributed go to; None: all ranks. `shaper`: the card that these messages pass."""
     if transport == "shm":
-        return SharedMemoryPlayer(rank, nodes, own, timeout_s)
-    if transport == "tcp":
-        return MessagePlayer(rank, SocketExchange(rank, own, timeout_s, shaper=shaper))
+        own = PrefixStore(f"collectives {name}", store)
+        return MessagePlayer(rank, SharedMemoryExchange(rank, nodes, own, timeout_s))
     if transport == "torch":
-        return MessagePlayer(rank, TorchExchange(group, timeout_s))
+        return MessagePlayer(rank, TorchExchange(group, timeout_s, shaper))
     raise ConfigError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")

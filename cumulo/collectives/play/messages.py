@@ -1,18 +1,16 @@
-"""Plays schedules by messages: sockets and torch.distributed. `MessageExchange` moves what one step sends and
-receives; all else is here, once for both.
+"""Plays schedules by messages. A `MessageExchange` (shared memory or torch.distributed) moves what one step sends
+and receives; all else is here, once for both.
 
-    player = MessagePlayer(rank, SocketExchange(rank, store, timeout_s=60))
+    player = MessagePlayer(rank, SharedMemoryExchange(rank, ranks, store, timeout_s=60))
     player.run(schedule, tensor)
 """
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
 from cumulo.collectives.play.tensor_chunks import TensorChunks
@@ -20,7 +18,7 @@ from cumulo.errors import RanksFailed
 
 
 class MessageHead(NamedTuple):
-    """What every message says of itself."""
+    """What a message says of itself."""
 
     number: int  # of the collective, counted by each rank
     fingerprint: int  # of its schedule
@@ -54,12 +52,6 @@ class CollectiveStanding:
             f"of {steps} (channel {self.channel}, chunk {transfer.chunk}): {why}"
         )
 
-    def cut(self, transfer: Transfer, got: int, want: int, in_header: bool) -> CollectiveFailed:
-        """The connection ended."""
-        if in_header and not got:
-            return self.gone(transfer)
-        return self.failed(transfer, f"the message was cut after {got} of {want} bytes, and the rank is gone")
-
     def differs(self, transfer: Transfer, got: MessageHead, want: MessageHead) -> CollectiveFailed:
         if got.number != want.number:
             why = f"that rank is in its collective number {got.number}, this one in number {want.number}"
@@ -70,36 +62,20 @@ class CollectiveStanding:
         return self.failed(transfer, why)
 
 
-def wait_in_store(store: Store, key: str, peer: int, rank: int, timeout_s: float) -> str:
-    """What a peer says of itself, before the first step."""
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-        return store.get(key).decode()
-    except DistStoreError:
-        raise CollectiveFailed(
-            f"rank {peer} did not meet rank {rank} within {timeout_s:g} s, before step 1 of their first "
-            "collective: it is lost, late, or uses another transport"
-        ) from None
-
-
 Parts = Sequence[tuple[Transfer, list[Tensor]]]
 
 
 class MessageExchange(Protocol):
-    def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> None:
-        """All of them at the same time; those between two ranks in order."""
+    def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> Parts:
+        """Sends tensors, and returns what arrived; `receives` has tensors of the same shapes. Messages travel at
+        the same time, those between two ranks in order."""
+        ...
 
-    def prepare(self, schedule: CollectiveSchedule) -> None: ...
+    def used(self, standing: CollectiveStanding, receives: Parts) -> None:
+        """What arrived is not needed any more."""
+        ...
 
-
-def peers_of(schedule: CollectiveSchedule, rank: int) -> set[tuple[int, int]]:
-    """(peer, channel) of all its messages."""
-    return {
-        (transfer.peer, channel)
-        for channel in range(schedule.channels)
-        for step in schedule.steps(rank, channel)
-        for transfer in step
-    }
+    def close(self) -> None: ...
 
 
 class MessagePlayer:
@@ -111,7 +87,6 @@ class MessagePlayer:
         """Plays a schedule in place; see `tensor_chunks`. All ranks call it with the same schedule."""
         chunks = TensorChunks(schedule, self.rank, tensor, received)
         self._number += 1
-        self._exchange.prepare(schedule)
         if schedule.channels == 1:
             self._lane(schedule, chunks, 0)
             return
@@ -126,16 +101,11 @@ class MessagePlayer:
             self._step(CollectiveStanding(schedule, self.rank, channel, index), chunks, step)
 
     def _step(self, standing: CollectiveStanding, chunks: TensorChunks, step: CollectiveStep) -> None:
-        sends = [(transfer, chunks.views(transfer)) for transfer in step if transfer.move is Move.SEND]
-        leaving = {chunk for transfer, _ in sends for chunk in transfer.chunks}
-        receives, staged = [], []
-        for transfer in step:
-            if transfer.move is Move.SEND:
-                continue
-            views = chunks.views(transfer)
-            if transfer.move is Move.REDUCE or not leaving.isdisjoint(transfer.chunks):
-                views = [view.new_empty(view.shape) for view in views]
-                staged.append((transfer, views))
-            receives.append((transfer, views))
-        self._exchange.exchange(self._number, standing, sends, receives)
-        chunks.take_in(staged)
+        parts = [(transfer, chunks.views(transfer)) for transfer in step]
+        sends = [part for part in parts if part[0].move is Move.SEND]
+        receives = [part for part in parts if part[0].move is not Move.SEND]
+        chunks.take_in(self._exchange.exchange(self._number, standing, sends, receives))
+        self._exchange.used(standing, receives)
+
+    def close(self) -> None:
+        self._exchange.close()

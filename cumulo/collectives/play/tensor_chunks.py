@@ -4,6 +4,8 @@ In place: all_reduce, broadcast and reduce have one tensor; all_gather one with 
 filled; reduce_scatter one with all blocks, of which the own is right afterwards. all_to_all has two.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,7 @@ class TensorChunks:
         offsets = self._schedule.offsets
         return self.whole[offsets[chunk] : offsets[chunk + 1]]
 
-    def take_in(self, arrived: list[tuple[Transfer, list[Tensor]]]) -> None:
+    def take_in(self, arrived: Sequence[tuple[Transfer, list[Tensor]]]) -> None:
         """What a step brought, added in the order of ranks."""
         parts: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         for transfer, pieces in arrived:

@@ -81,15 +81,13 @@ def play(
     transport: Transport | None,
     sink: Sink,
     beside: Callable[[], AbstractContextManager[object]] | None = None,
-    timed: Callable[[Action], AbstractContextManager[object]] | None = None,
 ) -> None:
     """Run one step of a stage: `schedule` has its communication, `chunks` are those the stage holds, by number (no
     stage holds one number twice), and `transport` reaches the other stages by number; None: there is only one.
 
     `beside`: pairs that the schedule overlaps are computed at the same time, the forward in a thread of its own,
-    inside this context, which keeps its collectives apart from the backward's. None: one after the other. `timed`:
-    entered around every action, in its thread."""
-    player = _Player(schedule, stage, chunks, micro_batches, wire, transport, timed)
+    inside this context, which keeps its collectives apart from the backward's. None: one after the other."""
+    player = _Player(schedule, stage, chunks, micro_batches, wire, transport)
     order = schedule.orders[stage]
     last = {action.chunk: number for number, action in enumerate(order) if action.kind.gives_weight_gradient}
     with ThreadPoolExecutor(1, "forward") if beside is not None else nullcontext() as thread:
@@ -188,7 +186,6 @@ class _Player:
     micro_batches: Sequence[Any]
     wire: Wire
     transport: Transport | None
-    timed: Callable[[Action], AbstractContextManager[object]] | None = None
     activations: dict[Key, _Tensor] = field(default_factory=dict)  # inputs of chunks, until their forward
     gradients: dict[Key, _Tensor] = field(default_factory=dict)  # of outputs of chunks, until their backward
     leaving: dict[tuple[Kind, int, int], Tensor] = field(default_factory=dict)  # made, not yet sent
@@ -204,10 +201,6 @@ class _Player:
         }
 
     def do(self, action: Action) -> None:
-        with self.timed(action) if self.timed is not None else nullcontext():
-            self._do(action)
-
-    def _do(self, action: Action) -> None:
         if action.kind is Kind.FORWARD:
             self._forward(action)
         elif action.kind.gives_input_gradient:

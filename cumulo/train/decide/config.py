@@ -167,9 +167,6 @@ class TrainConfig:
     gradient_bucket_mib: float = (
         25.0  # gradients are summed over ranks in pieces of this size, while backward runs
     )
-    # When gradients leave, and when the weights follow: all before the step ends (ready), or those first that the
-    # next forward needs first, which begins while the others still travel (priority; plain data parallelism only).
-    gradient_order: Literal["ready", "priority"] = "ready"
     # With layout.zero 2 and 3: a layer's weights are gathered while the layer before it computes (pre), or when it
     # has ended (post), which holds the weights of one layer less.
     fsdp_prefetch: Literal["pre", "post"] = "pre"
@@ -319,15 +316,6 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield "overlap_passes needs layout.zero 0 or 1: sharded weights come and go for one pass at a time"
     if config.gradient_bucket_mib <= 0:
         yield f"gradient_bucket_mib must be more than 0, got {config.gradient_bucket_mib}"
-    if config.gradient_order == "priority":
-        layout = config.layout
-        if layout.world != layout.dp or layout.dp == 1 or layout.zero or layout.ep > 1:
-            yield f"gradient_order: priority is for data parallelism alone (layout.dp 2 or more), got {layout}"
-        if config.optimizer.clip_norm or config.optimizer.kind != "adamw" or config.optimizer.offload:
-            yield (
-                "gradient_order: priority moves layers before all gradients have arrived: it needs "
-                "optimizer.clip_norm 0, kind adamw and no offload"
-            )
     try:
         parse_choices(config.collective)
         read_collective_profile(config.collective_profile)

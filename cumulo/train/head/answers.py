@@ -1,33 +1,19 @@
-"""What a head learns from: answers of the very model it will draft for. An engine gives them on a CPU, with the
-hidden states that the head will see, which it had to compute anyway; a Writer on a GPU, thousands at a time."""
+"""What a head learns from: answers of the very model it will draft for, which a Writer gives, many at a time."""
 
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
-from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.llm import LLM
-from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError
-from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel
-from cumulo.models.heads.eagle import StreamTap, eagle_layers
-from cumulo.models.play.fused import FusedDecoder
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.train.head.config import OWN_QUESTIONS, HeadConfig
 from cumulo.train.head.prompts import AskedTurns, Grammar
 from cumulo.train.head.writer import Draw, Writer
 
-_AT_ONCE = 16  # requests of an engine, whose hidden states are read before others take their blocks
 _OWN_QUESTION_TOKENS = 64  # of which a question has at most so many
 _GREEDY, _SAMPLED, _ASKED = Draw(), Draw(0.8, 0.95), Draw(1.0, 0.95)
 _SAMPLED_EVERY = 8  # one answer of so many is sampled
@@ -36,21 +22,10 @@ Tell = Callable[[str, int, int], None]  # what, done, of
 Messages = list[dict[str, str]]
 
 
-class Writes(Protocol):
-    def write(
-        self, prompts: Sequence[Sequence[int]], most: int, draws: Sequence[Draw], tell: Callable[[int], None]
-    ) -> list[list[int]]:
-        """Up to `most` tokens behind each prompt. `tell`: how many are written."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class OwnAnswer:
     tokens: NDArray[np.int32]  # prompt and answer
     prompt_length: int
-    stream: (
-        NDArray[np.float16] | None
-    )  # [places, features]: what the head sees of the model at the first places
 
 
 def conversations(config: HeadConfig, own: Callable[[int], list[str]]) -> list[AskedTurns]:
@@ -76,7 +51,7 @@ def prompt_lines(name: str) -> list[str]:
     return lines
 
 
-def own_questions(tokenizer: Tokenizer, writer: Writes, count: int, tell: Tell) -> list[str]:
+def own_questions(tokenizer: Tokenizer, writer: Writer, count: int, tell: Tell) -> list[str]:
     """What the model expects people to ask: it continues its chat template where a user's words would begin
     (Magpie, Xu et al. 2024). About as many as wanted: some are no questions, or were asked before."""
     mark = "\u2063"  # a character that no template has
@@ -94,7 +69,6 @@ def own_questions(tokenizer: Tokenizer, writer: Writes, count: int, tell: Tell) 
     return list(dict.fromkeys(text for text in texts if len(text.split()) > 2))
 
 
-# -- on a GPU ---------------------------------------------------------------------------------------------------
 def write_answers(config: HeadConfig, model: LoadedModel, tell: Tell) -> list[OwnAnswer]:
     """They are kept in a file and read from there the next time."""
     path = Path(config.folder) / "answers" / "written.npz"
@@ -109,7 +83,7 @@ def write_answers(config: HeadConfig, model: LoadedModel, tell: Tell) -> list[Ow
 
 
 def answered(
-    config: HeadConfig, tokenizer: Tokenizer, writer: Writes, asked: Sequence[AskedTurns], tell: Tell,
+    config: HeadConfig, tokenizer: Tokenizer, writer: Writer, asked: Sequence[AskedTurns], tell: Tell,
     sampled_every: int = _SAMPLED_EVERY,
 ) -> list[OwnAnswer]:  # fmt: skip
     """The answers to the conversations' last turns; those before are greedy ones."""
@@ -130,7 +104,7 @@ def answered(
         prompts, config.answer_tokens, draws, lambda done: tell("the model answers", done, len(prompts))
     )
     return [
-        OwnAnswer(np.array(prompt + answer, dtype=np.int32), len(prompt), None)
+        OwnAnswer(np.array(prompt + answer, dtype=np.int32), len(prompt))
         for prompt, answer in zip(prompts, written, strict=True)
     ]
 
@@ -151,79 +125,12 @@ def _continued(messages: Messages, answer: str, turn: str) -> Messages:
     return [*messages, {"role": "assistant", "content": said.strip()}, {"role": "user", "content": turn}]
 
 
-# -- on a CPU ---------------------------------------------------------------------------------------------------
-def make_answers(config: HeadConfig, engine: EngineConfig, tell: Tell) -> list[OwnAnswer]:
-    """They are kept in files and read from there the next time."""
-    done = list[OwnAnswer]()
-    firsts = range(0, config.answers, _AT_ONCE)
-    paths = {first: Path(config.folder) / "answers" / f"{first:05d}.npz" for first in firsts}
-    if not all(path.is_file() for path in paths.values()):
-        with LLM(config.model, config=engine) as llm:
-            writer, stream = _EngineWriter(llm, config.seed), _streams(llm)
-            asked = conversations(config, lambda count: own_questions(llm.tokenizer, writer, count, tell))
-            for first, path in paths.items():
-                if not path.is_file():
-                    group = asked[first : first + _AT_ONCE]
-                    answers = answered(config, llm.tokenizer, writer, group, lambda *_: None)
-                    _save(path, [replace(one, stream=stream(one.tokens)) for one in answers])
-                tell("the model answers", min(first + _AT_ONCE, config.answers), config.answers)
-    for path in paths.values():
-        done += _read(path)
-    return done[: config.answers]
-
-
-class _EngineWriter:
-    """An engine in place of a Writer."""
-
-    def __init__(self, llm: LLM, seed: int) -> None:
-        self._llm, self._seed = llm, seed
-
-    def write(
-        self, prompts: Sequence[Sequence[int]], most: int, draws: Sequence[Draw], tell: Callable[[int], None]
-    ) -> list[list[int]]:
-        self._seed += len(prompts)
-        params = [
-            SamplingParams(
-                temperature=draw.temperature, top_p=draw.top_p, max_tokens=most, seed=self._seed - index
-            )
-            for index, draw in enumerate(draws)
-        ]
-        outputs = self._llm.generate([list(one) for one in prompts], params) if prompts else []
-        tell(len(prompts))
-        return [list(one.samples[0].token_ids) for one in outputs]
-
-
-def _streams(llm: LLM) -> Callable[[NDArray[np.int32]], NDArray[np.float16]]:
-    """From tokens to the hidden states at as many places as are known, tapped while the answer was made."""
-    runner, spec = llm.engine.runner, llm.spec
-    if not isinstance(runner, TorchRunner) or not isinstance(runner.model, (Decoder, FusedDecoder)):
-        raise ConfigError("a head is trained for models with grouped attention so far")
-    slots = runner.cache.blocks * runner.cache.block_size
-    tap = runner.model.tap = StreamTap(eagle_layers(spec.layers), slots, spec.hidden, torch.float32, "cpu")
-    return lambda tokens: _tapped(llm, tap, tokens).to(torch.float16).numpy()
-
-
-def _tapped(llm: LLM, tap: StreamTap, tokens: NDArray[np.int32]) -> Tensor:
-    """The blocks of the tokens are still in the prefix cache, the last excepted."""
-    pool = llm.engine.scheduler.pool
-    size = pool.block_size
-    full = (len(tokens) - 1) // size
-    hashes = chain_hashes(root_hash(""), array("i", tokens[: full * size].tolist()), size)
-    blocks = torch.tensor(pool.cached_prefix(hashes), dtype=torch.int64)
-    return tap.stream_at((blocks[:, None] * size + torch.arange(size)).flatten())
-
-
-# -- files ------------------------------------------------------------------------------------------------------
 def _save(path: Path, answers: Sequence[OwnAnswer]) -> None:
-    streams = [one.stream for one in answers if one.stream is not None]
-    kept: dict[str, Any] = {}
-    if streams:
-        kept = {"stream": np.concatenate(streams), "places": [len(one) for one in streams]}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part.npz")
     np.savez(
         part, tokens=np.concatenate([one.tokens for one in answers]), sizes=[len(one.tokens) for one in answers],
-        prompts=[one.prompt_length for one in answers], **kept,
+        prompts=[one.prompt_length for one in answers],
     )  # fmt: skip
     part.replace(path)
 
@@ -231,7 +138,4 @@ def _save(path: Path, answers: Sequence[OwnAnswer]) -> None:
 def _read(path: Path) -> list[OwnAnswer]:
     with np.load(path) as file:
         tokens = np.split(file["tokens"], np.cumsum(file["sizes"])[:-1])
-        streams: list[NDArray[np.float16] | None] = [None] * len(tokens)
-        if "stream" in file:
-            streams = list(np.split(file["stream"], np.cumsum(file["places"])[:-1]))
-        return [OwnAnswer(*one) for one in zip(tokens, file["prompts"].tolist(), streams, strict=True)]
+        return [OwnAnswer(*one) for one in zip(tokens, file["prompts"].tolist(), strict=True)]

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cumulo.models.batch import KVCache
+from cumulo.base.machine import available_memory
 from cumulo.models.decoder import Decoder
-from cumulo.models.heads.eagle import eagle_layers
 from cumulo.train.head.answers import OwnAnswer
-from cumulo.train.head.writer import hidden_states, one_sequence
+from cumulo.train.head.writer import hidden_states
 
-_AT_ONCE = 65_536  # places whose states are computed at the same time
-_SPARE_BYTES = 24 << 30  # of a GPU's memory: not for states
+_AT_ONCE = 16_384  # places whose states are computed at the same time
+_SHARE_OF_MEMORY = 0.75  # of what is free, for states
 _SORTED = 64  # batches among which examples are put together by length, so that little is filled up
 
 
@@ -32,7 +31,7 @@ class Example:
     length: int  # n: places 0 .. n - 1 are seen
     tokens: Tensor  # [n + depth + 1]: of places 0 ..
     first: int  # places before it lie in the prompt: not trained
-    kept: KeptStates | None  # None: computed with each batch
+    kept: KeptStates | None = None  # None: computed with each batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +47,25 @@ class HeadBatch:
     depth: int  # proposals behind each other
 
 
-def example(answer: OwnAnswer, tokens: Tensor, decoder: Decoder, depth: int) -> Example:
-    """`tokens`: the answer's, on the device where it is trained."""
-    known = len(answer.tokens) if answer.stream is None else len(answer.stream)
-    length = min(known, len(answer.tokens) - depth - 1)
-    kept = None
-    if answer.stream is not None:
-        stream = torch.from_numpy(answer.stream[:length]).to(tokens.device)
-        kept = KeptStates(stream, _last_states(decoder, stream).to(torch.float16))
-    # At place p the token p + 2 is proposed: the first that is an answer's follows the prompt.
-    return Example(length, tokens, max(0, answer.prompt_length - 2), kept)
-
-
-def examples_of(
-    answers: Sequence[OwnAnswer], decoder: Decoder, depth: int, device: torch.device | str
-) -> list[Example]:
+def examples_of(answers: Sequence[OwnAnswer], depth: int, device: torch.device | str) -> list[Example]:
     """Examples that are long enough to be learnt from."""
     answers = [one for one in answers if len(one.tokens) > one.prompt_length + 2 * depth]
     if not answers:
         return []
     flat = torch.from_numpy(np.concatenate([one.tokens for one in answers]).astype(np.int64)).to(device)
     split = flat.split([len(one.tokens) for one in answers])
-    made = [example(one, tokens, decoder, depth) for one, tokens in zip(answers, split, strict=True)]
+    # At place p the token p + 2 is proposed: the first that is an answer's follows the prompt.
+    made = [
+        Example(len(tokens) - depth - 1, tokens, max(0, one.prompt_length - 2))
+        for one, tokens in zip(answers, split, strict=True)
+    ]
     return [one for one in made if one.length > one.first + depth + 1]
 
 
 def with_states(examples: list[Example], decoder: Decoder) -> list[Example]:
-    """On a GPU: with the model's states as far as memory allows, so that they are not computed in every epoch."""
-    spec = decoder.spec
-    features, size = 4 * spec.hidden, decoder.final_norm.weight.element_size()
-    torch.cuda.empty_cache()  # what writing the answers took is free for others, too
-    room = (torch.cuda.mem_get_info()[0] - _SPARE_BYTES) // (features * size)
+    """The model's states are kept as far as memory allows, so that they are not computed in every epoch."""
+    features, size = 4 * decoder.spec.hidden, decoder.final_norm.weight.element_size()
+    room = int(_SHARE_OF_MEMORY * _free_bytes(decoder)) // (features * size)
     done, order = list(examples), sorted(range(len(examples)), key=lambda index: examples[index].length)
     first = 0
     while first < len(order):
@@ -102,6 +89,13 @@ def with_states(examples: list[Example], decoder: Decoder) -> list[Example]:
         for index, one, other in zip(some, streams, teachers, strict=True):
             done[index] = replace(examples[index], kept=KeptStates(one, other))
     return done
+
+
+def _free_bytes(decoder: Decoder) -> int:
+    if not decoder.final_norm.weight.is_cuda:
+        return available_memory()
+    torch.cuda.empty_cache()  # what writing the answers took is free for others, too
+    return torch.cuda.mem_get_info()[0]
 
 
 def together(decoder: Decoder, examples: Sequence[Example], depth: int) -> HeadBatch:
@@ -161,16 +155,3 @@ def batches(examples: Sequence[Example], batch_tokens: int, seed: int) -> Iterat
                     made.append([])
                 made[-1].append(examples[index])
             yield from (made[index] for index in rng.permutation(len(made)))
-
-
-@torch.inference_mode()
-def _last_states(decoder: Decoder, stream: Tensor) -> Tensor:
-    """The model's last hidden states, normed, from those that enter the highest tapped layer."""
-    spec, places = decoder.spec, torch.arange(len(stream), device=stream.device)
-    cache = KVCache(spec, 1, len(stream), decoder.dtype, stream.device)
-    batch = one_sequence(places, places)
-    state, rotation = stream[:, -spec.hidden :].to(decoder.dtype), decoder.rotary.rotation_at(places)
-    for layer in decoder.layers[eagle_layers(spec.layers)[-1] :]:
-        state = layer(state, rotation, batch, cache)
-    hidden: Tensor = decoder.final_norm(state)
-    return hidden

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cumulo.engine.assembly import device_kind
-from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.models.attention import Attention
 from cumulo.models.decoder import Decoder, Layer
@@ -29,7 +28,7 @@ from cumulo.models.heads.files import save_eagle
 from cumulo.models.linear import Linear
 from cumulo.models.moe import FeedForward
 from cumulo.spec.model import ModelSpec
-from cumulo.train.head.answers import OwnAnswer, Tell, answered, make_answers, prompt_lines, write_answers
+from cumulo.train.head.answers import OwnAnswer, Tell, answered, prompt_lines, write_answers
 from cumulo.train.head.config import HeadConfig
 from cumulo.train.head.examples import Example, HeadBatch, batches, examples_of, together, with_states
 from cumulo.train.head.prompts import AskedTurns
@@ -81,31 +80,26 @@ class HeadTrainer:
     def run(self) -> HeadResult:
         config, began_s = self.config, time.perf_counter()
         device, folder = device_kind(config.device), Path(config.folder)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         if device == "cuda":  # as it is served there: in 16 bits, where it is also several times faster
             model = load_model(config.model, dtype=torch.bfloat16, device=device, keep_quantised=False)
             model.decoder.rotary.serve(_CONTEXT)
             torch.set_float32_matmul_precision("high")
-            answers = write_answers(config, model, self.tell)
         else:
-            engine = EngineConfig(
-                device=device, threads=config.threads, max_context=_CONTEXT, kv_memory_gib=2.0
-            )
-            answers = make_answers(config, engine, self.tell)
             model = load_model(config.model)
+        answers = write_answers(config, model, self.tell)
         decoder = model.decoder
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         judged = {"held-out answers": answers[::_HELD_OUT]}
         judged |= {Path(name).stem: self._answers_to(name, model) for name in config.judge}
         trained = [answer for index, answer in enumerate(answers) if index % _HELD_OUT]
         head = new_head(config, decoder, trained).to(device)
-        examples = examples_of(trained, decoder, config.unroll, device)
-        if device == "cuda":
-            self.tell("the model's states", 0, len(examples))
-            examples = with_states(examples, decoder)
+        examples = examples_of(trained, config.unroll, device)
+        self.tell("the model's states", 0, len(examples))
+        examples = with_states(examples, decoder)
         steps, loss = self._train(head, decoder, examples)
         right = {
-            name: self.shares(head, decoder, examples_of(some, decoder, _JUDGED, device), _JUDGED)
+            name: self.shares(head, decoder, examples_of(some, _JUDGED, device), _JUDGED)
             for name, some in judged.items()
         }
         save_eagle(folder, head.to("cpu"))

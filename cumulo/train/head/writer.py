@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cumulo.errors import ConfigError
 from cumulo.models.attention import Attention
-from cumulo.models.batch import ForwardBatch
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.heads.eagle import eagle_layers
 from cumulo.models.rope import Rotation
@@ -51,20 +50,8 @@ def attended(layer: Layer, x: Tensor, rotation: Rotation, examples: int) -> tupl
     return x + layer.ffn(layer.ffn_norm(x)), key, value
 
 
-def one_sequence(tokens: Tensor, places: Tensor) -> ForwardBatch:
-    """A step that computes one whole sequence, in a cache of one block."""
-
-    def small(*numbers: int) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=places.device)
-
-    return ForwardBatch(
-        token_ids=tokens, positions=places, slots=places, query_starts=small(0, len(places)),
-        context_lengths=small(len(places)), block_tables=small(0)[None], logit_rows=places[-1:],
-    )  # fmt: skip
-
-
 _MOST_ROWS = 8192
-_MOST_PLACES = 2_000_000  # of all rows' keys and values, which are taken in advance
+_MOST_PLACES = {"cpu": 32_768, "cuda": 2_000_000}  # of all rows' keys and values, which are taken in advance
 _PROMPT_PLACES = 65_536  # of prompts that are computed at once
 _LOOK_EVERY = 32  # steps between two looks at who has ended
 _ALIGNED = 8  # places: the attention kernels want their masks so
@@ -96,7 +83,8 @@ class Writer:
         order = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))
         done = 0
         while done < len(order):
-            rows = max(1, min(_MOST_ROWS, _MOST_PLACES // (len(prompts[order[done]]) + most)))
+            places = _MOST_PLACES[self._device.type] // (len(prompts[order[done]]) + most)
+            rows = max(1, min(_MOST_ROWS, places))
             taken = order[done : done + rows]
             written = self._together([prompts[i] for i in taken], most, [draws[i] for i in taken])
             for index, answer in zip(taken, written, strict=True):

@@ -24,8 +24,8 @@ from cumulo.layout.pieces import Piece, zero_rows
 from cumulo.models.moe import Experts
 from cumulo.ranks.collectives import Work, all_gather, all_reduce, reduce_scatter, start_all_gather
 from cumulo.ranks.groups import Group, Groups
+from cumulo.train.optimizer.data_parallel import Zero1
 from cumulo.train.optimizer.sink import FsdpPrefetch, RestGroups, Shard, layers_of
-from cumulo.train.optimizer.zero1 import Zero1
 
 
 class GatherThroughDoor(AllGather):

@@ -6,7 +6,7 @@ the rules' state are in the host's memory, where the rules then compute (Ren et 
 named after the parameters, so it can be saved, and loaded elsewhere, like them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -95,22 +95,6 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
-
-    @torch.no_grad()
-    def step_some(self, names: Iterable[str], share: float) -> None:
-        """Update these alone, and forget their gradients."""
-        chosen = set(names)
-        others = {name: self.masters[name].grad for name in self.masters.keys() - chosen}
-        for name in others:
-            self.masters[name].grad = None
-        for rule in self._rules:
-            rule.step(share)
-        for name, gradient in others.items():
-            self.masters[name].grad = gradient
-        for name in chosen:
-            if self.masters[name] is not self.parameters[name]:
-                self.parameters[name].copy_(self.masters[name])
-            self.masters[name].grad = self.parameters[name].grad = None
 
     def zero_grad(self) -> None:
         for tensor in (*self.masters.values(), *self.parameters.values()):

@@ -17,12 +17,11 @@ from cumulo.ranks.collectives import all_gather_list, all_reduce
 from cumulo.ranks.groups import Groups
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig
-from cumulo.train.optimizer.data_parallel import DataParallel
+from cumulo.train.optimizer.data_parallel import DataParallel, Zero1
 from cumulo.train.optimizer.fsdp import FullySharded
 from cumulo.train.optimizer.muon import Whole
 from cumulo.train.optimizer.optimizer import Optimizer, is_inner_matrix
 from cumulo.train.optimizer.sink import FsdpPrefetch, GradientSink, Shard
-from cumulo.train.optimizer.zero1 import Zero1
 
 
 # WholeMatrix: a matrix of which ranks hold rows and slices, put together for as long as a rule needs it whole.

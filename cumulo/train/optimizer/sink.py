@@ -1,7 +1,7 @@
 """GradientSink: where the gradients of a step go, and what of each parameter this rank's optimizer moves.
 
-The pipeline's player feeds it, `ShardedOptimizer` takes from it. It is one of `one_rank`, `data_parallel`, `zero1`
-and `fsdp`.
+The pipeline's player feeds it, `ShardedOptimizer` takes from it. It is one of `OneRank`, `DataParallel`, `Zero1`
+and `FullySharded`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,13 +1,14 @@
-"""RunLog: every step's figures to log.csv, and to TensorBoard where it is installed. Written by the trainer.
+"""What a run writes down: every step's figures in log.csv and TensorBoard, where that is installed, and every
+collective's in collectives.csv. Written by the trainer.
 
 Numbers are written so that reading them gives the same bits: two runs can be compared to the last digit.
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from cumulo.collectives.decide.measured import CollectiveProfile
 from cumulo.ranks.collectives import CollectiveTime
@@ -30,73 +31,6 @@ class TrainRecord:
     checkpoint_block_s: float
 
 
-class RunLog:
-    def __init__(self, folder: Path, after_step: int) -> None:
-        """Keep what an earlier run wrote up to `after_step`; what came later will be computed again."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "log.csv"
-        self.records = [record for record in read_log(self.path) if record.step <= after_step]
-        self._stream = self.path.open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._stream, [field.name for field in fields(TrainRecord)])
-        self._writer.writeheader()
-        self._writer.writerows(map(asdict, self.records))
-        self._board: Any = _tensorboard(folder / "tensorboard")
-
-    def write(self, record: TrainRecord) -> None:
-        self.records.append(record)
-        self._writer.writerow(asdict(record))
-        self._stream.flush()
-        if self._board is not None:
-            for name, value in asdict(record).items():
-                if name != "step" and value is not None:
-                    self._board.add_scalar(name, value, record.step)
-
-    def forget_after(self, step: int) -> None:
-        """After a rollback: those steps did not happen."""
-        self.records = [record for record in self.records if record.step <= step]
-        self._stream.seek(0)
-        self._stream.truncate()
-        self._writer.writeheader()
-        self._writer.writerows(map(asdict, self.records))
-
-    def close(self) -> None:
-        self._stream.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def read_log(path: Path) -> list[TrainRecord]:
-    """The records of a log.csv; a line that was cut short by a crash ends it."""
-    records: list[TrainRecord] = []
-    if not path.is_file():
-        return records
-    with path.open(newline="", encoding="utf-8") as stream:
-        for row in csv.DictReader(stream):
-            try:
-                records.append(
-                    TrainRecord(
-                        **{field.name: _read(field.name, row[field.name]) for field in fields(TrainRecord)}
-                    )
-                )
-            except (TypeError, ValueError, KeyError):
-                break
-    return records
-
-
-def _read(name: str, text: str) -> Any:
-    if name in ("step", "tokens"):
-        return int(text)
-    return None if name == "held_out_loss" and text == "" else float(text)
-
-
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder))
-
-
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord:
     step: int
@@ -109,62 +43,123 @@ class CollectiveRecord:
     predicted_s: float  # of all calls, with links of one host to themselves
 
 
+Record = TypeVar("Record", TrainRecord, CollectiveRecord)
+
+
+def read_records(path: Path, kind: type[Record]) -> list[Record]:
+    """The records of a CSV file; a line that was cut short by a crash ends it."""
+    found: list[Record] = []
+    if not path.is_file():
+        return found
+    readers = {name: _READERS[hint] for name, hint in get_type_hints(kind).items()}
+    with path.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            try:
+                found.append(kind(**{name: read(row[name]) for name, read in readers.items()}))
+            except (TypeError, ValueError, KeyError):
+                break
+    return found
+
+
+_READERS: dict[Any, Any] = {
+    int: int,
+    float: float,
+    str: str,
+    float | None: lambda text: None if text == "" else float(text),
+}
+
+
+def read_log(path: Path) -> list[TrainRecord]:
+    return read_records(path, TrainRecord)
+
+
+class RecordFile(Generic[Record]):
+    """A CSV file of records that grows line by line."""
+
+    def __init__(self, path: Path, kind: type[Record], first: Iterable[Record]) -> None:
+        self._stream = path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._stream, [field.name for field in fields(kind)])
+        self.write_all(first)
+
+    def write_all(self, records: Iterable[Record]) -> None:
+        """These are all records of the file."""
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._writer.writeheader()
+        self.add(records)
+
+    def add(self, records: Iterable[Record]) -> None:
+        self._writer.writerows(map(asdict, records))
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class RunLog:
+    def __init__(self, folder: Path, after_step: int) -> None:
+        """Keep what an earlier run wrote up to `after_step`; what came later will be computed again."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "log.csv"
+        self.records = [record for record in read_log(path) if record.step <= after_step]
+        self._file = RecordFile(path, TrainRecord, self.records)
+        self._board: Any = _tensorboard(folder / "tensorboard")
+
+    def write(self, record: TrainRecord) -> None:
+        self.records.append(record)
+        self._file.add([record])
+        if self._board is not None:
+            for name, value in asdict(record).items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, record.step)
+
+    def forget_after(self, step: int) -> None:
+        """After a rollback: those steps did not happen."""
+        self.records = [record for record in self.records if record.step <= step]
+        self._file.write_all(self.records)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder))
+
+
 class CollectiveLog:
     def __init__(self, folder: Path, after_step: int, profile: CollectiveProfile | None = None) -> None:
         """Keep what an earlier run wrote up to `after_step`. `profile`: what was measured here predicts better than
         the cost model."""
-        self._profile = profile
-        path = folder / "collectives.csv"
-        kept = [record for record in read_collectives(path) if record.step <= after_step]
-        self._stream = path.open("w", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._stream, [field.name for field in fields(CollectiveRecord)])
-        self._writer.writeheader()
-        self._writer.writerows(map(asdict, kept))
+        self._profile, path = profile, folder / "collectives.csv"
+        kept = [record for record in read_records(path, CollectiveRecord) if record.step <= after_step]
+        self._file = RecordFile(path, CollectiveRecord, kept)
 
     def write(self, step: int, times: Sequence[CollectiveTime]) -> list[CollectiveRecord]:
         records = []
         for one in times:
             known = self._profile.times(one.kind, one.size_bytes, one.ranks) if self._profile else {}
             each_s = min(known.values(), default=host_seconds(one.kind, one.size_bytes, one.ranks))
-            predicted = one.calls * each_s
-            record = CollectiveRecord(
-                step,
-                one.kind,
-                one.ranks,
-                one.size_bytes,
-                one.calls,
-                one.seconds,
-                one.bus_bytes_per_s / 1e9,
-                predicted,
+            gb_s = one.bus_bytes_per_s / 1e9
+            records.append(
+                CollectiveRecord(
+                    step,
+                    one.kind,
+                    one.ranks,
+                    one.size_bytes,
+                    one.calls,
+                    one.seconds,
+                    gb_s,
+                    one.calls * each_s,
+                )
             )
-            self._writer.writerow(asdict(record))
-            records.append(record)
-        self._stream.flush()
+        self._file.add(records)
         return records
 
     def close(self) -> None:
-        self._stream.close()
-
-
-def read_collectives(path: Path) -> list[CollectiveRecord]:
-    if not path.is_file():
-        return []
-    found = []
-    with path.open(newline="", encoding="utf-8") as stream:
-        for row in csv.DictReader(stream):
-            try:
-                found.append(
-                    CollectiveRecord(
-                        int(row["step"]),
-                        row["collective"],
-                        int(row["ranks"]),
-                        int(row["size_bytes"]),
-                        int(row["calls"]),
-                        float(row["seconds"]),
-                        float(row["bus_gb_s"]),
-                        float(row["predicted_s"]),
-                    )
-                )
-            except (TypeError, ValueError, KeyError):
-                break  # a line that a crash cut short
-    return found
+        self._file.close()

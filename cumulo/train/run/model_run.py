@@ -10,8 +10,7 @@ weights. Whatever the layout, the numbers are those of one process, up to roundi
 rank, which sends nothing and copies nothing.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +23,7 @@ from cumulo.checkpoint.play.held import Held, all_parts, held_whole
 from cumulo.checkpoint.play.store import Checkpoint
 from cumulo.layout.layout import held_chunks, splits_backward
 from cumulo.layout.pieces import adapter_shapes, chunk_parts, is_adapter, pieces
-from cumulo.pipeline.decide.actions import Action, PipelineSchedule
+from cumulo.pipeline.decide.actions import PipelineSchedule
 from cumulo.pipeline.play.run import Wire, play
 from cumulo.ranks.collectives import Peers, all_reduce
 from cumulo.ranks.groups import Groups, SecondLane
@@ -37,8 +36,6 @@ from cumulo.train.model.lora import add_adapters, initialise_adapter
 from cumulo.train.model.model import TrainingDecoder, initialise, joins_operations
 from cumulo.train.model.offload import offload_activations
 from cumulo.train.model.split import split_for
-from cumulo.train.optimizer.data_parallel import DataParallel
-from cumulo.train.optimizer.postponed import PostponedUpdates
 from cumulo.train.optimizer.sharded_optimizer import ShardedOptimizer, gradient_sink
 from cumulo.train.optimizer.sink import Shard
 from cumulo.train.parallel.expert_balance import ExpertBalance, move_biases, take_loads
@@ -68,7 +65,6 @@ class ModelRun:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         overlaps = config.overlap_passes and layout.pp > 1
         self.second_lane = SecondLane(groups) if overlaps else None
-        self.timed: Callable[[Action], AbstractContextManager[object]] | None = None  # benchmarks set it
         shapes = parameter_shapes(spec)
         if config.lora is not None:
             shapes |= adapter_shapes(spec, config.lora.rank, config.lora.targets)
@@ -112,9 +108,6 @@ class ModelRun:
         )
         self._fill(start)
         self.optimizer = ShardedOptimizer(self.sink, config.optimizer, spec, config.master_weights, groups)
-        self.postponed: PostponedUpdates | None = None
-        if config.gradient_order == "priority" and isinstance(self.sink, DataParallel):
-            self.postponed = PostponedUpdates(self.chunks[0], self.sink, self.optimizer.inner)
         self.balance: ExpertBalance | None = None
         every = config.expert_rebalance_every_steps
         if every and spec.moe is not None and isinstance(split.experts, ExpertParallel):
@@ -129,7 +122,6 @@ class ModelRun:
     @property
     def shards(self) -> Mapping[str, Shard]:
         """What this rank's optimizer moves and a checkpoint keeps, by the parameter's name."""
-        self.settle()
         return self.sink.shards if self.balance is None else self.balance.placed(self.sink.shards)
 
     # -- a step ------------------------------------------------------------------------------------------------
@@ -161,28 +153,19 @@ class ModelRun:
         }
         self.sink.begin()
         self._play(training_schedule(self.layout, len(micro_batches)), players, micro_batches)
-        if self.postponed is not None:
-            self.postponed.take_gradients()
-        else:
-            self.optimizer.take_gradients(self.sink.finish())
+        self.optimizer.take_gradients(self.sink.finish())
         token_sum, balance_sum = self._total(players)
         return StepLoss(token_sum / loss_tokens, balance_sum / rows)
 
     def clip(self) -> float:
-        """Limit the gradients' norm over everything; returns what it was. Where weights move later, the norm is
-        that of the step before: this one's gradients are still on their way."""
-        if self.postponed is not None:
-            return self.postponed.norm
+        """Limit the gradients' norm over everything; returns what it was."""
         return float(self.optimizer.clip())
 
     def step(self, share: float) -> str | None:
         """Move the weights by the gradients, which are then forgotten, and by their load the experts' biases and
         places, which is news. `share` is the schedule's part of the learning rates."""
-        if self.postponed is not None:
-            self.postponed.step(share)
-        else:
-            self.optimizer.step(share)
-            self.forget()
+        self.optimizer.step(share)
+        self.forget()
         rate, moe = self.config.expert_bias_rate, self.spec.moe
         steers = rate > 0 and moe is not None and moe.selection_bias
         if not steers and self.balance is None:
@@ -195,20 +178,11 @@ class ModelRun:
 
     def forget(self) -> None:
         """The gradients, without a step."""
-        if self.postponed is not None:
-            self.postponed.forget()
-        else:
-            self.optimizer.zero_grad()
-
-    def settle(self) -> None:
-        """All weights are those after the last step."""
-        if self.postponed is not None:
-            self.postponed.settle()
+        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def token_sum(self, batch: Batch, micro: int) -> float:
         """Cross-entropy summed over the loss tokens of all ranks' rows, without gradients."""
-        self.settle()
         micro_batches = self._cut(batch, micro)
         players = {
             number: ChunkLoss(model, model.parameters, 1, 0.0) for number, model in self.chunks.items()
@@ -219,19 +193,15 @@ class ModelRun:
     # -- checkpoints -------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Held]:
         """The live tensors that a checkpoint keeps. What is frozen (under adapters) is kept, too."""
-        self.settle()
         weights, optimizer = self.optimizer.weights(), self.optimizer.state()
         return held_state(self.shards, weights, optimizer, self.layout, self.groups.rank)
 
     def loaded(self) -> None:
         """After the state was overwritten."""
-        if self.postponed is not None:
-            self.postponed.forget()
         self.optimizer.loaded()
 
     def whole_parameters(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         """The model for an export, adapters beside it, by this process alone. `checkpoint` was just written."""
-        self.settle()
         if self.layout.world == 1:
             return {name: p for model in self.chunks.values() for name, p in model.named_parameters()}
         return stored_parameters(checkpoint)
@@ -289,7 +259,6 @@ class ModelRun:
             transport,
             self.sink,
             self.second_lane,
-            self.timed,
         )
 
     def _total(self, players: Mapping[int, ChunkLoss]) -> tuple[float, float]:
