@@ -37,6 +37,8 @@ from tests.engine.tiny_cuda_engine import EOS, SPECS, make_decoder, make_engine,
 from tests.engine.tiny_engine import run
 from tests.models.adapter_files import write_adapter
 
+pytestmark = pytest.mark.long
+
 TWO = ServingLayout(pp=2)
 
 

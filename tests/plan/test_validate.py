@@ -62,6 +62,7 @@ def test_fitted_rows_are_predicted_closer(predictions: list[RowPrediction]) -> N
     assert found.p90 <= 0.12, found
 
 
+@pytest.mark.long
 def test_the_shipped_errors_are_those_of_the_shipped_constants(predictions: list[RowPrediction]) -> None:
     shipped = {witness.row.name: witness.log_error for witness in evidence.witnesses()}
     assert set(shipped) == {row.name for row in rows()}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 WEATHER: dict[str, Any] = {
     "type": "object",

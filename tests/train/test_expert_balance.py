@@ -33,6 +33,8 @@ from tests.train.pool import run_ranks
 from tests.train.ranked import tiny, train, write_texts
 from tests.train.test_resume import difference
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 BEFORE = ((4, 0, 2), (1, 3, 5), ())
 AFTER = ((1, 2, 4), (0, 5, 3), ())

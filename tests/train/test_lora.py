@@ -54,6 +54,7 @@ RARE = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] if name in RARE else []) for name in CASES]
 )
@@ -70,6 +71,7 @@ def test_adapters_learn_what_they_learn_in_one_process(name: str) -> None:
     assert found < TOLERANCE, f"{name}: {found:.1e} at {where}"
 
 
+@pytest.mark.long
 def test_muon_moves_whole_adapters() -> None:
     spec = replace(DENSE, layers=2)
     changes = {"lora": ALL, "optimizer": OptimizerConfig("muon", clip_norm=0.5), "steps": 3}
@@ -112,6 +114,7 @@ def half_precision_state(rank: int, config: TrainConfig) -> dict[str, tuple[torc
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [3, *rare(0, 1)])
 def test_only_adapters_have_state_and_master_copies(zero: int) -> None:
     layout = Layout(dp=2, zero=zero)  # type: ignore[arg-type]

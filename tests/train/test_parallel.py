@@ -107,6 +107,7 @@ def resident_peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [3, *rare(2)])
 def test_what_is_shared_out_is_never_whole_in_memory(zero: int) -> None:
     spec = replace(DENSE, layers=8, hidden=384, heads=4, kv_heads=4, head_dim=96, ffn_hidden=1024)
@@ -155,6 +156,7 @@ def losses_of_three_steps(rank: int, spec: ModelSpec, config: TrainConfig) -> li
     return train_rank(rank, spec, config).losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [2, *rare(0)])
 def test_half_precision_with_masters_goes_through_separate_weight_gradients(zero: int) -> None:
     """bfloat16 has three digits; gradients are summed and weights moved in float32."""

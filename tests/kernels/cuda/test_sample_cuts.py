@@ -14,6 +14,8 @@ from cumulo.kernels.cuda.sampling import sample, sample_cuts
 from tests.kernels.cuda.conftest import HAS_GPU
 from tests.kernels.cuda.operators import opcheck
 
+pytestmark = pytest.mark.long
+
 
 @dataclass(frozen=True)
 class Cut:

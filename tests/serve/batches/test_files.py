@@ -13,6 +13,8 @@ from cumulo.errors import CumuloError
 from cumulo.serve.api.batches.store import FileStore
 from tests.serve.batches.help import Bench
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, quick_model
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 6}
 EMOJI = "Say 😀 🇫🇷 你好: 😀"

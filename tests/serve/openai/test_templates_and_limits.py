@@ -10,6 +10,8 @@ from tests.serve.openai.conftest import DEFAULT_MAX_TOKENS
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 from tests.serve.tiny_model import NAME
 
+pytestmark = pytest.mark.long
+
 ASK: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "the cat"}], "temperature": 0}
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
 
