@@ -24,7 +24,7 @@ LINES_PER_ROOM = {
     "base": 1_650,
     "bench": 4_800,
     "checkpoint": 1_250,
-    "cli": 8_500,
+    "cli": 8_300,
     "cluster": 10_650,
     "collectives": 5_350,
     "console": 4_300,

@@ -71,7 +71,7 @@ def test_a_plan_file_is_a_configuration_that_the_trainer_takes(cumulo: Run, tmp_
     assert config.steps == round(1e9 / (64 * 2048))
     spec = new_spec(config, config.data.tokenizer.vocab_size, ())
     assert parameter_count(spec) == pytest.approx(parameter_count(model("qwen3-0.6b")), rel=1e-3)
-    assert path.read_text().startswith("# cumulo plan train qwen3-0.6b --gpus 8 --device h100-sxm")
+    assert path.read_text().startswith("# cumulo plan train qwen3-0.6b --gpus 8 --batch 64 --sequence 2048 ")
 
 
 def test_how_a_job_is_carried_out_comes_back_from_the_plan_file_and_from_the_job_file(
@@ -109,7 +109,7 @@ def test_the_command_in_a_plan_file_makes_the_same_file_again(cumulo: Run, tmp_p
     command = first.read_text().splitlines()[0].removeprefix("# cumulo ").split()
     assert "64" in command and "2048" in command  # the batch and the sequence
     assert cumulo(*command, "--no-why", "--out", str(again)).code == 0
-    assert again.read_text() == first.read_text()
+    assert again.read_text().splitlines()[1:] == first.read_text().splitlines()[1:]
     config = load_config(first)
     assert config.recompute_operations == ("norm", "activation") and not config.recompute
     assert (config.optimizer.kind, config.optimizer.offload) == ("adamw8bit", True)

@@ -1,21 +1,20 @@
 """`cumulo plan train`: the fastest way to train a model on a cluster, what it needs, and why it is the fastest."""
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any, get_args
 
 import typer
 
 from cumulo.base import report
-from cumulo.base.files import write_text_file
 from cumulo.cli.plan import train_report as view
-from cumulo.cli.plan.train_report import phase_tables, phases_as_dicts
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options, typed_names
-from cumulo.cli.shared.terminal import note, only_json, out, working
+from cumulo.cli.shared.terminal import note, only_json, out, save, working
 from cumulo.errors import ConfigError
 from cumulo.pipeline.draw import to_svg
 from cumulo.plan.job import OptimizerKind, TrainJob
@@ -77,20 +76,6 @@ class SoftwareOptions:
         "qkv,output,gate_up,down",
     )
     frozen_bits: int = _SOFTWARE("Bits of a frozen weight: 16, 8, or 4 (QLoRA).", 16)
-
-    def words(self) -> list[str]:
-        """The options that differ from their defaults, as they are typed."""
-        found = []
-        for each in fields(self):
-            value, name = getattr(self, each.name), {"predict_ahead": "mtp"}.get(each.name, each.name)
-            flag = f"--{name.replace('_', '-')}"
-            if value == each.default:
-                continue
-            if isinstance(value, bool):
-                found.append(flag if value else f"--no-{flag[2:]}")
-            else:
-                found.append(f"{flag} {value}")
-        return found
 
     def system(self) -> Mapping[str, Any]:
         """What the system named by --like chose, except where an option was given."""
@@ -192,23 +177,18 @@ def train(chosen: PlanTrainOptions) -> None:
         stalls = stalls_of(best.job, goal.cluster, best.estimate.step_s, storage)
         gains = changes(best, goal, searched=fixed is None) if chosen.why else ()
     cost = None if tokens is None else RunCost.from_plan(best, goal.cluster, tokens, stalls)
-    texts: list[tuple[Path, str]] = []
-    if chosen.out_file is not None:
-        steps = None if tokens is None else max(1, round(tokens / best.job.tokens_per_step))
-        text = plan_text(best, goal.cluster, stalls, storage, _command(chosen), steps)
-        texts.append((chosen.out_file, text))
-    if chosen.job_file is not None:
-        texts.append((chosen.job_file, job_text(best.job)))
-    if chosen.timeline_file is not None:
-        texts.append((chosen.timeline_file, _timeline(best.job, goal.cluster, chosen.model)))
-    _write_files(texts)
+    steps = None if tokens is None else max(1, round(tokens / best.job.tokens_per_step))
+    command = shlex.join(["cumulo", *sys.argv[1:]])
+    save(chosen.out_file, lambda: plan_text(best, goal.cluster, stalls, storage, command, steps), "plan")
+    save(chosen.job_file, lambda: job_text(best.job), "job")
+    save(chosen.timeline_file, lambda: _timeline(best.job, goal.cluster, chosen.model), "timeline")
     rows = view.rows(best, goal, cost, stalls)
     phases = _phases(best.job, goal.cluster) if chosen.phases else ()
-    more = {"phases": phases_as_dicts(phases)} if phases else {}
+    more = {"phases": view.phases_as_dicts(phases)} if phases else {}
     report.write_json(chosen.json_file, rows, **view.as_dict(result, gains, stalls), **more)
     if not only_json(chosen.json_file):
         view.show(out, chosen.model, goal, result, gains, cost, stalls)
-        for table in phase_tables(phases):
+        for table in view.phase_tables(phases):
             out.print(table)
 
 
@@ -261,53 +241,30 @@ def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:
     return goal, fixed
 
 
-def _command(chosen: PlanTrainOptions) -> str:
-    """The command that makes this plan, for its file."""
-
-    where = chosen.where
-    words = [
-        "cumulo plan train", quote(chosen.model), f"--gpus {where.gpus}",
-        f"--node {where.node}" if where.node else f"--device {where.known_device}",
-        f"--fabric {where.fabric}", f"--batch {chosen.batches.batch}", f"--sequence {chosen.batches.sequence}",
-        f"--dtype {chosen.dtype}", f"--optimizer {chosen.optimizer}",
-        "--offload-optimizer" if chosen.offload_optimizer else "",
-        "--offload-activations" if chosen.offload_activations else "",
-        f"--memory-gib {chosen.memory_gib!r}" if chosen.memory_gib else "",
-        f"--tokens {chosen.tokens!r}" if chosen.tokens else "",
-        f"--storage-gb-s {chosen.storage_gb_s!r}",
-        f"--checkpoint-minutes {chosen.checkpoint_minutes!r}" if chosen.checkpoint_minutes else "",
-        "" if chosen.asynchronous else "--sync-checkpoints",
-        f"--fixed {quote(chosen.fixed)}" if chosen.fixed else "",
-        *chosen.how.words(),
-        f"--catalog {quote(str(chosen.catalog_file))}" if chosen.catalog_file else "",
-    ]  # fmt: skip
-    return " ".join(filter(None, words))
-
-
 def _plans(goal: TrainGoal, fixed: str | None) -> SearchResult:
 
+    limit = goal.memory_limit_bytes
     if fixed is not None and fixed.endswith(SUFFIXES):
         job = read_job(Path(fixed), goal.model, goal.cluster.gpus)
-        return SearchResult((timed(job, goal),), 1, int(peak_memory(job).total > goal.memory_limit_bytes), 1)
+        return SearchResult((timed(job, goal),), 1, int(peak_memory(job).total > limit), 1)
     if fixed is not None:
         if goal.software_named:
-            fits = fitted(fixed_job(fixed, goal), goal.memory_limit_bytes, said_in(fixed))
+            fits = fitted(fixed_job(fixed, goal), limit, said_in(fixed))
             plan = timed(fits.job, goal)
         else:
             plan, fits = timed_unnamed(fixed, goal)
         needed = plan.estimate.memory.total if plan.estimate.memory else 0
         if fits.saved_by:
             note(
-                f"as given, this layout needs {fits.needed_bytes / 2**30:.3g} GiB per GPU, and "
-                f"{goal.memory_limit_bytes / 2**30:.3g} GiB are available: it is predicted with "
-                f"{', '.join(fits.saved_by)}"
+                f"as given, this layout needs {fits.needed_bytes / 2**30:.3g} GiB per GPU, and {limit / 2**30:.3g} "
+                f"GiB are available: it is predicted with {', '.join(fits.saved_by)}"
             )
-        if needed > goal.memory_limit_bytes:
+        if needed > limit:
             note(
-                f"this layout needs {needed / 2**30:.3g} GiB per GPU, but only "
-                f"{goal.memory_limit_bytes / 2**30:.3g} GiB are available: the time is predicted as if it fitted"
+                f"this layout needs {needed / 2**30:.3g} GiB per GPU, but only {limit / 2**30:.3g} GiB are "
+                "available: the time is predicted as if it fitted"
             )
-        return SearchResult((plan,), 1, int(needed > goal.memory_limit_bytes), 1)
+        return SearchResult((plan,), 1, int(needed > limit), 1)
     result = search(goal)
     if not result.plans:
         refuse(goal)
@@ -327,9 +284,3 @@ def _timeline(job: TrainJob, cluster: Cluster, model: str) -> str:
     played = timeline(job, cluster)
     title = f"{model}: {job.layout}, {played.schedule.micro_batches} of {job.micro_batches} micro-batches"
     return to_svg(played, title)
-
-
-def _write_files(texts: list[tuple[Path, str]]) -> None:
-    for path, text in texts:
-        write_text_file(path, text)
-        note(f"written to {path}")

@@ -11,6 +11,7 @@ from rich.text import Text
 from cumulo.base.quantities import GIB, MIB, column, percent, quantity
 from cumulo.base.report import ReportTable, Row, grid, table
 from cumulo.cli.shared.terminal import marked
+from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.search.run_cost import RunCost, Stalls
 from cumulo.plan.search.search import Plan, SearchResult
 from cumulo.plan.search.space import TrainGoal
@@ -27,84 +28,59 @@ _LINKS = {
 
 
 def rows(plan: Plan, goal: TrainGoal, cost: RunCost | None, stalls: Stalls) -> list[Row]:
-    """The figures of one plan, as every report has them."""
-    found, each = plan.estimate, _each(goal)
-    interval = found.interval
-    # Of the step's time; rates go the other way.
-    low, high = interval.low / found.step_s, interval.high / found.step_s
-    per_each = found.tokens_per_s / goal.cluster.gpus
+    """The figures of one plan, as every report has them, with their 90% intervals."""
+    found, each, interval = plan.estimate, _each(goal), plan.estimate.interval
+    low, high = interval.low / found.step_s, interval.high / found.step_s  # of the step's time
+
+    def rate(name: str, value: float, unit: str, note: str = "") -> Row:
+        """Rates go the other way than the step's time."""
+        return Row(name, value, unit, note=_range(value, 1 / high, 1 / low, unit) + note)
+
     result = [
-        Row(
-            "step time",
-            found.step_s,
-            "s",
-            "lower",
-            note=f"90% interval: {_seconds(interval.low)} to {_seconds(interval.high)}",
-        ),
-        Row(
-            "throughput",
-            found.tokens_per_s,
-            "tokens/s",
-            note=_range(found.tokens_per_s, 1 / high, 1 / low, "tokens/s"),
-        ),
-        Row(
-            f"throughput per {each}",
-            per_each,
-            "tokens/s",
-            note=_range(per_each, 1 / high, 1 / low, "tokens/s"),
-        ),
-        Row("MFU", 100 * found.mfu, "%", note=f"{_range(100 * found.mfu, 1 / high, 1 / low, '%')}; {_FLOPS}"),
-        Row(
-            "HFU",
-            100 * found.hfu,
-            "%",
-            note=f"{_range(100 * found.hfu, 1 / high, 1 / low, '%')}; counts recomputation, too",
-        ),
+        Row("step time", found.step_s, "s", "lower", note=_range(found.step_s, low, high, "s")),
+        rate("throughput", found.tokens_per_s, "tokens/s"),
+        rate(f"throughput per {each}", found.tokens_per_s / goal.cluster.gpus, "tokens/s"),
+        rate("MFU", 100 * found.mfu, "%", f"; {_FLOPS}"),
+        rate("HFU", 100 * found.hfu, "%", "; counts recomputation, too"),
     ]
     if found.memory is not None:
-        left = goal.memory_limit_bytes - found.memory.total
-        free = f"{left / GIB:.3g} GiB free" if left >= 0 else f"{-left / GIB:.3g} GiB too much"
-        fits = found.memory.fits_with_probability(goal.memory_limit_bytes)
-        ends = " to ".join(f"{end / GIB:.3g} GiB" for end in found.memory.interval)
-        note = f"90% interval: {ends}; {free}; fits with {min(0.99, max(0.01, fits)):.0%} probability"
-        if goal.cluster.device.generation != "cpu":
-            note += (
-                f"; as nvidia-smi shows it: the allocator reserves {found.memory.reserved / GIB:.3g} GiB, and "
-                f"{found.memory.peak / GIB:.3g} GiB are allocated"
-            )
+        note = _memory_words(found.memory, goal)
         result.append(Row(f"memory per {each}", found.memory.total / GIB, "GiB", "lower", note=note))
         if found.memory.host:
             note = f"per {each}, for offloaded states; not checked against a limit"
             result.append(Row("host memory", found.memory.host / GIB, "GiB", "lower", note=note))
-    result += _stall_rows(stalls)
+    reads = f"each node reads {quantity(stalls.read_bytes_per_s / 1e6, 'MB/s')}"
+    saved = f"{quantity(stalls.checkpoint_bytes / 1e9, 'GB')} every {quantity(stalls.interval_s, 's')}"
+    stops = f"stops training for {quantity(stalls.stop_s, 's')}, written in {quantity(stalls.write_s, 's')}"
+    result += [
+        Row("data loading stall", stalls.data_s, "s/step", "lower", note=reads),
+        Row("checkpoint stall", stalls.checkpoint_s, "s/step", "lower", note=f"{saved}; {stops}"),
+    ]
     if cost is not None:
-        result += [
-            Row(
-                "run time",
-                cost.days,
-                "days",
-                "lower",
-                note=f"{_range(cost.days, cost.low, cost.high, 'days')}; {quantity(cost.tokens, 'tokens')}, "
-                f"without failures; {quantity(cost.stalled_days, 'days')} of it stalled",
-            ),
-            Row(
-                "energy",
-                cost.energy_mwh,
-                "MWh",
-                "lower",
-                note=f"{_range(cost.energy_mwh, cost.low, cost.high, 'MWh')}; nodes at full load; cooling is "
-                "not included",
-            ),
-            Row(
-                "price",
-                cost.money,
-                "USD",
-                "lower",
-                note=f"{_range(cost.money, cost.low, cost.high, 'USD')}; "
-                f"{quantity(goal.cluster.device.price_per_hour, 'USD')} per {each} hour",
-            ),
-        ]
+        tokens = f"{quantity(cost.tokens, 'tokens')}, without failures; {quantity(cost.stalled_days, 'days')} of it"
+        price = f"{quantity(goal.cluster.device.price_per_hour, 'USD')} per {each} hour"
+        for name, value, unit, note in (
+            ("run time", cost.days, "days", f"{tokens} stalled"),
+            ("energy", cost.energy_mwh, "MWh", "nodes at full load; cooling is not included"),
+            ("price", cost.money, "USD", price),
+        ):
+            told = f"{_range(value, cost.low, cost.high, unit)}; {note}"
+            result.append(Row(name, value, unit, "lower", note=told))
     return result
+
+
+def _memory_words(memory: MemoryLedger, goal: TrainGoal) -> str:
+    left = goal.memory_limit_bytes - memory.total
+    free = f"{left / GIB:.3g} GiB free" if left >= 0 else f"{-left / GIB:.3g} GiB too much"
+    fits = min(0.99, max(0.01, memory.fits_with_probability(goal.memory_limit_bytes)))
+    ends = " to ".join(f"{end / GIB:.3g} GiB" for end in memory.interval)
+    found = f"90% interval: {ends}; {free}; fits with {fits:.0%} probability"
+    if goal.cluster.device.generation == "cpu":
+        return found
+    return (
+        f"{found}; as nvidia-smi shows it: the allocator reserves {memory.reserved / GIB:.3g} GiB, and "
+        f"{memory.peak / GIB:.3g} GiB are allocated"
+    )
 
 
 def _each(goal: TrainGoal) -> str:
@@ -112,42 +88,18 @@ def _each(goal: TrainGoal) -> str:
     return "CPU" if goal.cluster.device.generation == "cpu" else "GPU"
 
 
-def three_digits(value: float) -> float:
+def _three_digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
 def _rounded(row: Row) -> Row:
-    return replace(row, value=three_digits(row.value)) if isinstance(row.value, float) else row
+    return replace(row, value=_three_digits(row.value)) if isinstance(row.value, float) else row
 
 
 def _range(value: float, low: float, high: float, unit: str) -> str:
     """The interval of a step's time, carried on to what a whole run takes."""
-    ends = (quantity(three_digits(value * factor), unit) for factor in (low, high))
+    ends = (quantity(_three_digits(value * factor), unit) for factor in (low, high))
     return "90% interval: " + " to ".join(ends)
-
-
-def _seconds(value: float) -> str:
-    return quantity(value, "s")
-
-
-def _stall_rows(stalls: Stalls) -> list[Row]:
-    saved = f"{quantity(stalls.checkpoint_bytes / 1e9, 'GB')} every {_seconds(stalls.interval_s)}"
-    return [
-        Row(
-            "data loading stall",
-            stalls.data_s,
-            "s/step",
-            "lower",
-            note=f"each node reads {quantity(stalls.read_bytes_per_s / 1e6, 'MB/s')}",
-        ),
-        Row(
-            "checkpoint stall",
-            stalls.checkpoint_s,
-            "s/step",
-            "lower",
-            note=f"{saved}; stops training for {_seconds(stalls.stop_s)}, written in {_seconds(stalls.write_s)}",
-        ),
-    ]
 
 
 def as_dict(result: SearchResult, gains: Sequence[Change], stalls: Stalls) -> dict[str, Any]:
@@ -156,25 +108,20 @@ def as_dict(result: SearchResult, gains: Sequence[Change], stalls: Stalls) -> di
         "plans": [_plan(plan) for plan in result.plans],
         "stalls": asdict(stalls),
         "space": {"plans": result.enumerated, "too_large": result.too_large, "timed": result.timed},
-        "changes": [{"what": change.what, "step_s": change.step_s, "gain": change.gain} for change in gains],
+        "changes": [asdict(change) for change in gains],
     }
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    job, found = plan.job, plan.estimate
+    job, found, memory = plan.job, plan.estimate, plan.estimate.memory
     return {
+        **{name: getattr(job, name) for name in ("micro_batch", "micro_batches", "recompute")},
+        **{name: getattr(found, name) for name in ("step_s", "tokens_per_s", "mfu", "hfu")},
         "layout": plain(job.layout),
-        "micro_batch": job.micro_batch,
-        "micro_batches": job.micro_batches,
-        "recompute": job.recompute,
-        "step_s": found.step_s,
         "interval_s": [found.interval.low, found.interval.high],
-        "tokens_per_s": found.tokens_per_s,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
         "breakdown_s": dict(found.breakdown),
-        "memory_bytes": {line.name: line.predicted for line in found.memory.lines} if found.memory else None,
-        "host_bytes": found.memory.host if found.memory else 0,
+        "memory_bytes": {line.name: line.predicted for line in memory.lines} if memory else None,
+        "host_bytes": memory.host if memory else 0,
         "bytes_sent": dict(found.link_bytes),
         "evidence": list(found.evidence),
     }
@@ -283,15 +230,20 @@ def _print_why(out: Console, best: Plan, result: SearchResult, gains: Sequence[C
     )
 
 
+_PASSES = {
+    "forward": "Communication of a forward pass",
+    "backward": "Communication of a backward pass",
+    "step": "Communication once per step",
+}
+
+
 def phase_tables(phases: Sequence[CommunicationPhase]) -> list[Table]:
     """One for each pass, narrow enough for 80 columns."""
-    titles = {
-        "forward": "Communication of a forward pass",
-        "backward": "Communication of a backward pass",
-        "step": "Communication once per step",
-    }
-    present = [when for when in titles if any(phase.when == when for phase in phases)]
-    return [_phase_table(titles[when], [phase for phase in phases if phase.when == when]) for when in present]
+    return [
+        _phase_table(title, some)
+        for when, title in _PASSES.items()
+        if (some := [phase for phase in phases if phase.when == when])
+    ]
 
 
 def _phase_table(title: str, phases: Sequence[CommunicationPhase]) -> Table:
@@ -300,36 +252,22 @@ def _phase_table(title: str, phases: Sequence[CommunicationPhase]) -> Table:
     seconds, time_unit = column([each for phase in phases for each in (phase.call_s, phase.compute_s)], "s")
     lines = [
         (
-            phase.where,
-            f"{phase.axis} {phase.collective.replace('_', '-')}",
-            f"{phase.ranks:,}",
-            f"{sizes[number]} {size_unit}",
-            f"{seconds[2 * number]} {time_unit}",
-            f"{seconds[2 * number + 1]} {time_unit}",
-            f"{phase.calls:,}",
-            phase.bound,
+            phase.where, f"{phase.axis} {phase.collective.replace('_', '-')}", f"{phase.ranks:,}",
+            f"{sizes[number]} {size_unit}", f"{seconds[2 * number]} {time_unit}",
+            f"{seconds[2 * number + 1]} {time_unit}", f"{phase.calls:,}", phase.bound,
         )
         for number, phase in enumerate(phases)
-    ]
+    ]  # fmt: skip
     headings = ("block", "collective", "ranks", "buffer", "1 call", "compute", "calls", "bound by")
     return grid(headings, lines, title, left=(0, 1, 7))
 
 
+_PHASE_NAMES = {"when": "pass", "where": "block", "size_bytes": "buffer_bytes"}  # in the JSON report
+
+
 def phases_as_dicts(phases: Sequence[CommunicationPhase]) -> list[dict[str, Any]]:
     return [
-        {
-            "pass": phase.when,
-            "block": phase.where,
-            "axis": phase.axis,
-            "collective": phase.collective,
-            "ranks": phase.ranks,
-            "leaves_domain": phase.leaves_domain,
-            "buffer_bytes": phase.size_bytes,
-            "sent_bytes": phase.sent_bytes,
-            "call_s": phase.call_s,
-            "compute_s": phase.compute_s,
-            "calls": phase.calls,
-            "bound": phase.bound,
-        }
+        {_PHASE_NAMES.get(name, name): value for name, value in asdict(phase).items()}
+        | {"sent_bytes": phase.sent_bytes, "bound": phase.bound}
         for phase in phases
     ]

@@ -1,18 +1,18 @@
 """`cumulo plan validate`: the planner's predictions against published training results."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from cumulo.base import report
 from cumulo.base.files import write_text_file
-from cumulo.base.quantities import percent
-from cumulo.base.report import Row, grid
+from cumulo.base.report import Row
 from cumulo.cli.plan.validate_rows import AskedRows, validate_serving
+from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
 from cumulo.cli.shared.terminal import err, marked, only_json, out
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence.published import PublishedRow, citations, dates, held_out_rows, read_rows, rows
@@ -106,7 +106,8 @@ def validate(
         predictions = [predict_left_out(row) if left_out else predict(row) for row in rows]
     summaries = by_source(predictions)
     how = "never fitted" if held_out else "their software left out" if left_out else "as fitted"
-    console.print(_table(summaries, how))
+    named = [(one.name, one) for one in summaries]
+    console.print(figure_table("source", named, _FIGURES, f"Published step times, {how}"))
     for prediction in sorted(predictions, key=lambda each: -abs(each.error))[:worst]:
         console.print(
             f"{prediction.error:+7.1%}  {prediction.row.name}: published {prediction.row.step_s:.3g} s, "
@@ -123,7 +124,6 @@ def validate(
 
 
 def _rows(tables: Path | None, held_out: bool, console: Console) -> list[PublishedRow]:
-
     if tables is None:
         return list(held_out_rows() if held_out else rows())
     refused: list[str] = []
@@ -136,7 +136,6 @@ def _rows(tables: Path | None, held_out: bool, console: Console) -> list[Publish
 def _as_user(
     chosen: list[PublishedRow], rows: Iterable[PublishedRow], named: bool, dated: bool, left_out: bool
 ) -> list[RowPrediction]:
-
     with TemporaryDirectory() as folder:
         users = AskedRows(chosen, Path(folder), named, dates() if dated else None)
         if not named:
@@ -147,62 +146,25 @@ def _as_user(
         ]
 
 
-def _table(summaries: list[ErrorSummary], how: str) -> Table:
-    lines = [
-        (
-            summary.name,
-            str(summary.rows),
-            percent(summary.median),
-            percent(summary.p90),
-            f"{summary.worst:+.0%}",
-            f"{summary.bias:+.1%}",
-            f"{summary.coverage:.0%}",
-            f"{summary.width:.2f} ×",
-        )
-        for summary in summaries
-    ]
-    headings = ("source", "rows", "median", "p90", "worst", "bias", "inside", "width")
-    return grid(headings, lines, f"Published step times, {how}")
+_FIGURES = (
+    RunFigure("", lambda one: one.rows, heading="rows", shown="{}"),
+    RunFigure("median error", lambda one: one.median, "share", "lower", "median", "{:.1%}"),
+    RunFigure("90th percentile", lambda one: one.p90, "share", "lower", "p90", "{:.1%}"),
+    RunFigure("", lambda one: one.worst, heading="worst", shown="{:+.0%}"),
+    RunFigure("", lambda one: one.bias, heading="bias", shown="{:+.1%}"),
+    RunFigure("rows in the 90% interval", lambda one: one.coverage, "share", "higher", "inside", "{:.0%}"),
+    RunFigure("interval, high over low", lambda one: one.width, "times", "lower", "width", "{:.2f} ×"),
+)
+_BARS = (MEDIAN_BAR, P90_BAR, COVERAGE_BAR[0], WIDTH_BAR)  # of the rows, in their order
 
 
 def _report(summaries: list[ErrorSummary], left_out: bool) -> list[Row]:
-
     found: list[Row] = []
     for summary in summaries:
-        judged = left_out and summary.name == "all"
-        more = {
-            "rows": summary.rows,
-            "worst": summary.worst,
-            "worst_row": summary.worst_row,
-            "bias": summary.bias,
-        }
-        low, high = COVERAGE_BAR
-        note = f"between {low} and {high}" if judged else ""
-        found += [
-            Row(
-                f"{summary.name}: median error",
-                summary.median,
-                "share",
-                "lower",
-                MEDIAN_BAR if judged else None,
-                more=more,
-            ),
-            Row(
-                f"{summary.name}: 90th percentile", summary.p90, "share", "lower", P90_BAR if judged else None
-            ),
-            Row(
-                f"{summary.name}: rows in the 90% interval",
-                summary.coverage,
-                "share",
-                must=low if judged else None,
-                note=note,
-            ),
-            Row(
-                f"{summary.name}: interval, high over low",
-                summary.width,
-                "times",
-                "lower",
-                WIDTH_BAR if judged else None,
-            ),
-        ]
+        rows = figure_rows(summary.name, summary, _FIGURES)
+        if left_out and summary.name == "all":
+            rows = [replace(row, must=bar) for row, bar in zip(rows, _BARS, strict=True)]
+            rows[2] = replace(rows[2], note=f"between {COVERAGE_BAR[0]} and {COVERAGE_BAR[1]}")
+        told = {name: getattr(summary, name) for name in ("rows", "worst", "worst_row", "bias")}
+        found += [replace(rows[0], more=told), *rows[1:]]
     return found

@@ -1,18 +1,18 @@
 """`cumulo plan validate serving`: published serving throughputs and Cumulo's own runs, predicted."""
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from cumulo.base import report
 from cumulo.base.quantiles import quantile
 from cumulo.base.report import Row
 from cumulo.cli.plan.train import parsed
+from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence.published import PublishedRow, machines
 from cumulo.plan.evidence.serving import (
@@ -29,70 +29,54 @@ from cumulo.plan.search.unnamed import likely_jobs
 from cumulo.plan.serve.profile import constants, fitted_file
 from cumulo.spec.model_file import plain
 
+_FIGURES = (
+    RunFigure("", len, heading="rows", shown="{}"),
+    RunFigure("median error", lambda errors: _size(errors, 0.5), "share", "lower", "median", "{:.1%}"),
+    RunFigure("90th percentile", lambda errors: _size(errors, 0.9), "share", "lower", "p90", "{:.1%}"),
+    RunFigure("", lambda errors: quantile(sorted(errors), 0.5), heading="bias", shown="{:+.1%}"),
+)
 _BARS = (0.12, 0.25)  # of rows whose model or device was left out: median and 90th percentile
+
+
+def _size(errors: Sequence[float], share: float) -> float:
+    return quantile(sorted(map(abs, errors)), share)
 
 
 def validate_serving(
     console: Console, left_out: bool, worst: int, json: Path | None, tables: Path | None = None
 ) -> None:
     """Print the errors by model and by device; `left_out`: each under constants that never saw it."""
-
     rows = served_rows() if tables is None else _read(tables)
     title = "Published throughputs, each group left out" if left_out else "Published throughputs, as fitted"
-    table, found, largest = _table(title), list[report.Row](), set[tuple[float, str]]()
+    groups: dict[str, list[float]] = {}
+    largest: set[tuple[float, str]] = set()
     for key in ("model", "device"):
-
-        def error_of(row: ServedRow, key: str = key) -> float:
+        everything = []
+        for row in rows:
             fold = f"{key} {getattr(row, key)}"
             known = left_out and fold in fitted_file()["left_out"]
-            return saturated_tokens_per_s(row, constants(fold if known else "")) / row.tokens_per_s - 1
-
-        errors: dict[str, list[float]] = {}
-        for row in rows:
-            error = error_of(row)
-            errors.setdefault(str(getattr(row, key)), []).append(error)
+            error = saturated_tokens_per_s(row, constants(fold if known else "")) / row.tokens_per_s - 1
+            groups.setdefault(str(getattr(row, key)), []).append(error)
+            everything.append(error)
             largest.add((error, row.described))
-        errors[f"all, by {key}"] = [error for some in list(errors.values()) for error in some]
-        for name, some in errors.items():
-            found += _summary(table, name, some, left_out and name.startswith("all"))
-        table.add_section()
-    if tables is None:
-        for name, fitted in (("Cumulo on an H200, fitted", True), ("Cumulo on an H200, held out", False)):
-            runs = [one for one in own_runs() if one.fitted == fitted]
-            errors_of = {one.name: one.predicted_tokens_per_s() / one.tokens_per_s - 1 for one in runs}
-            largest |= {(error, run) for run, error in errors_of.items()}
-            found += _summary(table, name, list(errors_of.values()), judged=False)
-    console.print(table)
+        groups[f"all, by {key}"] = everything
+    for one in own_runs() if tables is None else ():
+        error = one.predicted_tokens_per_s() / one.tokens_per_s - 1
+        groups.setdefault(f"Cumulo on an H200, {'fitted' if one.fitted else 'held out'}", []).append(error)
+        largest.add((error, one.name))
+    found: list[Row] = []
+    for name, errors in groups.items():
+        bars = _BARS if left_out and name.startswith("all") else (None, None)
+        some = figure_rows(name, errors, _FIGURES)
+        found += [replace(row, must=bar) for row, bar in zip(some, bars, strict=True)]
+    console.print(figure_table("", groups.items(), _FIGURES, title))
     for error, name in sorted(largest, key=lambda each: -abs(each[0]))[:worst]:
         console.print(f"{error:+7.1%}  {name}")
     report.write_json(json, found)
 
 
-def _table(title: str) -> Table:
-
-    table = Table(title=title, box=None)
-    table.add_column("", no_wrap=True)
-    for heading in ("rows", "median", "p90", "bias"):
-        table.add_column(heading, justify="right")
-    return table
-
-
-def _summary(table: Table, name: str, errors: Sequence[float], judged: bool) -> list[Row]:
-
-    sizes = sorted(map(abs, errors))
-    shown: Callable[[float], str] = "{:.1%}".format
-    median, p90, bias = quantile(sizes, 0.5), quantile(sizes, 0.9), quantile(sorted(errors), 0.5)
-    table.add_row(name, str(len(errors)), shown(median), shown(p90), f"{bias:+.1%}")
-    bars = _BARS if judged else (None, None)
-    return [
-        Row(f"{name}: median error", median, "share", "lower", bars[0]),
-        Row(f"{name}: 90th percentile", p90, "share", "lower", bars[1]),
-    ]
-
-
 def _read(tables: Path) -> tuple[ServedRow, ...]:
     """A CSV file, or a folder of them, with the columns of cumulo/plan/data/published_serving.csv."""
-
     files = sorted(tables.glob("*.csv")) if tables.is_dir() else [tables]
     found: list[ServedRow] = []
     for file in files:
