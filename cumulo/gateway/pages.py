@@ -23,11 +23,11 @@ from cumulo.errors import CumuloError
 from cumulo.fleet.remote.options import PoolMember
 from cumulo.fleet.remote.replica import UpstreamReplica
 from cumulo.fleet.remote.replicas import Replicas
-from cumulo.fleet.remote.upstream import UpstreamError
 from cumulo.fleet.wire import ASK_HEADER, KEY_HEADER, FleetAsk, FleetCaller, written
 from cumulo.gateway.metrics import GatewayMetrics
 from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.stories import GatewayStories, ProxiedRecord
+from cumulo.load.connection import UpstreamError
 from cumulo.serve.access.keys import ApiKeys, Caller, no_entry, shown_key
 from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.errors import ApiError, invalid

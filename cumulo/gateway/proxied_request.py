@@ -17,7 +17,6 @@ from cumulo.fleet.decide.prefix_memory import Peek
 from cumulo.fleet.decide.sealed_stream import SealedStream
 from cumulo.fleet.remote.replica import ReplicaWork, UpstreamReplica
 from cumulo.fleet.remote.replicas import ChosenReplica, PromptHint, Replicas
-from cumulo.fleet.remote.upstream import UpstreamError
 from cumulo.fleet.wire import (
     ASK_HEADER,
     KEY_HEADER,
@@ -31,7 +30,7 @@ from cumulo.fleet.wire import (
 )
 from cumulo.gateway.stories import ProxiedRecord
 from cumulo.gateway.wording import failure_event, is_worth_retrying, request_headers, response_headers
-from cumulo.load.connection import Response
+from cumulo.load.connection import Response, UpstreamError
 from cumulo.serve.errors import ApiError, ClientGone
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from cumulo.errors import CumuloError
 from cumulo.load import prompts
 from cumulo.load.answer import ErrorInStream, MalformedStream, MeasuredAnswer
-from cumulo.load.connection import BadResponse, ConnectionLost, Pool, Response
+from cumulo.load.connection import NoHttp, Pool, Response, UpstreamError
 from cumulo.load.prompts import Ruler
 
 Endpoint = Literal["chat", "completions"]
@@ -67,12 +67,12 @@ class RequestFailed(Exception):
 
 
 def http_request(pool: Pool, method: str, path: str, api_key: str = "", body: bytes = b"") -> bytes:
-    head = [f"{method} {pool.path}{path} HTTP/1.1", f"Host: {pool.host_header}", "User-Agent: cumulo-bench"]
+    headers = [(b"User-Agent", b"cumulo-bench")]
     if body:
-        head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        headers.append((b"Content-Type", b"application/json"))
     if api_key:
-        head.append(f"Authorization: Bearer {api_key}")
-    return "\r\n".join([*head, "", ""]).encode() + body
+        headers.append((b"Authorization", f"Bearer {api_key}".encode()))
+    return b"".join(pool.request(method, path, headers, body))
 
 
 async def send(pool: Pool, request: bytes, answer: MeasuredAnswer, timeout_s: float) -> Response:
@@ -82,20 +82,12 @@ async def send(pool: Pool, request: bytes, answer: MeasuredAnswer, timeout_s: fl
             response = await pool.exchange(request, answer.receive)
     except TimeoutError as error:
         raise RequestFailed("timeout", f"no complete answer within {timeout_s:g} s") from error
-    except ConnectionRefusedError as error:
-        raise RequestFailed("connection refused", f"nobody listens at {pool.url}") from error
-    except ConnectionLost as error:
-        if error.response.status:
-            raise RequestFailed("stream cut", f"after {len(answer.chunk_times_s)} chunks: {error}") from error
-        raise RequestFailed("connection lost", f"before any answer: {error}") from error
-    except (MalformedStream, BadResponse) as error:
+    except UpstreamError as error:
+        raise _unanswered(pool, error, len(answer.chunk_times_s)) from error
+    except MalformedStream as error:
         raise RequestFailed("malformed answer", str(error)) from error
     except ErrorInStream as error:
         raise RequestFailed("error in stream", str(error)) from error
-    except socket.gaierror as error:
-        raise RequestFailed("unknown host", f"{pool.host}: {error.strerror}") from error
-    except OSError as error:
-        raise RequestFailed("connection failed", f"{pool.url}: {error.strerror or error}") from error
     if response.status != 200:
         raise RequestFailed(
             f"HTTP {response.status}",
@@ -111,6 +103,20 @@ async def send(pool: Pool, request: bytes, answer: MeasuredAnswer, timeout_s: fl
     if not answer.chunk_times_s:
         raise RequestFailed("empty answer", f"no text; finish reason {answer.finish_reason}")
     return response
+
+
+def _unanswered(pool: Pool, error: UpstreamError, chunks: int) -> RequestFailed:
+    if isinstance(error.__cause__, ConnectionRefusedError):
+        return RequestFailed("connection refused", f"nobody listens at {pool.url}")
+    if isinstance(error.__cause__, socket.gaierror):
+        return RequestFailed("unknown host", f"{pool.host}: {error.__cause__.strerror}")
+    if isinstance(error, NoHttp):
+        return RequestFailed("malformed answer", str(error))
+    if error.status:
+        return RequestFailed("stream cut", f"after {chunks} chunks: {error}")
+    if error.sent:
+        return RequestFailed("connection lost", f"before any answer: {error}")
+    return RequestFailed("connection failed", f"{pool.url}: {error}")
 
 
 def retry_after_s(response: Response) -> float | None:
@@ -142,30 +148,20 @@ _DIALECTS = (
 
 async def discover_model(pool: Pool, api_key: str, timeout_s: float = 30.0) -> str:
     """The first model the server lists."""
-    collected = bytearray()
-    status = 0
-
-    def on_body(response: Response, piece: bytes, now_s: float) -> None:
-        collected.extend(piece)
-
     try:
-        import asyncio
-
-        async with asyncio.timeout(timeout_s):
-            response = await pool.exchange(http_request(pool, "GET", "/v1/models", api_key), on_body)
-        status = response.status
-    except Exception as error:
-        reason = str(error) or type(error).__name__
+        exchange = await pool.begin([http_request(pool, "GET", "/v1/models", api_key)])
+        content = await exchange.whole(timeout_s)
+    except UpstreamError as error:
         raise CumuloError(
-            f"no server answers at {pool.url}: {reason}; start one, or give its address"
+            f"no server answers at {pool.url}: {error}; start one, or give its address"
         ) from error
-    if status != 200:
+    if exchange.response.status != 200:
         raise CumuloError(
-            f"{pool.url}/v1/models answers {status}: {error_text(bytes(collected))}; "
+            f"{pool.url}/v1/models answers {exchange.response.status}: {error_text(content)}; "
             "check the address and --api-key, or name the model with --model"
         )
     try:
-        return str(json.loads(collected)["data"][0]["id"])
+        return str(json.loads(content)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise CumuloError(f"{pool.url}/v1/models lists no model; name one with --model") from error
 

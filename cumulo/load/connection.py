@@ -1,181 +1,243 @@
-"""HTTP connections that are kept and reused: one request at a time on each. Called by `client.py`.
+"""The HTTP client of the load generator and of the gateway: connections to one server, kept and reused, with one
+request at a time on each.
 
-A protocol object rather than asyncio's streams: the bytes of a token are parsed in the very callback that
-delivers them, with no task to wake, which is what makes thousands of tokens per second cheap.
+A protocol object rather than asyncio's streams: the bytes of a token are parsed in the very callback that delivers
+them, with no task to wake, which is what makes thousands of tokens per second cheap.
 """
 
 import asyncio
 import ssl
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import cast
 from urllib.parse import urlsplit
+
+import httptools
 
 from cumulo.errors import CumuloError
 
 _MOST_HEADER_BYTES = 1 << 18
+_MOST_BYTES = 16 << 20  # of an answer that is read whole
+_PAUSE_BYTES = 1 << 18  # of an answer that nobody has taken yet: no more is read of it
+_DEAD_ON_ARRIVAL_S = 0.25
 
 
 class BadResponse(Exception):
-    """The bytes are not an HTTP response; the message says where they stop being one."""
+    """The bytes are not an HTTP response."""
+
+
+class UpstreamError(Exception):
+    """The server did not answer, or not to the end. `sent`: it may have begun to work on the request. `status`: of
+    the answer that had begun, or 0."""
+
+    def __init__(self, reason: str, *, sent: bool = True, status: int = 0) -> None:
+        super().__init__(reason)
+        self.sent, self.status = sent, status
+
+
+class NoHttp(UpstreamError):
+    """The server's address does not answer as a web server does."""
 
 
 class Response:
     """`feed` returns the pieces of the body in the new bytes; `complete` says when there is no more to come."""
-
-    __slots__ = ("_buffer", "_chunked", "_left", "complete", "headers", "keep_alive", "status")
 
     def __init__(self) -> None:
         self.status = 0  # 0: the head has not arrived
         self.headers: dict[str, str] = {}
         self.complete = False
         self.keep_alive = True
-        self._buffer = b""
-        self._chunked = False
-        self._left: int | None = None  # bytes still due of the body or chunk; None: until the connection ends
+        self._parser = httptools.HttpResponseParser(self)
+        self._head_bytes = 0
+        self._pieces: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        if self._buffer:
-            data = self._buffer + data
-            self._buffer = b""
+        self._pieces = []
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise BadResponse(f"{error} in {data[:40]!r}") from error
         if not self.status:
-            rest = self._head(data)
-            if rest is None:
-                return []
-            data = rest
-        if self._chunked:
-            return self._chunks(data)
-        return self._plain(data)
+            self._head_bytes += len(data)
+            if self._head_bytes > _MOST_HEADER_BYTES:
+                raise BadResponse(f"no end of the headers within {_MOST_HEADER_BYTES} bytes")
+        return self._pieces
 
     def end(self) -> None:
         """The connection has ended: the end of an uncounted body, an error inside any other."""
         self.keep_alive = False
-        if self.status and not self._chunked and self._left is None:
+        if self.status and not self.headers.keys() & {"content-length", "transfer-encoding"}:
             self.complete = True
 
-    def _plain(self, data: bytes) -> list[bytes]:
-        if self._left is not None:
-            if len(data) > self._left:
-                raise BadResponse(f"{len(data) - self._left} bytes after the end of the body")
-            self._left -= len(data)
-            self.complete = self._left == 0
-        return [data] if data else []
+    # -- what the parser reports --------------------------------------------------------------------------
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise BadResponse("bytes came after the end of the body")
 
-    def _head(self, data: bytes) -> bytes | None:
-        """Read the head; returns what follows it, or None while it is incomplete."""
-        while True:
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                if len(data) > _MOST_HEADER_BYTES:
-                    raise BadResponse(f"no end of the headers within {_MOST_HEADER_BYTES} bytes")
-                if not b"HTTP/1."[: len(data)] == data[:7]:
-                    raise BadResponse(f"not an HTTP response: it begins with {data[:40]!r}")
-                self._buffer = data
-                return None
-            lines = data[:end].decode("latin-1").split("\r\n")
-            data = data[end + 4 :]
-            parts = lines[0].split(" ", 2)
-            if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdigit():
-                raise BadResponse(f"not an HTTP status line: {lines[0][:80]!r}")
-            status = int(parts[1])
-            if status >= 200:
-                break  # 1xx answers announce the real one
-        self.status = status
-        for line in lines[1:]:
-            name, _, value = line.partition(":")
-            self.headers[name.strip().lower()] = value.strip()
-        connection = self.headers.get("connection", "").lower()
-        self.keep_alive = "close" not in connection and (parts[0] != "HTTP/1.0" or "keep-alive" in connection)
-        if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            self._chunked, self._left = True, 0
-        elif status in (204, 304):
-            self._left, self.complete = 0, True
-        elif "content-length" in self.headers:
-            if not self.headers["content-length"].isdigit():
-                raise BadResponse(f"not a content length: {self.headers['content-length']!r}")
-            self._left = int(self.headers["content-length"])
-            self.complete = self._left == 0
-        return data
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.status:  # afterwards it is a trailer
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
-    def _chunks(self, data: bytes) -> list[bytes]:
-        """Chunks as `size CRLF bytes CRLF`; `_left` counts the bytes still due of the current one, with CRLF."""
-        pieces = []
-        position, length = 0, len(data)
-        left = self._left or 0
-        while position < length:
-            if left:
-                take = min(left, length - position)
-                body = min(max(left - 2, 0), take)
-                if body:
-                    pieces.append(data[position : position + body])
-                position += take
-                left -= take
-                continue
-            end = data.find(b"\r\n", position)
-            if end < 0:
-                if length - position > 1024:
-                    raise BadResponse("a chunk's size runs on for more than 1024 bytes")
-                self._buffer = data[position:]
-                break
-            size_text = data[position:end].partition(b";")[0].strip()
-            try:
-                size = int(size_text, 16)
-            except ValueError as error:
-                raise BadResponse(f"not a chunk size: {size_text[:20]!r}") from error
-            if size == 0:
-                # Trailers are rare; the body ends with the first empty line from here on.
-                trailer = data.find(b"\r\n\r\n", position)
-                if trailer < 0:
-                    self._buffer = data[position:]
-                else:
-                    self.complete = True
-                break
-            position = end + 2
-            left = size + 2
-        self._left = left
-        return pieces
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self.status, self.keep_alive = status, self._parser.should_keep_alive()
+        else:
+            self.headers.clear()  # 1xx answers announce the real one
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = self.status > 0
 
 
-_DEAD_ON_ARRIVAL_S = 0.25
 OnBody = Callable[[Response, bytes, float], None]  # the response so far, a piece of its body, when it came
 
 
-class ConnectionLost(Exception):
-    """The server closed or reset the connection before its answer was complete."""
+class UpstreamExchange:
+    """One request on one connection, and its answer as far as it has come. The body goes to `on_body` as it comes,
+    or waits for `next_pieces`."""
 
-    def __init__(self, response: Response, reason: str) -> None:
-        super().__init__(reason)
-        self.response = response
+    def __init__(self, connection: "ClientConnection", on_body: OnBody | None) -> None:
+        self._connection, self._on_body = connection, on_body
+        self.response = Response()
+        self.error: Exception | None = None
+        self.heard_s = time.monotonic()  # when its last byte came
+        self._pieces: list[bytes] = []
+        self._held_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        """No more will come than what has."""
+        return self.response.complete or self.error is not None
+
+    async def head(self) -> Response:
+        """Wait for status and headers; raises UpstreamError."""
+        while not self.response.status:
+            if self.error is not None:
+                raise self.error
+            await self._wait()
+        return self.response
+
+    async def ended(self) -> Response:
+        """Wait until all of the answer has come; raises UpstreamError, or what `on_body` raised."""
+        while not self.over:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+        return self.response
+
+    async def next_pieces(self) -> list[bytes]:
+        """What has come of the body since the last time, waiting for it; empty at the end. What came before an
+        error comes before it is raised."""
+        while not self._pieces:
+            if self.error is not None:
+                raise self.error
+            if self.response.complete:
+                return []
+            await self._wait()
+        pieces, self._pieces = self._pieces, []
+        if self._held_bytes > _PAUSE_BYTES:
+            self._connection.resume()
+        self._held_bytes = 0
+        return pieces
+
+    async def whole(self, timeout_s: float) -> bytes:
+        """The body, when all of it has come, in so much time; raises UpstreamError. Ends the exchange."""
+        found, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while pieces := await self.next_pieces():
+                    found += pieces
+                    size += sum(map(len, pieces))
+                    if size > _MOST_BYTES:
+                        raise UpstreamError(f"its answer is longer than {_MOST_BYTES:,} bytes")
+        except TimeoutError:
+            raise UpstreamError(f"it did not answer within {timeout_s:g} s") from None
+        finally:
+            self.close()
+        return b"".join(found)
+
+    def fail(self, error: Exception | str) -> None:
+        """Nobody waits for this server any longer."""
+        if not self.over:
+            self.error = UpstreamError(error) if isinstance(error, str) else error
+            self.close()
+            self._wake()
+
+    def close(self) -> None:
+        """No more is wanted of it."""
+        self._connection.end_exchange(self)
+
+    # -- what the connection brings -----------------------------------------------------------------------
+    def feed(self, data: bytes) -> None:
+        self.heard_s = time.monotonic()
+        pieces = self.response.feed(data)
+        if self._on_body is not None:
+            for piece in pieces:
+                self._on_body(self.response, piece, self.heard_s)
+            if not self.response.complete:
+                return
+        else:
+            self._pieces += pieces
+            self._held_bytes += sum(map(len, pieces))
+            if self._held_bytes > _PAUSE_BYTES:
+                self._connection.pause()
+        self._wake()
+
+    def lose(self, reason: str) -> None:
+        self.response.end()
+        if not self.over:
+            self.error = UpstreamError(reason, status=self.response.status)
+        self._wake()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            if not self._waiter.done():  # its task may have been cancelled
+                self._waiter.set_result(None)
+            self._waiter = None
 
 
 class ClientConnection(asyncio.Protocol):
-    """One TCP or TLS connection. `exchange` sends a request and waits for the end of its response."""
+    """One TCP or TLS connection."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._now = loop.time
-        self._loop = loop
+    def __init__(self, pool: "Pool") -> None:
+        self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._response: Response | None = None
-        self._on_body: OnBody | None = None
-        self._done: asyncio.Future[None] | None = None
-        self.used = False
-        self.open = False
+        self._exchange: UpstreamExchange | None = None
+        self.open, self.used = False, False
 
-    async def exchange(self, request: bytes, on_body: OnBody) -> Response:
+    def begin(self, request: Iterable[bytes], on_body: OnBody | None) -> UpstreamExchange:
         assert self._transport is not None
-        response = Response()
-        self._response, self._on_body = response, on_body
-        self._done = self._loop.create_future()
-        self._transport.write(request)
-        try:
-            await self._done
-        finally:
-            self._response = self._on_body = self._done = None
-            self.used = True
-            if not (response.complete and response.keep_alive):
-                self.close()  # what is left of the answer must not be taken for the next one's
-        return response
+        self._exchange = UpstreamExchange(self, on_body)
+        self._transport.writelines(request)
+        return self._exchange
 
-    def close(self) -> None:
+    def end_exchange(self, exchange: UpstreamExchange) -> None:
+        """It is kept where the answer is complete; else what is left of it could be taken for the next one's."""
+        if self._exchange is not exchange:
+            return
+        self._exchange, self.used = None, True
+        if exchange.response.complete and exchange.response.keep_alive and self.open:
+            self._pool.give_back(self)
+        else:
+            self.abort()
+
+    def pause(self) -> None:
+        if self.open and self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.open and self._transport is not None:
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
         self.open = False
         if self._transport is not None:
             self._transport.abort()
@@ -185,39 +247,24 @@ class ClientConnection(asyncio.Protocol):
         self.open = True
 
     def data_received(self, data: bytes) -> None:
-        response, on_body = self._response, self._on_body
-        if response is None or on_body is None:
-            self.close()  # nobody asked: a late or confused server
+        exchange = self._exchange
+        if exchange is None:
+            self.abort()  # nobody asked
             return
-        now_s = self._now()
         try:
-            for piece in response.feed(data):
-                on_body(response, piece, now_s)
-        except Exception as error:  # of the parsers: it belongs to whoever waits for this answer
-            self._finish(error)
-            return
-        if response.complete:
-            self._finish(None)
+            exchange.feed(data)
+        except BadResponse as error:
+            exchange.fail(NoHttp(f"its answer is no HTTP: {error}"))
+        except Exception as error:  # of `on_body`: it belongs to whoever waits for this answer
+            exchange.fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
-        response = self._response
-        if response is None:
-            return
-        response.end()
-        if response.complete:
-            self._finish(None)
-        else:
-            self._finish(
-                ConnectionLost(response, str(error) if error else "the server closed the connection")
+        self._pool.forget(self)
+        if self._exchange is not None:
+            self._exchange.lose(
+                f"it closed the connection ({error})" if error else "it closed the connection"
             )
-
-    def _finish(self, error: Exception | None) -> None:
-        if self._done is not None and not self._done.done():
-            if error is None:
-                self._done.set_result(None)
-            else:
-                self._done.set_exception(error)
 
 
 class ServerAddress:
@@ -245,43 +292,71 @@ class ServerAddress:
 class Pool(ServerAddress):
     """Connections to one server, opened as they are needed."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, connect_timeout_s: float | None = None, most_idle: int = 10_000) -> None:
         super().__init__(url)
-        self._idle: list[ClientConnection] = []
-        self.opened = 0
+        self._connect_timeout_s, self._most_idle = connect_timeout_s, most_idle
+        self._idle: dict[ClientConnection, None] = {}  # in the order in which they became idle
+
+    async def begin(self, request: Iterable[bytes], on_body: OnBody | None = None) -> UpstreamExchange:
+        """Send a request; raises UpstreamError. A kept connection that died meanwhile is replaced unnoticed: that
+        shows at once in `connection_lost`, before it is taken."""
+        return (await self._take()).begin(request, on_body)
 
     async def exchange(self, request: bytes, on_body: OnBody) -> Response:
-        """Send on an idle connection or a new one. One that died while idle is replaced unnoticed."""
-        loop = asyncio.get_running_loop()
+        """Send a request and wait for the end of its answer. A kept connection that the server closed while the
+        request was on its way is replaced unnoticed, too."""
         while True:
             connection = await self._take()
-            reused, sent_s = connection.used, loop.time()
+            reused, exchange = connection.used, connection.begin([request], on_body)
+            sent_s = exchange.heard_s
             try:
-                response = await connection.exchange(request, on_body)
-            except ConnectionLost as lost:
-                # Closed by the server while idle: that shows at once, and the request was not looked at.
-                if reused and not lost.response.status and loop.time() - sent_s < _DEAD_ON_ARRIVAL_S:
-                    continue
-                raise
-            if connection.open:
-                self._idle.append(connection)
-            return response
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+                return await exchange.ended()
+            except UpstreamError as error:
+                # That shows at once, and the request was not looked at.
+                if not reused or error.status or time.monotonic() - sent_s >= _DEAD_ON_ARRIVAL_S:
+                    raise
+            finally:
+                exchange.close()
 
     async def _take(self) -> ClientConnection:
         while self._idle:
-            connection = self._idle.pop()
+            connection, _ = self._idle.popitem()
             if connection.open:
                 return connection
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: ClientConnection(loop), self.host, self.port, ssl=self.tls
-        )
-        self.opened += 1
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: ClientConnection(self), self.host, self.port, ssl=self.tls
+                )
+        except (OSError, UnicodeError) as error:  # the latter: of what cannot be a host's name
+            reason = getattr(error, "strerror", None) or str(error)
+            reason = (
+                reason or f"it did not come within {self._connect_timeout_s:g} s"
+            )  # asyncio's own time-out
+            raise UpstreamError(f"no connection: {reason}", sent=False) from error
         return connection
 
+    def give_back(self, connection: ClientConnection) -> None:
+        if len(self._idle) < self._most_idle:
+            self._idle[connection] = None
+        else:
+            connection.abort()
 
-__all__ = ["BadResponse", "ClientConnection", "ConnectionLost", "OnBody", "Pool", "ServerAddress"]
+    def forget(self, connection: ClientConnection) -> None:
+        self._idle.pop(connection, None)
+
+    def close(self) -> None:
+        for connection in list(self._idle):
+            connection.abort()
+        self._idle.clear()
+
+    def request(
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b""
+    ) -> list[bytes]:
+        """A request as bytes."""
+        head = [f"{method} {self.path}{path} HTTP/1.1\r\nHost: {self.host_header}\r\n".encode("latin-1")]
+        head += [b"%s: %s\r\n" % pair for pair in headers]
+        if body or method not in ("GET", "HEAD", "DELETE"):
+            head.append(b"content-length: %d\r\n" % len(body))
+        return [b"".join([*head, b"\r\n"]), body] if body else [b"".join([*head, b"\r\n"])]

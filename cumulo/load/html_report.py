@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-import numpy as np
-
 from cumulo.base.chart import Chart, Series, draw
+from cumulo.base.quantiles import quantile
 from cumulo.base.quantities import show_duration
 from cumulo.load.campaign import LevelResult
 from cumulo.load.schedule import Arrivals
@@ -251,9 +250,9 @@ def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
     """The empirical distribution, thinned to what a line can show."""
     if not values:
         return []
-    shares = np.linspace(0, 1, min(MOST_POINTS, max(2, len(values))))
-    quantiles = np.maximum(np.quantile(np.asarray(values), shares), 0.01)  # a hundredth of a millisecond
-    return list(zip(quantiles.tolist(), shares.tolist(), strict=True))
+    ordered, last = sorted(values), min(MOST_POINTS, max(2, len(values))) - 1
+    # At least a hundredth of a millisecond: the axis is logarithmic.
+    return [(max(quantile(ordered, at / last), 0.01), at / last) for at in range(last + 1)]
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,14 +1,15 @@
 """A level's figures from its records: latencies, throughput, goodput, errors. Pure; read by every report."""
 
+import math
+import statistics
 from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
-
+from cumulo.base.quantiles import quantile
 from cumulo.spec.slo import Slo
 
 
@@ -77,7 +78,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles with linear interpolation, as numpy's default."""
+    """Percentiles with linear interpolation (base/quantiles.py)."""
 
     count: int
     mean: float
@@ -88,12 +89,12 @@ class Spread:
     most: float
 
     @classmethod
-    def from_values(cls, values: "Sequence[float] | np.ndarray") -> "Spread | None":
-        if not len(values):
+    def from_values(cls, values: Sequence[float]) -> "Spread | None":
+        if not values:
             return None
-        array = np.asarray(values, dtype=np.float64)
-        p50, p90, p95, p99 = (float(value) for value in np.percentile(array, (50, 90, 95, 99)))
-        return cls(len(array), float(array.mean()), p50, p90, p95, p99, float(array.max()))
+        ordered = sorted(values)
+        p50, p90, p95, p99 = (quantile(ordered, share) for share in (0.5, 0.9, 0.95, 0.99))
+        return cls(len(ordered), statistics.fmean(ordered), p50, p90, p95, p99, ordered[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,7 @@ def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summa
         errors=dict(Counter(record.error for record in measured if record.error).most_common()),
         window_s=window_s,
         ttft_s=Spread.from_values([record.ttft_s for record in good if record.ttft_s is not None]),
-        itl_s=Spread.from_values(
-            np.concatenate([np.empty(0), *(np.diff(record.chunk_times_s) for record in good)])
-        ),
+        itl_s=Spread.from_values([itl_s for record in good for itl_s in record.itls_s]),
         tpot_s=Spread.from_values([record.tpot_s for record in good if record.tpot_s is not None]),
         e2e_s=Spread.from_values([record.e2e_s for record in good]),
         lateness_s=Spread.from_values([record.lateness_s for record in measured]),
@@ -203,19 +202,16 @@ def timeline(records: Sequence[RequestRecord], stretches: int = 120) -> LoadTime
     """The whole level, warm-up included, in at most so many stretches of at least half a second."""
     end_s = max((record.end_s for record in records), default=0.0)
     step_s = max(0.5, end_s / stretches)
-    count = max(1, int(np.ceil(end_s / step_s)))
-    tokens = np.zeros(count)
-    change = np.zeros(count + 1, dtype=np.int64)
-    failed = np.zeros(count, dtype=np.int64)
+    count = max(1, math.ceil(end_s / step_s))
+    tokens, change, failed = [0.0] * count, [0] * (count + 1), [0] * count
+
+    def place(time_s: float, last: int) -> int:
+        return min(int(max(time_s, 0.0) / step_s), last)
+
     for record in records:
-        times = np.asarray(record.chunk_times_s)
-        if len(times):
-            where = np.clip((times / step_s).astype(int), 0, count - 1)
-            np.add.at(tokens, where, record.output_tokens / len(times))
-        change[min(int(max(record.sent_s, 0.0) / step_s), count)] += 1
-        change[min(int(max(record.end_s, 0.0) / step_s), count)] -= 1
-        if record.error:
-            failed[min(int(record.end_s / step_s), count - 1)] += 1
-    return LoadTimeline(
-        step_s, (tokens / step_s).tolist(), np.cumsum(change[:count]).tolist(), failed.tolist()
-    )
+        for time_s in record.chunk_times_s:
+            tokens[place(time_s, count - 1)] += record.output_tokens / len(record.chunk_times_s)
+        change[place(record.sent_s, count)] += 1
+        change[place(record.end_s, count)] -= 1
+        failed[place(record.end_s, count - 1)] += record.error is not None
+    return LoadTimeline(step_s, [one / step_s for one in tokens], list(accumulate(change[:count])), failed)

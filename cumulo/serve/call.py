@@ -20,8 +20,8 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import caller_of
 from cumulo.serve.adapter_registry import ServedAdapter
-from cumulo.serve.engine_link.in_flight import Failure, Inbox
-from cumulo.serve.engine_link.messages import Finished, Submit
+from cumulo.serve.engine_link.in_flight import Inbox
+from cumulo.serve.engine_link.messages import Failure, Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.forwarded import FORWARDED, ForwardedRequest
 from cumulo.serve.formats.events import repeatable_call_ids

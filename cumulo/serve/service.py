@@ -23,8 +23,16 @@ from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.adapter_registry import AdapterRefused, AdapterRegistry, ServedAdapter, named_loras
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings
-from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
-from cumulo.serve.engine_link.messages import AdapterReport, Finished, Ready, Stats, StepRecord, Submit
+from cumulo.serve.engine_link.in_flight import Inbox, InFlight
+from cumulo.serve.engine_link.messages import (
+    AdapterReport,
+    Failure,
+    Finished,
+    Ready,
+    Stats,
+    StepRecord,
+    Submit,
+)
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe.fleet_metrics import FleetMetrics, RankMetrics

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cumulo.load.answer import EventReader
-from cumulo.load.connection import ConnectionLost, Pool, Response
+from cumulo.load.connection import Pool, Response, UpstreamError
 from tests.serve.tiny_model import NAME
 
 ADAPTER = "poet"
@@ -167,6 +167,6 @@ async def listen(pool: Pool, path: str, body: Any, patience_s: float | None = No
         await exchange
         if whole:
             told.add(json.loads(whole))
-    except (ConnectionLost, OSError) as error:
+    except UpstreamError as error:
         told.error = f"connection lost: {error}"
     return told

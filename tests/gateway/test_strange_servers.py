@@ -8,10 +8,10 @@ import pytest
 from cumulo.bench.gateway import canned_server
 from cumulo.bench.gateway_upstream import MODEL
 from cumulo.errors import CumuloError
-from cumulo.fleet.remote import upstream
 from cumulo.fleet.remote.options import PoolMember
 from cumulo.fleet.remote.replicas import Replicas
 from cumulo.gateway.options import GatewayOptions
+from cumulo.load import connection
 from tests.leaping_loop import LeapingLoop
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -80,7 +80,7 @@ def test_what_is_no_server_is_refused_with_the_reason(answer: bytes, words: str,
 
 
 def test_an_answer_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "_MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(connection, "_MOST_BYTES", 1 << 16)
     assert "longer than 65,536 bytes" in joining(HEAD + b"\r\n", more=b" " * 4096)
 
 

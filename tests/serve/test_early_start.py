@@ -15,7 +15,7 @@ from cumulo.serve.engine_link import early_start
 begin = early_start.begin
 def noted():
     begin()
-    print(early_start._spare.pid, flush=True)
+    print(early_start._spare[0].pid, flush=True)
 early_start.begin = noted
 from cumulo.cli import main
 sys.argv = ["cumulo", "serve", "--port", "0", "no-such-model.gguf"]
@@ -33,10 +33,10 @@ def test_it_is_taken_once_and_only_with_the_environment_it_has(monkeypatch: pyte
     monkeypatch.setattr(early_start, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
     monkeypatch.setattr(early_start.atexit, "register", lambda end: None)
     early_start.begin()
-    pinned = early_start.take_process({"CUDA_VISIBLE_DEVICES": "1"})
+    pinned, _ = early_start.take_process({"CUDA_VISIBLE_DEVICES": "1"})
     assert pinned is started[1] and pinned.environment["CUDA_VISIBLE_DEVICES"] == "1"
-    assert early_start.take_process({}) is started[0]
-    assert early_start.take_process({}) is started[2]
+    assert early_start.take_process({})[0] is started[0]
+    assert early_start.take_process({})[0] is started[2]
 
 
 @pytest.mark.long

@@ -1,14 +1,12 @@
 """The link between API process and engine: whole messages, in order, without waiting."""
 
-import select
 import socket
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.serve.engine_link.message_line import MessageLine, MessageListener, connect
+from cumulo.serve.engine_link.message_line import MessageLine
 
 
 def pair(buffer_bytes: int | None = None) -> tuple[MessageLine, MessageLine]:
@@ -68,18 +66,3 @@ def test_closing_waits_for_what_is_unsent_but_not_for_ever() -> None:
     sender.close(patience_s=0.01)
     assert receiver.receive() == [] and receiver.closed  # not whole: nobody takes half a message
     receiver.close()
-
-
-def test_one_process_comes_through_a_doorway(tmp_path: Path) -> None:
-    path = str(tmp_path / "engine.sock")
-    doorway = MessageListener(path)
-    assert doorway.accept() is None
-    other = connect(path)
-    line = doorway.accept()
-    assert line is not None
-    other.send(b"here")
-    assert select.select([line], [], [], 60)[0] and line.receive() == [b"here"]
-    with pytest.raises(OSError):
-        connect(path)
-    other.close()
-    line.close()

@@ -13,8 +13,8 @@ import pytest
 
 from cumulo.engine.decide.story import Story
 from cumulo.errors import CumuloError
-from cumulo.serve.observe.otel import phases
 from cumulo.serve.observe.stories import Record
+from cumulo.serve.observe.trace import phases
 from cumulo.serve.options import ServeOptions
 from tests.ports import reserved_port
 from tests.serve.running_server import (

@@ -71,10 +71,17 @@ def serve(chosen: BenchServeOptions) -> None:
     It works with any OpenAI-compatible server. The load is a closed loop (--concurrency), an open loop (--rate) or
     a recorded trace (--trace). The default is 8 concurrent requests.
     """
+    try:
+        from cumulo.cli.bench import serve_report as report
+        from cumulo.load.campaign import Campaign
+    except ImportError as error:
+        raise CumuloError(
+            f"a load test needs packages that are not installed ({error.name}): "
+            "pip install -e '.[serve]' in Cumulo's folder"
+        ) from error
     if chosen.self_test:
         _self_test(chosen.json_file)
         return
-
     campaign = Campaign(settings(chosen), view := report.View())
     interrupted = _run(campaign, view)
     if not interrupted:

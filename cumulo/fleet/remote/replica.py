@@ -8,9 +8,10 @@ from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.engine.decide.routing import ReplicaView
 from cumulo.fleet.decide.choosing import Breaker, Pace, Told
 from cumulo.fleet.remote.options import PoolMember, RemoteOptions
-from cumulo.fleet.remote.upstream import Upstream, UpstreamExchange
 from cumulo.fleet.wire import FleetIdentity, FleetNews, unpacked_hashes
+from cumulo.load.connection import Pool, UpstreamExchange
 
+_MOST_IDLE = 256  # connections to one replica
 _LINES_TO_KEEP_A_PROMISE = 5  # of its state
 
 
@@ -41,7 +42,7 @@ class ReplicaWork:
 class UpstreamReplica:
     def __init__(self, member: PoolMember, options: RemoteOptions) -> None:
         self.member, self.name = member, member.url
-        self.upstream = Upstream(member.url, options.connect_timeout_s)
+        self.upstream = Pool(member.url, options.connect_timeout_s, _MOST_IDLE)
         self.breaker = Breaker(options.breaker_failures)
         self.told: Told | None = None  # None: it has never answered
         self.identity: FleetIdentity | None = None  # of a Cumulo server that let us in

@@ -15,8 +15,8 @@ from cumulo import __version__
 from cumulo.fleet.decide.choosing import Told, refusal, stray
 from cumulo.fleet.remote.options import RemoteOptions
 from cumulo.fleet.remote.replica import UpstreamReplica
-from cumulo.fleet.remote.upstream import NoHttp, UpstreamError, UpstreamExchange
 from cumulo.fleet.wire import KEY_HEADER, STATE_PATH, STATE_TYPE, VIA_HEADER, FleetNews, read_news
+from cumulo.load.connection import NoHttp, UpstreamError, UpstreamExchange
 
 log = logging.getLogger(__name__)
 LOOP_STATUS = 508

@@ -4,6 +4,7 @@ EngineLoop.
 
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cumulo.engine.adapters import AdapterStore
@@ -21,49 +22,42 @@ class AdapterLoader:
         os.set_blocking(self.wakeup, False)
 
     def begin(self, order: LoadAdapter) -> None:
-        if self._store is None:
-            refused: Future[AdapterWeights] = Future()
-            refused.set_exception(CumuloError("this engine has no room for adapters"))
-            self._read.append((order, refused))
-            os.write(self._waker, b".")
-            return
-        future = self._readers.submit(self._store.read, order.folder)
+        future = self._readers.submit(_read, self._store, order)
         self._read.append((order, future))
         future.add_done_callback(lambda _: os.write(self._waker, b"."))
 
     def take_read(self) -> list[AdapterReport]:
         """Between two steps: put into the engine what has been read, in the order it was asked for."""
-        if not self._read:
-            return []
         found: list[AdapterReport] = []
         while self._read and self._read[0][1].done():
             os.read(self.wakeup, 1)
             order, future = self._read.popleft()
-            found.append(enter(self._store, order, future))
+            found.append(_enter(self._store, order, future.result))
         return found
 
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
 
-def enter(store: AdapterStore | None, order: LoadAdapter, reading: "Future[AdapterWeights]") -> AdapterReport:
-    """Puts an adapter into the store that has been read, and reports; or reports why it could not be read."""
+def load_now(store: AdapterStore | None, order: LoadAdapter) -> AdapterReport:
+    """Before the engine's loop begins: there is nobody to wait."""
+    return _enter(store, order, lambda: _read(store, order))
+
+
+def _read(store: AdapterStore | None, order: LoadAdapter) -> AdapterWeights:
+    if store is None:
+        raise CumuloError("this engine has no room for adapters")
+    return store.read(order.folder)
+
+
+def _enter(
+    store: AdapterStore | None, order: LoadAdapter, read: Callable[[], AdapterWeights]
+) -> AdapterReport:
+    """Puts an adapter into the store, and reports; or reports why it could not be read."""
     try:
-        weights = reading.result()
+        weights = read()
         assert store is not None
         adapter = store.add(order.key, weights, order.name)
     except CumuloError as error:
         return AdapterReport(order.key, str(error))
     return AdapterReport(order.key, "", adapter.rank, adapter.fingerprint)
-
-
-def load_now(store: AdapterStore | None, order: LoadAdapter) -> AdapterReport:
-    """Before the engine's loop begins: there is nobody to wait."""
-    reading: Future[AdapterWeights] = Future()
-    try:
-        if store is None:
-            raise CumuloError("this engine has no room for adapters")
-        reading.set_result(store.read(order.folder))
-    except CumuloError as error:
-        reading.set_exception(error)
-    return enter(store, order, reading)

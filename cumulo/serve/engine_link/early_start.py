@@ -4,6 +4,7 @@ imports what it needs. Begun by `cumulo serve`, taken by EngineChild, which then
 
 import atexit
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,21 +12,26 @@ from pathlib import Path
 
 import cumulo
 
-_spare: "subprocess.Popen[bytes] | None" = None
+EngineProcess = tuple["subprocess.Popen[bytes]", socket.socket]  # the process, and our end of the line to it
+_spare: EngineProcess | None = None
 
 
-def start_process(environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def start_process(environment: Mapping[str, str]) -> EngineProcess:
     """It waits for its job on standard input, and ends when that does."""
     # The child must find this very package, however this process found it.
     package_folder = str(Path(cumulo.__file__).parents[1])
     paths = [package_folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    # A session of its own: Ctrl-C in a terminal is for the server, which then drains the engine.
-    return subprocess.Popen(
-        [sys.executable, "-m", "cumulo.serve.engine_link.engine_process"],
-        stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        start_new_session=True,
-    )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cumulo.serve.engine_link.engine_process", str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            # A session of its own: Ctrl-C in a terminal is for the server, which then drains the engine.
+            start_new_session=True,
+        )
+    return process, ours
 
 
 def begin() -> None:
@@ -34,7 +40,7 @@ def begin() -> None:
     atexit.register(_end_spare)
 
 
-def take_process(environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def take_process(environment: Mapping[str, str]) -> EngineProcess:
     """The process that was begun, if there is one and it has the right environment; else a new one."""
     global _spare
     if _spare is None or environment:
@@ -46,5 +52,6 @@ def take_process(environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
 def _end_spare() -> None:
     """The server could not start: nobody will tell it a job."""
     if _spare is not None:
-        _spare.kill()
-        _spare.wait()
+        process, _ = _spare
+        process.kill()
+        process.wait()

@@ -8,18 +8,16 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
 from cumulo.errors import CumuloError
 from cumulo.serve.engine_link import early_start
-from cumulo.serve.engine_link.message_line import MessageLine, MessageListener
+from cumulo.serve.engine_link.message_line import MessageLine
 from cumulo.serve.engine_link.messages import Command, EngineJob, Fatal, Ready, Report, decode_report, encode
 
 _POLL_S = 0.05
-_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
 
 
 class EngineStartError(CumuloError):
@@ -28,12 +26,11 @@ class EngineStartError(CumuloError):
 
 class EngineChild:
     def __init__(self, job: EngineJob, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._listener = MessageListener(job.address)
-        self._line: MessageLine | None = None  # once the process has connected
         self._unread: deque[bytes] = deque()
         self._take: Callable[[Report], None] | None = None  # who listens
         self.misunderstood: Exception | None = None  # what it said that could not be read or taken in
-        self._process = early_start.take_process(environment)
+        self._process, connection = early_start.take_process(environment)
+        self._line = MessageLine(connection)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: `ready` will say so
             self._process.stdin.write(msgspec.json.encode(job) + b"\n")
@@ -86,26 +83,22 @@ class EngineChild:
 
     def reports(self) -> Iterator[Report]:
         """What it has said and nobody has read yet."""
-        self._line = self._line or self._listener.accept()
-        while self._line is not None and (self._unread or self._hear()):
+        while self._unread or self._hear():
             yield decode_report(self._unread.popleft())
 
     def _hear(self) -> bool:
         """Whether there is something new."""
-        assert self._line is not None
         self._unread.extend(self._line.receive())
         return bool(self._unread)
 
     def listen(self, take: Callable[[Report], None]) -> None:
         """Hand every report to `take` as it comes, in the loop's own callback: no task is woken for it."""
-        assert self._line is not None
         self._take = take
         asyncio.get_running_loop().add_reader(self._line.fileno(), self._on_readable)
         if self._unread:
             self._take_one()
 
     def _on_readable(self) -> None:
-        assert self._line is not None
         if not self._unread and not self._hear() and self._line.closed:
             self.stop_listening()  # its end, which whoever supervises it sees, too
         self._take_one()
@@ -123,14 +116,12 @@ class EngineChild:
             asyncio.get_running_loop().call_soon(self._take_one)
 
     def stop_listening(self) -> None:
-        if self._take is not None and self._line is not None:
+        if self._take is not None:
             asyncio.get_running_loop().remove_reader(self._line.fileno())
             self._take = None
 
     def send(self, command: Command) -> bool:
         """False if the process is gone: whoever supervises it will see that, too."""
-        if self._line is None:
-            return False
         try:
             self._line.send(encode(command))
             if self._line.has_unsent:
@@ -140,7 +131,6 @@ class EngineChild:
             return False
 
     def _on_writable(self) -> None:
-        assert self._line is not None
         with contextlib.suppress(OSError):
             self._line.flush()
             if self._line.has_unsent:
@@ -160,12 +150,5 @@ class EngineChild:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self.stop_listening()
-        self._listener.close()
-        if self._line is not None:
-            asyncio.get_running_loop().remove_writer(self._line.fileno())
-            self._line.close()
-            self._line = None
-
-
-def socket_folder_fits(folder: Path) -> bool:
-    return len(str(folder)) <= _LONGEST_SOCKET_PATH - len("/engine-000000.sock")
+        asyncio.get_running_loop().remove_writer(self._line.fileno())
+        self._line.close()

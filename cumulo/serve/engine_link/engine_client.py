@@ -24,7 +24,7 @@ from cumulo.serve.engine_link.engine_supervisor import (
     Trouble,
     load_order,
 )
-from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight, Observer, failure_of
+from cumulo.serve.engine_link.in_flight import Inbox, InFlight, Observer
 from cumulo.serve.engine_link.messages import (
     Abort,
     AdapterReport,
@@ -32,11 +32,11 @@ from cumulo.serve.engine_link.messages import (
     Command,
     DropAdapter,
     EngineProgress,
+    Failure,
     Fatal,
     Finished,
     InspectBlocks,
     Ready,
-    Rejected,
     Report,
     Stats,
     Submit,
@@ -212,24 +212,16 @@ class EngineClient:
                     request.inbox.put(request.position, delta)
                     told.append((request, delta))
             self._unobserved.append((told, now_s, report.stats))
-            if report.finished:
+            ends: list[tuple[str, Finished | Failure]] = [*report.failed]
+            ends += [(finished.request_id, finished) for finished in report.finished]
+            if ends:
                 self._observe()  # first: whoever is told of an end knows all tokens by then
-            for finished in report.finished:
-                self.leaving.discard(finished.request_id)
-                ended = self.in_flight.get(finished.request_id)
-                if ended is not None:
-                    self._end(ended, failure_of(finished) if finished.error else finished)
+            for request_id, end in ends:
+                self.leaving.discard(request_id)
+                if (ended := self.in_flight.get(request_id)) is not None:
+                    self._end(ended, end)
             # After the streams that were just woken: their clients wait, whoever counts does not.
             asyncio.get_running_loop().call_soon(self._observe)
-        elif isinstance(report, Rejected):
-            self.leaving.discard(report.request_id)
-            refused = self.in_flight.get(report.request_id)
-            if refused is not None:
-                later = report.busy or report.retry_after_s is not None
-                failure = Failure(
-                    report.message, not later, report.of_guide, report.busy, report.retry_after_s
-                )
-                self._end(refused, failure)
         elif isinstance(report, BlockMap):
             for answer in self._block_maps:
                 if not answer.done():

@@ -1,5 +1,6 @@
 """The engine's own process: takes commands, steps the engine, reports what is new. Started by EngineChild as
-`python -m cumulo.serve.engine_link.engine_process`, with an EngineJob on its standard input.
+`python -m cumulo.serve.engine_link.engine_process DESCRIPTOR`, with an EngineJob on its standard input and the
+line to the API process on that descriptor.
 
 Its standard input stays open as long as the API process lives; when it ends, this process ends too, so that
 no engine outlives its server.
@@ -10,14 +11,13 @@ import gc
 import logging
 import os
 import select
-import shutil
+import socket
 import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,7 +35,7 @@ from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.errors import CumuloError, InvalidRequest, Overloaded
 from cumulo.serve.engine_link.adapter_loader import AdapterLoader, load_now
 from cumulo.serve.engine_link.guide_checker import GuideChecker
-from cumulo.serve.engine_link.message_line import MessageLine, connect
+from cumulo.serve.engine_link.message_line import MessageLine
 from cumulo.serve.engine_link.messages import (
     Abort,
     AdapterReport,
@@ -44,13 +44,13 @@ from cumulo.serve.engine_link.messages import (
     DropAdapter,
     EngineJob,
     EngineProgress,
+    Failure,
     FairnessReport,
     Fatal,
     Finished,
     InspectBlocks,
     LoadAdapter,
     Ready,
-    Rejected,
     Report,
     Shutdown,
     Stats,
@@ -110,9 +110,12 @@ class EngineLoop:
             engine.exchange()
             if engine.has_work:
                 output = engine.step()
-                finished = [finished_report(done) for done in output.finished]
-                if output.deltas or finished or time.perf_counter() - self._reported_s > QUIET_S:
-                    self._send(EngineProgress(self._stats(), output.deltas, finished))
+                if output.deltas or output.finished or time.perf_counter() - self._reported_s > QUIET_S:
+                    finished = [finished_report(done) for done in output.finished if done.error is None]
+                    failed = [
+                        (done.request_id, _failure(done.error)) for done in output.finished if done.error
+                    ]
+                    self._send(EngineProgress(self._stats(), output.deltas, finished, failed))
             elif time.perf_counter() - self._reported_s > HEARTBEAT_S / 2:
                 self._send(EngineProgress(self._stats()))
         self._adapters.close()
@@ -172,7 +175,8 @@ class EngineLoop:
         for checked in guides.take_checked():
             submit = checked.submit
             if checked.refusal is not None:
-                self._send(Rejected(submit.request_id, checked.refusal, of_guide=True, busy=checked.busy))
+                failure = Failure(checked.refusal, not checked.busy, of_guide=True, busy=checked.busy)
+                self._refuse(submit, failure)
             elif self._add(submit) and checked.aborted:
                 self.engine.abort(submit.request_id)
 
@@ -194,15 +198,16 @@ class EngineLoop:
                 adapter=submit.adapter,
             )
         except Overloaded as error:
-            self._send(Rejected(submit.request_id, str(error), retry_after_s=error.retry_after_s))
-            return False
+            return self._refuse(submit, Failure(str(error), retry_after_s=error.retry_after_s))
         except InvalidRequest as error:
-            self._send(Rejected(submit.request_id, str(error)))
-            return False
+            return self._refuse(submit, Failure(str(error), refused=True))
         except GuideCompilerBusy as error:
-            self._send(Rejected(submit.request_id, str(error), of_guide=True, busy=True))
-            return False
+            return self._refuse(submit, Failure(str(error), of_guide=True, busy=True))
         return True
+
+    def _refuse(self, submit: Submit, failure: Failure) -> bool:
+        self._send(EngineProgress(self._stats(), failed=[(submit.request_id, failure)]))
+        return False
 
     def _stats(self) -> Stats:
         scheduler, records = self.engine.scheduler, self.meter.records
@@ -287,10 +292,12 @@ def say(line: MessageLine, report: Report) -> None:
 
 def finished_report(done: RequestOutput) -> Finished:
     embedding = None if done.embedding is None else np.array(done.embedding, dtype="<f4").tobytes()
-    return Finished(
-        done.request_id, done.samples, done.story, done.prompt_logprobs, done.error, embedding=embedding,
-        of_guide=done.error is not None and is_fault_of_guide(done.error),
-    )  # fmt: skip
+    return Finished(done.request_id, done.samples, done.story, done.prompt_logprobs, embedding)
+
+
+def _failure(error: str) -> Failure:
+    of_guide = is_fault_of_guide(error)
+    return Failure(error, refused=of_guide, of_guide=of_guide)
 
 
 def ready_report(assembly: Assembly, adapters: list[AdapterReport]) -> Ready:
@@ -340,26 +347,25 @@ def _learn_pace(engine: Engine) -> None:
     scheduler.shares.take_served()
 
 
-def _end_with_parent(stdin: FileIO, socket_folder: Path) -> None:
+def _end_with_parent(stdin: FileIO) -> None:
     """Blocks until the API process is gone, however it went; then there is nobody to compute for."""
     while stdin.read(4096):
         pass
-    shutil.rmtree(socket_folder, ignore_errors=True)  # a server that was killed could not do it
     os._exit(1)
 
 
 def main() -> None:
-    stdin = FileIO(
-        0, closefd=False
-    )  # unbuffered: a thread waiting in a buffer's lock would spoil a clean exit
+    # Unbuffered: a thread waiting in a buffer's lock would spoil a clean exit.
+    stdin = FileIO(0, closefd=False)
     told = stdin.readline()
     if not told:
         return  # it was started early, and the server could not start
     job = msgspec.json.decode(told, type=EngineJob)
-    folder = Path(job.address).parent
-    threading.Thread(target=_end_with_parent, args=(stdin, folder), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
     start_logging(job.log_level, "engine")
-    line = connect(job.address)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    line = MessageLine(connection)
     try:
         assembly = assemble(job.model, job.config, job.keep_quantised, None)
         assembly.player.runner.warm_up(log.info)

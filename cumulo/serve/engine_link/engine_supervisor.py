@@ -8,17 +8,14 @@ import dataclasses
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, Protocol
 
 from cumulo.base.machine import gpus_here
 from cumulo.engine.config import EngineConfig
 from cumulo.serve.adapter_registry import AdapterRegistry, ServedAdapter
-from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError, socket_folder_fits
+from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError
 from cumulo.serve.engine_link.messages import EngineJob, LoadAdapter, Ready, Report, Shutdown
 
 log = logging.getLogger(__name__)
@@ -87,11 +84,6 @@ class EngineSupervisor:
         self.last_failure: str | None = None
         self._restart_asked = False
         self._task: asyncio.Task[None] | None = None
-        self._children = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="cumulo-"))  # only this user may enter it
-        if not socket_folder_fits(self._folder):
-            self._folder.rmdir()
-            self._folder = Path(tempfile.mkdtemp(prefix="cumulo-", dir="/tmp"))
 
     @property
     def supervising(self) -> bool:
@@ -124,18 +116,15 @@ class EngineSupervisor:
             self.child.send(Shutdown())
             await self.child.end(patience_s=3.0)
             self.child = None
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- starting -----------------------------------------------------------------------------------------
     async def _start_child(self, needs_adapters: bool = False) -> None:
-        self._children += 1
         settings = self._settings
         told = [load_order(adapter) for adapter in settings.adapters.all.values()]
         job = EngineJob(
             model=settings.model,
             # Where requests without a seed draw theirs: a server that restarts must not repeat itself.
             config=dataclasses.replace(settings.config, seed=secrets.randbits(63)),
-            address=f"{self._folder}/engine-{self._children}.sock",
             log_level=settings.log_level,
             for_router=settings.for_router,
             adapters=told,

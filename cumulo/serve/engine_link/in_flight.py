@@ -12,26 +12,7 @@ import msgspec
 from cumulo.engine.decide.core.request import DrawnSample
 from cumulo.engine.decide.routing import Route
 from cumulo.engine.outputs import Delta
-from cumulo.serve.engine_link.messages import Finished, Stats, Submit
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide,
-    `busy`: nobody is, its guide could not be compiled now. `retry_after_s`: nor here, its latency could not be
-    promised."""
-
-    message: str
-    refused: bool = False
-    of_guide: bool = False
-    busy: bool = False
-    retry_after_s: float | None = None
-
-
-def failure_of(finished: Finished) -> Failure:
-    assert finished.error is not None
-    return Failure(finished.error, refused=finished.of_guide, of_guide=finished.of_guide)
-
+from cumulo.serve.engine_link.messages import Failure, Finished, Stats, Submit
 
 News = Delta | Finished | Failure
 

@@ -94,33 +94,5 @@ class MessageLine:
         self._socket.close()
 
 
-def connect(path: str) -> MessageLine:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(path)
-    return MessageLine(connection)
-
-
-class MessageListener:
-    """Where the other process connects, once. Only who may enter the socket's folder can."""
-
-    def __init__(self, path: str) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(path)
-        self._listener.listen(1)
-        self._listener.setblocking(False)
-
-    def accept(self) -> MessageLine | None:
-        """Returns the line to the other process; None: it has not connected yet."""
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return None
-        self._listener.close()
-        return MessageLine(connection)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 def _length_at(data: bytes | bytearray, start: int) -> int:
     return int.from_bytes(data[start : start + _LENGTH_BYTES], "little")

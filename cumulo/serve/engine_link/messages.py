@@ -31,7 +31,6 @@ class EngineJob(msgspec.Struct, frozen=True):
 
     model: str | None
     config: EngineConfig
-    address: str  # the path of the socket it connects to
     keep_quantised: bool = True
     log_level: str = "info"
     for_router: bool = False  # reports RoutingNews
@@ -193,27 +192,28 @@ class Finished(msgspec.Struct, frozen=True):
     samples: list[Sample]
     story: Story
     prompt_logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
-    of_guide: bool = False  # the error is its guide's, not the engine's
     embedding: bytes | None = None  # as 32-bit floats, little end first: what OpenAI's base64 form holds
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """Why a request ended without an answer. `refused`: the request itself is at fault, `of_guide`: its guide,
+    `busy`: nobody is, its guide could not be compiled now. `retry_after_s`: nor here, its latency could not be
+    promised."""
+
+    message: str
+    refused: bool = False
+    of_guide: bool = False
+    busy: bool = False
+    retry_after_s: float | None = None
+
+
 class EngineProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """One message per step, or per heartbeat: everything that is new for everyone."""
+    """One message per step, per refusal or per heartbeat: everything that is new for everyone."""
 
     stats: Stats
     deltas: list[Delta] = []
     finished: list[Finished] = []
-
-
-class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """The engine refuses a Submit: the request itself is impossible."""
-
-    request_id: str
-    message: str
-    of_guide: bool = False  # it is the guide that is impossible
-    busy: bool = False  # nothing is impossible: guides cannot be compiled now, later they can
-    retry_after_s: float | None = None  # nothing is impossible: the promised latency cannot be kept now
+    failed: list[tuple[str, Failure]] = []  # with the ids of their requests
 
 
 class BlockMap(msgspec.Struct, frozen=True, tag="block_map"):
@@ -230,7 +230,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-Report = Ready | EngineProgress | Rejected | BlockMap | AdapterReport | Fatal
+Report = Ready | EngineProgress | BlockMap | AdapterReport | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

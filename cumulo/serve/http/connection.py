@@ -68,7 +68,7 @@ class Connection(HttpToolsProtocol):
         self._discarded_bytes = 0
         self._since_s = self._progress_s = 0.0  # on the keeper's clock
         self._stall = WriteStall()
-        self._problem: tuple[ApiError, str] | None = None
+        self._problem: refusals.Refusal | None = None
 
     # -- the connection -----------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -100,7 +100,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._upgrade()
         except httptools.HttpParserError:
-            self._refuse(*(self._problem or refusals.malformed()))
+            self._refuse(self._problem or refusals.MALFORMED)
         else:
             if self._reading is not Reading.DONE:
                 self._check_unfinished(in_body)
@@ -111,7 +111,7 @@ class Connection(HttpToolsProtocol):
             self._keeper.waiting(self)
         if self._reading is not Reading.BODY:
             if self._head_bytes > self._limits.head_bytes:
-                self._refuse(*refusals.header_too_large(self._limits))
+                self._refuse(refusals.HEADER_TOO_LARGE)
         elif in_body:
             self._progress_s = self._keeper.clock_s
             self._check_body()
@@ -120,9 +120,9 @@ class Connection(HttpToolsProtocol):
         limits, body_bytes = self._limits, self._body_bytes
         framing_bytes = self._wire_bytes - body_bytes
         if framing_bytes > limits.framing_bytes + limits.framing_per_body_byte * body_bytes:
-            self._refuse(*refusals.too_much_framing())
+            self._refuse(refusals.TOO_MUCH_FRAMING)
         elif body_bytes > limits.body_bytes:
-            self._refuse(*refusals.body_too_large())
+            self._refuse(refusals.BODY_TOO_LARGE)
 
     # -- what the parser reports --------------------------------------------------------------------------
     def on_message_begin(self) -> None:
@@ -134,12 +134,12 @@ class Connection(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > self._limits.url_bytes:
-            self._fail(*refusals.url_too_long(self._limits))
+            self._fail(refusals.URL_TOO_LONG)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Also called for trailers, which go into a list of their own: they were not there when all was checked."""
         if len(self.headers) >= self._limits.headers:
-            self._fail(*refusals.header_too_large(self._limits))
+            self._fail(refusals.HEADER_TOO_LARGE)
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -147,11 +147,11 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self._limits.exceeded_by(self.headers):
-            self._fail(*refusals.header_too_large(self._limits))
+            self._fail(refusals.HEADER_TOO_LARGE)
         if self.reserved and not self._may_come_in():
-            self._fail(*refusals.too_many_connections())
+            self._fail(refusals.TOO_MANY_CONNECTIONS)
         if len(self.pipeline) >= self._limits.pipelined:
-            self._fail(*refusals.too_many_pipelined())
+            self._fail(refusals.TOO_MANY_PIPELINED)
         earlier = self.cycle
         super().on_headers_complete()
         if self.pipeline:
@@ -229,25 +229,28 @@ class Connection(HttpToolsProtocol):
             self.handle_websocket_upgrade()
             self._end_bad_handshake(self.transport.get_protocol())
         else:
-            self._refuse(*refusals.too_many_sockets())
+            self._refuse(refusals.TOO_MANY_SOCKETS)
 
     def _end_bad_handshake(self, protocol: Any) -> None:
         """Uvicorn would leave it open and unanswered, and fail on it when the server ends."""
         if protocol.conn.handshake_exc is not None:
-            error, reason = refusals.bad_handshake()
-            self._keeper.tally.note(reason, "%s; closing %s", error.message, self.describe())
             protocol.close_sent = True
-            self._say(error)
+            self._say(self._note(refusals.BAD_HANDSHAKE))
             self.transport.close()
 
     # -- ends ---------------------------------------------------------------------------------------------
-    def _fail(self, error: ApiError, reason: str) -> None:
-        self._problem = error, reason
+    def _fail(self, refusal: refusals.Refusal) -> None:
+        self._problem = refusal
         raise _Refused
 
-    def _refuse(self, error: ApiError, reason: str) -> None:
+    def _note(self, refusal: refusals.Refusal) -> ApiError:
+        error = refusal.error(self._limits)
+        self._keeper.tally.note(refusal.reason, "%s; closing %s", error.message, self.describe())
+        return error
+
+    def _refuse(self, refusal: refusals.Refusal) -> None:
         """Answer with the error where that is possible, and end the connection."""
-        self._keeper.tally.note(reason, "%s; closing %s", error.message, self.describe())
+        error = self._note(refusal)
         if self._owes_answer():
             if self._reading is Reading.BODY and self.pipeline:
                 self.pipeline.popleft()  # the newest, which is the one at fault
@@ -324,7 +327,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
         elif reading is Reading.HEAD:
             if waited_s > limits.header_timeout_s:
-                self._refuse(*refusals.header_too_slow(limits))
+                self._refuse(refusals.HEADER_TOO_SLOW)
         elif reading is Reading.FIRST_BYTE:
             if waited_s > limits.header_timeout_s:
                 self._keeper.tally.note("header_timeout", "closing %s", self.describe())
@@ -339,7 +342,7 @@ class Connection(HttpToolsProtocol):
         else:
             too_slow = waited_s > limits.body_timeout_s + self._body_bytes / limits.least_bytes_s
             if too_slow or now_s - self._progress_s > limits.body_timeout_s:
-                self._refuse(*refusals.body_too_slow(limits))
+                self._refuse(refusals.BODY_TOO_SLOW)
 
     def resume_writing(self) -> None:
         self._stall.clear()

@@ -1,80 +1,64 @@
 """Refusals: the answers the transport gives by itself, each with its reason for the metrics. Used by Connection."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from cumulo.serve.errors import ApiError
 from cumulo.serve.http.limits import HttpLimits
 
-Refusal = tuple[ApiError, str]
+
+class Refusal(NamedTuple):
+    reason: str
+    status: int
+    message: str  # with the fields of HttpLimits
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def error(self, limits: HttpLimits) -> ApiError:
+        message = self.message.format(limits=limits)
+        return ApiError(self.status, message, code=self.code, retry_after_s=self.retry_after_s)
 
 
-def malformed() -> Refusal:
-    return ApiError(400, "this is not a valid HTTP/1.1 request", code="malformed_request"), "malformed"
-
-
-def bad_handshake() -> Refusal:
-    message = "this is not the handshake of a WebSocket, which is a GET without a body: leave out Upgrade"
-    return ApiError(400, message, code="malformed_request"), "malformed"
-
-
-def header_too_large(limits: HttpLimits) -> Refusal:
-    error = ApiError(
-        431,
-        f"the request's header is too large: this server takes {limits.headers} lines, "
-        f"{limits.header_line_bytes:,} bytes per line and {limits.head_bytes:,} bytes altogether",
-        code="header_too_large",
-    )
-    return error, "header_too_large"
-
-
-def url_too_long(limits: HttpLimits) -> Refusal:
-    message = f"the URL is longer than the {limits.url_bytes:,} bytes this server takes"
-    return ApiError(414, message, code="url_too_long"), "header_too_large"
-
-
-def too_much_framing() -> Refusal:
-    message = "the chunks of the body carry too much beside it: sizes, extensions or trailers"
-    return ApiError(400, message, code="malformed_request"), "framing"
-
-
-def body_too_large() -> Refusal:
-    return ApiError(
-        413, "the body is larger than this server reads", code="request_too_large"
-    ), "body_too_large"
-
-
-def too_many_pipelined() -> Refusal:
-    return ApiError(400, "too many requests were sent without waiting for an answer"), "pipelined"
-
-
-def too_many_connections() -> Refusal:
-    error = ApiError(
-        503,
-        "the server has as many connections as it can serve: try again soon",
-        code="too_many_connections",
-        retry_after_s=2,
-    )
-    return error, "over_limit"
-
-
-def too_many_sockets() -> Refusal:
-    error = ApiError(503, "too many sockets are open: try again later", retry_after_s=10)
-    return error, "over_limit"
-
-
-def header_too_slow(limits: HttpLimits) -> Refusal:
-    message = f"the header did not come within {limits.header_timeout_s:g} s"
-    return ApiError(408, message, code="header_timeout"), "header_timeout"
-
-
-def body_too_slow(limits: HttpLimits) -> Refusal:
-    message = (
-        f"the body came too slowly: nothing for {limits.body_timeout_s:g} s, or less than "
-        f"{limits.least_bytes_s:,.0f} bytes a second"
-    )
-    return ApiError(408, message, code="body_timeout"), "body_timeout"
+MALFORMED = Refusal("malformed", 400, "this is not a valid HTTP/1.1 request", "malformed_request")
+BAD_HANDSHAKE = Refusal(
+    "malformed", 400,
+    "this is not the handshake of a WebSocket, which is a GET without a body: leave out Upgrade",
+    "malformed_request",
+)  # fmt: skip
+HEADER_TOO_LARGE = Refusal(
+    "header_too_large", 431,
+    "the request's header is too large: this server takes {limits.headers} lines, "
+    "{limits.header_line_bytes:,} bytes per line and {limits.head_bytes:,} bytes altogether",
+    "header_too_large",
+)  # fmt: skip
+URL_TOO_LONG = Refusal(
+    "header_too_large", 414, "the URL is longer than the {limits.url_bytes:,} bytes this server takes",
+    "url_too_long",
+)  # fmt: skip
+TOO_MUCH_FRAMING = Refusal(
+    "framing", 400, "the chunks of the body carry too much beside it: sizes, extensions or trailers",
+    "malformed_request",
+)  # fmt: skip
+BODY_TOO_LARGE = Refusal(
+    "body_too_large", 413, "the body is larger than this server reads", "request_too_large"
+)
+TOO_MANY_PIPELINED = Refusal("pipelined", 400, "too many requests were sent without waiting for an answer")
+TOO_MANY_CONNECTIONS = Refusal(
+    "over_limit", 503, "the server has as many connections as it can serve: try again soon",
+    "too_many_connections", 2,
+)  # fmt: skip
+TOO_MANY_SOCKETS = Refusal("over_limit", 503, "too many sockets are open: try again later", None, 10)
+HEADER_TOO_SLOW = Refusal(
+    "header_timeout", 408, "the header did not come within {limits.header_timeout_s:g} s", "header_timeout"
+)
+BODY_TOO_SLOW = Refusal(
+    "body_timeout", 408,
+    "the body came too slowly: nothing for {limits.body_timeout_s:g} s, or less than {limits.least_bytes_s:,.0f} "
+    "bytes a second",
+    "body_timeout",
+)  # fmt: skip
 
 
 def written(error: ApiError, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:

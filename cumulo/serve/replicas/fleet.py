@@ -23,8 +23,8 @@ from cumulo.fleet.decide.scaling import ReplicaLife
 from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings, State, Trouble, settings_of_replica
-from cumulo.serve.engine_link.in_flight import Dispatch, Failure, Inbox, InFlight, Observer
-from cumulo.serve.engine_link.messages import AdapterReport, BlockMap, Ready, Stats, Submit
+from cumulo.serve.engine_link.in_flight import Dispatch, Inbox, InFlight, Observer
+from cumulo.serve.engine_link.messages import AdapterReport, BlockMap, Failure, Ready, Stats, Submit
 from cumulo.serve.replicas.prefill_engines import PrefillEngines
 from cumulo.serve.replicas.replica import (
     FleetReplica,

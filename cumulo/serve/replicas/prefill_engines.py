@@ -16,8 +16,8 @@ from cumulo.engine.outputs import Delta
 from cumulo.fleet.decide.scaling import ReplicaLife
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings, settings_of_replica
-from cumulo.serve.engine_link.in_flight import Failure, InFlight
-from cumulo.serve.engine_link.messages import Finished, Stats
+from cumulo.serve.engine_link.in_flight import InFlight
+from cumulo.serve.engine_link.messages import Failure, Finished, Stats
 
 _LOOK_S = 0.05
 _PATIENCE = 200  # looks at an engine that always has something to do, before it ends all the same
