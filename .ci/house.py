@@ -22,7 +22,7 @@ FRAGMENT = re.compile(r"(Of|So|Such|Those|As|Its|Whose|And|Both|Nor|That)\b(?![^
 # The most that each room, the package, benchmarks and docs may have. Raising one needs a reason in the commit.
 LINES_PER_ROOM = {
     "base": 1_650,
-    "bench": 4_800,
+    "bench": 4_850,
     "checkpoint": 1_250,
     "cli": 8_300,
     "cluster": 10_650,
@@ -31,11 +31,11 @@ LINES_PER_ROOM = {
     "diagnose": 2_000,
     "engine": 17_350,
     "errors.py and the like": 100,
-    "fleet": 3_300,
+    "fleet": 3_050,
     "gateway": 1_450,
     "kernels": 11_200,
     "layout": 1_250,
-    "load": 2_750,
+    "load": 2_600,
     "models": 8_700,
     "pipeline": 2_250,
     "plan": 10_550,

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import cast
 from urllib.parse import urlsplit
 
-import httptools
-
 from cumulo.errors import CumuloError
+
+try:
+    import httptools
+except ImportError:  # commands that talk to no server do without
+    httptools = None  # type: ignore[assignment]
 
 _MOST_HEADER_BYTES = 1 << 18
 _MOST_BYTES = 16 << 20  # of an answer that is read whole
@@ -294,6 +297,8 @@ class Pool(ServerAddress):
 
     def __init__(self, url: str, connect_timeout_s: float | None = None, most_idle: int = 10_000) -> None:
         super().__init__(url)
+        if httptools is None:
+            raise CumuloError("an HTTP client needs httptools: pip install -e '.[serve]' in Cumulo's folder")
         self._connect_timeout_s, self._most_idle = connect_timeout_s, most_idle
         self._idle: dict[ClientConnection, None] = {}  # in the order in which they became idle
 

@@ -1,4 +1,4 @@
-"""Levels in sequence, the search against a server of known capacity, the page, and the self-test."""
+"""Levels in sequence, the search against a server of known capacity, and the page."""
 
 import asyncio
 import re
@@ -17,7 +17,6 @@ from cumulo.load.html_report import page
 from cumulo.load.player import Level
 from cumulo.load.prompts import Constant
 from cumulo.load.schedule import Arrivals, Workload
-from cumulo.load.self_test import measure
 from cumulo.spec.slo import Slo
 from tests.load.toy_server import Behaviour, ToyServer
 
@@ -159,14 +158,3 @@ def test_ticks_are_few_and_span_the_axis(values: list[float], log: bool) -> None
     if not log:
         assert marks[-1] == pytest.approx(scale.high)
         assert scale.low <= min(values) and max(values) <= scale.high
-
-
-@pytest.mark.long
-def test_the_generator_is_measured_against_a_canned_server_in_another_process() -> None:
-    figures = asyncio.run(measure(seconds=0.4))
-    # CPU seconds, not wall-clock: the bar of 2,000 tokens per second and core, with room.
-    assert figures.paced_tok_per_cpu_s > 4000
-    assert figures.flat_out_tok_per_cpu_s > figures.paced_tok_per_cpu_s / 2
-    assert figures.delay_s.p50 > 0
-    assert figures.delay_s.count == 40 * 20
-    assert figures.cores_at_2000_tok_s == pytest.approx(2000 / figures.paced_tok_per_cpu_s)

@@ -20,7 +20,6 @@ from cumulo.load.client import Target
 from cumulo.load.player import Level
 from cumulo.load.prompts import parse_lengths
 from cumulo.load.schedule import Arrivals, Workload, parse_process, parse_rates
-from cumulo.load.self_test import measure
 from cumulo.load.slo import parse_slo
 from cumulo.load.trace import read_trace
 
@@ -71,17 +70,10 @@ def serve(chosen: BenchServeOptions) -> None:
     It works with any OpenAI-compatible server. The load is a closed loop (--concurrency), an open loop (--rate) or
     a recorded trace (--trace). The default is 8 concurrent requests.
     """
-    try:
-        from cumulo.cli.bench import serve_report as report
-        from cumulo.load.campaign import Campaign
-    except ImportError as error:
-        raise CumuloError(
-            f"a load test needs packages that are not installed ({error.name}): "
-            "pip install -e '.[serve]' in Cumulo's folder"
-        ) from error
     if chosen.self_test:
         _self_test(chosen.json_file)
         return
+
     campaign = Campaign(settings(chosen), view := report.View())
     interrupted = _run(campaign, view)
     if not interrupted:
@@ -191,6 +183,7 @@ def _extra(text: str) -> dict[str, Any]:
 
 
 def _self_test(json_file: Path | None) -> None:
+    from cumulo.bench.load_generator import measure  # it needs what a server needs
 
     view = report.View()
 
@@ -200,5 +193,5 @@ def _self_test(json_file: Path | None) -> None:
 
     with view:
         view.begin("the load generator against a test server", 0, 1)
-        figures = asyncio.run(measure(watch=watch))
-    finish("load generator, one core", report.self_test_rows(figures), json_file)
+        rows = asyncio.run(measure(watch))
+    finish("load generator, one core", rows, json_file)

@@ -19,7 +19,6 @@ from cumulo.cli.shared.terminal import err, note, only_json, out, text_column
 from cumulo.load.campaign import Campaign, LevelResult, Replay
 from cumulo.load.html_report import page
 from cumulo.load.player import Level
-from cumulo.load.self_test import RATE_TOK_S, SelfTest
 from cumulo.load.summary import Spread
 
 PERCENTILES = ("p50", "p90", "p95", "p99")
@@ -283,22 +282,6 @@ def _workload(campaign: Campaign) -> str:
 def _machine_words() -> str:
     facts = machine()
     return f"{facts['cpu']}, {facts['cores']} cores, {facts['platform']}, cumulo {__version__}"
-
-
-def self_test_rows(figures: SelfTest) -> list[Row]:
-    """The generator must not be the bottleneck at 2,000 streamed tokens per second on one core."""
-    pace = f"{RATE_TOK_S:,.0f} tokens/s, each in its own packet"
-    return [
-        Row("share of a core at 2,000 tokens/s", figures.cores_at_2000_tok_s, "", "lower", must=0.5, aim=0.2,
-            note=pace),
-        Row("tokens per CPU second, paced", figures.paced_tok_per_cpu_s, "tokens", must=2 * RATE_TOK_S,
-            note=f"{figures.paced_tok_s:,.0f} tokens/s received"),
-        Row("tokens per CPU second, at full speed", figures.flat_out_tok_per_cpu_s, "tokens",
-            note=f"{figures.flat_out_tok_s:,.0f} tokens/s received"),
-        Row("delay from server write to measurement, p50", figures.delay_s.p50 * 1e3, "ms", "lower", note=pace),
-        Row("delay from server write to measurement, p99", figures.delay_s.p99 * 1e3, "ms", "lower", note=pace),
-        Row("CPU time per request, without its tokens", figures.request_cpu_s * 1e3, "ms", "lower"),
-    ]  # fmt: skip
 
 
 def _at(spread: Spread | None, percentile: str) -> float | None:
