@@ -1,7 +1,7 @@
 """Plain data into dataclasses, strictly: unknown, missing and mistyped entries are refused by name.
 
-Training configurations (`SETTINGS`), model specs and the catalogue (`spec/model_file.py`) are read with it. YAML is
-read with keys that are given twice refused, and what is wrong is said in one line.
+Training configurations, plans, job files, model specs and the catalogue are read with it. YAML is read with keys
+that are given twice refused, and what is wrong is said in one line.
 """
 
 import dataclasses
@@ -19,94 +19,74 @@ from cumulo.errors import ConfigError, CumuloError
 T = TypeVar("T")
 
 
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
 @dataclass(frozen=True)
-class Wording:
-    """How a kind of file is spoken of when something in it is refused."""
+class _Reader:
+    error: type[CumuloError]
+    by_hand: bool  # text may stand for a number, and one item for a list of one
 
-    error: type[CumuloError] = ConfigError
-    table: str = "{where} must be a table of settings, got {content!r}"
-    unknown: str = "{where} has no setting {first!r}{nearest}"
-    missing: str = "{where} lacks {names}: add it"
-    choice: str = "{where} cannot be {text}{nearest}"
-    mistyped: str = "{where} must be {kind}, got {content!r}"
-    entry: str = "{where}.{name}"
-    item: str = "{where}[{index}]"
-    kinds: Mapping[type, str] = dataclasses.field(
-        default_factory=lambda: {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    )
-    by_hand: bool = True  # text may stand for a number, and one item for a list of one
-
-    def refusal(self, rule: str, where: str, **words: Any) -> CumuloError:
-        return self.error(getattr(self, rule).format(where=where, **words))
-
-
-SETTINGS = Wording()
-
-
-def build(kind: type[T], data: Any, where: str, wording: Wording = SETTINGS) -> T:
-    """An instance of dataclass `kind` from a table; `where` is what errors call the table."""
-    if not isinstance(data, Mapping):
-        raise wording.refusal("table", where, content=data)
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if unknown := [str(name) for name in data if name not in fields]:
-        raise wording.refusal(
-            "unknown",
-            where,
-            first=unknown[0],
-            nearest=did_you_mean(unknown[0], fields, quoted=True),
-            names=", ".join(map(repr, unknown)),
-            known=", ".join(fields),
+    def build(self, kind: type[T], data: Any, where: str) -> T:
+        if not isinstance(data, Mapping):
+            raise self.error(f"{where} must be a table of settings, got {data!r}")
+        fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        if unknown := [str(name) for name in data if name not in fields]:
+            near = did_you_mean(unknown[0], fields, quoted=True)
+            raise self.error(f"{where} has no setting {unknown[0]!r}{near}")
+        if missing := [
+            name
+            for name, field in fields.items()
+            if name not in data and field.default is field.default_factory is dataclasses.MISSING
+        ]:
+            raise self.error(f"{where} lacks {', '.join(missing)}: add it")
+        hints = typing.get_type_hints(kind)
+        return kind(
+            **{name: self.value(hints[name], content, f"{where}.{name}") for name, content in data.items()}
         )
-    if missing := [
-        name
-        for name, field in fields.items()
-        if name not in data and field.default is field.default_factory is dataclasses.MISSING
-    ]:
-        raise wording.refusal(
-            "missing", where, names=", ".join(missing), quoted=", ".join(map(repr, missing))
-        )
-    hints = typing.get_type_hints(kind)
-    return kind(
-        **{
-            name: _value(hints[name], content, wording.entry.format(where=where, name=name), wording)
-            for name, content in data.items()
-        }
-    )
 
-
-def _value(hint: Any, content: Any, where: str, wording: Wording) -> Any:
-    """`content` as the field's type wants it; YAML and JSON have no tuples and write 1.0 as 1."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if content is None and type(None) in options:
-            return None
-        (inner,) = (option for option in options if option is not type(None))
-        return _value(inner, content, where, wording)
-    if origin is typing.Literal:
-        if content in options:
+    def value(self, hint: Any, content: Any, where: str) -> Any:
+        """`content` as the field's type wants it; YAML and JSON have no tuples and write 1.0 as 1."""
+        origin, options = typing.get_origin(hint), typing.get_args(hint)
+        if origin in (types.UnionType, typing.Union):
+            if content is None and type(None) in options:
+                return None
+            (inner,) = (option for option in options if option is not type(None))
+            return self.value(inner, content, where)
+        if origin is typing.Literal:
+            if content in options:
+                return content
+            text = content if isinstance(content, str) else repr(content)
+            raise self.error(f"{where} cannot be {text}{did_you_mean(text, map(str, options), quoted=True)}")
+        if origin is tuple and (self.by_hand or isinstance(content, (list, tuple))):
+            items = content if isinstance(content, (list, tuple)) else [content]
+            return tuple(
+                self.value(options[0], item, f"{where}[{index}]") for index, item in enumerate(items)
+            )
+        if origin is Mapping and isinstance(content, Mapping):
+            return {
+                str(name): self.value(options[1], value, f"{where}.{name}") for name, value in content.items()
+            }
+        if dataclasses.is_dataclass(hint):
+            return self.build(typing.cast(type[Any], hint), content, where)
+        if hint is float and (number := _number(content, self.by_hand)) is not None:
+            return number
+        if origin is None and type(content) is hint:
             return content
-        text = content if isinstance(content, str) else repr(content)
-        near = did_you_mean(text, map(str, options), quoted=True)
-        raise wording.refusal("choice", where, text=text, nearest=near, content=content, kind="Literal")
-    if origin is tuple and (wording.by_hand or isinstance(content, (list, tuple))):
-        items = content if isinstance(content, (list, tuple)) else [content]
-        return tuple(
-            _value(options[0], item, wording.item.format(where=where, index=index), wording)
-            for index, item in enumerate(items)
-        )
-    if origin is Mapping and isinstance(content, Mapping):
-        return {
-            str(name): _value(options[1], value, wording.entry.format(where=where, name=name), wording)
-            for name, value in content.items()
-        }
-    if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type[Any], hint), content, where, wording)
-    if hint is float and (number := _number(content, wording.by_hand)) is not None:
-        return number
-    if origin is None and type(content) is hint:
-        return content
-    kind = wording.kinds.get(hint, getattr(hint, "__name__", hint))
-    raise wording.refusal("mistyped", where, kind=kind, content=content)
+        kind = _KINDS.get(hint, "a list" if origin is tuple else getattr(hint, "__name__", hint))
+        raise self.error(f"{where} must be {kind}, got {content!r}")
+
+
+def build(
+    kind: type[T],
+    data: Any,
+    where: str,
+    error: type[CumuloError] = ConfigError,
+    by_hand: bool = True,
+) -> T:
+    """An instance of dataclass `kind` from a table; `where` is what errors call the table. `by_hand`: a person
+    wrote it, so that text may stand for a number, and one item for a list of one."""
+    return _Reader(error, by_hand).build(kind, data, where)
 
 
 def _number(content: Any, by_hand: bool) -> float | None:

@@ -8,7 +8,7 @@ A user's own file has the same tables (`devices:`, `nodes:`, `fabrics:`, `models
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -24,10 +24,9 @@ from cumulo.spec.cluster import Cluster, Fabric
 from cumulo.spec.device import Device, Node
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.model_file import FIELDS, from_dict
+from cumulo.spec.model_file import from_dict
 
 Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]  # kind -> name -> fields
-_ENTRY = replace(FIELDS, error=ConfigError)
 _KINDS = ("devices", "nodes", "fabrics", "models")
 
 
@@ -52,15 +51,15 @@ class Catalog:
         return list(self.tables[kind])
 
     def device(self, name: str) -> Device:
-        return build(Device, self._fields("devices", name), f"device {name}", _ENTRY)
+        return build(Device, self._fields("devices", name), f"device {name}", by_hand=False)
 
     def node(self, name: str) -> Node:
         fields = self._fields("nodes", name)
         fields["device"] = self._fields("devices", str(fields.get("device")))
-        return build(Node, {"scale_up_gpus": fields.get("gpus"), **fields}, f"node {name}", _ENTRY)
+        return build(Node, {"scale_up_gpus": fields.get("gpus"), **fields}, f"node {name}", by_hand=False)
 
     def fabric(self, name: str) -> Fabric:
-        return build(Fabric, self._fields("fabrics", name), f"fabric {name}", _ENTRY)
+        return build(Fabric, self._fields("fabrics", name), f"fabric {name}", by_hand=False)
 
     def model(self, name: str) -> ModelSpec:
         return checked(from_dict(self._entry("models", name)), f"model {name}")

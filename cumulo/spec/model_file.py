@@ -4,22 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from cumulo.base.strict import Wording, build
+from cumulo.base.strict import build
 from cumulo.errors import ModelError
 from cumulo.spec.model import ModelSpec
-
-FIELDS = Wording(
-    error=ModelError,
-    table="{where}: expected a table of fields, got {content!r}",
-    unknown="{where}: unknown field {names}; known: {known}",
-    missing="{where}: missing field {quoted}",
-    choice="{where} is {content!r}, which does not fit {kind}",
-    mistyped="{where} is {content!r}, which does not fit {kind}",
-    entry="{where}: {name}",
-    item="{where}",
-    kinds={},
-    by_hand=False,
-)
 
 
 def to_dict(spec: ModelSpec) -> dict[str, Any]:
@@ -29,7 +16,7 @@ def to_dict(spec: ModelSpec) -> dict[str, Any]:
 
 def from_dict(data: Mapping[str, Any]) -> ModelSpec:
     """The inverse of `to_dict`; unknown, missing or mistyped fields are named in a ModelError."""
-    return build(ModelSpec, data, "model spec", FIELDS)
+    return build(ModelSpec, data, "model spec", ModelError, by_hand=False)
 
 
 def plain(value: Any) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_a_users_file_goes_on_top(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("device: {}", "unknown table 'device'; did you mean devices"),
-        ("devices: {x: {year: 2020}}", "missing field"),
+        ("devices: {x: {year: 2020}}", "device x lacks generation"),
         ("nodes: {x: {device: h200, gpus: 0, nic_bytes_per_s: 1.0, power_w: 1}}", "gpus must be more than 0"),
         (
             "nodes: {x: {device: h200, gpus: 8, nic_bytes_per_s: -1.0, power_w: 1}}",

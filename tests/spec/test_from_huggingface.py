@@ -113,7 +113,7 @@ def test_every_missing_field_is_either_optional_or_named(name: str) -> None:
         ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "routing 'noaux_tc'"),
         ("llama_31_8b", {"eos_token_id": 1.5}, "field of the wrong kind"),
         ("llama_31_8b", {"rope_scaling": "llama3"}, "field of the wrong kind"),
-        ("mistral_7b", {"sliding_window": "wide"}, "sliding_window is 'wide', which does not fit int"),
+        ("mistral_7b", {"sliding_window": "wide"}, "sliding_window must be a whole number, got 'wide'"),
         ("deepseek_v3", {"kv_lora_rank": 511}, "even kv_rank"),
         (
             "llama_2_7b",
