@@ -24,13 +24,15 @@ class TierCount:
 
 def count_switches(cluster: Cluster, tiers: tuple[Tier, ...], sheet: Sheet) -> tuple[TierCount, ...]:
     """What has to be bought. Ports that a part-filled tier leaves free are counted with their switches."""
-    sheet.work_out("cards", "nodes * gpus_per_node", "cards", "network cards", "one for each GPU")
+    sheet.fill("cards")
     if cluster.fabric.kind == "dragonfly":
         found = _count_dragonfly(tiers, sheet)
     else:
         found = _count_tree(cluster, tiers, sheet)
-    for what in ("switches", "cables"):
-        sheet.work_out(what, " + ".join(f"{count.key}_{what}" for count in found), what, f"{what} in all")
+    switches, cables = (
+        " + ".join(f"{count.key}_{what}" for count in found) for what in ("switches", "cables")
+    )
+    sheet.fill("fabric", switches=switches, cables=cables)
     return found
 
 
@@ -48,10 +50,8 @@ def _count_tree(cluster: Cluster, tiers: tuple[Tier, ...], sheet: Sheet) -> tupl
             switches = f"ceil(nodes / floor({key}_down / gpus_per_node))"
         found.append(_count(tier, key, switches, cables, sheet))
         if tier.up_ports:
-            # Only as many uplinks as what is below can fill at the tier's oversubscription.
+            sheet.fill("tier uplinks", key=key, name=tier.name)
             cables = f"{key}_uplinks"
-            formula = f"min({key}_switches * {key}_up, ceil({key}_cables * {key}_up / {key}_down))"
-            sheet.work_out(cables, formula, "cables", f"cables up from all {tier.name} switches")
     return tuple(found)
 
 
@@ -68,25 +68,15 @@ def _count_dragonfly(tiers: tuple[Tier, ...], sheet: Sheet) -> tuple[TierCount, 
 
 
 def _ports(tier: Tier, key: str, sheet: Sheet) -> None:
-    how = "catalogue: its ports, split by the oversubscription"
-    sheet.given(f"{key}_down", tier.down_ports, "ports", f"ports down from a {tier.name} switch", how)
+    sheet.fill("tier ports", {f"{key}_down": tier.down_ports}, key=key, name=tier.name)
     if tier.up_ports:
-        sheet.given(f"{key}_up", tier.up_ports, "ports", f"ports up from a {tier.name} switch", how)
+        sheet.fill("tier ports up", {f"{key}_up": tier.up_ports}, key=key, name=tier.name)
 
 
 def _count(tier: Tier, key: str, switches: str, cables: str, sheet: Sheet) -> TierCount:
-    return TierCount(
-        tier,
-        key,
-        int(sheet.work_out(f"{key}_switches", switches, "switches", f"switches, {tier.name}")),
-        int(sheet.work_out(f"{key}_cables", cables, "cables", f"cables below, {tier.name}")),
-        sheet.work_out(
-            f"{key}_bytes_per_s",
-            f"{key}_cables * nic_bytes_per_s",
-            "bytes/s",
-            f"bandwidth below, {tier.name}, each way",
-        ),
-    )
+    sheet.fill("tier switches", key=key, name=tier.name, switches=switches, cables=cables)
+    rate = sheet[f"{key}_bytes_per_s"]
+    return TierCount(tier, key, int(sheet[f"{key}_switches"]), int(sheet[f"{key}_cables"]), rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +104,13 @@ def other_fabrics(job: TrainJob, cluster: Cluster, sheet: Sheet) -> tuple[Fabric
             for known in ("nodes", "gpus_per_node", "nic_bytes_per_s"):
                 scratch.given(known, sheet[known], "", known, "")
             count_switches(whole, tiers, scratch)
-            for what in ("switches", "cables"):
-                sheet.given(
-                    f"{key}_{what}", scratch[what], what, f"{name}: {what}", "counted by the same formulas"
-                )
             step_s = estimate(job, replace(whole, gpus=job.layout.world), explain=False).step_s
-            sheet.given(
-                f"{key}_step_s", step_s, "s", f"{name}: time of a step", "cost model: docs/plan-time.md"
-            )
-            sheet.work_out(
-                f"{key}_slower", f"{key}_step_s / step_s - 1", "share", f"{name}: step against this plan's"
-            )
+            given = {
+                f"{key}_switches": scratch["switches"],
+                f"{key}_cables": scratch["cables"],
+                f"{key}_step_s": step_s,
+            }
+            sheet.fill("other fabric", given, key=key, name=name)
             found.append(FabricChoice(key, name))
     return tuple(found)
 
@@ -150,28 +136,17 @@ def traffic_of(
         group = network.group(ranks, stride)
         where = _where(group, network)
         found.append(AxisTraffic(axis, ranks, stride, where))
-        how = "cost model: docs/plan-time.md"
-        sheet.given(f"{axis}_bytes", link_bytes[axis], "bytes", f"{axis}: what a GPU sends in a step", how)
-        label = (
-            f"{axis}: average load of a GPU's {'scale-up links' if where == 'scale-up' else 'network card'}"
-        )
+        sheet.fill("axis", {f"{axis}_bytes": link_bytes[axis]}, axis=axis)
         if where == "scale-up":
-            sheet.work_out(f"{axis}_share", f"{axis}_bytes / step_s / link_bytes_per_s", "share", label)
-        else:
-            members = group.reach.per_domain
-            sheet.given(
-                f"{axis}_near", members, "GPUs", f"{axis}: members in one scale-up domain", "layout and node"
-            )
-            if axis == "ep":  # all-to-all: each member sends its own share to all that are elsewhere
-                sheet.given("ep_ranks", ranks, "GPUs", "ep: members", "layout")
-                sent, how = (
-                    "ep_bytes * (ep_ranks - ep_near) / (ep_ranks - 1)",
-                    "all-to-all: to members elsewhere",
-                )
-            else:  # ring: of a domain's members one sends on
-                sent, how = f"{axis}_bytes / {axis}_near", "one in each domain's members sends on"
-            formula = f"{sent} / step_s / nic_bytes_per_s"
-            sheet.work_out(f"{axis}_share", formula, "share", label, how)
+            sheet.fill("axis in a domain", axis=axis)
+            continue
+        if axis == "ep":  # each member sends its own share to all that are elsewhere
+            sent = "ep_bytes * (ep_ranks - ep_near) / (ep_ranks - 1)"
+            how = "all-to-all: to members elsewhere"
+        else:  # ring: of a domain's members one sends on
+            sent, how = f"{axis}_bytes / {axis}_near", "one in each domain's members sends on"
+        given = {f"{axis}_near": group.reach.per_domain, f"{axis}_ranks": ranks}
+        sheet.fill("axis between domains", given, axis=axis, sent=sent, how=how)
     return tuple(sorted(found, key=lambda traffic: traffic.stride))
 
 

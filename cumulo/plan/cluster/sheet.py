@@ -115,11 +115,10 @@ class Sheet:
         """The formula as people write it."""
         return _written(ast.parse(self.figures[name].formula, mode="eval").body, lambda name: name)
 
-    def inserted(self, name: str, written: Callable[[Figure], str] | None = None) -> str:
-        """The formula with numbers in place of names, as `written` writes them."""
+    def inserted(self, name: str) -> str:
+        """The formula with numbers in place of names, each in the unit that the formula reckons with."""
         tree = ast.parse(self.figures[name].formula, mode="eval").body
-        figures = self.figures
-        return _written(tree, lambda name: written(figures[name]) if written else number(figures[name].value))
+        return _written(tree, lambda name: in_own_unit(self.figures[name]))
 
     def _keep(self, figure: Figure) -> None:
         if figure.name in self.figures:
@@ -139,22 +138,10 @@ class Sheet:
         raise ValueError(f"a formula cannot contain {ast.unparse(node)!r}")
 
 
-def number(value: float) -> str:
-    """With four digits that count, as people read them."""
-    size = abs(value)
-    if value == int(value) and size < 1e15:
-        return f"{int(value):,}"
-    if size >= 1e15 or size < 1e-3:
-        digits, exponent = f"{value:.3e}".split("e")
-        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
-    text = f"{value:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
 def _written(node: ast.expr, name_of: Callable[[str], str]) -> str:
     match node:
         case ast.Constant(value=int() | float() as value):
-            return number(value)
+            return quantities.number(value)
         case ast.Name(id=name):
             return name_of(name)
         case ast.BinOp(left, op, right):
