@@ -15,13 +15,16 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import yaml
 
 from cumulo.plan.network.collectives import Network, chosen
 from cumulo.plan.network.lines import Kind
-from cumulo.plan.network.profile import NetworkProfile, profile_from, published_runs
+from cumulo.plan.network.profile import NetworkProfile, profile_from
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster, Fabric
 
@@ -79,6 +82,13 @@ def measured(profiles: Mapping[str, NetworkProfile] | None = None) -> Iterator[T
                 yield Timing(
                     run, kind, dtype, ranks, 1, int(size), float(time_us) * 1e-6, line.seconds(int(size))
                 )
+
+
+@cache
+def published_runs() -> Mapping[str, Mapping[str, Any]]:
+    """All-reduce runs of several nodes or whole racks, as others published them, with their network stated."""
+    runs: Mapping[str, Mapping[str, Any]] = yaml.safe_load("\n".join(_lines("collectives_published.yaml")))
+    return runs
 
 
 def published(card_factors: Mapping[str, float] | None = None) -> Iterator[Timing]:

@@ -9,7 +9,7 @@ from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.diagnose.diagnosis import table
 from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.network.lines import Kind
-from cumulo.plan.network.profile import network_constants, published_runs
+from cumulo.plan.network.profile import network_constants
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.device import Node
@@ -129,21 +129,3 @@ def _instance(text: str) -> tuple[str, float] | None:
         if re.search(rf"\b(?:{one['pattern']})\b", text, re.I):
             return one["gpu"], one["gbps"]
     return None
-
-
-def nearest_published(machine: Machine) -> str | None:
-    """The published run of this device whose ranks are nearest, as a sentence."""
-    near = []
-    for run in published_runs().values():
-        device = catalog.node(run["node"]).device
-        if device.generation == machine.node.device.generation and run["times_us"]:
-            other = device.name != machine.node.device.name
-            near.append((abs(run["ranks"] - machine.ranks), other, run))
-    if not near:
-        return None
-    _, _, run = min(near, key=lambda one: one[:2])
-    size, ranks = max(run["times_us"]), run["ranks"]
-    busbw = size / run["times_us"][size] / 1e3 * busbw_factor("all_reduce", ranks)
-    return (
-        f"{run['run']}, {ranks} ranks, all_reduce of {size / 2**30:g} GiB: {busbw:.0f} GB/s ({run['source']})"
-    )

@@ -10,7 +10,7 @@ from cumulo.base.quantities import quantity
 from cumulo.diagnose.case import RINGS, RunCase
 from cumulo.diagnose.diagnosis import Diagnosis
 from cumulo.diagnose.lint.settings import slow_settings
-from cumulo.diagnose.machine import nearest_published, node_of
+from cumulo.diagnose.machine import node_of
 
 _FALLS = 1.3  # times the bandwidth of the largest messages, that smaller ones reach: buffers overflow
 _DIP = 0.7  # of the bandwidths before and after
@@ -348,20 +348,18 @@ def _share_between_nodes(case: RunCase) -> Sign | None:
     if case.share is None or case.machine is None or case.one_domain or case.run is None:
         return None
     share, steady = case.share, all(later.busbw > 0.95 * row.busbw for row, later in pairwise(case.large))
-    published = nearest_published(case.machine)
-    evidence = (f"published: {published}",) if published else ()
     if not steady or case.operation not in (*RINGS, "broadcast", "reduce"):
         return None
     if share < _ONE_CARD or (
         case.per_node > 1 and case.run.rows[-1].busbw < 0.5 * case.machine.card_gbps / 8
     ):
-        return Sign("wrong-nic", "So little goes over one slow card, or over TCP.", evidence, "medium")
+        return Sign("wrong-nic", "So little goes over one slow card, or over TCP.", (), "medium")
     if share < _THROUGH_HOST and not (case.log and case.log.gdr_on):
         sentence = f"{share:.0%} of the cards' rate is what copies through host memory reach."
-        return Sign("no-gdr", sentence, evidence, "medium")
+        return Sign("no-gdr", sentence, (), "medium")
     if _THROUGH_HOST <= share < _HALF and case.machine.stated:
         sentence = f"{share:.0%}, about half: one card seems to carry two GPUs' traffic, and all wait for it."
-        return Sign("rail-down", sentence, evidence, "medium")
+        return Sign("rail-down", sentence, (), "medium")
     return None
 
 

@@ -8,7 +8,7 @@ from cumulo.layout.layout import Layout
 from cumulo.plan.job import OptimizerKind, TrainJob
 from cumulo.plan.memory.peak import peak_memory
 from cumulo.plan.memory.states import heaviest_stage, state_bytes
-from cumulo.plan.time.step import HOST_MEMORY_BYTES_PER_S, activations_s, estimate, optimizer_s, plan_time
+from cumulo.plan.time.step import HOST_MEMORY_BYTES_PER_S, activations_s, estimate, optimizer_s
 from cumulo.spec.catalog import cluster, model
 
 GPUS = cluster(8, "h100-sxm")
@@ -25,13 +25,9 @@ def test_the_worked_example_of_the_documentation() -> None:
     assert found_s == pytest.approx(down_s + step_s + back_s, rel=0.01)
 
 
-def test_nothing_is_offloaded_unless_asked_for() -> None:
-    assert plan_time(JOB, GPUS, explain=False) == estimate(JOB, GPUS, explain=False)
-
-
 def test_what_is_offloaded_is_in_the_step_and_its_parts() -> None:
     job = replace(JOB, offload_optimizer=True, offload_activations=True)
-    plain, found = estimate(job, GPUS, explain=False), plan_time(job, GPUS, explain=False)
+    plain, found = estimate(JOB, GPUS, explain=False), estimate(job, GPUS, explain=False)
     parts = dict(found.breakdown)
     assert "optimizer" not in parts and parts["optimizer on the host"] > 0
     assert sum(parts.values()) == pytest.approx(found.step_s)

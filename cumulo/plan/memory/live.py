@@ -31,10 +31,6 @@ class StageLoad:
             for moment in self.peaks
         )
 
-    def holds_at_least(self, other: "StageLoad") -> bool:
-        """Whether for each of the other's moments there is one here with as many of every chunk."""
-        return all(any(_covers(mine, moment) for mine in self.peaks) for moment in other.peaks)
-
 
 @cache
 def stage_loads(

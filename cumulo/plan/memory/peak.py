@@ -10,14 +10,12 @@ micro-batches that the job's own pipeline schedule keeps alive (`live`).
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from cumulo.base.quantities import MIB
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.live import (
     StageLoad,
-    enough_micro_batches,
     layer_bytes_per_token,
     least_alive,
     places_of,
@@ -78,29 +76,23 @@ def runs_deepspeed(software: str) -> bool:
     return traits is not None and traits.deepspeed_collectives
 
 
-# At least, of what is allocated and freed again in a step: `framework`.
-FRAGMENT_SHARE = 0.03
 LOSS_PIECE_BYTES = 512 * 2**20  # of the logits at a time, where the loss is fused with the product before it
 WORKSPACE_BYTES = 64 * 2**20  # of the matrix libraries, inside the allocator
 
 
 def peak_memory(job: TrainJob) -> MemoryLedger:
     """The peak of a rank of the stage that needs most."""
-    return max(_heaviest_ledgers(job), key=lambda ledger: ledger.total)
+    return max(_ledgers(job), key=lambda ledger: ledger.total)
 
 
 def fits_into(job: TrainJob, limit_bytes: int) -> bool:
     """Whether no stage needs more: the first that does answers."""
-    return all(ledger.total <= limit_bytes for ledger in _heaviest_ledgers(job))
+    return all(ledger.total <= limit_bytes for ledger in _ledgers(job))
 
 
-def _heaviest_ledgers(job: TrainJob) -> Iterator[MemoryLedger]:
-    """Ledgers of the stages that may need most."""
-    layout = job.layout
-    played = enough_micro_batches(layout.schedule, layout.pp, job.micro_batches)
-    stages = _heaviest_stages(job.chunk_kinds, layout.schedule, layout.pp, played, job.chunks_per_stage)
+def _ledgers(job: TrainJob) -> Iterator[MemoryLedger]:
     ledgers = _Ledgers(job)
-    return (ledgers.ledger_of(stage) for stage in stages)
+    return (ledgers.ledger_of(stage) for stage in range(job.layout.pp))
 
 
 def least_memory_bytes(job: TrainJob) -> float:
@@ -153,28 +145,12 @@ def least_activation_bytes(layer: LayerMemory, held: StageLayers) -> float:
     plain, experts = layer.kept
     kept = min(without * plain + having * experts for without, having in held.chunks)
     # The ledger rounds chunk by chunk, to whole bytes.
-    return (1 - 1e-9) * (1 + FRAGMENT_SHARE) * (held.alive * kept + layer.working)
+    return (1 - 1e-9) * (1 + _FRAGMENTS) * (held.alive * kept + layer.working)
 
 
 def stage_memory(job: TrainJob, stage: int) -> MemoryLedger:
     """The memory of a rank of one pipeline stage."""
     return _Ledgers(job).ledger_of(stage)
-
-
-@cache
-def _heaviest_stages(
-    kinds: tuple[tuple[int, int], ...], schedule: str, stages: int, micro_batches: int, chunks_per_stage: int
-) -> tuple[int, ...]:
-    """Stages that may need most: of those with chunks alike, the ones no other holds more of everything than."""
-    loads = stage_loads(schedule, stages, micro_batches, chunks_per_stage)
-    heaviest: dict[tuple[tuple[int, int, bool, bool], ...], list[int]] = {}
-    for stage, load in enumerate(loads):
-        alike = tuple((*kinds[chunk], chunk == 0, chunk == len(kinds) - 1) for chunk, _ in load.places)
-        rivals = heaviest.setdefault(alike, [])
-        if not any(loads[rival].holds_at_least(load) for rival in rivals):
-            rivals[:] = [rival for rival in rivals if not load.holds_at_least(loads[rival])]
-            rivals.append(stage)
-    return tuple(stage for rivals in heaviest.values() for stage in rivals)
 
 
 class _Ledgers:

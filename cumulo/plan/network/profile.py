@@ -110,17 +110,8 @@ def _seconds(microseconds: Mapping[str, float]) -> dict[str, float]:
     return {name: value * 1e-6 for name, value in microseconds.items()}
 
 
-def _tables() -> Mapping[str, Any]:
-    return _read("collectives.yaml")
-
-
-def published_runs() -> Mapping[str, Mapping[str, Any]]:
-    """All-reduce runs of several nodes or whole racks, as others published them, with their network stated."""
-    return _read("collectives_published.yaml")
-
-
 @cache
-def _read(name: str) -> Mapping[str, Any]:
-    text = (resources.files("cumulo.plan") / "data" / name).read_text("utf-8")
+def _tables() -> Mapping[str, Any]:
+    text = (resources.files("cumulo.plan") / "data" / "collectives.yaml").read_text("utf-8")
     tables: Mapping[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tables

@@ -22,7 +22,7 @@ from cumulo.plan.search.space import JobShape, TrainGoal, Variant, job_of
 from cumulo.plan.time.chunks import Pieces, chunks_of, is_paired, pieces_of
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.pipeline_bounds import bound_s
-from cumulo.plan.time.step import Surroundings, around, surroundings
+from cumulo.plan.time.step import Surroundings, surroundings
 from cumulo.spec.model import ModelSpec
 
 
@@ -92,7 +92,7 @@ class Bounds:
         return self._around_s(shape, job, self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp)
 
     def plan_s(self, shape: JobShape, job: TrainJob) -> float:
-        """The cost model's own lower bound of a job (`plan.time.step.lower_bound_s`), from shared costs."""
+        """The cost model's own lower bound of a job (`step_time` that plays no schedule), from shared costs."""
         schedule_s, micro_batch_s = self._pipeline(shape, job)
         return schedule_s + self._around_s(shape, job, micro_batch_s)
 
@@ -154,10 +154,10 @@ class Bounds:
         return cost.forward_s + cost.backward_s
 
     def _count_weights_s(self, tp: int, pp: int, ep: int) -> float:
-        """What `around` counts for one micro-batch, whatever the ZeRO stage and the schedule: gradients are added,
-        weights cast."""
+        """What `surroundings` counts for one micro-batch, whatever the ZeRO stage and the schedule: gradients are
+        added, weights cast."""
         job = self._job(self.goal.model, pp, tp, 1, ep, 1, False, "none")
-        return around(job, self.goal.cluster, self.profile, 0.0).weights_s
+        return surroundings(job, self.goal.cluster, self.profile).weights_s
 
     def _count_layer_s(
         self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool

@@ -33,7 +33,7 @@ from cumulo.plan.search.space import (
     zero_stages,
 )
 from cumulo.plan.time.compute_profile import Profile, shipped
-from cumulo.plan.time.step import plan_time
+from cumulo.plan.time.step import estimate
 
 # Bounds and estimates add the same numbers in different orders: what differs by less is equal.
 _SLACK = 1 - 1e-9
@@ -70,7 +70,7 @@ def search(
 
 def timed(job: TrainJob, goal: TrainGoal) -> Plan:
     """One given plan."""
-    return Plan(job, replace(plan_time(job, goal.cluster), memory=peak_memory(job)))
+    return Plan(job, replace(estimate(job, goal.cluster), memory=peak_memory(job)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class _Search:
         """By playing its schedule. Returns what no plan that recomputes more can be below: its pipeline takes as
         long, and behind the last choice's layers more can travel than behind any other's."""
         self.timed += 1
-        step_s = plan_time(job, self.goal.cluster, self.bounds.profile, explain=False).step_s
+        step_s = estimate(job, self.goal.cluster, self.bounds.profile, explain=False).step_s
         if step_s < min(self._best_s(shape), self.worst_kept_s):
             self.best[shape.mesh] = (step_s, job)
             if len(self.best) >= self.keep:

@@ -4,7 +4,6 @@ A `JobShape` fixes what decides how much a rank computes; the `Variant`s of a sh
 stage and recomputation only. The search bounds whole shapes before it looks at their variants.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from cumulo.errors import ConfigError
 from cumulo.layout.check import tensor_sliced
 from cumulo.layout.layout import Layout, divisors
 from cumulo.pipeline.decide.catalog import FAMILIES
-from cumulo.plan.job import LORA_TARGETS, OPERATIONS, OptimizerKind, Recompute, TrainJob
+from cumulo.plan.job import LORA_TARGETS, OptimizerKind, Recompute, TrainJob
 from cumulo.plan.time.compute_profile import shipped
 from cumulo.plan.time.efficiency import Software, shipped_efficiency
 from cumulo.spec.cluster import Cluster
@@ -136,16 +135,9 @@ class Choices:
     chunks_per_stage: tuple[int, ...] = (2, 3, 4, 6, 8)  # of interleaved-1f1b
     zero: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     zero_with_pipeline: tuple[ZeroStage, ...] = (0, 1, 3)
+    # From little to much: each contains what the one before it does, by which the search skips.
     recompute: tuple[Recompute, ...] = ("none", "norm+activation", "norm+activation+attention", "full")
     sequence_parallel: tuple[bool, ...] = (True, False)  # where there is tensor parallelism
-
-    def __post_init__(self) -> None:
-        steps = [_parts_of_a_layer(choice) for choice in self.recompute]
-        if not steps or any(not less < more for less, more in itertools.pairwise(steps)):
-            raise ConfigError(
-                f"recompute choices go from little to much, each with what the one before it has: none, "
-                f"{OPERATIONS[0]}, …, full; got {', '.join(self.recompute)}"
-            )
 
 
 class JobShape(NamedTuple):
@@ -172,11 +164,6 @@ class Variant(NamedTuple):
     chunks_per_stage: int | None
     zero: ZeroStage
     recompute: Recompute
-
-
-def _parts_of_a_layer(recompute: Recompute) -> frozenset[str]:
-    everything = (*OPERATIONS, "selective", "products")
-    return frozenset({"none": (), "full": everything}.get(recompute, recompute.split("+")))
 
 
 def shapes(goal: TrainGoal, choices: Choices) -> Iterator[JobShape]:

@@ -21,7 +21,7 @@ from cumulo.plan.search.fixed import Fitted, fitted, fixed_job, said_in
 from cumulo.plan.search.search import Plan, timed
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.time.efficiency import GENERATIONS
-from cumulo.plan.time.step import plan_time
+from cumulo.plan.time.step import estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def widened(plan: Plan, goal: TrainGoal) -> Plan:
     for name, probability in likely(clues(job, goal.cluster), date=goal.date):
         if probability >= LEAST:
             other = replace(goal, software=name).job(job.layout, job.micro_batch, job.recompute)
-            logs += probability * math.log(plan_time(other, goal.cluster, explain=False).step_s)
+            logs += probability * math.log(estimate(other, goal.cluster, explain=False).step_s)
             total += probability
     mean, half = math.exp(logs / total), evidence.half_width(job, goal.cluster, unnamed=True)
     found = plan.estimate

@@ -12,7 +12,7 @@ from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
 from cumulo.plan.search.search import Plan, search
 from cumulo.plan.search.space import Choices, TrainGoal, Variant, job_of, pipelines, shapes, zero_stages
-from cumulo.plan.time.step import plan_time
+from cumulo.plan.time.step import estimate
 from cumulo.spec.cluster import Cluster
 
 # What one would do about each part of a step.
@@ -177,7 +177,7 @@ def _try(job: TrainJob, **different: object) -> TrainJob | None:
 
 
 def _step_s(job: TrainJob, cluster: Cluster) -> float:
-    return plan_time(job, cluster, explain=False).step_s
+    return estimate(job, cluster, explain=False).step_s
 
 
 _LEAST = Choices(

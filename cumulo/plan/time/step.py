@@ -1,7 +1,7 @@
 """Training step time: the cost model. `cumulo plan train`, the search and `cumulo plan validate` call it.
 
     estimate(job, cluster).step_s      # plays the job's pipeline schedule
-    lower_bound_s(job, cluster)        # microseconds, never above the estimate: for pruning a search
+    step_time(job, cluster, profile, play=False).step_s    # never above it: for pruning a search
 
 One micro-batch's seconds on each chunk come from per-operation rooflines (`compute`) and the collectives inside a
 layer (`chunks`); the schedule itself is played with them (`pipeline`); what surrounds the
@@ -38,16 +38,9 @@ from cumulo.plan.time.pipeline_bounds import bound_s, played_s
 from cumulo.spec.cluster import Cluster
 
 
-@dataclass(frozen=True, slots=True)
-class AroundTime:
-    data_s: float  # of the collectives, what computation does not hide
-    optimizer_s: float
-    weights_s: float  # accumulation, casts and copies, in all micro-batches
-    sent_bytes: float  # by one rank to its data-parallel peers
-
-
 class Surroundings(NamedTuple):
-    """What `around` counts, before computation hides some of it: alike under all schedules and recomputations."""
+    """What is around the layers of a step, before computation hides some of it: alike under all schedules and
+    recomputations."""
 
     travel_s: float  # of the collectives, of one micro-batch with ZeRO-3, else of a step
     optimizer_s: float
@@ -55,17 +48,11 @@ class Surroundings(NamedTuple):
     sent_bytes: float
 
     def data_s(self, job: TrainJob, profile: Profile, micro_batch_s: float) -> float:
-        """Gradients travel behind the last micro-batch's backward, weights behind the next step's first forward;
-        with ZeRO-3, behind every micro-batch."""
+        """Of the collectives, what computation does not hide: gradients travel behind the last micro-batch's
+        backward, weights behind the next step's first forward; with ZeRO-3, behind every micro-batch.
+        `micro_batch_s`: forward and backward of one on a stage."""
         exposed_s = _exposed(job, profile, self.travel_s, micro_batch_s)
         return data_rounds(job) * exposed_s
-
-
-def around(job: TrainJob, cluster: Cluster, profile: Profile, micro_batch_s: float) -> AroundTime:
-    """`micro_batch_s`: forward and backward of one micro-batch on a stage, behind which data can travel."""
-    found = surroundings(job, cluster, profile)
-    data_s = found.data_s(job, profile, micro_batch_s)
-    return AroundTime(data_s, found.optimizer_s, found.weights_s, found.sent_bytes)
 
 
 def surroundings(job: TrainJob, cluster: Cluster, profile: Profile) -> Surroundings:
@@ -110,7 +97,8 @@ class TrainStepTime:
 
     chunks: Chunks
     pipeline_s: float  # played, or its bound
-    around: AroundTime
+    around: Surroundings
+    data_s: float  # of the collectives around the layers, what computation does not hide
     step_s: float
     profile: Profile
 
@@ -118,9 +106,20 @@ class TrainStepTime:
 def estimate(
     job: TrainJob, cluster: Cluster, profile: Profile | None = None, explain: bool = True
 ) -> TrainEstimate:
-    """What one step takes, by playing the schedule; `explain` False leaves the published rows near it out."""
-    profile, borrowed = _profile(job, cluster, profile)
+    """What one step takes, by playing the schedule, with what the job offloads; `explain` False leaves the
+    published rows near it out."""
+    borrowed: tuple[str, ...] = ()
+    if profile is None:
+        profile, borrowed = compute_profile.shipped_for(cluster.device, job.dtype, job.software)
     time = step_time(job, cluster, profile, play=True)
+    parts, step_s = dict(_breakdown(job, time)), time.step_s
+    if job.offload_optimizer:
+        # A host is no faster than its devices: the search prunes by their time.
+        parts["optimizer on the host"] = max(optimizer_s(job, cluster), parts.pop("optimizer", 0.0))
+    if job.offload_activations:
+        parts["activations to the host"] = activations_s(job, cluster, step_s)
+    if job.offload_optimizer or job.offload_activations:
+        step_s = sum(parts.values())
     flops = model_flops(job.model, job.sequence_length, ahead=job.predict_ahead) * job.tokens_per_step
     if job.lora_rank is not None:  # frozen weights have no gradients: two products of three are left
         flops *= 2 / 3
@@ -128,21 +127,15 @@ def estimate(
     recomputed = 1 + _recomputed_share(time)
     found = evidence.judge(job, cluster, profile, borrowed) if explain else evidence.UNJUDGED
     return TrainEstimate(
-        step_s=time.step_s,
-        breakdown=_breakdown(job, time),
-        tokens_per_s=job.tokens_per_step / time.step_s,
-        mfu=flops / (time.step_s * peak),
-        hfu=recomputed * flops / (time.step_s * peak),
-        interval=Interval(time.step_s * found.low, time.step_s * found.high),
+        step_s=step_s,
+        breakdown=tuple(parts.items()),
+        tokens_per_s=job.tokens_per_step / step_s,
+        mfu=flops / (step_s * peak),
+        hfu=recomputed * flops / (step_s * peak),
+        interval=Interval(step_s * found.low, step_s * found.high),
         evidence=found.sentences,
         link_bytes=_link_bytes(job, time),
     )
-
-
-def lower_bound_s(job: TrainJob, cluster: Cluster, profile: Profile | None = None) -> float:
-    """Never above `estimate(job, cluster).step_s`; equal to it without a pipeline, and close to it with most."""
-    profile, _ = _profile(job, cluster, profile)
-    return step_time(job, cluster, profile, play=False).step_s
 
 
 def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> TrainStepTime:
@@ -159,11 +152,10 @@ def step_time(job: TrainJob, cluster: Cluster, profile: Profile, play: bool) -> 
     else:
         pipeline_s = bound_s(layout.schedule, layout.pp, job.micro_batches, job.chunks_per_stage, costs)
     micro_batch_s = sum(cost.forward_s + cost.backward_s for cost in costs) / layout.pp
-    surrounding = around(job, cluster, profile, micro_batch_s)
-    step_s = (
-        pipeline_s + surrounding.data_s + surrounding.optimizer_s + surrounding.weights_s + profile.step_s
-    )
-    return TrainStepTime(chunks, pipeline_s, surrounding, step_s, profile)
+    around = surroundings(job, cluster, profile)
+    data_s = around.data_s(job, profile, micro_batch_s)
+    step_s = pipeline_s + data_s + around.optimizer_s + around.weights_s + profile.step_s
+    return TrainStepTime(chunks, pipeline_s, around, data_s, step_s, profile)
 
 
 def messages_s(
@@ -196,12 +188,6 @@ def _with_messages(costs: tuple[ChunkCost, ...], message_s: float) -> tuple[Chun
     )
 
 
-def _profile(job: TrainJob, cluster: Cluster, profile: Profile | None) -> tuple[Profile, tuple[str, ...]]:
-    if profile is not None:
-        return profile, ()
-    return compute_profile.shipped_for(cluster.device, job.dtype, job.software)
-
-
 def _breakdown(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], ...]:
     """The breakdown of an average stage: causes of its busy time, then what it waits for."""
     parts = [
@@ -219,7 +205,7 @@ def _breakdown(job: TrainJob, time: TrainStepTime) -> tuple[tuple[str, float], .
         ("context parallel", each.context),
         ("expert parallel", each.expert),
         ("pipeline bubble", time.pipeline_s - each.total),
-        ("data parallel", time.around.data_s),
+        ("data parallel", time.data_s),
         ("optimizer", time.around.optimizer_s),
         ("host, each step", time.profile.step_s),
     ]
@@ -267,7 +253,7 @@ def timeline(job: TrainJob, cluster: Cluster) -> Timeline:
     return simulate(schedule, Costs(time.chunks.costs, link=link, message_bytes=message_bytes))
 
 
-# What offloading to the host's memory costs a step. Search, `why` and reports time plans with `plan_time`.
+# What offloading to the host's memory costs a step.
 #
 # Symbols: P parameters that a rank updates, w and g bytes of a weight and a gradient, o of the optimizer's states
 # for a parameter, H the rate between a device and its host, M a device's share of its host's memory bandwidth.
@@ -277,32 +263,6 @@ def timeline(job: TrainJob, cluster: Cluster) -> Timeline:
 
 # Of a node: two sockets of eight DDR5-4800 channels each, as the catalogue's cpu has them.
 HOST_MEMORY_BYTES_PER_S = 2 * 307.2e9
-
-
-def plan_time(
-    job: TrainJob, cluster: Cluster, profile: Profile | None = None, explain: bool = True
-) -> TrainEstimate:
-    """The cost model's estimate, with what the job offloads."""
-    found = estimate(job, cluster, profile, explain)
-    parts = dict(found.breakdown)
-    if job.offload_optimizer:
-        # A host is no faster than its devices: the search prunes by their time.
-        parts["optimizer on the host"] = max(optimizer_s(job, cluster), parts.pop("optimizer", 0.0))
-    if job.offload_activations:
-        parts["activations to the host"] = activations_s(job, cluster, found.step_s)
-    if not (job.offload_optimizer or job.offload_activations):
-        return found
-    step_s = sum(parts.values())
-    slower = step_s / found.step_s
-    return replace(
-        found,
-        step_s=step_s,
-        breakdown=tuple(parts.items()),
-        tokens_per_s=found.tokens_per_s / slower,
-        mfu=found.mfu / slower,
-        hfu=found.hfu / slower,
-        interval=Interval(found.interval.low * slower, found.interval.high * slower),
-    )
 
 
 def optimizer_s(job: TrainJob, cluster: Cluster) -> float:

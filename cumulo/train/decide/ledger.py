@@ -16,7 +16,7 @@ from cumulo.plan.job import Recompute, TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.peak import peak_memory, stage_loads_of, stage_memory
 from cumulo.plan.time.compute_profile import shipped_for
-from cumulo.plan.time.step import plan_time
+from cumulo.plan.time.step import estimate
 from cumulo.spec.catalog import cluster, shipped
 from cumulo.spec.model import ModelSpec, MoESpec
 from cumulo.spec.operations import Operation, Share, layer_operations
@@ -60,7 +60,7 @@ def predict(
         return RunPrediction(memory, first, step_flops / peak_flops, basis, (), is_least=True)
     machines = cluster(config.layout.world, device=known)
     profile, _ = shipped_for(machines.node.device, job.dtype, "cumulo-2026")
-    found = plan_time(job, machines, profile, explain=False)
+    found = estimate(job, machines, profile, explain=False)
     basis = f"cost model of {known}, {found.interval.low:.3g} to {found.interval.high:.3g} s"
     return RunPrediction(memory, first, found.step_s, basis, found.link_bytes)
 
