@@ -2,21 +2,113 @@
 
 import asyncio
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from fastapi import FastAPI
 from nicegui import ui
 from starlette.requests import Request
 
-from cumulo.console.block_chart import block_chart
-from cumulo.console.charts import TimeChart
+from cumulo.base.quantiles import percentile
+from cumulo.console.charts import TimeChart, block_chart
 from cumulo.console.front import Visitor
-from cumulo.console.live_numbers import WINDOWS, Window, latencies, machine_line, rates, slices
-from cumulo.console.machine_use import MachineUse
+from cumulo.console.machine_use import MachineUse, UseSample
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.values import table, tile
 from cumulo.engine.memory.ledger import format_bytes
 from cumulo.serve.engine_link.messages import BlockMap, Ready, StepRecord
+from cumulo.serve.observe.step_history import Slice, StepHistory
+from cumulo.serve.observe.stories import Record
+
+JUDGED_S = 300.0  # percentiles are of requests not older than this
+_RATE_S = 5  # the present rate is the mean of so many seconds
+_MOST_GAPS = 256  # per request
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How much of the past a chart shows, and in how many slices of how many seconds."""
+
+    label: str
+    slices: int
+    slice_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.slices * self.slice_s
+
+
+WINDOWS = (Window("1 min", 60, 1), Window("10 min", 60, 10), Window("1 hour", 120, 30))
+
+
+def slices(history: StepHistory, window: Window, now_s: float) -> list[Slice]:
+    if window.slice_s < history.tens.width_s:
+        return history.seconds.last(now_s, window.slices)
+    return history.tens.last(now_s, window.slices, int(window.slice_s / history.tens.width_s))
+
+
+def rates(history: StepHistory, now_s: float) -> tuple[float, float]:
+    """Prefill and decode tokens per second just now."""
+    last = history.seconds.last(now_s, _RATE_S)
+    return (
+        sum(part.prefill_tokens for part in last) / _RATE_S,
+        sum(part.decode_tokens for part in last) / _RATE_S,
+    )
+
+
+def machine_line(
+    samples: Sequence[UseSample], values: Sequence[float | None], window: Window, now_s: float
+) -> list[float | None]:
+    """One value per slice of a window: the last sample in it; where a slice has none, the one before goes on."""
+    points: list[float | None] = [None] * window.slices
+    start_s = now_s - window.length_s
+    for sample, value in zip(samples, values, strict=True):
+        index = int((sample.time_s - start_s) / window.slice_s)
+        if 0 <= index < window.slices:
+            points[index] = value
+    for index in range(1, window.slices):
+        if points[index] is None:
+            points[index] = points[index - 1]
+    return points
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    requests: int
+    first_p50_s: float | None
+    first_p99_s: float | None
+    gap_p50_s: float | None
+    gap_p99_s: float | None
+    preemptions: int
+
+
+def latencies(records: Iterable[Record], now_s: float) -> Latencies:
+    """The latencies of the requests that were received within the last minutes."""
+    firsts: list[float] = []
+    gaps: list[float] = []
+    count = preemptions = 0
+    for record in records:
+        if record.received_s < now_s - JUDGED_S:
+            continue
+        count += 1
+        if record.story is not None:
+            preemptions += record.story.preemptions
+            if record.ttft_s is not None:
+                firsts.append(record.ttft_s)
+        if record.samples == 1:
+            times = record.token_times_s[-_MOST_GAPS:]
+            gaps.extend(later - earlier for earlier, later in pairwise(times))
+    return Latencies(
+        count,
+        percentile(firsts, 0.5),
+        percentile(firsts, 0.99),
+        percentile(gaps, 0.5),
+        percentile(gaps, 0.99),
+        preemptions,
+    )
+
 
 _REFRESH_S = 1.0
 _STEPS_SHOWN = 96
@@ -27,6 +119,17 @@ _FAIRNESS = (
     "got everything."
 )
 _EVICTIONS = "Cached prefixes that were dropped to make room for new blocks."
+
+
+_CHARTS = (  # title, tooltip, unit, least end of the scale, its fixed end
+    ("Decode throughput, tokens/s", "Output tokens computed per second.", "tokens/s", 10, None),
+    ("Prefill throughput, tokens/s", "Prompt tokens computed per second.", "tokens/s", 10, None),
+    ("Running and queued, sequences", "Sequences that the engine computes, and those that wait for a place.",
+     "sequences", 4, None),
+    ("CPU, memory and GPU use, %", "Of the whole machine that runs the server.", "%", 100, 100),
+    (f"Time of the last {_STEPS_SHOWN} steps, ms",
+     "A step computes one token of every running sequence and a part of the waiting prompts.", "ms", 10, None),
+)  # fmt: skip
 
 
 def register(shell: Shell, app: FastAPI, machine: MachineUse) -> None:
@@ -50,27 +153,8 @@ class _Live:
             ).props("unelevated dense no-caps toggle-color=primary padding='4px 10px'")
             self._span = ui.label("").classes("soft small")
         with ui.element("div").classes("pair"):
-            self._decode = TimeChart(
-                "Decode throughput, tokens/s", "Output tokens computed per second.", "tokens/s", 10
-            )
-            self._prefill = TimeChart(
-                "Prefill throughput, tokens/s", "Prompt tokens computed per second.", "tokens/s", 10
-            )
-            self._requests = TimeChart(
-                "Running and queued, sequences",
-                "Sequences that the engine computes, and those that wait for a place.",
-                "sequences",
-                4,
-            )
-            self._busy = TimeChart(
-                "CPU, memory and GPU use, %", "Of the whole machine that runs the server.", "%", 100, most=100
-            )
-            self._steps = TimeChart(
-                f"Time of the last {_STEPS_SHOWN} steps, ms",
-                "A step computes one token of every running sequence and a part of the waiting prompts.",
-                "ms",
-                10,
-            )
+            charts = (TimeChart(*one) for one in _CHARTS)
+            self._decode, self._prefill, self._requests, self._busy, self._steps = charts
             self._map = _card("KV cache blocks", "Which request holds which block of the KV cache.")
         self._machine_tiles = show("", "tiles")
         self._ledger = _card(
@@ -117,9 +201,7 @@ class _Live:
         now_s, window = time.perf_counter(), WINDOWS[int(self._window.value or 0)]
         parts = slices(self._service.step_history, window, now_s)
         ends = (f"{window.label} ago", "now")
-        self._span.set_text(
-            f"one column is {window.slice_s:g} s" if window.slice_s > 1 else "one column is 1 s"
-        )
+        self._span.set_text(f"one column is {window.slice_s:g} s")
         for card, ink, tokens in (
             (self._decode, "decode", [part.decode_tokens for part in parts]),
             (self._prefill, "prefill", [part.prefill_tokens for part in parts]),

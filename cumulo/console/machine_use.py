@@ -53,29 +53,26 @@ class MachineUse:
         self.samples: deque[UseSample] = deque(maxlen=_KEPT)
         self._engine_pids = engine_pids
         self._gpus: list[Any] = []  # NVML's handles
-        self._before = (0.0, 0.0)  # busy and all seconds of all cores when last looked
 
     async def run(self) -> None:
         """Sample until cancelled."""
         if psutil is None:
             return
-        self._before = _cpu_seconds()
+        psutil.cpu_percent()  # use is the difference of two looks
         self._gpus = await asyncio.to_thread(_gpu_handles)  # opening a driver may take a while
         while True:
             await asyncio.sleep(SAMPLE_S)
             # In a thread: a GPU's driver takes its milliseconds, which belong to the streams.
-            await asyncio.to_thread(self.sample)
+            await asyncio.to_thread(self.sample, psutil.cpu_percent())
 
-    def sample(self) -> None:
+    def sample(self, cpu_percent: float) -> None:
+        """`cpu_percent` is asked for in the same thread each time: psutil keeps the look before for each thread."""
         memory = psutil.virtual_memory()
-        # Use is the difference of two looks; psutil keeps the last one for each thread, and threads change here.
-        before, self._before = self._before, _cpu_seconds()
-        busy_s, all_s = (now - then for now, then in zip(self._before, before, strict=True))
         engines = [size for pid in self._engine_pids() if (size := _resident_bytes(pid)) is not None]
         self.samples.append(
             UseSample(
                 time.perf_counter(),
-                100 * busy_s / all_s if all_s > 0 else 0.0,
+                cpu_percent,
                 memory.total - memory.available,
                 memory.total,
                 sum(engines) if engines else None,
@@ -83,14 +80,6 @@ class MachineUse:
                 tuple(map(_gpu, self._gpus)),
             )
         )
-
-
-def _cpu_seconds() -> tuple[float, float]:
-    """Busy and all seconds of all cores since the machine started; waiting for a disk is not busy."""
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted as user time, too
-    return sum(times) - guests - idle, sum(times) - guests
 
 
 def _resident_bytes(pid: int) -> int | None:

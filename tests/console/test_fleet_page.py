@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cumulo.console.fleet_view import decisions_html, overlap_html, prefill_html, replicas_html, tiles_html
+from cumulo.console.fleet_page import decisions_html, overlap_html, prefill_html, replicas_html, tiles_html
 from tests.console.browsing import DESKTOP, PHONE, in_a_browser, looking_at
 from tests.serve.running_server import running_server, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model

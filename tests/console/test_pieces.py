@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cumulo.console.block_chart import block_chart, columns_for
-from cumulo.console.charts import columns_option
+from cumulo.console.charts import block_chart, columns_for, columns_option
 from cumulo.console.front import COOKIE, Sessions, Visitor
-from cumulo.console.live_numbers import WINDOWS, latencies, machine_line, slices
+from cumulo.console.live_page import WINDOWS, latencies, machine_line, slices
 from cumulo.console.machine_use import MachineUse, UseSample
 from cumulo.console.request_view import Filter, rows_of, table_html
 from cumulo.console.system_page import engine_rows, server_rows
@@ -134,7 +133,7 @@ def test_machine_use_tells_memory_and_processes_and_forgets_those_that_ended() -
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     use = MachineUse(lambda: (os.getpid(), ended.pid))
-    use.sample()
+    use.sample(12.5)
     (sample,) = use.samples
     assert 0 <= sample.cpu_percent <= 100 and 0 < sample.memory_percent < 100
     assert sample.engine_bytes == pytest.approx(sample.server_bytes, rel=0.1) and sample.gpus == ()

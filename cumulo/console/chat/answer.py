@@ -45,6 +45,9 @@ class ShownToolCall:
 Odds = list[Any]  # the text of a token (or of the few that spell one character), its probability, words on it
 
 
+_ABOUT = ("request_id", "model", "output_tokens", "finish_reason", "problem", "ttft_s", "decode_s")
+
+
 @dataclass(slots=True)
 class ChatAnswer:
     text: str = ""
@@ -114,15 +117,7 @@ class ChatAnswer:
 
     def entry(self) -> dict[str, Any]:
         """The answer as a conversation keeps it. Calls that were cut cannot be said again, so they are left out."""
-        about = {
-            "request_id": self.request_id,
-            "model": self.model,
-            "output_tokens": self.output_tokens,
-            "finish_reason": self.finish_reason,
-            "problem": self.problem,
-            "ttft_s": self.ttft_s,
-            "decode_s": self.decode_s,
-        }
+        about = {name: getattr(self, name) for name in _ABOUT}
         entry: dict[str, Any] = {"role": "assistant", "content": self.text, "about": about}
         calls = [call.message_part() for call in self.calls.values() if call.whole]
         if calls:
@@ -133,12 +128,8 @@ class ChatAnswer:
 
     @classmethod
     def from_entry(cls, entry: dict[str, Any]) -> "ChatAnswer":
-        about = entry.get("about", {})
-        answer = cls(text=str(entry.get("content") or ""), odds=list(entry.get("odds", ())))
-        answer.request_id, answer.model = str(about.get("request_id") or ""), str(about.get("model") or "")
-        answer.output_tokens = int(about.get("output_tokens") or 0)
-        answer.finish_reason, answer.problem = about.get("finish_reason"), about.get("problem")
-        answer.ttft_s, answer.decode_s = about.get("ttft_s"), about.get("decode_s")
+        known = {name: value for name, value in entry.get("about", {}).items() if name in _ABOUT and value}
+        answer = cls(text=str(entry.get("content") or ""), odds=list(entry.get("odds", ())), **known)
         for index, call in enumerate(entry.get("tool_calls", ())):
             function = call["function"]
             answer.calls[index] = ShownToolCall(call["id"], function["name"], function["arguments"])

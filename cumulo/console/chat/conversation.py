@@ -9,15 +9,59 @@ import re
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 LARGEST_FILE_BYTES = 200_000
 MOST_FILES = 5
 LARGEST_STORED_BYTES = 700_000  # one message from the browser must carry it: sockets take a megabyte
 _LONGEST_TITLE = 80
-_ROLES = ("user", "assistant", "tool")
-_NUMBERS = ("output_tokens", "ttft_s", "decode_s")
 Entry = dict[str, Any]
+
+
+class _Function(TypedDict):
+    name: str
+    arguments: str
+
+
+class _Call(TypedDict):
+    id: str
+    function: _Function
+
+
+class _About(TypedDict, total=False):
+    request_id: str | None
+    model: str | None
+    output_tokens: float | None
+    finish_reason: str | None
+    problem: str | None
+    ttft_s: float | None
+    decode_s: float | None
+
+
+class _StoredEntry(TypedDict):
+    """What the page needs to draw an entry; it would fail on anything else."""
+
+    role: Literal["user", "assistant", "tool"]
+    content: str
+    tool_calls: NotRequired[list[_Call]]
+    odds: NotRequired[list[tuple[str, float, str]]]
+    files: NotRequired[list[dict[str, str]]]
+    about: NotRequired[_About]
+    pending: NotRequired[str]
+    undo: NotRequired[dict[str, Any]]
+
+
+class _Stored(TypedDict):
+    id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{24}$")]
+    entries: list[_StoredEntry]
+    title: NotRequired[str]
+    updated_s: NotRequired[float]
+
+
+_STORED = TypeAdapter(_Stored)
 
 
 @dataclass(slots=True)
@@ -76,19 +120,13 @@ class Conversation:
     @classmethod
     def from_stored(cls, stored: Any) -> "Conversation | None":
         """The stored conversation; None if it is none, since a browser's storage can hold anything."""
-        if not isinstance(stored, dict) or not isinstance(stored.get("entries"), list):
+        try:
+            kept = _STORED.validate_json(json.dumps(stored), strict=True)
+        except ValidationError:
             return None
-        if not isinstance(stored.get("id"), str) or not re.fullmatch(r"[0-9a-f]{24}", stored["id"]):
+        if not all(read_files(entry.get("files", [])) == entry.get("files", []) for entry in kept["entries"]):
             return None
-        if not all(map(_is_entry, stored["entries"])):
-            return None
-        title, updated_s = stored.get("title"), stored.get("updated_s")
-        return cls(
-            stored["id"],
-            title if isinstance(title, str) else "",
-            float(updated_s) if isinstance(updated_s, int | float) else 0.0,
-            stored["entries"],
-        )
+        return cls(kept["id"], kept.get("title", ""), kept.get("updated_s", 0.0), stored["entries"])
 
 
 def fenced(name: str, text: str) -> str:
@@ -121,50 +159,6 @@ def _message(entry: Entry) -> Entry:
 
 def _says_something(entry: Entry) -> bool:
     return bool(entry["content"] or entry.get("tool_calls") or entry.get("files") or entry["role"] == "tool")
-
-
-def _is_entry(entry: Any) -> bool:
-    """Whether it has the shape of what was stored; the page would fail on anything else."""
-    if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
-        return False
-    calls, odds, files = entry.get("tool_calls", []), entry.get("odds", []), entry.get("files", [])
-    return (
-        isinstance(entry.get("content"), str)
-        and isinstance(calls, list)
-        and all(map(_is_call, calls))
-        and isinstance(odds, list)
-        and all(map(_is_odds, odds))
-        and read_files(files) == files
-        and _is_about(entry.get("about", {}))
-        and isinstance(entry.get("pending", ""), str)
-        and isinstance(entry.get("undo", {}), dict)
-    )
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return (
-        isinstance(function, dict)
-        and isinstance(call.get("id"), str)
-        and all(isinstance(function.get(part), str) for part in ("name", "arguments"))
-    )
-
-
-def _is_odds(odds: Any) -> bool:
-    return (
-        isinstance(odds, list)
-        and len(odds) == 3
-        and isinstance(odds[0], str)
-        and isinstance(odds[1], int | float)
-        and isinstance(odds[2], str)
-    )
-
-
-def _is_about(about: Any) -> bool:
-    return isinstance(about, dict) and all(
-        value is None or isinstance(value, int | float if name in _NUMBERS else str)
-        for name, value in about.items()
-    )
 
 
 def _size(entries: list[Entry]) -> int:
