@@ -14,7 +14,7 @@ from cumulo.cluster.decide.snapshot import TenantQuota, snapshot_of
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate import page as pages
 from cumulo.cluster.simulate.fill import PUBLISHED, fill
-from cumulo.cluster.simulate.job_speed import FixedSpeed, LeafSpeed, TraceJob
+from cumulo.cluster.simulate.job_speed import JobSpeed, LeafSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, Segment
 from cumulo.cluster.simulate.page import gantt, page
 from cumulo.cluster.simulate.play import BrokenPolicy, PlayOptions, play
@@ -84,7 +84,7 @@ def test_nobody_starves_on_a_full_cluster(name):
     assert all(one.jct_s >= 0.999 * one.alone_s for one in run.outcomes)
 
 
-class _Third(FixedSpeed):
+class _Third(JobSpeed):
     """Steps that no binary number counts exactly."""
 
     asked = 0
@@ -110,19 +110,6 @@ def test_failures_cost_work_and_bad_nodes_are_cordoned():
     assert len(run.outcomes) == 40
     assert run.node_failures >= 3 and run.cordoned == ["node-0"] and run.lost_work > 0
     assert sum(one.restarts for one in run.outcomes) > 0
-
-
-def test_rounds_in_which_nothing_happened_are_left_out_for_ten_minutes_at_most():
-    asked, decide = [], policy_named("fifo").decide
-
-    def asking(snapshot):
-        asked.append(snapshot.now_s)
-        return decide(snapshot)
-
-    trace = [job("first", 0, 2000, 2), job("second", 1500, 100, 2)]
-    play(uniform_nodes(1, 4), trace, asking, options=PlayOptions(interval_s=60, always_decide=True))
-    # The first starts at 60 and ends at 2,060, the second starts at 1,500 and ends at 1,600.
-    assert asked == [60, 120, 720, 1320, 1500, 1560, 1620]
 
 
 def test_a_job_waits_for_the_cores_of_one_that_names_a_share_of_a_gpu_and_has_none():

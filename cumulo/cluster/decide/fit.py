@@ -2,8 +2,7 @@
 topology."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -126,44 +125,31 @@ def task_places(job: JobRequest, free: FreeCapacity, counts: NodeCounts) -> Plac
     return tuple(places)
 
 
-class Placer(Protocol):
-    """Where gangs go, for one decision. It is told of the gangs that the decision starts and stops."""
+class Placer:
+    """Where gangs go, for one decision: by one function, wherever other gangs are. It is told of the gangs that the
+    decision starts and stops."""
+
+    def __init__(self, place: Callable[[JobRequest, FreeCapacity], Places | None] = pack_gang) -> None:
+        self._place = place
 
     def places(self, job: JobRequest, free: FreeCapacity) -> Places | None:
         """Places for all tasks; None: they do not fit. Where enough tasks fit, there are always places."""
+        return self._place(job, free)
 
     def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None: ...
     def stopped(self, job: JobRequest, places: Sequence[TaskPlace]) -> None: ...
 
     def why(self, job: JobRequest) -> str:
         """Between which ways it chose for this job; "": there was no choice."""
+        return ""
 
 
 PlacerOf = Callable[[Snapshot], Placer]
 
 
-@dataclass(frozen=True, slots=True)
-class BlindPlacer:
-    """Places by one function, wherever other gangs are."""
-
-    place: Callable[[JobRequest, FreeCapacity], Places | None] = pack_gang
-
-    def places(self, job: JobRequest, free: FreeCapacity) -> Places | None:
-        return self.place(job, free)
-
-    def started(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
-        pass
-
-    def stopped(self, job: JobRequest, places: Sequence[TaskPlace]) -> None:
-        pass
-
-    def why(self, job: JobRequest) -> str:
-        return ""
-
-
 def packed(snapshot: Snapshot) -> Placer:
-    return BlindPlacer(pack_gang)
+    return Placer(pack_gang)
 
 
 def emptiest(snapshot: Snapshot) -> Placer:
-    return BlindPlacer(emptiest_first)
+    return Placer(emptiest_first)

@@ -14,7 +14,7 @@ it (section 3.2).
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -57,16 +57,6 @@ class TaskMix:
         cpu = np.array([shape.cpu_milli for shape in self.shapes], dtype=np.int32)
         return np.maximum(gpus, 1), milli, cpu, np.array(self.frequency)
 
-    def on(self, device: str) -> "TaskMix":
-        """What it asks of nodes with this device: shapes that differ only in the devices they accept are one, and
-        the frequencies of those that do not accept it are missing."""
-        found = dict[TaskShape, float]()
-        for shape, frequency in zip(self.shapes, self.frequency, strict=True):
-            if not shape.devices or device in shape.devices:
-                same = replace(shape, devices=())
-                found[same] = found.get(same, 0.0) + frequency
-        return TaskMix(tuple(found), tuple(found.values()))
-
 
 def shape_of(job: JobRequest) -> TaskShape:
     return TaskShape(job.gpus_per_task, job.gpu_milli if job.gpus_per_task else 0, job.cpu_milli, job.devices)
@@ -75,12 +65,9 @@ def shape_of(job: JobRequest) -> TaskShape:
 def task_mix(jobs: Iterable[JobRequest], share: float = 0.95) -> TaskMix:
     """The most frequent shapes that together make up `share` of all tasks (95%, as the paper's experiments
     use)."""
-    counts: Counter[tuple[int, int, int, tuple[str, ...]]] = Counter()
-    for job in jobs:
-        counts[job.gpus_per_task, job.gpu_milli, job.cpu_milli, job.devices] += job.tasks
     shapes: Counter[TaskShape] = Counter()
-    for (gpus, milli, cpu, devices), tasks in counts.items():
-        shapes[TaskShape(gpus, milli if gpus else 0, cpu, devices)] += tasks
+    for job in jobs:
+        shapes[shape_of(job)] += job.tasks
     total, reached = shapes.total(), 0
     chosen: list[tuple[TaskShape, int]] = []
     for shape, count in shapes.most_common():
@@ -132,16 +119,10 @@ def reachable_shapes(free: FreeCapacity, nodes: Ints, mix: TaskMix) -> Ints | No
 def fragmented_share(free: FreeCapacity, mix: TaskMix, most_nodes: int = 2000) -> float:
     """Of the GPUs that are free, the share that a task drawn from the mix cannot use; of the first nodes of a
     large cluster."""
-    first = slice(min(len(free.nodes), most_nodes))
-    gpu_milli, cpu_milli, device_of = free.gpu_milli[first], free.cpu_milli[first], free.device_of[first]
-    left = float(gpu_milli.sum())
-    if not left:
-        return 0.0
-    unused = 0.0
-    for device, number in free.devices.items():
-        nodes = device_of == number
-        unused += float(fragmentation(gpu_milli[nodes], cpu_milli[nodes], mix.on(device)).sum())
-    return unused / left
+    first = np.arange(min(len(free.nodes), most_nodes))
+    shares, reachable = free.gpu_milli[first], reachable_shapes(free, first, mix)
+    left = float(shares.sum())
+    return float(fragmentation(shares, free.cpu_milli[first], mix, reachable).sum()) / left if left else 0.0
 
 
 _MOST_CPU, _MOST_GPU = 128_000, 8_000  # the largest node of the published comparison, in thousandths

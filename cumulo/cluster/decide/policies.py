@@ -17,7 +17,7 @@ from cumulo.cluster.decide.las import least_attained_service
 from cumulo.cluster.decide.preemption import preempting
 from cumulo.cluster.decide.queueing import by_arrival, by_prediction, queue_policy
 from cumulo.cluster.decide.snapshot import Policy
-from cumulo.cluster.decide.topology import by_topology
+from cumulo.cluster.decide.topology import TopologyPlacer
 from cumulo.cluster.decide.upkeep import cordoning, defragmenting
 from cumulo.errors import ConfigError
 
@@ -73,7 +73,7 @@ ORDERS: dict[str, PolicyKind] = {
 }
 PLACERS: dict[str, tuple[str, PlacerOf]] = {
     "pack": ("tightest nodes first, blind to topology", packed),
-    "topology": ("where the job's step is fastest, by the collective model", by_topology),
+    "topology": ("where the job's step is fastest, by the collective model", TopologyPlacer),
     "emptiest": ("nodes with the most free GPUs first", emptiest),
 }
 _UPKEEP: dict[str, Callable[[Policy], Policy]] = {"cordon": cordoning, "defrag": defragmenting}

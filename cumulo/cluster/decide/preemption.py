@@ -18,7 +18,7 @@ from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 _MOST_URGENT = 20  # jobs for which others may be stopped, in one decision
-_MORE_NODES = 12  # that are priced, besides one for each missing task
+_MOST_NODES = 16  # that are priced for each missing task
 
 Found = tuple[list[RunningJob], FreeCapacity]  # those that stop, and the cluster without them
 
@@ -51,24 +51,18 @@ class RoomSearch:
         """Jobs to stop, none that is not needed on its node, and the cluster without them; None: no room."""
         job = self.job
         self._then = self.free.copy()
-        while (missing := job.tasks - slots(job, self._then)) > 0:
+        while slots(job, self._then) < job.tasks:
             priced = []
-            for node in self._candidates()[: missing + _MORE_NODES]:
-                victims = self._victims(node)
-                if victims:
+            for node in self._candidates()[:_MOST_NODES]:
+                if victims := self._victims(node):
                     prices = [self.price(one) for one in victims]
                     cost, next_cost = sum(price[0] for price in prices), sum(price[-1] for price in prices)
                     priced.append((cost, next_cost, node, victims))
             if not priced:
                 return None
-            touched: set[int] = set()  # nodes of those that stop: what was found there is old
-            for _, _, node, victims in sorted(priced, key=lambda one: one[:3]):
-                for one in self._victims(node) if node in touched else victims:
-                    self._chosen.append(one)
-                    self._then.release(one.request, one.places)
-                    touched.update(self._then.numbers(one.places))
-                if slots(job, self._then) >= job.tasks:
-                    break
+            for one in min(priced, key=lambda priced: priced[:3])[-1]:
+                self._chosen.append(one)
+                self._then.release(one.request, one.places)
         return self._chosen, self._then
 
     def _candidates(self) -> list[int]:
@@ -83,7 +77,7 @@ class RoomSearch:
 
     def _victims(self, node: int) -> list[RunningJob]:
         """The cheapest jobs of a node without which it has room for one task more than now."""
-        free, chosen = self._then, self._chosen
+        chosen = self._chosen
         stopped = {one.job_id for one in chosen}
         there = [
             one for one in self.on.get(node, ()) if one.job_id not in stopped and self.may_stop(one, chosen)
@@ -109,7 +103,6 @@ class RoomSearch:
                 self._move(one, node, 1)
         for one in taken:
             self._move(one, node, -1)
-        assert free is self._then
         return needed
 
     def _tasks(self, node: int) -> int:

@@ -29,14 +29,10 @@ class TenantUse:
 
 def tenant_use(snapshot: Snapshot) -> dict[str, TenantUse]:
     """What the running jobs of each tenant have."""
-    gpu_milli: dict[str, int] = {}
-    cpu_milli: dict[str, int] = {}
+    found: dict[str, TenantUse] = {}
     for one in snapshot.running.values():
-        job, tasks = one.request, len(one.places)
-        gpu_milli[job.tenant] = gpu_milli.get(job.tenant, 0) + tasks * job.gpus_per_task * job.gpu_milli
-        if job.cpu_milli:
-            cpu_milli[job.tenant] = cpu_milli.get(job.tenant, 0) + tasks * job.cpu_milli
-    return {name: TenantUse(milli, cpu_milli.get(name, 0)) for name, milli in gpu_milli.items()}
+        found.setdefault(one.request.tenant, TenantUse()).add(one.request, one.tasks)
+    return found
 
 
 def dominant_share(use: TenantUse, total: TenantUse, weight: float) -> float:

@@ -48,12 +48,9 @@ class LeafFabric:
 
     def step_s(self, job: JobRequest, places: Sequence[TaskPlace], busy: Mapping[str, int]) -> float:
         """Seconds of one step, when the jobs counted in `busy` share the uplinks fairly with this one."""
-        return self.step_of(job, Counter(place.node for place in places), busy)
-
-    def step_of(self, job: JobRequest, tasks: Mapping[str, int], busy: Mapping[str, int]) -> float:
-        """Like `step_s`; `tasks` are those on each node."""
+        tasks = Counter(place.node for place in places)
         leaves = Counter(map(self.leaf_of.__getitem__, tasks))
-        return self.step_over(job, leaves, max(tasks.values()), sum(tasks.values()), busy)
+        return self.step_over(job, leaves, max(tasks.values()), len(places), busy)
 
     def step_over(
         self, job: JobRequest, leaves: Mapping[str, int], most: int, tasks: int, busy: Mapping[str, int]

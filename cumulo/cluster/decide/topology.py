@@ -52,7 +52,7 @@ class _Room:
     idle: Ints
 
 
-class TopologyPlacer:
+class TopologyPlacer(Placer):
     """A placer for one snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -138,7 +138,3 @@ class TopologyPlacer:
         named: Mapping[str, int] = {self.leaves[leaf]: nodes for leaf, nodes in leaves.items()}
         step_s = self.fabric.step_over(job, named, max(count for _, count in counts), job.tasks, self.busy)
         return PricedWay(name, counts, step_s, len(leaves), left_over)
-
-
-def by_topology(snapshot: Snapshot) -> Placer:
-    return TopologyPlacer(snapshot)

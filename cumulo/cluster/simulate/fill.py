@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize
-from cumulo.cluster.decide.jobs import JobRequest, RunningJob
+from cumulo.cluster.decide.decisions import JobPlacement
+from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.packing import (
     Clustering,
     GradientDescent,
+    Scorer,
     TaskMix,
     best_fit,
     dot_product,
@@ -28,7 +29,7 @@ from cumulo.cluster.decide.packing import (
     stranded,
     task_mix,
 )  # fmt: skip
-from cumulo.cluster.decide.snapshot import Policy, Snapshot
+from cumulo.cluster.decide.snapshot import Snapshot
 from cumulo.errors import ConfigError
 
 # GPU allocation in percent when tasks for 100% and for 130% of the GPUs have arrived, `openb` default trace, mean
@@ -49,7 +50,6 @@ class Filling:
     policy: str
     at_100: tuple[float, ...]
     at_130: tuple[float, ...]
-    moves: int = 0  # migrations, all seeds together
 
     @property
     def mean_at_100(self) -> float:
@@ -60,29 +60,11 @@ class Filling:
         return sum(self.at_130) / len(self.at_130)
 
 
-@dataclass(frozen=True, slots=True)
-class Packer:
-    """A packing rule for this experiment: a policy, and what is told where tasks went."""
-
-    decide: Policy
-    placed: Callable[[JobRequest, str], None] | None = None
-
-
-def packer(name: str, mix: TaskMix, seed: int) -> Packer:
-    if name == "clustering":
-        rule = Clustering()
-
-        def placed(job: JobRequest, node: str) -> None:
-            if job.gpus_per_task:
-                rule.kinds.setdefault(node, set()).add(kind_of(job))
-
-        return Packer(packing_policy(rule, name, seed), placed)
-    if name == "random":
-        return Packer(packing_policy(random_score, name, seed, any_gpu=True))
-    if name == "lookahead":
-        return Packer(packing_policy(GradientDescent(mix, stranded), name, seed))
-    scorer = {"dot-product": dot_product, "gpu-packing": gpu_packing, "best-fit": best_fit}.get(name)
-    return Packer(packing_policy(scorer or GradientDescent(mix), name, seed))
+def _scorer(name: str, mix: TaskMix) -> Scorer:
+    return {
+        "random": random_score, "dot-product": dot_product, "clustering": Clustering(), "gpu-packing": gpu_packing,
+        "best-fit": best_fit, "fgd": GradientDescent(mix), "lookahead": GradientDescent(mix, stranded),
+    }[name]  # fmt: skip
 
 
 def arrivals(jobs: Sequence[JobRequest], gpus: int, ratio: float, seed: int) -> list[JobRequest]:
@@ -108,45 +90,31 @@ def fill(
 ) -> Filling:
     """`jobs` are of one task each. A job that does not fit when it arrives is turned away."""
     mix, gpus = task_mix(jobs), sum(node.gpus for node in nodes)
-    at_100, at_130, moves = [], [], 0
-    for seed in seeds:
-        rule = packer(name, mix, seed)
-        curve, moved = _fill_once(nodes, arrivals(jobs, gpus, ratio, seed), rule, gpus)
-        at_100.append(_at(curve, 100))
-        at_130.append(_at(curve, round(100 * ratio)))
-        moves += moved
-    return Filling(name, tuple(at_100), tuple(at_130), moves)
+    curves = [
+        _fill_once(nodes, arrivals(jobs, gpus, ratio, seed), name, _scorer(name, mix), seed) for seed in seeds
+    ]
+    at_100, at_130 = ([_at(curve, percent) for curve in curves] for percent in (100, round(100 * ratio)))
+    return Filling(name, tuple(at_100), tuple(at_130))
 
 
 def _fill_once(
-    nodes: Sequence[ClusterNode], order: Sequence[JobRequest], rule: Packer, gpus: int
-) -> tuple[list[tuple[float, float]], int]:
-    """(percent asked for, percent allocated) after each arrival, and how many tasks were moved."""
-    free = FreeCapacity(nodes)
-    running: dict[str, RunningJob] = {}
-    asked = used = moved = 0
+    nodes: Sequence[ClusterNode], order: Sequence[JobRequest], name: str, scorer: Scorer, seed: int
+) -> list[tuple[float, float]]:
+    """(percent asked for, percent allocated) after each arrival."""
+    rule = packing_policy(scorer, name, seed, any_gpu=name == "random")
+    free, gpus = FreeCapacity(nodes), sum(node.gpus for node in nodes)
+    asked = used = 0
     curve = []
     for job in order:
         asked += job.milli_per_task
-        for decision in rule.decide(Snapshot(0.0, nodes, [job], running, free)):
+        for decision in rule(Snapshot(0.0, nodes, [job], {}, free)):
             if isinstance(decision, JobPlacement):
                 free.allocate(job, decision.places)
-                running[job.job_id] = RunningJob(job, decision.places)
                 used += job.milli_per_task
-                if rule.placed is not None:
-                    rule.placed(job, decision.places[0].node)
-            elif isinstance(decision, Resize):
-                old = running[decision.job_id]
-                free.release(old.request, old.places)
-                free.allocate(old.request, decision.places)
-                running[decision.job_id] = replace(old, places=decision.places)
-                moved += 1
-            elif isinstance(decision, Eviction):  # turned out for another: it counts no more
-                old = running.pop(decision.job_id)
-                free.release(old.request, old.places)
-                used -= old.request.milli_per_task
+                if isinstance(scorer, Clustering) and job.gpus_per_task:
+                    scorer.kinds.setdefault(decision.places[0].node, set()).add(kind_of(job))
         curve.append((asked / gpus / 10, used / gpus / 10))
-    return curve, moved
+    return curve
 
 
 def _at(curve: Sequence[tuple[float, float]], percent: int) -> float:

@@ -4,7 +4,6 @@ GPUs it has. The simulator's player asks."""
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -23,16 +22,18 @@ class TraceJob:
     work: float
 
 
-class JobSpeed(Protocol):
-    """How fast a placed job advances."""
+class JobSpeed:
+    """How fast a placed job advances: at speed 1, wherever it is placed. Others say what differs."""
 
-    refreshes: bool  # whether a policy shall know more about a job while it runs or waits
+    refreshes = False  # whether a policy shall know more about a job while it runs or waits
 
     def rate(self, job: JobRequest, places: _Places, done: float) -> tuple[float, float]:
         """Work per second from now on, and the amount of work done at which it may change."""
+        return 1.0, float("inf")
 
     def refreshed(self, job: JobRequest, done: float) -> JobRequest:
         """What the policy shall know about this job now: a prediction or a speed table may have changed."""
+        return job
 
     def started(self, job: JobRequest, places: _Places) -> None:
         """Told of every job that begins to run, after its rate was asked for."""
@@ -41,25 +42,7 @@ class JobSpeed(Protocol):
         """Told of every job that ends or stops."""
 
 
-class FixedSpeed:
-    """Speed 1, wherever a job is placed."""
-
-    refreshes = False
-
-    def rate(self, job: JobRequest, places: _Places, done: float) -> tuple[float, float]:
-        return 1.0, float("inf")
-
-    def refreshed(self, job: JobRequest, done: float) -> JobRequest:
-        return job
-
-    def started(self, job: JobRequest, places: _Places) -> None:
-        pass
-
-    def left(self, job: JobRequest, places: _Places) -> None:
-        pass
-
-
-class LeafSpeed(FixedSpeed):
+class LeafSpeed(JobSpeed):
     """A step takes what the collective model says for the nodes a gang has and the jobs beside it; without a step
     profile a job runs at speed 1. Work is counted in seconds at the step time of a gang that lies under one leaf
     with nobody beside it. The price of a placement is that of the moment it starts: jobs that start later do not
@@ -103,7 +86,7 @@ def _under_one_leaf(fabric: LeafFabric, nodes: int) -> LeafFabric:
     return LeafFabric(fabric.device, leaf_of, fabric.oversubscription)
 
 
-class ElasticSpeed(FixedSpeed):
+class ElasticSpeed(JobSpeed):
     """The speed of its table. Work is counted in seconds with the GPUs that the job asks for."""
 
     def rate(self, job: JobRequest, places: _Places, done: float) -> tuple[float, float]:

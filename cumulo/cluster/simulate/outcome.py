@@ -71,10 +71,6 @@ class ClusterRun:
     used_gpu_s: float = 0.0
     end_s: float = 0.0
 
-    def closed(self, end_s: float, unfinished: list[JobRequest]) -> "ClusterRun":
-        self.end_s, self.unfinished = end_s, unfinished
-        return self
-
     @cached_property
     def gpus(self) -> int:
         return sum(node.gpus for node in self.nodes)

@@ -4,7 +4,6 @@ run = play(nodes, jobs, policy)
 run.mean_jct_s, run.utilisation
 """
 
-import bisect
 import heapq
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
 from cumulo.cluster.decide.packing import fragmented_share, task_mix
 from cumulo.cluster.decide.policies import NamedPolicy
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
-from cumulo.cluster.simulate.job_speed import FixedSpeed, JobSpeed, TraceJob
+from cumulo.cluster.simulate.job_speed import JobSpeed, TraceJob
 from cumulo.cluster.simulate.outcome import ClusterRun, JobOutcome, Segment
 from cumulo.cluster.simulate.synthetic import FailureRates, failure_times
 from cumulo.errors import CumuloError
@@ -28,7 +27,6 @@ from cumulo.errors import CumuloError
 ROUND_S = 60.0  # between two decisions of policies that resize or preempt running jobs all the time
 _LARGE_ROUND_S, _MANY_JOBS = 30.0, 10_000  # and of all others, where jobs are many; Slurm's bf_interval
 _FRAGMENTATION_SAMPLES = 20
-_SETTLED_S = 600.0  # rounds are left out for so long
 
 EventKind = Literal["arrive", "advance", "fail", "repair", "decide"]
 # When, its place among those of the moment, what, the job or node, and a number for whoever handles it. Of one
@@ -83,10 +81,6 @@ class _Live:
     gpu_s: float = 0.0
     why: str = ""
 
-    @property
-    def place_in_queue(self) -> tuple[float, int]:
-        return self.request.arrival_s, self.number
-
 
 @dataclass
 class _Player:
@@ -100,13 +94,11 @@ class _Player:
     pushed: int = 0
     to_come: int = 0  # arrivals and repairs: what may start jobs although nothing runs
     live: dict[str, _Live] = field(default_factory=dict)
-    queue: list[JobRequest] = field(default_factory=list)  # in the order of arrival
-    queue_keys: list[tuple[float, int]] = field(default_factory=list)  # of each of them
+    waiting: dict[str, _Live] = field(default_factory=dict)
     running: dict[str, RunningJob] = field(default_factory=dict)
     used_gpus: float = 0.0
     fitting: dict[GangShape, int] = field(default_factory=dict)  # tasks that the empty cluster can hold
     in_vain: int = 0  # decisions since something happened that started nothing although jobs wait
-    settled_s: float | None = None  # when a decision changed nothing; None: something happened since
 
     def __post_init__(self) -> None:
         self.run = ClusterRun(tuple(self.free.nodes))
@@ -133,7 +125,7 @@ class _Player:
         while self.events and len(self.run.outcomes) + len(self.run.impossible) < len(self.trace):
             self.run.used_gpu_s += self.used_gpus * (self.events[0][0] - self.now_s)
             self.now_s = self.events[0][0]
-            if self.handle_moment() and (self.queue or (self.options.always_decide and not self.settled())):
+            if self.handle_moment() and (self.waiting or self.options.always_decide):
                 self.decide()
             if len(self.run.outcomes) != finished:
                 finished = len(self.run.outcomes)
@@ -141,9 +133,10 @@ class _Player:
                     self.run.fragmented.append(fragmented_share(self.free, mix))
                 if told is not None:
                     told(finished, len(self.trace))
-            if self.queue and self.stuck():
+            if self.waiting and self.stuck():
                 break
-        return self.run.closed(self.now_s, self.queue)
+        self.run.end_s, self.run.unfinished = self.now_s, self.queue()
+        return self.run
 
     def handle_moment(self) -> bool:
         """All events of this moment; whether a decision is due after them."""
@@ -164,22 +157,12 @@ class _Player:
             elif kind == "repair":
                 self.to_come -= 1
                 node = self.free.index[name]
-                self.set_health(node, replace(self.free.nodes[node], health="ready"))
+                self.free.replace_node(node, replace(self.free.nodes[node], health="ready"))
         return due
 
     def push(self, at_s: float, kind: EventKind, name: str = "", number: int = 0) -> None:
         self.pushed += 1
         heapq.heappush(self.events, (at_s, (1, self.pushed), kind, name, number))
-
-    def settled(self) -> bool:
-        """Whether this round can be left out: nothing happened since one that changed nothing. But jobs grow older,
-        and older ones can afford a restart: so that it is not left out for long."""
-        return (
-            self.settled_s is not None
-            and self.options.interval_s > 0
-            and not self.speed.refreshes
-            and self.now_s - self.settled_s < _SETTLED_S
-        )
 
     def stuck(self) -> bool:
         """Nothing runs, something waits, and only failures are to come: it will wait for ever."""
@@ -196,18 +179,12 @@ class _Player:
         if self.fitting[job.shape] < (job.min_tasks or job.tasks):
             self.run.impossible.append(job)
             return
-        one = self.live[job.job_id] = _Live(job, self.trace[number].work, number)
-        self.enqueue(one)
-        self.settled_s = None
+        self.live[job.job_id] = self.waiting[job.job_id] = _Live(job, self.trace[number].work, number)
 
-    def enqueue(self, one: _Live) -> None:
-        at = bisect.bisect(self.queue_keys, one.place_in_queue)
-        self.queue_keys.insert(at, one.place_in_queue)
-        self.queue.insert(at, one.request)
-
-    def dequeue(self, one: _Live) -> None:
-        at = bisect.bisect_left(self.queue_keys, one.place_in_queue)
-        del self.queue_keys[at], self.queue[at]
+    def queue(self) -> list[JobRequest]:
+        """The jobs that wait, in the order of arrival."""
+        ordered = sorted(self.waiting.values(), key=lambda one: (one.request.arrival_s, one.number))
+        return [one.request for one in ordered]
 
     def advance(self, one: _Live) -> None:
         """Work done until now, at the rate it had."""
@@ -222,7 +199,6 @@ class _Player:
         one = self.live.get(name)
         if one is None or one.event != number or not one.places:
             return
-        self.settled_s = None
         self.advance(one)
         # This is when it gets there. Late in a long trace the clock's last digit is worth more than what is
         # left: counted from the clock alone, it would come closer for ever and never end.
@@ -290,10 +266,6 @@ class _Player:
 
     # -- nodes
 
-    def set_health(self, number: int, node: ClusterNode) -> None:
-        self.free.replace_node(number, node)
-        self.settled_s = None
-
     def fail(self, name: str) -> None:
         number = self.free.index[name]
         node = self.free.nodes[number]
@@ -309,8 +281,8 @@ class _Player:
             self.stop(one)
             one.restarts += 1
             self.run.lost_work += one.rate * lost_s
-            self.enqueue(one)
-        self.set_health(number, replace(node, health="down", failures=node.failures + 1))
+            self.waiting[job.job_id] = one
+        self.free.replace_node(number, replace(node, health="down", failures=node.failures + 1))
         if self.options.failures is not None and node.health != "cordoned":
             self.to_come += 1
             self.push(self.now_s + self.options.failures.repair_s, "repair", name)
@@ -321,7 +293,7 @@ class _Player:
         if self.speed.refreshes:
             self.refresh()
         nodes, running = self.free.nodes, MappingProxyType(self.running)
-        return Snapshot(self.now_s, nodes, tuple(self.queue), running, self.free.read_only(), self.quotas)
+        return Snapshot(self.now_s, nodes, tuple(self.queue()), running, self.free.read_only(), self.quotas)
 
     def refresh(self) -> None:
         """What policies shall know about the jobs now."""
@@ -332,7 +304,6 @@ class _Player:
             name = one.request.job_id
             if one.places and self.running[name].request is not one.request:
                 self.running[name] = replace(self.running[name], request=one.request)
-        self.queue = [self.live[job.job_id].request for job in self.queue]
 
     def decide(self) -> None:
         snapshot = self.snapshot()
@@ -342,8 +313,7 @@ class _Player:
         self.run.decisions += 1
         moves = [one for one in decisions if not isinstance(one, Waits)]
         started = any(isinstance(one, JobPlacement | Resize) for one in moves)
-        self.in_vain = self.in_vain + 1 if self.queue and not started else 0
-        self.settled_s = None if moves else self.now_s
+        self.in_vain = self.in_vain + 1 if self.waiting and not started else 0
         if self.options.check and moves and (wrong := violations(snapshot, moves)):
             raise BrokenPolicy(f"the policy broke a rule at {self.now_s:g} s: {wrong[0]}")
         if self.options.keep_log:
@@ -363,19 +333,19 @@ class _Player:
             number = self.free.index[decision.node]
             node = self.free.nodes[number]
             if node.health == "ready":
-                self.set_health(number, replace(node, health="cordoned"))
+                self.free.replace_node(number, replace(node, health="cordoned"))
                 self.run.cordoned.append(decision.node)
             return
         one = self.live[decision.job_id]
         if isinstance(decision, JobPlacement):
-            self.dequeue(one)
+            del self.waiting[decision.job_id]
             one.why = decision.reason
             first = one.first_start_s is None
             self.start(one, decision.places, one.request.startup_s if first else one.request.checkpoint_s)
         elif isinstance(decision, Eviction):
             one.restarts += 1
             self.run.evictions += 1
-            self.enqueue(one)
+            self.waiting[decision.job_id] = one
         elif isinstance(decision, Resize):
             one.resizes += 1
             self.run.resizes += 1
@@ -391,4 +361,4 @@ def play(
 ) -> ClusterRun:
     """The whole trace, until its last job ends or nothing can ever start again."""
     free = FreeCapacity(tuple(nodes))
-    return _Player(trace, policy, speed or FixedSpeed(), options or PlayOptions(), free).play()
+    return _Player(trace, policy, speed or JobSpeed(), options or PlayOptions(), free).play()

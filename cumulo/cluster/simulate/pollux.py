@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, TaskPlace
-from cumulo.cluster.simulate.job_speed import TraceJob
+from cumulo.cluster.simulate.job_speed import JobSpeed, TraceJob
 from cumulo.cluster.simulate.synthetic import error_of
 from cumulo.cluster.simulate.traces import once, read_lines
 from cumulo.errors import ConfigError
@@ -104,7 +104,7 @@ def _best_goodput(name: str, gpus: int, nodes: int, noise: float) -> float:
 
 
 @dataclass
-class PolluxSpeed:
+class PolluxSpeed(JobSpeed):
     """How the jobs of a workload advance. `adaptive`: each job takes the best batch size for the GPUs it has,
     and the policy sees its goodput with every number of GPUs; else the batch size of the trace."""
 
@@ -122,12 +122,6 @@ class PolluxSpeed:
         self.most_gpus[job.job_id] = max(len(places), self.most_gpus.get(job.job_id, 0))
         batch = None if self.adaptive and app.name != "ncf" else self.batches[job.job_id]
         return app.goodput(len(places), nodes, done, batch), app.noise_at(done)[1]
-
-    def started(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
-        pass  # neighbours do not slow each other down here
-
-    def left(self, job: JobRequest, places: tuple[TaskPlace, ...]) -> None:
-        pass
 
     def refreshed(self, job: JobRequest, done: float) -> JobRequest:
         """A job shows its goodput with up to twice the GPUs it has had: nobody has measured it with more."""

@@ -9,7 +9,7 @@ all_to_all_gb, devices`. `devices`: names separated by |, as in the list of node
 import csv
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cumulo.base.nearest import nearest
@@ -154,34 +154,24 @@ def read_nodes(path: Path) -> list[ClusterNode]:
     """A list of nodes: the columns of Alibaba's `openb`, or `name,gpus` and optionally `device,leaf`."""
     lines = read_lines(path)
     columns = set(lines[0].fields)
-    if {"sn", "gpu", "model", "cpu_milli", "memory_mib"} <= columns:
-        nodes = [
-            ClusterNode(
-                line.text("sn"),
-                line.whole("gpu"),
-                line.text("model", ""),
-                line.whole("cpu_milli"),
-                line.whole("memory_mib"),
-            )
-            for line in lines
-        ]
-    elif {"name", "gpus"} <= columns:
-        no_slips(path, columns, ("name", "gpus", "device", "leaf"))
-        nodes = [
-            ClusterNode(
-                line.text("name"),
-                line.whole("gpus"),
-                line.text("device", ""),
-                leaf=line.text("leaf", ""),
-            )
-            for line in lines
-        ]
-    else:
+    published = {"sn", "gpu", "model", "cpu_milli", "memory_mib"} <= columns
+    if not published and not {"name", "gpus"} <= columns:
         raise ConfigError(
             f"{path} is no list of nodes: it needs the columns name,gpus or sn,gpu,model,cpu_milli,memory_mib; "
             f"it has {','.join(sorted(columns))}"
         )
-    once(lines, (node.name for node in nodes), "sn" if "sn" in columns else "name")
+    if not published:
+        no_slips(path, columns, ("name", "gpus", "device", "leaf"))
+    name, gpus, device = ("sn", "gpu", "model") if published else ("name", "gpus", "device")
+    nodes = []
+    for line in lines:
+        node = ClusterNode(line.text(name), line.whole(gpus), line.text(device, ""))
+        if published:
+            node = replace(node, cpu_milli=line.whole("cpu_milli"), memory_mib=line.whole("memory_mib"))
+        else:
+            node = replace(node, leaf=line.text("leaf", ""))
+        nodes.append(node)
+    once(lines, (node.name for node in nodes), name)
     if not any(node.gpus for node in nodes):
         raise ConfigError(f"{path}: no node has a GPU")
     return nodes
@@ -241,23 +231,9 @@ def _gavel(line: TraceLine) -> TraceJob:
 
 
 _OWN_COLUMNS = (
-    "job_id",
-    "arrival_s",
-    "duration_s",
-    "gpus",
-    "tasks",
-    "tenant",
-    "priority",
-    "gpu_milli",
-    "predicted_s",
-    "min_tasks",
-    "max_tasks",
-    "checkpoint_s",
-    "compute_s",
-    "all_reduce_gb",
-    "all_to_all_gb",
-    "devices",
-)
+    "job_id", "arrival_s", "duration_s", "gpus", "tasks", "tenant", "priority", "gpu_milli", "predicted_s",
+    "min_tasks", "max_tasks", "checkpoint_s", "compute_s", "all_reduce_gb", "all_to_all_gb", "devices",
+)  # fmt: skip
 
 
 def _own(line: TraceLine) -> TraceJob:
