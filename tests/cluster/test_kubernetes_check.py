@@ -4,7 +4,7 @@ a plan. Each problem is named at its field, with what would work."""
 import copy
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,15 @@ import typer
 import yaml
 
 from cumulo.cli.kubernetes import check
-from cumulo.cluster.drivers.kubernetes import schema_check
-from cumulo.cluster.drivers.kubernetes.check import check_bodies, check_files, check_manifests
-from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, parse_manifests, shown_path
+from cumulo.cluster.drivers.kubernetes import check as schema_check
+from cumulo.cluster.drivers.kubernetes.check import check_files, check_manifests
+from cumulo.cluster.drivers.kubernetes.manifest_source import (
+    FieldPath,
+    Manifest,
+    ManifestProblem,
+    parse_manifests,
+    shown_path,
+)
 from cumulo.cluster.drivers.kubernetes.manifests import write_manifests
 from cumulo.cluster.drivers.kubernetes.schemas import shipped_book
 from cumulo.cluster.job_file import job_from, read_job
@@ -116,6 +122,10 @@ ROUTES: list[Break] = [
     ("HTTPRoute/chat", "spec.rules.0.backendRefs.0.port", 81, "spec.rules.0.backendRefs.0.port", "no port 81"),
     ("RoleBinding/operator", "subjects.0.name", "op", "subjects.0.name", "there is no ServiceAccount op"),
 ]  # fmt: skip
+
+
+def check_bodies(bodies: Iterable[dict[str, Any]], exists: Iterable[str] = ()) -> list[ManifestProblem]:
+    return check_manifests([Manifest("manifests", body) for body in bodies], shipped_book(), 8, exists)
 
 
 def broken(whole: list[dict[str, Any]], subject: str, path: str, value: Any) -> list[dict[str, Any]]:
@@ -369,21 +379,6 @@ def test_a_chart_is_left_to_helm_whose_output_is_checked(
         check_files([tmp_path])
     monkeypatch.setattr("sys.stdin", io.StringIO(yaml.safe_dump_all(broken(WHOLE, *BROKEN[0][:3]))))
     assert [one.path for one in check_files([Path("-")])[1]] == ["spec.replica"]
-
-
-def told(folder: Path) -> list[str]:
-    return [str(one).replace(f"{folder}/", "") for one in check_files([folder])[1]]
-
-
-def test_a_kustomization_names_files_and_objects_that_are_there(tmp_path: Path) -> None:
-    write_manifests(SERVICE, tmp_path, "kustomize")
-    overlay = tmp_path / "overlays" / "production" / "kustomization.yaml"
-    overlay.write_text(overlay.read_text("utf-8").replace("name: llm", "name: lm"), "utf-8")
-    (tmp_path / "base" / "servicemonitor-llm.yaml").rename(tmp_path / "monitor.yaml")
-    found = told(tmp_path)
-    assert len(found) == 2, found
-    assert "resources[4]: there is no base/servicemonitor-llm.yaml" in found[0]
-    assert "replicas[0].name: there is no Deployment or StatefulSet lm; did you mean llm?" in found[1]
 
 
 @pytest.mark.parametrize(

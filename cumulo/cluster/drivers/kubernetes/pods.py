@@ -3,7 +3,7 @@ ask for. Read by the checks.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ _UNITS = {
 }  # fmt: skip
 _QUANTITY = re.compile(r"([+-]?[0-9.]+)(m|[kMGTP]|[KMGTP]i)?")
 _COUNT = re.compile(r"[0-9]+")
-# Options of programs that say over how many GPUs a model is divided.
-_PARALLEL = {
-    "tp": re.compile(r"^(?:--tp|-tp|--tensor-parallel-size|--tensor_parallel_size)$"),
-    "pp": re.compile(r"^(?:--pp|-pp|--pipeline-parallel-size|--pipeline_parallel_size)$"),
+# Names of the same options in other servers.
+_SAME = {
+    "tp": ("-tp", "--tensor-parallel-size", "--tensor_parallel_size"),
+    "pp": ("-pp", "--pipeline-parallel-size", "--pipeline_parallel_size"),
 }
 
 
@@ -65,19 +65,37 @@ class PodSpec:
     def gpus(self) -> float:
         return sum(max(self.resource(name), self.resource(name, "requests")) for name in self.gpu_names)
 
+    @property
+    def serves(self) -> bool:
+        """Whether it runs `cumulo serve`."""
+        words = [_words_of(one) for _, one in self.containers]
+        return any(some[at : at + 2] == ["cumulo", "serve"] for some in words for at in range(len(some)))
+
     def parallel(self, name: str) -> int:
-        """tp or pp, as its commands say; 1 where they do not."""
-        for _, one in self.containers:
-            value = option_value(words_of(one), name)
-            if value is not None and value.isdigit():
-                return int(value)
-        return 1
+        """tp, pp, dp or ep, as its commands say; 1 where they do not."""
+        value = self.option(name)[1]
+        return int(value) if value.isdecimal() and int(value) else 1
+
+    def option(self, name: str) -> tuple[FieldPath, str]:
+        """The value of --tp, by any of its names, and where it is given; empty where it is not."""
+        names = (f"--{name}", *_SAME.get(name, ()))
+        for path, one in self.containers:
+            for key in ("command", "args"):
+                words = _words_of(one, key)
+                for number, word in enumerate(words):
+                    option, _, value = word.partition("=")
+                    if option in names:
+                        return (*path, key), value or (words[number + 1] if number + 1 < len(words) else "")
+        return self.path, ""
 
 
-def words_of(container: Mapping[str, Any]) -> list[str]:
+def _words_of(container: Mapping[str, Any], *keys: str) -> list[str]:
     """What it runs, word by word."""
     return [
-        word for key in ("command", "args") for text in container.get(key) or () for word in str(text).split()
+        word
+        for key in keys or ("command", "args")
+        for text in container.get(key) or ()
+        for word in str(text).split()
     ]
 
 
@@ -89,15 +107,6 @@ def gpu_path(pod: PodSpec) -> FieldPath:
                 if GPU.match(str(name)):
                     return (*path, "resources", kind, str(name))
     return (*pod.path, "containers", 0, "resources")
-
-
-def option_value(words: Sequence[str], name: str) -> str | None:
-    """The value of --tp or --pp, by any of its names."""
-    for number, word in enumerate(words):
-        option, _, value = word.partition("=")
-        if _PARALLEL[name].match(option):
-            return value or (words[number + 1] if number + 1 < len(words) else "")
-    return None
 
 
 def quantity(value: Any) -> float | None:

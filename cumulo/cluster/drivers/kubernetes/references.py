@@ -6,7 +6,6 @@ An object that is in the cluster already is named to the check as KIND/NAME, or 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cumulo.base.nearest import did_you_mean
@@ -137,8 +136,6 @@ def check_references(objects: ObjectSet) -> None:
             for path, name in one.matches(pattern):
                 _check_reference(one, path, kind, name, objects)
         _check_selector(one, objects)
-        if one.kind == "Kustomization":
-            _check_kustomization(one, objects)
     for pod in (one for one in objects.pods if one.owner.sound):
         for pattern, kind in _OF_PODS:
             for path, name in pod.owner.matches(pattern, pod.path[:-1]):
@@ -203,11 +200,7 @@ def _check_selector(one: Manifest, objects: ObjectSet) -> None:
         _check_monitor(one, objects)
     path = _SELECTORS.get(one.kind)
     wanted = one.value(*path) if path is not None else None
-    if (
-        path is None
-        or not wanted
-        or any(str(key).find(name) >= 0 for key in wanted for name in _BY_OPERATORS)
-    ):
+    if path is None or not wanted or any(name in str(key) for key in wanted for name in _BY_OPERATORS):
         return
     chosen = objects.chosen_pods(wanted, one.namespace)
     if not chosen:
@@ -277,26 +270,3 @@ def _check_template(pod: PodSpec) -> None:
 
 def _shown(labels: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in labels.items())
-
-
-# -- files --------------------------------------------------------------------------------------------------
-def _check_kustomization(one: Manifest, objects: ObjectSet) -> None:
-    """The files that it names are there, and so are the objects whose replicas it changes."""
-    folder = Path(one.file).parent
-    for pattern in (("resources", "*"), ("components", "*"), ("patches", "*", "path")):
-        for path, name in one.matches(pattern):
-            far = "://" in str(name) or "?" in str(name) or str(name).startswith(("github.com/", "git@"))
-            if not far and not (folder / str(name)).exists():
-                there = sorted(
-                    file.name for file in folder.glob("*.y*ml") if file.name != Path(one.file).name
-                )
-                one.blame(
-                    path, f"there is no {folder / str(name)}{did_you_mean(str(name), there) if there else ''}"
-                )
-    counted = sorted(
-        {other.name for other in objects.manifests if other.kind in ("Deployment", "StatefulSet")}
-    )
-    for path, name in one.matches(("replicas", "*", "name")):
-        if counted and name not in counted:
-            text = f"there is no Deployment or StatefulSet {name}{did_you_mean(str(name), counted)}"
-            one.blame(path, text)

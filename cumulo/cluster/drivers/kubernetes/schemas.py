@@ -1,9 +1,8 @@
 """JSON Schemas of Kubernetes objects by apiVersion and kind: those that ship with Cumulo, and those of a folder of
 CustomResourceDefinitions. Read by the check of manifests.
 
-`data/core.yaml` describes core objects with a line per field: `string`, `integer`, `boolean`, `quantity`, `port` (a
-number or a name), `tcp-port` (1 to 65535), `share` (a number or a percentage), `map` (of strings), `object`, `any`,
-`A|B` (one of these words), `$Part`, or an object; `[x]` is a list. A name with `!` at its end is required.
+The files in `data/` have OpenAPI schemas, in which `$part` names one that several objects share: `core.json` those
+of Kubernetes' own objects, `crds.json` those of CustomResourceDefinitions.
 """
 
 import functools
@@ -22,21 +21,7 @@ DATA = Path(__file__).parent / "data"
 SHIPPED = DATA / "crds.json"
 Schema = Mapping[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_QUANTITY = r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
-_PLAIN: Mapping[str, Schema] = {
-    "string": {"type": "string"},
-    "integer": {"type": "integer"},
-    "natural": {"type": "integer", "minimum": 0},
-    "boolean": {"type": "boolean"},
-    "number": {"type": "number"},
-    "map": {"type": "object", "additionalProperties": {"type": "string"}},
-    "object": {"type": "object"},
-    "any": {"x-kubernetes-preserve-unknown-fields": True},
-    "port": {"x-kubernetes-int-or-string": True},
-    "tcp-port": {"type": "integer", "minimum": 1, "maximum": 65535},
-    "share": {"x-kubernetes-int-or-string": True, "pattern": r"^[0-9]+%?$"},
-    "quantity": {"type": ["number", "string"], "pattern": _QUANTITY},
-}
+_TEXT: Schema = {"type": "string"}
 _LABELS = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63,
            "pattern": r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"}}  # fmt: skip
 _TEXTS = ("generateName", "namespace", "uid", "resourceVersion", "selfLink", "deletionTimestamp")
@@ -46,14 +31,14 @@ _METADATA: Schema = {
     "properties": {
         "name": {"type": "string", "maxLength": 253, "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"},
         "labels": _LABELS,
-        "annotations": _PLAIN["map"],
-        "finalizers": {"type": "array", "items": {"type": "string"}},
+        "annotations": {"type": "object", "additionalProperties": _TEXT},
+        "finalizers": {"type": "array", "items": _TEXT},
         "ownerReferences": {"type": "array", "items": {"type": "object"}},
         "managedFields": {"type": "array", "items": {"type": "object"}},
         "creationTimestamp": {"type": ["string", "null"]},
         "generation": {"type": "integer"},
         "deletionGracePeriodSeconds": {"type": "integer"},
-        **{name: {"type": "string"} for name in _TEXTS},
+        **dict.fromkeys(_TEXTS, _TEXT),
     },
 }
 _KEPT = (
@@ -143,15 +128,15 @@ def _field(name: str, schema: Schema) -> dict[str, Any]:
 
 @functools.cache
 def shipped_book() -> SchemaBook:
-    content = json.loads(SHIPPED.read_text("utf-8"))
-    kinds = [ObjectKind(**one) for one in content["kinds"]]
-    parts: dict[str, Schema] = dict(content["parts"])
-    short = yaml.safe_load((DATA / "core.yaml").read_text("utf-8"))
-    parts |= {name: _long(one) for name, one in short["parts"].items()}
+    kinds: list[ObjectKind] = []
+    parts: dict[str, Schema] = {}
+    for file in (SHIPPED, DATA / "core.json"):
+        content = json.loads(file.read_text("utf-8"))
+        kinds += [ObjectKind(**one) for one in content["kinds"]]
+        parts |= content["parts"]
     parts["PodTemplate"] = _pod_template(kinds, parts)
     parts["PodSpec"] = parts["PodTemplate"]["properties"]["spec"]
-    known = [*kinds, *_core_kinds(short["kinds"])]
-    return SchemaBook({(one.api_version, one.kind): one for one in known}, parts)
+    return SchemaBook({(one.api_version, one.kind): one for one in kinds}, parts)
 
 
 def _pod_template(kinds: list[ObjectKind], parts: Mapping[str, Schema]) -> Schema:
@@ -162,29 +147,6 @@ def _pod_template(kinds: list[ObjectKind], parts: Mapping[str, Schema]) -> Schem
         while "$part" in found:
             found = parts[found["$part"]]
     return found
-
-
-def _core_kinds(content: Mapping[str, Mapping[str, Any]]) -> Iterator[ObjectKind]:
-    for title, fields in content.items():
-        api_version, kind, *words = title.split()
-        group, _, version = api_version.rpartition("/")
-        schema = _long({"apiVersion": "string", "kind": "string", "metadata": "object", **fields})
-        yield ObjectKind(group, version, kind, "cluster" not in words, schema)
-
-
-def _long(short: Any) -> dict[str, Any]:
-    """The schema that a line of core.yaml stands for."""
-    if isinstance(short, list):
-        return {"type": "array", "items": _long(short[0])}
-    if isinstance(short, dict):
-        if "*" in short:
-            return {"type": "object", "additionalProperties": _long(short["*"])}
-        required = [name[:-1] for name in short if name.endswith("!")]
-        fields = {name.removesuffix("!"): _long(one) for name, one in short.items()}
-        return {"type": "object", "properties": fields, "required": required}
-    if short.startswith("$"):
-        return {"$part": short[1:]}
-    return dict(_PLAIN[short]) if short in _PLAIN else {"type": "string", "enum": short.split("|")}
 
 
 def book_with(folder: Path | None) -> SchemaBook:
