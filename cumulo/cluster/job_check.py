@@ -208,8 +208,7 @@ def _time_problems(job: JobSettings) -> Iterator[Problem]:
 
 
 def _serve_problems(serve: ServeWork) -> Iterator[Problem]:
-    low = serve.replicas if serve.min_replicas is None else serve.min_replicas
-    high = serve.replicas if serve.max_replicas is None else serve.max_replicas
+    low, high = serve.fewest, serve.most
     if not 0 <= low <= serve.replicas <= high or high < 1:
         between = f"between min_replicas {low} and max_replicas {high}"
         yield "serve.replicas", f"serve.replicas {serve.replicas} must be {between}"

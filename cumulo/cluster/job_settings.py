@@ -98,6 +98,31 @@ class ServeWork:
     autoscale: ReplicaScaling | None = None
     options: tuple[str, ...] = ()  # further options of `cumulo serve`, as typed
 
+    @property
+    def fewest(self) -> int:
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def autoscale_rule(self) -> str:
+        """The rule as `cumulo serve --autoscale` takes it; empty where nothing scales."""
+        asked = self.autoscale
+        if asked is None:
+            return ""
+        parts = [
+            f"{self.fewest}..{self.most}",
+            f"interval={asked.interval_s:g}s",
+            f"start-up={asked.start_up_s:g}s",
+        ]
+        parts += [f"idle={asked.idle_s:g}s"] if self.fewest == 0 else []
+        parts += [f"prompt-tok-s={asked.prompt_tok_s:.12g}", f"output-tok-s={asked.output_tok_s:.12g}"]
+        for name, value in (("ttft", asked.ttft_s), ("tpot", asked.itl_s), ("cooldown", asked.cooldown_s)):
+            parts += [f"{name}={value:g}s"] if value is not None else []
+        return ",".join(parts)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:

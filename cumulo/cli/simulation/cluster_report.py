@@ -163,7 +163,6 @@ def fillings(mixed: bool) -> tuple[RunFigure, ...]:
         RunFigure(f"{at_100}, published", published(0), "%", heading="published", shown="{:.2f} %"),
         RunFigure(at_130, lambda one: one.mean_at_130, "%", heading="at 130% load", shown="{:.2f} %"),
         RunFigure(f"{at_130}, published", published(1), "%", heading="published", shown="{:.2f} %"),
-        RunFigure("", lambda one: one.moves, heading="moves"),
     )
 
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cumulo.fleet.decide.scaling import RoleSeen
+from cumulo.errors import ConfigError
+from cumulo.fleet.decide.autoscale_settings import parse_autoscale
+from cumulo.fleet.decide.forecast_rule import ForecastRule
+from cumulo.fleet.decide.scaling import ReplicaSpeed, RoleSeen
 from cumulo.spec.slo import Slo
 
 _ENDED, _PROMPTS, _OUTPUTS = "request_success_total", "prompt_tokens_total", "generation_tokens_total"
@@ -21,6 +24,21 @@ _HISTOGRAMS = {  # of requests, by the bound of an SLO that they are compared wi
     "tpot": "request_time_per_output_token_seconds",
     "e2e": "e2e_request_latency_seconds",
 }
+
+
+_USUAL_START_UP_S, USUAL_SLO = 60.0, Slo(ttft_s=2.0)
+
+
+def forecast_rule(text: str) -> tuple[ForecastRule, Slo]:
+    """The rule that a text in the words of `cumulo serve --autoscale` names, and the SLO that it keeps."""
+    settings = parse_autoscale(text)
+    if settings.prompt_tok_s is None or settings.output_tok_s is None:
+        raise ConfigError(
+            "the rule needs prompt-tok-s and output-tok-s: what a replica serves within the SLO; "
+            "`cumulo simulate autoscale` prints them"
+        )
+    speed, slo = ReplicaSpeed(settings.prompt_tok_s, settings.output_tok_s), settings.slo or USUAL_SLO
+    return settings.rule(speed, _USUAL_START_UP_S, slo), slo
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,14 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.command import server_arguments
-from cumulo.cluster.drivers.metrics_seen import MetricsWatch
+from cumulo.cluster.drivers.metrics_seen import USUAL_SLO, MetricsWatch, forecast_rule
 from cumulo.cluster.drivers.ray_serve import engine_application, front_application
-from cumulo.cluster.job_settings import ServeWork
 from cumulo.cluster.job_store import JobRecord
 from cumulo.cluster.served_shape import replica_actor
 from cumulo.fleet.decide.forecast_rule import ForecastRule
-from cumulo.fleet.decide.scaling import FleetSeen, ReplicaSpeed, RoleSeen, ScalingLimits
-from cumulo.spec.slo import Slo
+from cumulo.fleet.decide.scaling import FleetSeen, RoleSeen
 
 _LOOK_S = 1.0
-_USUAL_TTFT_S = 2.0
 _MOST_TRIES, _AGAIN_S = 10, 5.0
 
 
@@ -43,7 +39,11 @@ class ServiceKeeper:
         self.replicas = self.work.replicas
         self._key = _kept_key(Path(record.folder, "fleet.key"))
         self._front, self._engines = f"{record.job_id}-front", f"{record.job_id}-engines"
-        self._watch = MetricsWatch(_slo(self.work))
+        self._rule: ForecastRule | None = None
+        self._watch = MetricsWatch(USUAL_SLO)
+        if self.work.autoscale_rule:
+            self._rule, slo = forecast_rule(self.work.autoscale_rule)
+            self._watch = MetricsWatch(slo)
         self._history: list[tuple[float, int, str]] = []
         self._life = asyncio.ensure_future(self._live())
 
@@ -63,10 +63,9 @@ class ServiceKeeper:
     async def _live(self) -> None:
         try:
             await self._patiently(self._deploy, "Ray Serve did not start the service")
-            rule = _rule(self.record)
             while True:
-                await asyncio.sleep(_LOOK_S if rule is None else rule.interval_s)
-                await self._patiently(lambda: self._look_around(rule), "the route did not answer")
+                await asyncio.sleep(_LOOK_S if self._rule is None else self._rule.interval_s)
+                await self._patiently(self._look_around, "the route did not answer")
         except Exception as error:  # the keeper's own fault, or Ray's: whoever looks must see it
             self._finish("failed", _words(error))
 
@@ -113,15 +112,15 @@ class ServiceKeeper:
         engines = DeploymentID(name="EngineReplica", app_name=self._engines)
         await controller.update_deployment_replicas.remote(engines, replicas)
 
-    async def _look_around(self, rule: ForecastRule | None) -> None:
+    async def _look_around(self) -> None:
         handle = serve.get_deployment_handle("ServiceRoute", app_name=self._front)
         fleet, gateway = await handle.fleet.remote(), await handle.metrics.remote()
         ready = [one for one in fleet["replicas"] if one["state"] == "ready"]
         self.facts |= {"places": tuple(TaskPlace(one["name"]) for one in ready)}
-        if rule is None:
+        if self._rule is None:
             return
         seen = FleetSeen(time.time(), {"both": await self._seen(ready, gateway)})
-        for wanted in rule.decide(seen):
+        for wanted in self._rule.decide(seen):
             if wanted.replicas != self.replicas:
                 self._history.append((time.time(), wanted.replicas, wanted.why))
                 self.facts |= {"reason": f"scaled from {self.replicas} to {wanted.replicas}: {wanted.why}"}
@@ -154,28 +153,3 @@ def _kept_key(path: Path) -> str:
         path.touch(0o600)
         path.write_text(secrets.token_hex(32), "utf-8")
     return path.read_text("utf-8")
-
-
-def _slo(work: ServeWork) -> Slo:
-    asked = work.autoscale
-    if asked is None or (asked.ttft_s is None and asked.itl_s is None):
-        return Slo(ttft_s=_USUAL_TTFT_S)
-    return Slo(ttft_s=asked.ttft_s, tpot_s=asked.itl_s)
-
-
-def _rule(record: JobRecord) -> ForecastRule | None:
-    work = record.job.serve
-    if work is None or work.autoscale is None:
-        return None
-    asked = work.autoscale
-    low = work.replicas if work.min_replicas is None else work.min_replicas
-    high = work.replicas if work.max_replicas is None else work.max_replicas
-    rule = ForecastRule(
-        ReplicaSpeed(asked.prompt_tok_s, asked.output_tok_s),
-        asked.start_up_s,
-        _slo(work),
-        ScalingLimits(fewest=low, most=high),
-        interval_s=asked.interval_s,
-        idle_s=asked.idle_s,
-    )
-    return rule if asked.cooldown_s is None else replace(rule, cooldown_s=asked.cooldown_s)

@@ -61,10 +61,11 @@ class Filling:
 
 
 def _scorer(name: str, mix: TaskMix) -> Scorer:
-    return {
+    scorers: dict[str, Scorer] = {
         "random": random_score, "dot-product": dot_product, "clustering": Clustering(), "gpu-packing": gpu_packing,
         "best-fit": best_fit, "fgd": GradientDescent(mix), "lookahead": GradientDescent(mix, stranded),
-    }[name]  # fmt: skip
+    }  # fmt: skip
+    return scorers[name]
 
 
 def arrivals(jobs: Sequence[JobRequest], gpus: int, ratio: float, seed: int) -> list[JobRequest]:

@@ -21,12 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from cumulo.cluster.drivers.metrics_seen import MetricsWatch
+from cumulo.cluster.drivers.metrics_seen import MetricsWatch, forecast_rule
 from cumulo.errors import ConfigError, CumuloError
-from cumulo.fleet.decide.autoscale_settings import parse_autoscale
-from cumulo.fleet.decide.forecast_rule import ForecastRule
-from cumulo.fleet.decide.scaling import FleetSeen, ReplicaSpeed, ScaleTo
-from cumulo.spec.slo import Slo
+from cumulo.fleet.decide.scaling import FleetSeen, ScaleTo
 
 if TYPE_CHECKING:
     import grpc
@@ -36,7 +33,6 @@ log = logging.getLogger(__name__)
 METRIC = "cumulo-replicas"
 SERVICE = "externalscaler.ExternalScaler"
 _ANSWER_S = 5.0  # for a pod to say its metrics
-_USUAL_START_UP_S, _USUAL_TTFT_S = 60.0, 2.0
 _WORKERS = 16  # calls at a time; each StreamIsActive keeps one
 
 
@@ -72,18 +68,10 @@ class WatchedObject:
         for name in ("pods", "rule"):
             if not metadata.get(name):
                 raise ConfigError(f"the trigger's metadata needs {name}; see docs/kubernetes.md")
-        settings = parse_autoscale(metadata["rule"])
-        if settings.prompt_tok_s is None or settings.output_tok_s is None:
-            raise ConfigError(
-                "the trigger's rule needs prompt-tok-s and output-tok-s: what a replica serves within the SLO; "
-                "`cumulo simulate autoscale` prints them"
-            )
-        slo = settings.slo or Slo(ttft_s=_USUAL_TTFT_S)
-        speed = ReplicaSpeed(settings.prompt_tok_s, settings.output_tok_s)
-        self.rule: ForecastRule = settings.rule(speed, _USUAL_START_UP_S, slo)
+        self.rule, slo = forecast_rule(metadata["rule"])
         self.pods, self.gateway = metadata["pods"], metadata.get("gateway", "")
         self._read, self._watch = read, MetricsWatch(slo)
-        self.wanted = ScaleTo("both", max(1, settings.limits.fewest), "nothing was seen yet")
+        self.wanted = ScaleTo("both", max(1, self.rule.limits.fewest), "nothing was seen yet")
         self.looked_s = float("-inf")
         self.lock = threading.Lock()
 
@@ -96,13 +84,8 @@ class WatchedObject:
         seen = self._watch.seen(texts, starting, gateway)
         (self.wanted,) = self.rule.decide(FleetSeen(now_s, {"both": seen}))
         if before.replicas != self.wanted.replicas:
-            log.info(
-                "%s: %d replicas, were %d: %s",
-                self.pods,
-                self.wanted.replicas,
-                before.replicas,
-                self.wanted.why,
-            )
+            counts = self.wanted.replicas, before.replicas
+            log.info("%s: %d replicas, were %d: %s", self.pods, *counts, self.wanted.why)
         return bool(before.replicas) != bool(self.wanted.replicas)
 
 
@@ -176,11 +159,18 @@ def serve_scaler(scaler: KedaScaler, address: str) -> tuple["grpc.Server", int]:
         return messages["GetMetricSpecResponse"](metricSpecs=[spec])
 
     def metrics(asked: Any) -> Any:
-        count = scaler.replicas(asked.scaledObjectRef)
-        value = messages["MetricValue"](
-            metricName=asked.metricName or METRIC, metricValue=count, metricValueFloat=float(count)
-        )
+        count, name = scaler.replicas(asked.scaledObjectRef), asked.metricName or METRIC
+        value = messages["MetricValue"](metricName=name, metricValue=count, metricValueFloat=float(count))
         return messages["GetMetricsResponse"](metricValues=[value])
+
+    def handler(answer: Callable[[Any], Any], request: str = "ScaledObjectRef") -> Any:
+        def call(asked: Any, context: Any) -> Any:
+            try:
+                return answer(asked)
+            except CumuloError as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+        return grpc.unary_unary_rpc_method_handler(call, messages[request].FromString, _bytes)
 
     def stream(asked: Any, context: Any) -> Iterator[Any]:
         try:
@@ -189,29 +179,12 @@ def serve_scaler(scaler: KedaScaler, address: str) -> tuple["grpc.Server", int]:
         except CumuloError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def guarded(answer: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        def call(asked: Any, context: Any) -> Any:
-            try:
-                return answer(asked)
-            except CumuloError as error:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                raise  # abort has raised already
-
-        return call
-
-    def handler(make: Any, answer: Callable[[Any, Any], Any], request: str = "ScaledObjectRef") -> Any:
-        return make(
-            answer,
-            request_deserializer=messages[request].FromString,
-            response_serializer=lambda made: made.SerializeToString(),
-        )
-
-    once = grpc.unary_unary_rpc_method_handler
+    asking = messages["ScaledObjectRef"].FromString
     handlers = {
-        "IsActive": handler(once, guarded(is_active)),
-        "GetMetricSpec": handler(once, guarded(metric_spec)),
-        "GetMetrics": handler(once, guarded(metrics), "GetMetricsRequest"),
-        "StreamIsActive": handler(grpc.unary_stream_rpc_method_handler, stream),
+        "IsActive": handler(is_active),
+        "GetMetricSpec": handler(metric_spec),
+        "GetMetrics": handler(metrics, "GetMetricsRequest"),
+        "StreamIsActive": grpc.unary_stream_rpc_method_handler(stream, asking, _bytes),
     }
     server = grpc.server(ThreadPoolExecutor(_WORKERS))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -221,6 +194,10 @@ def serve_scaler(scaler: KedaScaler, address: str) -> tuple["grpc.Server", int]:
         raise CumuloError(f"cannot listen on {address}: {error}") from error
     server.start()
     return server, port
+
+
+def _bytes(message: Any) -> bytes:
+    return bytes(message.SerializeToString())
 
 
 # The fields of each message in their order; `*` means repeated.

@@ -218,7 +218,7 @@ def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
     serve = job.serve
     assert serve is not None
     low = shape.replicas if serve.min_replicas is None else max(1, serve.min_replicas)
-    high = shape.replicas if serve.max_replicas is None else serve.max_replicas
+    high = serve.max_replicas or shape.replicas
     gpus = shape.ranks if on_gpu else 0
     options = [*serve.options, *shape.missing(serve.options)]
     entry = "cumulo.cluster.drivers.ray_serve"

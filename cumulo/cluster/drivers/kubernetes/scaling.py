@@ -19,7 +19,7 @@ def autoscaler(job: JobFile, workload: Body) -> list[Body]:
     assert serve is not None
     if serve.max_replicas is None:
         return []
-    low, high = (serve.replicas if serve.min_replicas is None else serve.min_replicas), serve.max_replicas
+    low, high = serve.fewest, serve.most
     target = {
         "apiVersion": workload["apiVersion"],
         "kind": workload["kind"],
@@ -51,7 +51,12 @@ def _hpa(job: JobFile, target: Body, low: int, high: int) -> Body:
 
 def _external(job: JobFile, target: Body, low: int, high: int) -> list[Body]:
     """KEDA with Cumulo's rule: a scaler that asks the pods, and a name that resolves to every one of them."""
-    space = job.kubernetes.namespace
+    space, serve = job.kubernetes.namespace, job.serve
+    if serve is None or serve.autoscale is None:
+        raise ConfigError(
+            f"{job.name}: autoscaler: cumulo needs serve.autoscale with prompt_tok_s and output_tok_s; "
+            "`cumulo simulate autoscale` prints them"
+        )
     part = "decode" if target["name"].endswith("-decode") else ""
     headless = service(job, "pods", "http", PORT, labels_of(job, part), clusterIP="None")
     container: Body = {
@@ -73,7 +78,7 @@ def _external(job: JobFile, target: Body, low: int, high: int) -> list[Body]:
     told: Body = {
         "scalerAddress": f"{job.name}-scaler.{space}:{_SCALER_PORT}",
         "pods": f"{job.name}-pods.{space}:{PORT}",
-        "rule": rule_text(job, low, high),
+        "rule": serve.autoscale_rule,
     }
     if job.kubernetes.gateway:
         told["gateway"] = job.kubernetes.gateway
@@ -87,22 +92,6 @@ def _external(job: JobFile, target: Body, low: int, high: int) -> list[Body]:
         "horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": at_once, "scaleDown": at_once}}
     }
     return [headless, deployment, service(job, "scaler", "grpc", _SCALER_PORT), made]
-
-
-def rule_text(job: JobFile, low: int, high: int) -> str:
-    """The rule as `cumulo serve --autoscale` takes it."""
-    asked = job.serve.autoscale if job.serve is not None else None
-    if asked is None:
-        raise ConfigError(
-            f"{job.name}: autoscaler: cumulo needs serve.autoscale with prompt_tok_s and output_tok_s; "
-            "`cumulo simulate autoscale` prints them"
-        )
-    parts = [f"{low}..{high}", f"interval={asked.interval_s:g}s", f"start-up={asked.start_up_s:g}s"]
-    parts += [f"idle={asked.idle_s:g}s"] if low == 0 else []
-    parts += [f"prompt-tok-s={asked.prompt_tok_s:.12g}", f"output-tok-s={asked.output_tok_s:.12g}"]
-    for name, value in (("ttft", asked.ttft_s), ("tpot", asked.itl_s), ("cooldown", asked.cooldown_s)):
-        parts += [f"{name}={value:g}s"] if value is not None else []
-    return ",".join(parts)
 
 
 def _scaled_object(job: JobFile, target: Body, low: int, high: int, triggers: list[Body]) -> Body:
