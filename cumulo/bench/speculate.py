@@ -235,8 +235,8 @@ def _best_lengths(
     else:
         surest = speculation.everybody.classes - 1
         offer = Offer(MOST_DRAFTED, speculation.everybody.rate(surest))
-        fixed_s, token_s = speculation.cost.line
-        predicted = choose([offer], 1, 1, fixed_s, token_s, MOST_DRAFTED).counts[0]
+        step_s, draft_s = speculation.cost.decode_s(1, 0), speculation.cost.draft_s(1, 0)
+        predicted = choose([offer], 1, 1, step_s - draft_s, draft_s, MOST_DRAFTED).counts[0]
     worth = medians[min(lengths, key=lambda length: abs(length - predicted))] / medians[best]
     return [
         Row(

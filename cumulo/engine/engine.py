@@ -226,7 +226,6 @@ class Engine:
         now_s = time.perf_counter()
         timing = StepTiming(
             result.finished_s - result.started_s,
-            result.busy_s,
             result.proposing_s,
             sum(map(len, result.proposed.values())) if result.proposed else 0,
         )

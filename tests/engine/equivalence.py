@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cumulo.engine.decide.core.step_cost import StepCost
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.speculation.policy import LearntCost
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
 from tests.engine.tiny_engine import run
@@ -41,11 +41,18 @@ class Way:
     speculate: bool = False  # with drafts that are thought to cost nothing: as many as there can be
 
 
-class FreeDrafts(LearntCost):
+class FreeDrafts(StepCost):
     """A step takes as long whatever it drafts."""
 
-    known = True
-    line = (1.0, 0.0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.knows_rows = True
+
+    def decode_s(self, rows: int, context: int) -> float:
+        return 1.0
+
+    def draft_s(self, rows: int, context: int) -> float:
+        return 0.0
 
 
 def draw_requests(rng: random.Random, count: int, vocabulary: int, lengths: Lengths) -> list[Request]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.request import Request
-from cumulo.engine.decide.core.step_cost import StepCost
+from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
@@ -37,12 +37,14 @@ def test_rows_are_split_evenly_and_nobody_gets_none(counts: list[int], bound: in
 def test_steps_that_are_short_allow_more_rows_at_once_and_long_ones_fewer_by_and_by() -> None:
     cost = StepCost(shared_step_s=0.04)
     for _ in range(50):
-        cost.observe(8, 0, 0.058)
+        cost.observe(StepMix(8), 0.058)
     assert cost.rows_in(0.04) == 5
-    cost.observe(1, 0, 0.012)  # one row says nothing about five
+    cost.observe(StepMix(1), 0.012)  # one row says nothing about five
     assert cost.rows_in(0.04) == 5
     for _ in range(5):
-        cost.observe(cost.rows_in(0.04), 0, 0.005)  # a faster device: its steps hardly depend on their rows
+        cost.observe(
+            StepMix(cost.rows_in(0.04)), 0.005
+        )  # a faster device: its steps hardly depend on their rows
     assert cost.rows_in(0.04) > 100
 
 
@@ -51,8 +53,8 @@ def test_what_a_prompt_token_takes_is_learnt_from_steps_of_any_mix() -> None:
     chance, cost = random.Random(0), StepCost(shared_step_s=0.04)
     for _ in range(300):
         rows, tokens = chance.randrange(1, 6), chance.randrange(4, 30)
-        cost.observe(rows, tokens, 6e-3 + 6e-3 * rows + 5e-3 * tokens)
-        cost.observe(rows, 0, 6e-3 + 6e-3 * rows)
+        cost.observe(StepMix(rows, 0, tokens), 6e-3 + 6e-3 * rows + 5e-3 * tokens)
+        cost.observe(StepMix(rows), 6e-3 + 6e-3 * rows)
     assert 4e-3 < cost.prompt_s_per_token < 6e-3
     assert 6e-3 < cost.s_per_row < 9e-3
 

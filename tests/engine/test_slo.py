@@ -13,10 +13,11 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.extension import StepTiming
 from cumulo.engine.decide.core.request import Request
+from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.slo.promises import Promises, StepMix, StepModel, learning_prompts
+from cumulo.engine.decide.slo.promises import Promises, learning_prompts
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
 from cumulo.errors import CumuloError, Overloaded
@@ -259,9 +260,9 @@ def test_the_first_long_prompts_keep_their_promises_where_short_ones_cost_nothin
 
 
 def test_a_slow_engine_learns_from_short_prompts_only() -> None:
-    promises = Promises(SLO)
+    promises = Promises(SLO, StepCost())
     for tokens in (16, 32, 64, 64, 64, 64, 64, 64):
-        promises.model.observe(StepMix(0, 0, tokens, tokens**2 // 2), 0.01 + 0.003 * tokens, 0.05)
+        promises.cost.observe(StepMix(0, 0, tokens, tokens**2 // 2), 0.01 + 0.003 * tokens, 0.05)
     assert list(learning_prompts(lambda: promises, 8192)) == [16, 64, 128, 256]
 
 
@@ -282,7 +283,7 @@ def test_without_an_slo_nothing_is_promised_and_nothing_is_learnt() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.tuples(*[st.floats(0, 1e-3)] * 4), st.integers(0, 2**32))
 def test_the_step_model_finds_the_costs_that_made_the_steps(costs: tuple[float, ...], seed: int) -> None:
-    rng, model = random.Random(seed), StepModel()
+    rng, model = random.Random(seed), StepCost()
     per_row, per_context, per_token, per_pair = costs
 
     def seconds(mix: StepMix) -> float:
@@ -309,7 +310,7 @@ def test_the_step_model_finds_the_costs_that_made_the_steps(costs: tuple[float, 
 @settings(max_examples=50)
 @given(st.floats(1e-6, 1e-3), st.floats(0, 1e-8), st.integers(0, 10_000), st.floats(1e-4, 1.0))
 def test_tokens_within_is_what_fits(per_token: float, per_pair: float, start: int, budget_s: float) -> None:
-    model = StepModel()
+    model = StepCost()
     model.weights[3], model.weights[4] = per_token * 512, per_pair * 512 * 2048
     tokens = model.tokens_within(budget_s, start)
     assert model.prompt_s(start, tokens) <= budget_s * 1.0001

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.speculation.choose import Acceptance, Offer, choose, class_of_chance, worth_asking
 from cumulo.engine.decide.speculation.drafts import NgramDraft, ProposedDraft
-from cumulo.engine.decide.speculation.policy import Drafting, LearntCost
+from cumulo.engine.decide.speculation.policy import Drafting
 from cumulo.engine.play.draft_source import DraftSource, attach_draft
 from tests import thorough
 from tests.engine.equivalence import FreeDrafts, Lengths, Way, check, draw_requests, run_alone
@@ -321,42 +322,49 @@ def test_how_sure_a_drafter_is_says_how_often_it_is_right():
     assert drafting.acceptance.rate(sure) > 0.9 and drafting.acceptance.rate(doubtful) < 0.1
 
 
+def row_s(cost: StepCost, drafts: int = 0) -> float:
+    """The time of a step of one row and its drafts."""
+    return cost.decode_s(1, 0) + drafts * cost.draft_s(1, 0)
+
+
 def test_the_cost_of_a_step_is_learnt_from_few_sizes():
-    cost = LearntCost()
-    cost.observe(512, 512 * 0.003)
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(StepMix(0, 0, 512), 512 * 0.003)
     for _ in range(5):
-        cost.observe(1, 0.010)
-    fixed_s, token_s = cost.line
-    assert fixed_s + token_s == pytest.approx(0.010, rel=0.1) and token_s == pytest.approx(0.003, rel=0.2)
+        cost.observe(StepMix(1), 0.010)
+    assert row_s(cost) == pytest.approx(0.010, rel=0.1)
+    assert cost.draft_s(1, 0) == pytest.approx(0.003, rel=0.2)
     for _ in range(10):
-        cost.observe(8, 0.024)
-    assert cost.step_s(1) == pytest.approx(0.010, rel=0.2) and cost.step_s(8) == pytest.approx(0.024, rel=0.1)
+        cost.observe(StepMix(1, 0, 7, 28, drafts=7), 0.024)
+    assert row_s(cost) == pytest.approx(0.010, rel=0.2) and row_s(cost, 7) == pytest.approx(0.024, rel=0.1)
 
 
 def test_one_step_that_was_held_up_does_not_end_drafting():
-    cost = LearntCost()
-    cost.observe(100, 0.7)
+    cost = StepCost()
     for _ in range(20):
-        cost.observe(1, 0.015)
-    cost.observe(2, 0.2)  # ten times as long as it should have taken
+        cost.observe(StepMix(0, 0, 100), 0.7)
+        cost.observe(StepMix(1), 0.015)
+    cost.observe(StepMix(1, 0, 1, 1, drafts=1), 0.2)  # ten times as long as it should have taken
     for _ in range(15):
-        cost.observe(1, 0.015)
-    fixed_s, token_s = cost.line
-    assert choose([Offer(8, 0.9)], 1, 1, fixed_s, token_s, 8).counts[0] >= 1
+        cost.observe(StepMix(1), 0.015)
+    draft_s = cost.draft_s(1, 0)
+    assert choose([Offer(8, 0.9)], 1, 1, row_s(cost) - draft_s, draft_s, 8).counts[0] >= 1
 
 
 def test_a_short_prompt_says_little_about_what_a_draft_costs():
     """A token of a prompt takes 4.7 ms here, a draft 6: what steps with drafts took decides."""
-    cost = LearntCost()
-    cost.observe(38, 0.190, has_prompts=True)
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(StepMix(0, 0, 38, 741), 0.190)
     for _ in range(10):
-        cost.observe(1, 0.0113)
-    assert cost.line[1] == pytest.approx(0.005, rel=0.2)  # nothing else is known
+        cost.observe(StepMix(1), 0.0113)
+    assert cost.draft_s(1, 0) == pytest.approx(0.005, rel=0.2)  # nothing else is known
     for _ in range(6):
-        cost.observe(2, 0.0172)
-        cost.observe(1, 0.0113)
-    cost.observe(40, 0.195, has_prompts=True)
-    assert cost.line[1] == pytest.approx(0.0059, rel=0.05)
+        cost.observe(StepMix(1, 0, 1, 1, drafts=1), 0.0172)
+        cost.observe(StepMix(1), 0.0113)
+    cost.observe(StepMix(0, 0, 40, 820), 0.195)
+    assert cost.draft_s(1, 0) == pytest.approx(0.0059, rel=0.05)
     for _ in range(200):  # long after the last draft, too
-        cost.observe(1, 0.0113)
-    assert cost.line[1] == pytest.approx(0.0059, rel=0.1)
+        cost.observe(StepMix(1), 0.0113)
+    assert cost.draft_s(1, 0) == pytest.approx(0.0059, rel=0.1)

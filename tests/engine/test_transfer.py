@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.request import Request, State
+from cumulo.engine.decide.core.step_cost import StepMix
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.routing import Ask, PrefixAware, ReplicaView
 from cumulo.engine.decide.scheduler import Scheduler
@@ -201,7 +202,7 @@ def test_an_engine_that_has_computed_no_prompt_thinks_itself_as_fast_as_a_slow_p
 
 def test_one_slow_moment_of_a_prefill_engine_and_of_its_link_is_not_believed_for_ever() -> None:
     scheduler = _slow_prefill()
-    scheduler.costs.observe(0, 100, 0.01)
+    scheduler.costs.observe(StepMix(0, 0, 100), 0.01)
     scheduler.transfers.learn(Landed(0, 5.0, 0, 0.0))
     tries = 0
     while not scheduler.transfers.orders:

@@ -143,10 +143,9 @@ class StepResult:
     )  # by draw index: a draft model's tokens behind it
     # ... and, where the drafter says so, with which chance each is right, those before it being right
     chances: dict[int, list[float]] = field(default_factory=dict)
-    proposing_s: float = 0.0  # of the step's time, or of its processor time where that is known
+    proposing_s: float = 0.0  # of the step's time
     started_s: float = 0.0  # time.perf_counter() when the runner began and finished
     finished_s: float = 0.0
-    busy_s: float = 0.0  # processor time of the runner's thread, on a CPU; 0: not known
 
 
 class PendingStep(Protocol):

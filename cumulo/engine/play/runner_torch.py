@@ -163,7 +163,7 @@ class TorchRunner:
     # -- one step -----------------------------------------------------------------------------------------
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:
-        started_s, began_busy_s = time.perf_counter(), time.thread_time()
+        started_s = time.perf_counter()
         if self.rank is not None:
             self.rank.take_tokens(plan, self.table)
             plan = self.rank.split.own_plan(plan)
@@ -175,8 +175,6 @@ class TorchRunner:
             self.drafter.change(plan)
         result = self._compute(plan) if plan.slots else StepResult(tokens=[])
         result.started_s, result.finished_s = started_s, time.perf_counter()
-        if self.device.type == "cpu":
-            result.busy_s = time.thread_time() - began_busy_s
         return result
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -219,10 +217,10 @@ class TorchRunner:
         if len(draws.slots):
             self._draw(plan, draws, output[: len(last_tokens)], logit_row_of_draw, result)
         if plan.proposals and self.drafter is not None:
-            began_s = time.thread_time()
+            began_s = time.perf_counter()
             behind = [(draw, plan.draw_slots[draw], count) for draw, count in plan.proposals]
             result.proposed, result.chances = self.drafter.propose(behind, self.table, plan.proposal_floor)
-            result.proposing_s = time.thread_time() - began_s
+            result.proposing_s = time.perf_counter() - began_s
         return result
 
     @contextmanager

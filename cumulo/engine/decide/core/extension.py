@@ -21,6 +21,7 @@ class Flight:
     draws: list[Sequence] = field(default_factory=list)
     decoding: int = 0  # the first rows, which compute one token each; behind them are prompts
     spare_tokens: int = 0  # of the step's token budget that rows and prompts have left
+    planned_s: float = 0.0
 
 
 class PromptChunk(NamedTuple):
@@ -42,7 +43,6 @@ class StepTiming(NamedTuple):
     """How long a step took, as its runner measured it."""
 
     seconds: float
-    busy_s: float = 0.0  # its processor time; 0: not known
     proposing_s: float = 0.0  # of these, the draft model's part
     proposed: int = 0  # tokens that the draft model proposed
 

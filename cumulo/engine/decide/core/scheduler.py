@@ -19,12 +19,13 @@ from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, 
 from cumulo.engine.decide.core.kv_manager import new_slot
 from cumulo.engine.decide.core.queue import Queue, WaitingQueue
 from cumulo.engine.decide.core.request import FinishReason, Request, Sequence, State
-from cumulo.engine.decide.core.step_cost import StepCost
+from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.core.step_result import enter_result
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.story import WaitCause
 from cumulo.errors import InvalidRequest
 
+_MOST_WAITED = 1.5  # times what a step took its runner: more of a wait for its result is not the step's doing
 _SHORT_SHARE = 4  # a newcomer that needs a quarter of a step or less is short
 
 
@@ -35,6 +36,7 @@ class CoreScheduler:
         self.kv, self.pool, self.requests, self.closed = batch.kv, batch.pool, batch.requests, batch.closed
         self.running, self.queue = batch.running, batch.queue
         self._arrivals = 0
+        self._last_result_s = float("-inf")
 
     def extend(self, extensions: Iterable[Extension]) -> None:
         """Attach extensions. At each point they are called in this order."""
@@ -94,7 +96,7 @@ class CoreScheduler:
     # -- planning -----------------------------------------------------------------------------------------
     def plan(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed until a result arrives."""
-        batch, points, flight = self.batch, self.batch.points, Flight()
+        batch, points, flight = self.batch, self.batch.points, Flight(planned_s=now_s)
         plan, batch.next_plan = batch.next_plan, StepPlan(batch.next_plan.index + 1)
         batch.drop_ended()
         for one in points.begin_step:
@@ -267,9 +269,14 @@ class CoreScheduler:
         """How long a step took, whose result is here now: later ones are planned by it."""
         for one in self.batch.points.observe:
             one.observe(plan, timing, now_s)
-        times = 1 if plan.rounds is None else plan.rounds.times
-        rows = plan.counts.count(1)
-        self.costs.observe(rows, plan.tokens - rows, timing.seconds / times)
+        # Clients see the time since the result before, or since the step was planned.
+        waited_s = now_s - max(self._last_result_s, self.batch.in_flight[plan.index].planned_s)
+        took_s = min(max(waited_s, timing.seconds), _MOST_WAITED * timing.seconds) - timing.proposing_s
+        self._last_result_s = now_s
+        if plan.rounds is None:
+            self.costs.observe(StepMix.from_plan(plan), took_s, self.batch.longest_step_s)
+        else:  # of several steps in one little is learned about one
+            self.costs.observe_rows(len(plan.slots), took_s / plan.rounds.times)
 
     def apply(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Sequence]:
         """Take a step's tokens in; returns the sequences that gained one (beams excepted), or as many as

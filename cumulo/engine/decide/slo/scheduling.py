@@ -22,7 +22,7 @@ from cumulo.engine.decide.story import Promise
 from cumulo.errors import Overloaded
 from cumulo.spec.slo import Slo
 
-_TTFT_MARGIN = 0.94  # of a promised TTFT, for what the model does not know
+_TTFT_MARGIN = 0.94  # of a promised TTFT, for what is not known of steps
 _LEAST_SHARE = 0.05  # of a step for prompts: below, decoding alone takes all the time there is
 _LONGEST_RETRY_S = 60.0
 
@@ -45,7 +45,7 @@ def look_ahead(
     """Everybody who waits for a first token, in order of deadline, at the pace that steps leave to prompts.
     `about`: tenants that have requests, or had some a moment ago."""
     own_tokens = admission.tokens_to_compute(batch, newcomer.sequences[0])
-    if not promises.model.known:
+    if not promises.cost.known:
         return Outlook(0.0, True, 0, 0, own_tokens)
     # Those who are late already come last, and nobody's promise is broken for them.
     line = sorted(
@@ -80,14 +80,14 @@ def _first_tokens(
     """For each in line: prompt tokens to compute, the share of a step that is left to prompts then, how long its
     prompt takes at that pace, and when its first token comes, in seconds from now. `own_tokens`: the
     newcomer's."""
-    model, most = promises.model, batch.config.max_tokens_per_step
+    cost, most = promises.cost, batch.config.max_tokens_per_step
     rows, context = promises.rows, promises.context
     clock_s = promises.in_flight_s(now_s) + promises.step_s  # a first token comes at the end of a step
     for one in line:
         tokens = promises.tokens_left(one, own_tokens)
         start = one.prompt_length - tokens
         share = promises.prompt_share(rows, context, start, most)
-        took_s = model.prompt_s(start, tokens) / (share or _LEAST_SHARE)
+        took_s = cost.prompt_s(start, tokens) / (share or _LEAST_SHARE)
         clock_s += took_s
         yield one, tokens, promises.prompt_room(rows, context), took_s, clock_s
         rows, context = rows + 1, context + one.prompt_length
@@ -111,7 +111,7 @@ def _own_obstacle(batch: RequestBatch, promises: Promises, request: Request, roo
         return f"{promises.rows} sequences that are being answered leave no time for prompts within their ITL"
     promise = request.story.promise
     if promise is not None and promise.itl_s is not None:
-        alone_s = promises.model.decode_s(promises.rows + 1, promises.context + request.prompt_length)
+        alone_s = promises.cost.decode_s(promises.rows + 1, promises.context + request.prompt_length)
         # It must leave time for the prompts of others, or it would keep everybody else out.
         if alone_s > (1 - _LEAST_SHARE) * promises.step_within(promise.itl_s):
             return (
@@ -160,6 +160,7 @@ class SloScheduling(Extension):
     def forget(self) -> None:
         """Nothing is known of steps and nobody is promised anything, as at the beginning."""
         self.promises = None
+        self._batch.kv.costs.forget()
         self._batch.longest_step_s = float("inf")
 
     # -- arrival ----------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class SloScheduling(Extension):
         if self.promises is None:
             if request.slo is None and config.slo is None:
                 return
-            self.promises = Promises(config.slo)
+            self.promises = Promises(config.slo, self._batch.kv.costs)
             # Promises are kept by deadline, whoever has been served more or less.
             self._sharing.queue.by_order, self._sharing.bounds_steps = True, False
         promises, story = self.promises, request.story

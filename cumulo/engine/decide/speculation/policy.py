@@ -28,89 +28,6 @@ from cumulo.engine.decide.speculation.choose import (
 )
 from cumulo.engine.decide.speculation.drafts import NgramDraft, ProposedDraft
 
-_COST_NEWS = 0.2  # share of the news in an average
-_SHORTER_STEP, _LONGER_STEP = 0.4, 0.1  # the same, for a step that took less or more time than usual
-_FADE = 0.995  # weight of an average after each step that it was not part of
-_MOST_TOKENS = 64  # larger steps say what prompts cost
-_LEAST_WEIGHT = 0.02
-_PRIOR = 0.01  # weight of what prompts say about sizes not seen yet: they draw nothing, so drafts cost more
-_ONCE_SHARE = 0.02  # of the weight of a size seen once, which may have been held up
-
-
-class LearntCost:
-    """A straight line over the step's tokens: a fixed part (weights are read once) and a part for each token."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, list[float]] = {}  # by tokens: average seconds, weight, times
-        self._prompt_s: float | None = None  # for one token more in a step of many
-        self._fitted: tuple[float, float] | None = None
-
-    def observe(self, tokens: int, seconds: float, has_prompts: bool = False) -> None:
-        """`has_prompts`: some of the tokens are a prompt's. They say little about drafts, of which each is drawn
-        from; and a short prompt is so many tokens more than a draft that it would decide the line alone."""
-        if tokens < 1 or seconds <= 0:
-            return
-        self._fitted = None
-        if tokens > _MOST_TOKENS or has_prompts:
-            measured = seconds / tokens
-            self._prompt_s = (
-                measured
-                if self._prompt_s is None
-                else self._prompt_s + _COST_NEWS * (measured - self._prompt_s)
-            )
-            return
-        for known in self._seen.values():
-            known[1] *= _FADE
-        found = self._seen.setdefault(tokens, [seconds, 0.0, 0])
-        # Others on the machine only make steps longer: what a short one says counts for more.
-        found[0] += (_SHORTER_STEP if seconds < found[0] else _LONGER_STEP) * (seconds - found[0])
-        found[1] = min(20.0, found[1] + 1)
-        found[2] += 1
-
-    @property
-    def known(self) -> bool:
-        return bool(self._seen)
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """Seconds of a step without tokens, and of each token. Only if something is `known`."""
-        if self._fitted is None:
-            self._fitted = self._fit()
-        return self._fitted
-
-    def _fit(self) -> tuple[float, float]:
-        """Weighted least squares. A point far away, of prompts, stands in for sizes not seen yet."""
-        points = [
-            (tokens, seconds, weight if times > 1 else _ONCE_SHARE * weight)
-            for tokens, (seconds, weight, times) in self._seen.items()
-            if weight > _LEAST_WEIGHT
-        ] or [(tokens, seconds, 1.0) for tokens, (seconds, _, _) in self._seen.items()]
-        heaviest = max(points, key=lambda point: point[2])
-        slope = self._prompt_s if self._prompt_s is not None else heaviest[1] / (heaviest[0] + 2)
-        slope = min(slope, heaviest[1] / (heaviest[0] + 1))  # reading the weights costs as much as a token
-        points.append((heaviest[0] + 8, heaviest[1] + 8 * slope, 64 * _PRIOR))
-        # Near the size that is usual: what the first draft costs matters most, and further ones may cost more.
-        points = [
-            (tokens, seconds, weight / max(1, tokens - heaviest[0]) ** 2)
-            for tokens, seconds, weight in points
-        ]
-        total = sum(weight for _, _, weight in points)
-        mean_tokens = sum(tokens * weight for tokens, _, weight in points) / total
-        mean_s = sum(seconds * weight for _, seconds, weight in points) / total
-        spread = sum(weight * (tokens - mean_tokens) ** 2 for tokens, _, weight in points)
-        slope = (
-            sum(weight * (tokens - mean_tokens) * (seconds - mean_s) for tokens, seconds, weight in points)
-            / spread
-        )
-        # A step's fixed part is never negative, and a token never gives time back.
-        slope = min(max(slope, 0.0), mean_s / mean_tokens)
-        return mean_s - slope * mean_tokens, slope
-
-    def step_s(self, tokens: int) -> float:
-        fixed_s, token_s = self.line
-        return fixed_s + token_s * tokens
-
-
 _LEAST_GAIN = 1.03  # from which waiting for the tokens is worth the host's time between two steps
 _LEAST_ASKED = 1.01  # the same for a model's drafts, whose own time is counted already
 _HOST_S = 4e-4  # ... which is about this on a GPU, and there a step may be no longer
@@ -171,7 +88,7 @@ class Speculation(Extension):
         """`by_model`: drafts come from the runner, which has a model for them."""
         self._batch = batch
         self.by_model = by_model
-        self.cost = LearntCost()
+        self.cost = batch.kv.costs
         self.proposal_s = 0.0  # for one token that a model proposes; measured
         self.proposed = 0  # tokens in all
         self._catches_up: set[int] = set()  # plans whose proposals follow a prompt, or what came unasked
@@ -196,20 +113,16 @@ class Speculation(Extension):
 
     def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:
         budget = draft_budget(self._batch, plan, flight)
-        if self.cost.known and budget > 0:
+        if self.cost.knows_rows and budget > 0:
             self._verify(plan, flight.rows, budget, now_s)
         if self.by_model and flight.draws:
             self._ask(plan, flight.draws)
 
     def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
-        # Drafts make steps longer by less than another program on the same cores does.
-        seconds, proposing_s = timing.busy_s or timing.seconds, timing.proposing_s
-        verified = len(plan.slots) + sum(len(draft.tokens) for draft in plan.drafts)
-        self.cost.observe(plan.tokens, seconds - proposing_s, has_prompts=plan.tokens > verified)
         if plan.index in self._catches_up:  # says what following a prompt takes, not a proposal
             self._catches_up.discard(plan.index)
-        elif timing.proposed and proposing_s > 0:
-            measured = proposing_s / timing.proposed
+        elif timing.proposed and timing.proposing_s > 0:
+            measured = timing.proposing_s / timing.proposed
             # Others on the machine only make it longer.
             news = 1.0 if not self.proposal_s else _SHORTER if measured < self.proposal_s else _LONGER
             self.proposal_s += news * (measured - self.proposal_s)
@@ -228,16 +141,24 @@ class Speculation(Extension):
         """Whether the next step is to be planned only when the tokens of these rows, in flight, are known."""
         if self.fixed_count is not None:
             return True
-        if not self.cost.known:
+        if not self.cost.knows_rows:
             return self.by_model
         if self.by_model:  # on a CPU, where the host's time is short next to a step's
             return self.proposed < _LEARNING or self._asked(rows).gain >= _LEAST_ASKED
         # Behind a step whose tokens must be known the device waits for the host: a short step must gain the more.
-        least = max(_LEAST_GAIN, 1 + _HOST_S / self.cost.step_s(len(rows)))
+        fixed_s, token_s = self._step_s(rows)
+        least = max(_LEAST_GAIN, 1 + _HOST_S / (fixed_s + token_s * len(rows)))
         return self._prospects(rows).gain >= least
 
+    def _step_s(self, rows: list[Sequence]) -> tuple[float, float]:
+        """The time of a step in which these draw a token each: all but what as many drafts would take, and that of
+        one draft."""
+        context = sum(sequence.computed for sequence in rows)
+        draft_s = self.cost.draft_s(len(rows), context)
+        return self.cost.decode_s(len(rows), context) - len(rows) * draft_s, draft_s
+
     def _asked(self, rows: list[Sequence]) -> AskedGain:
-        fixed_s, token_s = self.cost.line
+        fixed_s, token_s = self._step_s(rows)
         rates = [self._rates(sequence) for sequence in rows]
         return worth_asking(self._shares, rates, fixed_s, _CAUTION * token_s, self.proposal_s)
 
@@ -253,7 +174,7 @@ class Speculation(Extension):
     def _prospects(self, rows: list[Sequence]) -> DraftChoice:
         """How many tokens are worth drafting for each of these rows, by what is known of them."""
         offers = [Offer(MOST_DRAFTED, self._prospect(sequence)) for sequence in rows]
-        fixed_s, token_s = self.cost.line
+        fixed_s, token_s = self._step_s(rows)
         budget = len(offers) * MOST_DRAFTED
         return choose(offers, len(rows), len(rows), fixed_s, token_s + self.proposal_s, budget)
 
@@ -269,7 +190,6 @@ class Speculation(Extension):
     # -- planning ---------------------------------------------------------------------------------------------
     def _verify(self, plan: StepPlan, rows: list[Sequence], budget: int, now_s: float) -> None:
         """Add drafts to the plan's rows of one token that is known. Never takes a block from anybody."""
-        fixed_s, token_s = self.cost.line
         members: list[int] = []
         offers: list[Offer] = []
         for row, (sequence, start, count) in enumerate(zip(rows, plan.starts, plan.counts, strict=True)):
@@ -288,6 +208,7 @@ class Speculation(Extension):
         if not members:
             return
         if self.fixed_count is None:
+            fixed_s, token_s = self._step_s(rows)
             cautious_s = _CAUTION * token_s
             counts = choose(offers, len(plan.draw_slots), plan.tokens, fixed_s, cautious_s, budget).counts
         else:
@@ -311,11 +232,11 @@ class Speculation(Extension):
         """Ask for drafts behind the tokens that this plan draws, for whom they are worth it."""
         if self.fixed_count is not None:
             counts = [self.fixed_count] * len(draws)
-        elif self.cost.known and self.proposed >= _LEARNING:
+        elif self.cost.knows_rows and self.proposed >= _LEARNING:
             asked = self._asked(draws)
             longest = self._prospects(draws).counts
             counts = [count if value > 0 else 0 for count, value in zip(longest, asked.row, strict=True)]
-            fixed_s, token_s = self.cost.line
+            fixed_s, token_s = self._step_s(draws)
             seconds = fixed_s + token_s * len(draws)
             plan.proposal_floor = len(draws) / seconds * (_CAUTION * token_s + self.proposal_s)
         else:

@@ -227,7 +227,7 @@ class RoundPolicy(Extension):
         kind = (rows, drafts, levels) if rows and plan.tokens == rows else None
         if kind is not None and before is not None and before[:2] == (kind, plan.index - 1):
             times = 1 if plan.rounds is None else plan.rounds.times
-            seconds = max(timing.busy_s or timing.seconds, now_s - before[2])
+            seconds = max(timing.seconds, now_s - before[2])
             self._learnt(rows).see(drafts, seconds / times, levels)
         self._before = (kind, plan.index, now_s)
 
