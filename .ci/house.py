@@ -40,7 +40,7 @@ LINES_PER_ROOM = {
     "pipeline": 2_250,
     "plan": 10_150,
     "quant": 1_250,
-    "ranks": 2_500,
+    "ranks": 2_400,
     "serve": 15_750,
     "spec": 2_350,
     "train": 7_800,

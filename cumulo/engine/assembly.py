@@ -42,8 +42,8 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, ModelFiles, inspect_model, load_model
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.ranks.device_group import has_nccl
-from cumulo.ranks.plan_ring import RingFile
 from cumulo.ranks.rank_group import THIS_HOST, meeting_point
+from cumulo.ranks.rank_meter import RankTable
 from cumulo.ranks.remote import host_and_port
 from cumulo.spec.gpu_kernels import obstacle_of
 from cumulo.spec.model import ModelSpec
@@ -237,7 +237,7 @@ def _assemble_ranks(
         with_tokenizer,
         max(1, (config.threads or cores) // own_ranks),
         store.port,
-        RingFile.create(layout.world),
+        RankTable.create(layout.world),
         os.getpid(),
         host,
         host,

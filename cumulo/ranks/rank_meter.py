@@ -7,7 +7,9 @@ message.
 """
 
 import contextlib
+import mmap
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,23 @@ from numpy.typing import NDArray
 WORDS = 8  # of a rank
 READ, WAITS, STEPS, STEP_NS, WAIT_NS, HELD_BYTES, PID, ROUTED = range(WORDS)
 Words = NDArray[np.uint64]
+
+
+class RankTable:
+    """The memory: a row of words for each rank of this host."""
+
+    def __init__(self, path: Path, world: int) -> None:
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        self.progress: Words = np.frombuffer(memory, np.uint64, WORDS * world).reshape(world, WORDS)
+
+    @staticmethod
+    def create(world: int) -> Path:
+        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        handle, name = tempfile.mkstemp(prefix="cumulo-ranks-", dir=folder)
+        os.ftruncate(handle, 8 * WORDS * world)
+        os.close(handle)
+        return Path(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,11 +147,6 @@ class RankProcesses:
         return {rank: one.pipe for rank, one in self._ranks.items()}
 
     @property
-    def all_here(self) -> bool:
-        """Whether all of them are processes of this host."""
-        return not any(isinstance(one.process, _RemoteProcess) for one in self._ranks.values())
-
-    @property
     def sentinels(self) -> list[int]:
         """Something to wait for with multiprocessing's `wait`: ready when a rank has ended."""
         return [one.process.sentinel for one in self._ranks.values()]

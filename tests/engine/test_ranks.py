@@ -209,14 +209,13 @@ def test_a_step_that_stands_still_on_a_gpu_is_blamed_on_the_rank_with_the_fewest
     progress = np.zeros((3, WORDS), dtype=np.uint64)
     progress[:, PID], progress[1, READ], progress[2, READ] = 1, 9, 8
     ranks = SimpleNamespace(
-        all_here=False,
         pipes={},
         failures=lambda grace_s: [],
         stack_text=lambda rank: "in a kernel",
         end=lambda: None,
     )
-    ring = SimpleNamespace(progress=progress)
-    runner = RankedRunner(None, ranks, ring, None, timeout_s=5.0, on_gpu=True)  # type: ignore[arg-type]
+    table = SimpleNamespace(progress=progress)
+    runner = RankedRunner(None, ranks, table, None, timeout_s=5.0, on_gpu=True)  # type: ignore[arg-type]
     assert not runner.stands_still()
     now_s = 100.0
     monkeypatch.setattr(ranked_runner.time, "monotonic", lambda: now_s)

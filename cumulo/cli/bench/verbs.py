@@ -67,10 +67,10 @@ def plans(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure the time to send a step's plan to four ranks, through shared memory and over TCP."""
-    from cumulo.bench import plan_ring as bench_plan_ring
+    from cumulo.bench import plans as bench_plans
 
     with working("plans") as tell:
-        rows = bench_plan_ring.measure(repeats, tell)
+        rows = bench_plans.measure(repeats, tell)
     finish("plans to ranks", rows, json_file)
 
 

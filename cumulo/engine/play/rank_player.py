@@ -47,9 +47,9 @@ from cumulo.models.files.load import LoadedModel, load_model
 from cumulo.models.play.rank_decoder import RankDecoder
 from cumulo.models.play.rank_links import RankLinks, connect
 from cumulo.models.play.spread_experts import SpreadExperts
-from cumulo.ranks.plan_ring import PlanReader, RingFile
+from cumulo.ranks.plan_pipe import PlanReader
 from cumulo.ranks.rank_group import THIS_HOST, TCPStore, meeting_point
-from cumulo.ranks.rank_meter import WORDS, RankMeter
+from cumulo.ranks.rank_meter import WORDS, RankMeter, RankTable
 from cumulo.ranks.remote import RankListener, host_and_port, join_engine
 from cumulo.ranks.start import RankProcesses, ask_starter, be_rank, lost_another, starter, tell_starter
 from cumulo.spec.model import ModelSpec
@@ -70,7 +70,7 @@ class RankSetup:
     with_tokenizer: bool
     threads: int
     port: int  # where the ranks meet
-    ring: Path  # the memory that plans travel through
+    table: Path  # the memory in which ranks of this host count what they do
     engine_pid: int  # rank 0's process
     meeting_host: str = THIS_HOST  # rank 0's
     host: str = THIS_HOST  # of the rank that is told this
@@ -121,11 +121,11 @@ def start_ranks(
             from cumulo.engine.play.rank_player_cuda import use_own_gpu
 
             use_own_gpu(0)
-        ring = RingFile(setup.ring, layout.world)
+        table = RankTable(setup.table, layout.world)
         ranks.wait_for(_OPENED)
-        setup.ring.unlink()  # all have it open: nothing stays behind, however the engine ends
+        setup.table.unlink()  # all have it open: nothing stays behind, however the engine ends
         part = setup.part(0)
-        meter = RankMeter(ring.progress[0])
+        meter = RankMeter(table.progress[0])
         links = connect(
             part, store, setup.config.rank_timeout_s, meter, setup.host, setup.config.collective_text
         )
@@ -149,11 +149,11 @@ def start_ranks(
         lost = isinstance(error, RuntimeError) and lost_another(error)
         causes = ranks.failures(_GRACE_S) if lost else []
         ranks.end()
-        setup.ring.unlink(missing_ok=True)
+        setup.table.unlink(missing_ok=True)
         if causes:
             raise RanksFailed("\n".join(causes)) from error
         raise
-    ranked = RankedRunner(runner, ranks, ring, meter, setup.config.rank_timeout_s, setup.on_gpu)
+    ranked = RankedRunner(runner, ranks, table, meter, setup.config.rank_timeout_s, setup.on_gpu)
     if caches:
         ranked.caches = RankCaches(caches)
     if setup.on_gpu:
@@ -194,12 +194,14 @@ def play_rank(rank: int, setup: RankSetup) -> None:
         here = rank < setup.own_ranks
         end_with(setup.engine_pid if here else None, starter().fileno())
         use_own_gpu(rank if here else setup.place)
-    ring = RingFile(setup.ring, setup.config.layout.world) if rank < setup.own_ranks else None
+    words = np.zeros(WORDS, dtype=np.uint64)  # of a rank on another host, where nobody looks
+    if rank < setup.own_ranks:
+        words = RankTable(setup.table, setup.config.layout.world).progress[rank]
     tell_starter(_OPENED)
-    plans = PlanReader(None if setup.config.remote_ranks else ring, rank, starter())
+    plans = PlanReader(starter(), words)
     part = setup.part(rank)
     store = meeting_point(setup.port, setup.meeting_host)
-    meter = RankMeter(ring.progress[rank] if ring is not None else np.zeros(WORDS, dtype=np.uint64))
+    meter = RankMeter(words)
     links = connect(part, store, setup.config.rank_timeout_s, meter, setup.host, setup.config.collective_text)
     if setup.weights:
         _check_weights(setup)

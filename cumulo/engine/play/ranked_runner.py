@@ -17,8 +17,8 @@ from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import ModelError, RanksFailed, StoppedTogether
 from cumulo.models.adapters.files import AdapterWeights
-from cumulo.ranks.plan_ring import PlanWriter, RingFile
-from cumulo.ranks.rank_meter import PID, READ, STEPS, WAITS, RankMeter, RankState, rank_states
+from cumulo.ranks.plan_pipe import PlanWriter
+from cumulo.ranks.rank_meter import PID, READ, STEPS, WAITS, RankMeter, RankState, RankTable, rank_states
 from cumulo.ranks.start import RankProcesses
 
 
@@ -40,16 +40,15 @@ class RankedRunner:
         self,
         runner: DeviceRunner,
         ranks: RankProcesses,
-        ring: RingFile,
+        table: RankTable,
         meter: RankMeter,
         timeout_s: float,
         on_gpu: bool = False,
     ) -> None:
-        """`ranks` are all but rank 0, whose runner and meter are here; `ring` has the progress of all."""
-        self.runner, self.ranks, self._ring, self.meter = runner, ranks, ring, meter
+        """`ranks` are all but rank 0, whose runner and meter are here; `table` has the progress of all."""
+        self.runner, self.ranks, self._table, self.meter = runner, ranks, table, meter
         self._on_gpu, self._states, self._states_s = on_gpu, list[RankState](), 0.0
-        # Plans go through the ring only where all ranks map it.
-        self._plans = PlanWriter(ring if ranks.all_here else None, ranks.pipes, timeout_s)
+        self._plans = PlanWriter(ranks.pipes, timeout_s)
         self._timeout_s = timeout_s
         self.waits_since_s: float | None = None  # for the result of a step
         self.stood_still = False
@@ -104,7 +103,7 @@ class RankedRunner:
     def _behind(self, error: Exception) -> str:
         """Nobody died: whoever has waited for others least often is whom they wait for; or, inside kernels, where
         nobody counts that, whoever has taken the fewest plans."""
-        table = self._ring.progress
+        table = self._table.progress
         if self.stood_still:
             rank = 1 + int(table[1:, READ].argmin())
             return f"rank {rank}: the others wait for it; it stood at\n{self.ranks.stack_text(rank)}"
@@ -125,7 +124,7 @@ class RankedRunner:
     def wait_for_ranks(self) -> None:
         """Until every rank has ended the steps whose results are here. Rank 0's result does not say so: a step in
         which nothing is drawn may end on one rank before the others have written their last layer."""
-        steps = self._ring.progress[:, STEPS]
+        steps = self._table.progress[:, STEPS]
         while int(steps.min()) < int(steps[0]):
             if found := self.ranks.failures(0.0):
                 raise self.failure(RuntimeError("; ".join(found)))
@@ -135,7 +134,7 @@ class RankedRunner:
         """What each rank has done, as of half a second ago at most."""
         now_s = time.monotonic()
         if now_s - self._states_s > _STATES_S:
-            self._states, self._states_s = rank_states(self._ring.progress, self._on_gpu), now_s
+            self._states, self._states_s = rank_states(self._table.progress, self._on_gpu), now_s
         return self._states
 
     # -- what the ledger asks ---------------------------------------------------------------------------
