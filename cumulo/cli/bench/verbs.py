@@ -1,22 +1,35 @@
 """`cumulo bench VERB`: measurements next to the values they must reach, as a table and as JSON."""
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from cumulo.base import report
-from cumulo.base.files import write_text_file
-from cumulo.base.quantities import number, quantity
+from cumulo.base.chart import chart_file
 from cumulo.base.report import Row, available_cores
 from cumulo.cli.bench import serve as bench_serve
 from cumulo.cli.shared import options
-from cumulo.cli.shared.terminal import err, finish, loading, note, only_json, out, warn_if_busy, working
+from cumulo.cli.shared.figures import RunFigure, figure_table
+from cumulo.cli.shared.terminal import err, finish, loading, note, only_json, out, save, warn_if_busy, working
 from cumulo.errors import CumuloError
+from cumulo.load.prompts import parse_lengths
+
+if TYPE_CHECKING:
+    from cumulo.bench.quantised import Figures
 
 app = typer.Typer()
 app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
+
+
+def _measure(module: str, title: str, json_file: Path | None, *arguments: Any, progress: Any = None) -> None:
+    """What most benchmarks do: measure with progress on stderr, then show the rows next to what they must reach."""
+    warn_if_busy()
+    with progress or working(module) as tell:
+        rows = importlib.import_module(f"cumulo.bench.{module}").measure(*arguments, tell)
+    finish(title, rows, json_file)
 
 
 @app.command(epilog="Example: [bold]cumulo bench engine --json engine.json[/bold]")
@@ -54,11 +67,7 @@ def scheduler(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure the time the scheduler needs per step on one core, also with a long queue."""
-    from cumulo.bench import scheduler as bench_scheduler
-
-    with working("scheduler") as tell:
-        rows = bench_scheduler.measure(repeats, tell)
-    finish("scheduler, one core", rows, json_file)
+    _measure("scheduler", "scheduler, one core", json_file, repeats)
 
 
 @app.command(epilog="Example: [bold]cumulo bench plans[/bold]")
@@ -67,11 +76,7 @@ def plans(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure the time to send a step's plan to four ranks, through shared memory and over TCP."""
-    from cumulo.bench import plans as bench_plans
-
-    with working("plans") as tell:
-        rows = bench_plans.measure(repeats, tell)
-    finish("plans to ranks", rows, json_file)
+    _measure("plans", "plans to ranks", json_file, repeats)
 
 
 @app.command(epilog="Example: [bold]cumulo bench gateway --streams 200 --minutes 0.5[/bold]")
@@ -81,11 +86,7 @@ def gateway(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what a gateway adds to TTFT, and its load and memory under many streams, on one core."""
-    from cumulo.bench import gateway as bench_gateway
-
-    with working("gateway") as tell:
-        rows = bench_gateway.measure(streams, minutes, tell)
-    finish("gateway, one core", rows, json_file)
+    _measure("gateway", "gateway, one core", json_file, streams, minutes)
 
 
 @app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
@@ -98,11 +99,7 @@ def checkpoint(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure how long an asynchronous checkpoint stops training, next to a synchronous one."""
-    from cumulo.bench import checkpoint as bench_checkpoint
-
-    with working("checkpoints") as tell:
-        rows = bench_checkpoint.measure(mebibytes, repeats, folder, tell)
-    finish("checkpoints, one process", rows, json_file)
+    _measure("checkpoint", "checkpoints, one process", json_file, mebibytes, repeats, folder)
 
 
 @app.command(epilog="Example: [bold]cumulo bench data[/bold]")
@@ -111,11 +108,7 @@ def data(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure how fast training batches are read from a memory-mapped dataset on one core."""
-    from cumulo.bench import data as bench_data
-
-    with working("data") as tell:
-        rows = bench_data.measure(repeats, tell)
-    finish("data, one core", rows, json_file)
+    _measure("data", "data, one core", json_file, repeats)
 
 
 @app.command(epilog="Example: [bold]cumulo bench ddp[/bold]")
@@ -126,12 +119,7 @@ def ddp(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure data-parallel training over gloo against torch's DistributedDataParallel."""
-    from cumulo.bench import ddp as bench_ddp
-
-    warn_if_busy()
-    with working("ddp") as tell:
-        rows = bench_ddp.measure(processes, rounds, steps, tell)
-    finish(f"data parallel, {processes} processes", rows, json_file)
+    _measure("ddp", f"data parallel, {processes} processes", json_file, processes, rounds, steps)
 
 
 @app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")
@@ -147,15 +135,10 @@ def overhead(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what the HTTP server adds to the engine: share of throughput kept, and time added to TTFT."""
-    from cumulo.bench import overhead as bench_overhead
-    from cumulo.load.prompts import parse_lengths
-
     lengths = parse_lengths(output_tokens, "--output")
     threads = options.engine_config(threads=threads).threads or available_cores()
-    warn_if_busy()
-    with loading(lines=True) as show:
-        rows = bench_overhead.measure(model, threads, rounds, requests, lengths, first_tokens, show)
-    finish(f"serving, {threads} threads", rows, json_file)
+    figures = model, threads, rounds, requests, lengths, first_tokens
+    _measure("overhead", f"serving, {threads} threads", json_file, *figures, progress=loading(lines=True))
 
 
 @app.command(epilog="Example: [bold]cumulo bench kernels[/bold]")
@@ -205,11 +188,8 @@ def guided(
 ) -> None:
     """Check that every guided answer fits its schema, and measure what the masks add to a step of 16 sequences."""
     config = options.engine_config(threads=threads, max_running=16, kv_memory_gib=0.5)
-    with loading(lines=True) as show:
-        from cumulo.bench import guided as bench_guided
-
-        rows = bench_guided.measure(model, config, schemas, steps, seed, show)
-    finish("guided decoding, 16 sequences", rows, json_file)
+    title, figures = "guided decoding, 16 sequences", (model, config, schemas, steps, seed)
+    _measure("guided", title, json_file, *figures, progress=loading(lines=True))
 
 
 @app.command(epilog="Example: [bold]cumulo bench speculate --prompts 16 --new-tokens 64[/bold]")
@@ -226,14 +206,8 @@ def speculate(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure speculation: tokens per second with and without drafts, acceptance, and that answers are equal."""
-    from cumulo.bench import speculate as bench_speculate
-
-    warn_if_busy()
-    with working("speculation") as tell:
-        rows = bench_speculate.measure(
-            model, speculate, threads, prompts, new_tokens, _numbers(batches), _numbers(lengths), tell
-        )
-    finish("speculation", rows, json_file)
+    sizes = _numbers(batches), _numbers(lengths)
+    _measure("speculate", "speculation", json_file, model, speculate, threads, prompts, new_tokens, *sizes)
 
 
 @app.command(epilog="Example: [bold]cumulo bench lora --rows 8 --adapters 4 --rounds 3[/bold]")
@@ -247,13 +221,8 @@ def lora(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what low-rank adapters add to a step: none, one and many in one batch, as ratios."""
-    from cumulo.bench import lora as bench_lora
-
-    warn_if_busy()
     config = options.engine_config(threads=threads)
-    with working("adapters") as tell:
-        found = bench_lora.measure(model, config, rows, adapters, rank, rounds, tell)
-    finish("adapters", found, json_file)
+    _measure("lora", "adapters", json_file, model, config, rows, adapters, rank, rounds)
 
 
 def _numbers(text: str) -> list[int]:
@@ -313,38 +282,27 @@ def quality(
     print_figures(found, plot, json_file)
 
 
-if TYPE_CHECKING:
-    from cumulo.bench.quantised import Figures
+_QUALITY = (
+    RunFigure("", lambda one: one.perplexity, heading="perplexity"),
+    RunFigure("", lambda one: one.kl, heading="mean KL, nats"),
+    RunFigure("", lambda one: 100 * one.agreement, heading="top-1", shown="{:.1f}%"),
+    RunFigure("", lambda one: one.weight_bytes, "B", heading="weights"),
+    RunFigure("", lambda one: one.decode_tok_s, "tok/s", heading="decode"),
+    RunFigure("", lambda one: one.relative_speed, heading="over 16 bits", shown="{:.2f}x"),
+)
 
 
 def print_figures(found: "Sequence[Figures]", plot: Path | None, json_file: Path | None) -> None:
     """Exit code 1 where a calibrated method is worse than rounding to nearest."""
-    import typer
-
-    from cumulo.base.chart import chart_file
     from cumulo.bench.quantised import chart, rows
 
-    lines = [
-        (
-            one.name,
-            number(one.perplexity),
-            number(one.kl),
-            f"{100 * one.agreement:.1f}%",
-            quantity(one.weight_bytes, "B"),
-            quantity(one.decode_tok_s, "tok/s"),
-            f"{one.relative_speed:.2f}x",
-        )
-        for one in found
-    ]
-    headings = ("", "perplexity", "mean KL, nats", "top-1", "weights", "decode", "over 16 bits")
     console = err if only_json(json_file) else out
-    console.print(report.grid(headings, lines, "quality against 16 bits"))
+    console.print(figure_table("", [(one.name, one) for one in found], _QUALITY, "quality against 16 bits"))
     result = rows(found)
     failed = [row for row in result if not row.ok]
     for row in failed:
         note(f"{row.name}: {row.value:.2f}, must be at most {row.must:g}")
-    if plot is not None:
-        write_text_file(plot, chart_file(chart(found)))
+    save(plot, lambda: chart_file(chart(found)), "chart")
     report.write_json(json_file, result)
     if failed:
         raise typer.Exit(1)
