@@ -267,13 +267,12 @@ def attention_rows() -> list[dict[str, Any]]:
     """The kernels of the table, in microseconds; `cumulo bench kernels` has all of them, with their rivals."""
     from cumulo.bench.gpu import report
 
-    found = [
-        row for row in report.rows(("paged_attention", "flash_attention")) if row.get("must") is not None
+    rows = report.rows(("paged_attention", "flash_attention"))
+    return [
+        row.as_dict() | {"roofline_percent": 100 * row.more.get("roofline_share", 0.0)}
+        for row in rows
+        if row.must is not None
     ]
-    for row in found:
-        row["ok"] = row["value"] is not None and row["value"] <= row["must"]
-        row["roofline_percent"] = 100 * row.get("more", {}).get("roofline_share", 0.0)
-    return found
 
 
 def main() -> None:

@@ -1,5 +1,4 @@
-"""Every CPU kernel against a ceiling measured in the same run and against torch. `cumulo bench kernels` prints it,
-as does `python -m cumulo.bench.cpu_kernels`.
+"""Every CPU kernel against a ceiling measured in the same run and against torch. `cumulo bench kernels` prints it.
 
 A row's value is a rate; its note says what share of the machine's ceiling that is (reading memory for one token,
 the dot instruction for many) and how many times torch's own operators are slower.
@@ -8,13 +7,13 @@ the dot instruction for many) and how many times torch's own operators are slowe
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cumulo.base.report import Row
 from cumulo.kernels.cpu import paged_attention as attention
 from cumulo.kernels.cpu.affine_blocks import AffineBlocks
 from cumulo.kernels.cpu.library import NativeLibrary, native
@@ -42,29 +41,22 @@ def best_s(work: Callable[[], object], budget_s: float = 0.25) -> float:
     return best
 
 
-def rows() -> list[dict[str, Any]]:
-    """One dictionary per figure: name, value, unit, better, note."""
+def rows() -> list[Row]:
     library = native()
     if library is None:
-        return [
-            {"name": "native kernels", "value": "none", "note": "no C++ compiler: torch's operators are used"}
-        ]
+        return [Row("native kernels", "none", note="no C++ compiler: torch's operators are used")]
     threads = torch.get_num_threads()
     data = torch.zeros(64 * 2**20 // 4)  # past every cache
     read_gb_s = data.nbytes / best_s(lambda: library.read_bytes(data, threads)) / 1e9
     repeats = 2_000_000
     dot_gmac_s = library.dot_peak(repeats, threads) / best_s(lambda: library.dot_peak(repeats, threads)) / 1e9
     found = [
-        _row("ceiling: read", read_gb_s, "GB/s", f"{threads} threads, 64 MiB"),
-        _row("ceiling: dot", dot_gmac_s, "GMAC/s", f"{library.dot_name} on registers"),
+        Row("ceiling: read", read_gb_s, "GB/s", note=f"{threads} threads, 64 MiB"),
+        Row("ceiling: dot", dot_gmac_s, "GMAC/s", note=f"{library.dot_name} on registers"),
     ]
     for shape in SHAPES:
         found += _linear_rows(library, shape, read_gb_s, dot_gmac_s)
     return found + _attention_rows(read_gb_s)
-
-
-def _row(name: str, value: float, unit: str, note: str) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 2), "unit": unit, "better": "higher", "note": note}
 
 
 def random_blocks(rows_: int, columns: int, bits: int, group: int, seed: int = 0) -> AffineBlocks:
@@ -78,7 +70,7 @@ def random_blocks(rows_: int, columns: int, bits: int, group: int, seed: int = 0
 
 def _linear_rows(
     library: NativeLibrary, shape: tuple[int, int], read_gb_s: float, dot_gmac_s: float
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     blocks = random_blocks(*shape, bits=4, group=32)
     # Enough copies that one token's weights come from memory, as they do in a model.
     copies = [PackedWeight.pack(blocks, library=library) for _ in range(24)]
@@ -94,46 +86,13 @@ def _linear_rows(
             if tokens == 1
             else ("dot", 2 * gmac_s / dot_gmac_s)  # two int8 products per 16-bit activation
         )
-        peers = [f"torch float32 x{best_s(lambda x=x: F.linear(x, dense)) / seconds:.1f}"]  # type: ignore[misc]
-        for name, peer in _torch_peers(blocks, dense).items():
-            peers.append(f"{name} x{best_s(lambda x=x, peer=peer: peer(x)) / seconds:.1f}")  # type: ignore[misc]
-        note = f"{share:.0%} of the {bound} ceiling; slower: {', '.join(peers)}"
-        found.append(_row(f"linear {shape[0]}x{shape[1]} 4-bit, {tokens} tokens", gmac_s, "GMAC/s", note))
+        slower = best_s(lambda x=x: F.linear(x, dense)) / seconds  # type: ignore[misc]
+        note = f"{share:.0%} of the {bound} ceiling; slower: torch float32 x{slower:.1f}"
+        found.append(Row(f"linear {shape[0]}x{shape[1]} 4-bit, {tokens} tokens", gmac_s, "GMAC/s", note=note))
     return found
 
 
-def _torch_peers(blocks: AffineBlocks, dense: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """torch's own packed products, where this build and CPU have them."""
-    rows_, columns = blocks.shape
-    peers: dict[str, Callable[[Tensor], Tensor]] = {}
-    try:
-        packed_bytes = torch.from_numpy((blocks.codes[:, 1::2] << 4) | blocks.codes[:, ::2])
-        scales = torch.from_numpy(blocks.scale).to(torch.bfloat16)  # what its fast path takes
-        packed = torch.ops.aten._dyn_quant_pack_4bit_weight(packed_bytes, scales, None, 32, columns, rows_)
-
-        def four_bit(x: Tensor) -> Tensor:
-            y: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(x, packed, 32, columns, rows_)
-            return y
-
-        four_bit(torch.zeros(1, columns))
-        peers["_dyn_quant_matmul_4bit"] = four_bit
-    except (RuntimeError, NotImplementedError, AttributeError):
-        pass
-    try:
-        int8, row_scale = (dense * 100).to(torch.int8), torch.ones(rows_)
-
-        def eight_bit(x: Tensor) -> Tensor:
-            y: Tensor = torch.ops.aten._weight_int8pack_mm(x, int8, row_scale)
-            return y
-
-        eight_bit(torch.zeros(1, columns))
-        peers["_weight_int8pack_mm"] = eight_bit
-    except (RuntimeError, NotImplementedError, AttributeError):
-        pass
-    return peers
-
-
-def _attention_rows(read_gb_s: float) -> list[dict[str, Any]]:
+def _attention_rows(read_gb_s: float) -> list[Row]:
     heads, kv_heads, dim, block_size = 9, 3, 64, 16
     found = []
     for name, sequences, count, context in (
@@ -160,10 +119,5 @@ def _attention_rows(read_gb_s: float) -> list[dict[str, Any]]:
         else:
             rate, unit = context * (context + 1) / 2 * heads * 2 * dim / seconds / 1e9, "GMAC/s"
             note = f"slower: torch x{slower:.1f}"
-        found.append(_row(f"attention {name}", rate, unit, note))
+        found.append(Row(f"attention {name}", rate, unit, note=note))
     return found
-
-
-if __name__ == "__main__":
-    for row in rows():
-        print(f"{row['name']:38} {row['value']:>10} {row.get('unit', ''):8} {row.get('note', '')}")

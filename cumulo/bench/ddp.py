@@ -44,26 +44,14 @@ def measure(processes: int, rounds: int, steps: int, tell: Callable[[str], None]
         statistics.median(other[what] / own[what] for own, other in pairs) for what in (0, 1)
     )
     own_s, torch_s = (statistics.median(pair[side][0] for pair in pairs) for side in (0, 1))
-    title = f"{processes} processes, gloo"
+    name = f"data-parallel steps, {processes} processes, gloo: ratio to torch's DDP"
+    note = f"{processor_ratio:.2f} × in processor time, which others' load changes less"
+    same = "both sides have trained the same model"
     return [
-        Row(
-            f"data-parallel steps, {title}: ratio to torch's DDP",
-            ratio,
-            "×",
-            must=0.9,
-            aim=1.0,
-            note=f"{processor_ratio:.2f} × in processor time, which others' load changes less",
-        ),
+        Row(name, ratio, "×", must=0.9, aim=1.0, note=note),
         Row("Cumulo", tokens / own_s, "tokens/s"),
         Row("torch DistributedDataParallel", tokens / torch_s, "tokens/s"),
-        Row(
-            "difference of weights after all steps",
-            difference,
-            "of their norm",
-            better="lower",
-            must=1e-3,
-            note="both sides have trained the same model",
-        ),
+        Row("difference of weights after all steps", difference, "of their norm", "lower", 1e-3, note=same),
     ]
 
 

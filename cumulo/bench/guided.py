@@ -10,9 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from cumulo.base.report import Row
 from cumulo.bench import schema_judge
@@ -21,7 +19,6 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.llm import LLM
-from cumulo.engine.sampling import sampler
 from cumulo.errors import InvalidRequest
 
 BATCH = 16
@@ -146,47 +143,30 @@ def _verdict_rows(name: str, verdict: SchemaVerdict) -> list[Row]:
     ]  # fmt: skip
 
 
-# -- cost -------------------------------------------------------------------------------------------------------
 def cost(model: str | None, config: EngineConfig, steps: int, tell: Tell) -> list[Row]:
     """Two engines with the same prompts, one of them guided, take steps in turn. Nothing is overlapped: what the
     masks cost shows whole."""
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    serial = EngineConfig(**(fields | {"overlap": False, "max_context": 64 + steps + _WARM_UP_STEPS}))
+    serial = replace(config, overlap=False, max_context=64 + steps + _WARM_UP_STEPS)
     with LLM(model, config=serial, progress=tell) as guided, LLM(model, config=serial, progress=tell) as free:
         _fill(guided, Guide("json_schema", json.dumps(_LONG_FORM)), steps)
         _fill(free, None, steps)
         times: dict[str, list[float]] = {"guided": [], "free": []}
-        with _stopwatch() as mask_s:
-            for number in range(steps):
-                if number == _WARM_UP_STEPS:
-                    for samples in (*times.values(), *mask_s.values()):
-                        samples.clear()
-                tell("steps with and without guides", number, steps)
-                order = [("guided", guided), ("free", free)]
-                for name, llm in order if number % 2 else order[::-1]:
-                    began_s = time.perf_counter()
-                    llm.engine.step()
+        for number in range(steps):
+            tell("steps with and without guides", number, steps)
+            order = [("guided", guided), ("free", free)]
+            for name, llm in order if number % 2 else order[::-1]:
+                began_s = time.perf_counter()
+                llm.engine.step()
+                if number >= _WARM_UP_STEPS:
                     times[name].append(time.perf_counter() - began_s)
     ratios = [a / b for a, b in zip(times["guided"], times["free"], strict=True)]
-    compute_s, apply_s = (statistics.median(samples) for samples in mask_s.values())
-    step_s = statistics.median(times["free"])
-    shares = [
-        (a + b) / c for a, b, c in zip(mask_s["compute"], mask_s["apply"], times["guided"], strict=True)
-    ]
+    step_ms, guided_ms = (1e3 * statistics.median(times[name]) for name in ("free", "guided"))
+    name, pairs = "step with guides / without", f"median of {len(ratios)} pairs"
     return [
-        Row(f"step, {BATCH} sequences without guides", step_s * 1e3, "ms", "lower"),
-        Row(f"step, {BATCH} sequences with guides", statistics.median(times["guided"]) * 1e3, "ms", "lower"),
-        Row("masks of a step, computing", compute_s * 1e3, "ms", "lower"),
-        Row("masks of a step, applying", apply_s * 1e3, "ms", "lower"),
-        Row(
-            "masks' share of a step", statistics.median(shares), "×", "lower", must=COST_MUST,
-            note=f"median of {len(shares)} steps",
-        ),
-        Row(
-            "step with guides / without", statistics.median(ratios), "×", "lower", must=1 + COST_MUST,
-            note=f"median of {len(ratios)} pairs",
-        ),
-    ]  # fmt: skip
+        Row(f"step, {BATCH} sequences without guides", step_ms, "ms", "lower"),
+        Row(f"step, {BATCH} sequences with guides", guided_ms, "ms", "lower"),
+        Row(name, statistics.median(ratios), "×", "lower", must=1 + COST_MUST, note=pairs),
+    ]
 
 
 def _fill(llm: LLM, guide: Guide | None, steps: int) -> None:
@@ -205,30 +185,3 @@ def _fill(llm: LLM, guide: Guide | None, steps: int) -> None:
         len(llm.engine.scheduler.running) < BATCH
     ):
         llm.engine.step()
-
-
-@contextmanager
-def _stopwatch() -> Iterator[dict[str, list[float]]]:
-    """Seconds spent computing masks and applying them, one entry per step."""
-    from cumulo.engine.guides.guided import GuidedSlots
-
-    spent: dict[str, list[float]] = {"compute": [], "apply": []}
-
-    def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            began_s = time.perf_counter()
-            result = function(*arguments)
-            if result is not None or name == "apply":
-                spent[name].append(time.perf_counter() - began_s)
-            return result
-
-        return call
-
-    compute, apply = GuidedSlots.masks, sampler.apply_masks
-    GuidedSlots.masks = timed(compute, "compute")  # type: ignore[method-assign]
-    sampler.apply_masks = timed(apply, "apply")
-    try:
-        yield spent
-    finally:
-        GuidedSlots.masks = compute  # type: ignore[method-assign]
-        sampler.apply_masks = apply

@@ -9,7 +9,7 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cumulo.base.report import Row
@@ -29,20 +29,8 @@ _EDITED = (
     "textwrap.dedent", "timeit.timeit",
 )  # fmt: skip
 _RENAMED = (
-    "value",
-    "result",
-    "item",
-    "text",
-    "name",
-    "index",
-    "data",
-    "path",
-    "count",
-    "line",
-    "size",
-    "key",
-    "node",
-)
+    "value", "result", "item", "text", "name", "index", "data", "path", "count", "line", "size", "key", "node"
+)  # fmt: skip
 _QUESTIONS = (
     "What is the capital of {}?", "Write three sentences about {}.", "Why do people like {}?",
     "Explain {} to a child.", "Give me a short list of facts about {}.", "Tell a short story about {}.",
@@ -77,31 +65,18 @@ def chat_prompts(count: int) -> list[str]:
     ]
 
 
-@dataclass(slots=True)
-class Race:
-    """What came of one workload."""
-
-    ratios: list[float] = field(default_factory=list)  # of tokens per second, by group
-    processor_ratios: list[float] = field(default_factory=list)  # of tokens per second of processor time
-    rates: list[float] = field(default_factory=list)  # tokens per second, with drafts
-    prompts: int = 0
-    equal: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    output: int = 0
-
-    @property
-    def accepted_share(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Answered:
+    """What a side made of a group of prompts."""
+
     tokens: list[list[int]]
-    rate: float
-    processor_rate: float
+    rate: float  # tokens per second
+    processor_rate: float  # tokens per second of processor time
     drafted: int
     accepted: int
+
+
+Race = list[tuple[_Answered, _Answered]]  # of each group of prompts: without drafts, and with
 
 
 def measure(
@@ -121,14 +96,14 @@ def measure(
     with LLM(model, config=config) as plain, LLM(model, config=config, speculate=speculate) as drafting:
         workloads = {"editing": _encode(plain, editing_prompts(prompts), chat=False)}
         workloads["chat"] = _encode(plain, chat_prompts(prompts), chat=True)
-        sure = 0
-        total = 0
+        sure = total = 0
         for name, encoded in workloads.items():
             for batch in batches:
                 tell(f"{name}, {batch} at once")
                 race = _race(plain, drafting, encoded, batch, new_tokens)
                 rows += _rows(name, batch, race, speculate, plain.config.device == "cuda")
-                sure, total = sure + race.equal, total + race.prompts
+                pairs = [pair for one, other in race for pair in zip(one.tokens, other.tokens, strict=True)]
+                sure, total = sure + sum(one == other for one, other in pairs), total + len(pairs)
         equal = Row("answers with the same tokens", sure / total, "of 1", must=1.0, note=f"{sure} of {total}")
         rows.insert(0, equal)
         if lengths:
@@ -151,40 +126,35 @@ def _rows(name: str, batch: int, race: Race, speculate: str, on_gpu: bool) -> li
         must, aim = (2.0, None) if on_gpu else (1.4, 1.8)
     elif batch == 1 and name == "chat" and speculate != "ngram":
         must = 1.6 if on_gpu else 1.1
+    processor_ratio = statistics.median(own.processor_rate / plain.processor_rate for plain, own in race)
+    drafted, accepted = (sum(getattr(own, name) for _, own in race) for name in ("drafted", "accepted"))
+    share, output = accepted / max(1, drafted), sum(len(row) for _, own in race for row in own.tokens)
     more: dict[str, Any] = {
-        "processor_time_ratio": statistics.median(race.processor_ratios),
-        "accepted_share": race.accepted_share,
-        "drafted_tokens": race.drafted,
-        "accepted_tokens": race.accepted,
-        "tokens_per_s": statistics.median(race.rates),
-        "groups": len(race.ratios),
+        "processor_time_ratio": processor_ratio,
+        "accepted_share": share,
+        "drafted_tokens": drafted,
+        "accepted_tokens": accepted,
+        "tokens_per_s": statistics.median(own.rate for _, own in race),
+        "groups": len(race),
     }
     note = (
-        f"{more['processor_time_ratio']:.2f}x per processor second; {race.accepted_share:.0%} of drafts accepted, "
-        f"{race.accepted / max(1, race.output):.0%} of all tokens"
+        f"{processor_ratio:.2f}x per processor second; {share:.0%} of drafts accepted, "
+        f"{accepted / max(1, output):.0%} of all tokens"
     )
-    ratio = statistics.median(race.ratios)
+    ratio = statistics.median(own.rate / plain.rate for plain, own in race)
     plural = "request" if batch == 1 else "requests"
     return [Row(f"{name}, {batch} {plural}", ratio, "x tok/s", must=must, aim=aim, note=note, more=more)]
 
 
 def _race(plain: LLM, drafting: LLM, prompts: list[list[int]], batch: int, new_tokens: int) -> Race:
-    race = Race()
     groups = [prompts[first : first + batch] for first in range(0, len(prompts) - batch + 1, batch)]
     for side in (plain, drafting):  # learns what steps of this size take
         _answer(side, groups[0], new_tokens)
+    race = []
     for number, group in enumerate(groups):
         sides = (plain, drafting) if number % 2 else (drafting, plain)
         answered = {side: _answer(side, group, new_tokens) for side in sides}
-        without, with_drafts = answered[plain], answered[drafting]
-        race.ratios.append(with_drafts.rate / without.rate)
-        race.processor_ratios.append(with_drafts.processor_rate / without.processor_rate)
-        race.rates.append(with_drafts.rate)
-        race.prompts += batch
-        race.equal += sum(a == b for a, b in zip(without.tokens, with_drafts.tokens, strict=True))
-        race.output += sum(map(len, with_drafts.tokens))
-        race.drafted += with_drafts.drafted
-        race.accepted += with_drafts.accepted
+        race.append((answered[plain], answered[drafting]))
     return race
 
 

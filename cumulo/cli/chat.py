@@ -188,7 +188,7 @@ class ChatTurn:
         """Yield the answer's text as it arrives; closing early aborts the request."""
         began_s = time.perf_counter()
         stream = llm.stream(messages, params)
-        with _interruptible() as interrupt:
+        with _interruptible(self):
             for delta in stream:
                 now_s = time.perf_counter()
                 if delta.token_ids and self.ttft_s is None:
@@ -198,8 +198,7 @@ class ChatTurn:
                     self.decode_s = now_s - began_s - self.ttft_s
                 self.text += delta.text
                 yield delta.text
-                if interrupt.asked:
-                    self.interrupted = True
+                if self.interrupted:
                     break
         stream.close()
         output: Any = getattr(stream, "output", None)
@@ -258,25 +257,25 @@ class Session:
     def command(self, line: str) -> bool:
         """Carry out a slash command; False ends the session."""
         word, _, rest = line.partition(" ")
-        rest = rest.strip()
         if word in ("/exit", "/quit", "/bye"):
             return False
-        if word == "/help":
-            out.print(HELP)
-        elif word == "/clear":
-            self.history.clear()
-            note("conversation deleted")
-        elif word == "/system":
-            self._set_system(rest)
-        elif word == "/set":
-            self._set_option(rest)
-        elif word == "/stats":
-            self._show_stats()
-        elif word == "/why":
-            self._show_why()
+        known = {
+            "/help": lambda _: out.print(HELP),
+            "/clear": self._clear,
+            "/system": self._set_system,
+            "/set": self._set_option,
+            "/stats": self._show_stats,
+            "/why": self._show_why,
+        }
+        if word in known:
+            known[word](rest.strip())
         else:
             note(f"there is no command {word}; /help lists the commands")
         return True
+
+    def _clear(self, _: str) -> None:
+        self.history.clear()
+        note("conversation deleted")
 
     def _set_system(self, text: str) -> None:
         if not text:
@@ -315,7 +314,7 @@ class Session:
         value = getattr(self.params, name)
         return _WITHOUT.get(name, "none") if value is None else f"{value:g}" if name != "seed" else str(value)
 
-    def _show_stats(self) -> None:
+    def _show_stats(self, _: str) -> None:
         tokens, decode_s = sum(t.tokens for t in self.turns), sum(t.decode_s for t in self.turns)
         decoded = sum(max(t.tokens - 1, 0) for t in self.turns)
         speed = f", {decoded / decode_s:.1f} tok/s while decoding" if decode_s > 0 else ""
@@ -323,7 +322,7 @@ class Session:
         out.print(f"{answers}, {tokens} tokens{speed}")
         out.print(self.llm.ledger)
 
-    def _show_why(self) -> None:
+    def _show_why(self, _: str) -> None:
         if not self.turns:
             note("there is no answer yet")
             return
@@ -335,24 +334,18 @@ def _number(text: str) -> int | float:
     return int(text) if text.removeprefix("-").isdecimal() else float(text)
 
 
-@dataclass(slots=True)
-class _Interrupt:
-    asked: bool = False
-
-
 @contextmanager
-def _interruptible() -> Iterator[_Interrupt]:
+def _interruptible(turn: ChatTurn) -> Iterator[None]:
     """While inside, the first Ctrl-C only sets a flag (the engine is never cut in half); a second raises."""
-    state = _Interrupt()
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        if state.asked:
+        if turn.interrupted:
             raise KeyboardInterrupt
-        state.asked = True
+        turn.interrupted = True
 
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield state
+        yield
     finally:
         signal.signal(signal.SIGINT, previous)
 

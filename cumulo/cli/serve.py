@@ -1,14 +1,15 @@
 """`cumulo serve`: an OpenAI-compatible server for one model."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cumulo.base.report import available_cores
-from cumulo.cli.shared.declare import takes_options, typed_flags
+from cumulo.cli.shared.declare import takes_options, typed_flags, typed_names
 from cumulo.cli.shared.serve_options import ServeCommandOptions
 from cumulo.cli.shared.terminal import note
 from cumulo.errors import CumuloError
@@ -16,13 +17,11 @@ from cumulo.errors import CumuloError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from cumulo.plan.serve.plan_file import ServePlanFile
     from cumulo.serve.engine_link.messages import Ready
     from cumulo.serve.options import ServeOptions
-import dataclasses
-from typing import TYPE_CHECKING, TypeVar
 
-from cumulo.cli.shared.declare import typed_names
-
+T = TypeVar("T")
 _OF_A_RANK = ("model", "rank_of", "rank_count", "fleet_key_file", "threads")  # its engine says all else
 EXAMPLE = (
     "Example: [bold]cumulo serve --port 8000[/bold], then point any OpenAI client at http://127.0.0.1:8000/v1"
@@ -83,10 +82,9 @@ def _check(chosen: ServeCommandOptions) -> None:
         raise CumuloError("--operator applies to a new key: add --new-api-key NAME")
     if chosen.log_level not in ("debug", "info", "warning", "error"):
         raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
-    if chosen.max_running is not None and chosen.max_running < 1:
-        raise CumuloError(f"--max-running must be 1 or more, got {chosen.max_running}")
-    if chosen.max_tokens_per_step is not None and chosen.max_tokens_per_step < 1:
-        raise CumuloError(f"--max-tokens-per-step must be 1 or more, got {chosen.max_tokens_per_step}")
+    for name in ("max_running", "max_tokens_per_step"):
+        if (value := getattr(chosen, name)) is not None and value < 1:
+            raise CumuloError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     chosen.promise.config()  # refuses what it cannot promise
     if chosen.lora:
         _check_loras(chosen)
@@ -237,27 +235,13 @@ def _make_key(name: str, chosen: ServeCommandOptions) -> None:
 
     if chosen.api_keys is None:
         raise CumuloError("--new-api-key needs --api-keys FILE, the file that stores the hash of the key")
-    print(
-        new_key(
-            chosen.api_keys,
-            name,
-            chosen.requests_per_minute,
-            chosen.tokens_per_minute,
-            chosen.cache_group,
-            chosen.operator,
-            chosen.promise.slo or None,
-        )
-    )
+    limits = chosen.requests_per_minute, chosen.tokens_per_minute
+    slo = chosen.promise.slo or None
+    print(new_key(chosen.api_keys, name, *limits, chosen.cache_group, chosen.operator, slo))
     note(
         f"This is the key of {name}. It is shown only once; {chosen.api_keys} stores its hash. "
         f"Start the server with --api-keys {chosen.api_keys}."
     )
-
-
-if TYPE_CHECKING:
-    from cumulo.plan.serve.plan_file import ServePlanFile
-
-T = TypeVar("T")
 
 
 def with_plan(chosen: T, path: Path) -> T:

@@ -1,18 +1,16 @@
-"""Every GPU kernel's rows beside ceilings measured in the same run. `cumulo bench kernels` prints them on a
-GPU, as does `python -m cumulo.bench.gpu.report [WORDS]`, which needs torch alone.
+"""Every GPU kernel's rows beside ceilings measured in the same run. `cumulo bench kernels` prints them on a GPU.
 
 A row's value is its time; the rest says how much of the roofline that is, how many times slower each rival was,
 and how wrong the result. An operation that fails is a row with its error, and the table goes on.
 """
 
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from cumulo.base.report import Row, shown
 from cumulo.bench.gpu import attention, operations, products
 from cumulo.bench.gpu.timing import KernelRow, eager_us
 from cumulo.kernels.cuda import registry
@@ -79,20 +77,18 @@ class Ceilings:
         """The share of the roofline: 1 is the fastest that memory and matrix units allow."""
         return row.work.floor_us(self.bytes_per_s, self.flops_per_s(row.dtype)) / row.ours_us
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[Row]:
         for name, value, unit in (
             ("copy, read and written", self.bytes_per_s, "TB/s"),
             ("bfloat16 product, 8192 cubed", self.bf16_flops_per_s, "TFLOP/s"),
             ("8-bit product, 8192 cubed", self.fp8_flops_per_s, "TFLOP/s"),
         ):
             if value is not None:
-                value = round(value / 1e12, 3)
-                yield {"name": f"ceiling: {name}", "value": value, "unit": unit, "better": "higher"}
+                yield Row(f"ceiling: {name}", round(value / 1e12, 3), unit)
 
 
-def rows(only: Sequence[str] = (), tell: Tell = lambda line: None) -> list[dict[str, Any]]:
-    """One dictionary per figure: name, value, unit, better, must, aim, note, more. With `only`, of operations
-    whose name holds one of the words."""
+def rows(only: Sequence[str] = (), tell: Tell = lambda line: None) -> list[Row]:
+    """With `only`: the rows of operations whose name holds one of the words."""
     registry.load_for(registry.device_name("cuda"))
     tell("measuring the device's ceilings")
     ceilings = Ceilings.measured()
@@ -100,65 +96,47 @@ def rows(only: Sequence[str] = (), tell: Tell = lambda line: None) -> list[dict[
     for name in OPERATIONS:
         if not only or any(word in name for word in only):
             for row in guarded(name, ceilings):
-                tell(as_line(row))
+                tell(f"{row.name}: {shown(row)}")
                 found.append(row)
             gc.collect()
             torch.cuda.empty_cache()
     return found
 
 
-def guarded(name: str, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+def guarded(name: str, ceilings: Ceilings) -> Iterator[Row]:
     """The rows of one operation, up to the one that fails."""
     try:
         for row in OPERATIONS[name]():
-            yield as_dict(row, ceilings)
+            yield as_row(row, ceilings)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        yield {"name": name, "value": None, "unit": "us", "better": "lower", "must": 0.0, "note": reason}
+        yield Row(name, None, "us", "lower", must=0.0, note=reason)
 
 
-def as_dict(row: KernelRow, ceilings: Ceilings) -> dict[str, Any]:
+def as_row(row: KernelRow, ceilings: Ceilings) -> Row:
     """A row for the report. A wrong result is no time at all, however short it took."""
     share = ceilings.share(row)
     by_memory = row.work.bytes / ceilings.bytes_per_s >= row.work.flops / ceilings.flops_per_s(row.dtype)
     wrong = row.error is not None and not row.error <= WRONG
-    rate = f"{row.tb_s:.2f} TB/s" if by_memory else f"{row.tflop_s:.0f} TFLOP/s"
-    ratios = {name: us / row.ours_us for name, us in row.rivals_us.items()}
     notes = [
-        rate,
+        f"{row.tb_s:.2f} TB/s" if by_memory else f"{row.tflop_s:.0f} TFLOP/s",
         f"{100 * share:.0f}% of roofline",
-        *(f"{ratio:.2f}x {name}" for name, ratio in ratios.items()),
+        *(f"{us / row.ours_us:.2f}x {name}" for name, us in row.rivals_us.items()),
     ]
     if row.error is not None:
         notes.append(f"{'WRONG: ' if wrong else ''}error {row.error:.2g}")
-    return {
-        "name": f"{row.name}, {row.shape}",
-        "value": None if wrong else round(row.ours_us, 2),
-        "unit": "us",
-        "better": "lower",
-        "must": 0.0 if wrong and row.must_us is None else row.must_us,
-        "aim": row.aim_us,
-        "note": ", ".join(notes),
-        "more": {
-            "tb_s": round(row.tb_s, 3),
-            "tflop_s": round(row.tflop_s, 1),
-            "roofline_share": round(share, 3),
-            "bound": "memory" if by_memory else "arithmetic",
-            "rivals_us": {name: round(us, 2) for name, us in row.rivals_us.items()},
-            "error": None if row.error is None or row.error != row.error else row.error,
-            "config": row.config,
-        },
+    more = {
+        "tb_s": round(row.tb_s, 3),
+        "tflop_s": round(row.tflop_s, 1),
+        "roofline_share": round(share, 3),
+        "bound": "memory" if by_memory else "arithmetic",
+        "rivals_us": {name: round(us, 2) for name, us in row.rivals_us.items()},
+        "error": None if row.error is None or row.error != row.error else row.error,
+        "config": row.config,
     }
-
-
-def as_line(row: dict[str, Any]) -> str:
-    value = "failed" if row["value"] is None else f"{row['value']:.1f} {row['unit']}"
-    must = row.get("must")
-    verdict = ""
-    if must:
-        verdict = " ok" if row["value"] is not None and row["value"] <= must else f" MISSES {must:.0f}"
-    return f"{row['name']:70} {value:>12}{verdict}  {row.get('note', '')}"
-
-
-if __name__ == "__main__":
-    rows(sys.argv[1:], lambda line: print(line, flush=True))
+    value, must = (
+        None if wrong else round(row.ours_us, 2),
+        0.0 if wrong and row.must_us is None else row.must_us,
+    )
+    name = f"{row.name}, {row.shape}"
+    return Row(name, value, "us", "lower", must, row.aim_us, ", ".join(notes), more)

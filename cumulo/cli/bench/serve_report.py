@@ -214,21 +214,19 @@ def finish(campaign: Campaign, json_file: Path | None, html: Path | None, record
     details = [_details(result) for result in campaign.results]
     write_json(json_file, made, server=_server(campaign), levels=details)
     found = None if campaign.search is None else campaign.search.confirmed
+    facts = {"Server": campaign.url, "Workload": _workload(campaign), "Measured from": _machine_words()}
+    if campaign.search_end:
+        facts["Search"] = campaign.search_end
     if html is not None:
-        facts = {"Server": campaign.url, "Workload": _workload(campaign), "Measured from": _machine_words()}
-        if campaign.search_end:
-            facts["Search"] = campaign.search_end
-        write_text_file(
-            html,
-            page(f"Load on {campaign.target.model}", facts, campaign.results, campaign.settings.slo, found),
-        )
+        title = f"Load on {campaign.target.model}"
+        write_text_file(html, page(title, facts, campaign.results, campaign.settings.slo, found))
     if records is not None:
         lines = (
-            json.dumps({"level": result.label} | record.as_dict())
-            for result in campaign.results
-            for record in result.records
+            {"level": level.label} | record.as_dict()
+            for level in campaign.results
+            for record in level.records
         )
-        write_text_file(records, "".join(f"{line}\n" for line in lines))
+        write_text_file(records, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _warn(campaign: Campaign) -> None:
@@ -254,17 +252,12 @@ def _details(result: LevelResult) -> dict[str, Any]:
 def _server(campaign: Campaign) -> dict[str, Any]:
     settings, dialect, ruler = campaign.settings, campaign.target.dialect, campaign.ruler
     return {
-        "url": campaign.url,
-        "model": campaign.target.model,
-        "endpoint": campaign.target.endpoint,
-        "workload": _workload(campaign),
-        "seed": settings.seed,
-        "slo": None if settings.slo is None else str(settings.slo),
-        "ignore_eos": dialect.ignore_eos,
-        "counts_tokens": dialect.usage,
-        "tokens_per_word": ruler.tokens_per_word,
+        "url": campaign.url, "model": campaign.target.model, "endpoint": campaign.target.endpoint,
+        "workload": _workload(campaign), "seed": settings.seed,
+        "slo": None if settings.slo is None else str(settings.slo), "ignore_eos": dialect.ignore_eos,
+        "counts_tokens": dialect.usage, "tokens_per_word": ruler.tokens_per_word,
         "template_tokens": ruler.overhead_tokens,
-    }
+    }  # fmt: skip
 
 
 def _workload(campaign: Campaign) -> str:

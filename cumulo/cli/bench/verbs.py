@@ -9,7 +9,7 @@ import typer
 
 from cumulo.base import report
 from cumulo.base.chart import chart_file
-from cumulo.base.report import Row, available_cores
+from cumulo.base.report import available_cores
 from cumulo.cli.bench import serve as bench_serve
 from cumulo.cli.shared import options
 from cumulo.cli.shared.figures import RunFigure, figure_table
@@ -166,12 +166,12 @@ def kernels(
                 tune_all(tell, words)
             from cumulo.bench.gpu import report as gpu_report
 
-            rows = [Row(**row) for row in gpu_report.rows(words, tell)]
+            rows = gpu_report.rows(words, tell)
             title = f"kernels, {torch.cuda.get_device_name()}"
         else:
             from cumulo.bench import cpu_kernels as kernel_bench
 
-            rows, title = [Row(**row) for row in kernel_bench.rows()], "kernels"
+            rows, title = kernel_bench.rows(), "kernels"
     finish(title, rows, json_file)
 
 

@@ -149,26 +149,28 @@ class SamplingOptions:
         return {name: value for name, value in chosen.items() if value is not None}
 
 
+_WORDS = {
+    "dtype": ("float64", "float32", "float16", "bfloat16"),
+    "weights": ("fp8", "int4"),
+    "kv_dtype": ("fp8", "int8"),
+    "device": ("cpu", "cuda"),
+}
+
+
 def engine_config(**chosen: Any) -> "EngineConfig":
     """An EngineConfig of the given options; None means the engine's own default."""
     from cumulo.engine.config import EngineConfig
 
-    threads, max_context, kv_gib = (chosen.get(key) for key in ("threads", "max_context", "kv_memory_gib"))
-    if threads is not None and threads < 1:
-        raise CumuloError(f"--threads must be 1 or more, got {threads}")
-    if max_context is not None and max_context < 1:
-        raise CumuloError(f"--max-context must be 1 or more tokens, got {max_context}")
-    if kv_gib is not None and not 0 < kv_gib < float("inf"):
+    for name, least in (("threads", "1 or more"), ("max_context", "1 or more tokens")):
+        if (value := chosen.get(name)) is not None and value < 1:
+            raise CumuloError(f"--{name.replace('_', '-')} must be {least}, got {value}")
+    if (kv_gib := chosen.get("kv_memory_gib")) is not None and not 0 < kv_gib < float("inf"):
         raise CumuloError(f"--kv-memory-gib must be more than 0 and finite, got {kv_gib:g}")
-    if chosen.get("dtype") not in (None, "auto", "float64", "float32", "float16", "bfloat16"):
-        raise CumuloError(f"--dtype must be float64, float32, float16 or bfloat16, got {chosen['dtype']!r}")
-    if chosen.get("weights") not in (None, "auto", "fp8", "int4"):
-        raise CumuloError(f"--weights must be auto, fp8 or int4, got {chosen['weights']!r}")
-    if chosen.get("kv_dtype") not in (None, "auto", "fp8", "int8"):
-        raise CumuloError(f"--kv-dtype must be auto, fp8 or int8, got {chosen['kv_dtype']!r}")
+    for name, words in _WORDS.items():
+        if chosen.get(name) not in (None, "auto", *words):
+            told = f"{', '.join(words[:-1])} or {words[-1]}"
+            raise CumuloError(f"--{name.replace('_', '-')} must be {told}, got {chosen[name]!r}")
     _check_drafter(chosen.get("speculate"))
-    if chosen.get("device") not in (None, "auto", "cpu", "cuda"):
-        raise CumuloError(f"--device must be cpu or cuda, got {chosen['device']!r}")
     return EngineConfig(**{key: value for key, value in chosen.items() if value is not None})
 
 

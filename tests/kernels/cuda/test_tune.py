@@ -11,7 +11,7 @@ import torch
 
 from cumulo.bench.gpu import products, report, timing, tune
 from cumulo.bench.gpu.attention import chunk, decodes
-from cumulo.bench.gpu.report import Ceilings, as_dict
+from cumulo.bench.gpu.report import Ceilings, as_row
 from cumulo.bench.gpu.timing import KernelRow, Work
 from cumulo.bench.gpu.tune import MODELS, Shape, candidates
 from cumulo.kernels.cuda import registry
@@ -116,17 +116,17 @@ def test_rows_of_products_come_out_whole(device: torch.device, monkeypatch: pyte
 def test_a_row_says_its_rate_its_share_of_the_roofline_and_its_rivals() -> None:
     work = Work(bytes=400_000_000, flops=1_000_000)
     row = KernelRow("copy", "large", work, 125.0, {"torch": 250.0}, error=1e-3, must_us=130.0, aim_us=110.0)
-    found = as_dict(row, CEILINGS)
+    found = as_row(row, CEILINGS).as_dict()
     assert found["value"] == 125.0 and found["must"] == 130.0 and found["aim"] == 110.0
     assert found["note"] == "3.20 TB/s, 80% of roofline, 2.00x torch, error 0.001"
-    assert found["more"]["bound"] == "memory" and found["more"]["roofline_share"] == 0.8
+    assert found["bound"] == "memory" and found["roofline_share"] == 0.8
     fast = KernelRow("product", "large", Work(1000, 600_000_000), 1.0, dtype="float8_e4m3fn")
-    assert as_dict(fast, CEILINGS)["note"] == "600 TFLOP/s, 50% of roofline"
+    assert as_row(fast, CEILINGS).note == "600 TFLOP/s, 50% of roofline"
 
 
 @pytest.mark.parametrize("error", [0.3, float("nan")])
 def test_a_wrong_result_is_no_result(error: float) -> None:
-    found = as_dict(KernelRow("copy", "large", Work(1000), 1.0, error=error), CEILINGS)
+    found = as_row(KernelRow("copy", "large", Work(1000), 1.0, error=error), CEILINGS).as_dict()
     assert found["value"] is None and found["must"] is not None and "WRONG" in found["note"]
     json.dumps(found, allow_nan=False)
 
@@ -134,7 +134,7 @@ def test_a_wrong_result_is_no_result(error: float) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing fails here")
 def test_an_operation_that_fails_is_a_row_with_its_error() -> None:
     (row,) = report.guarded("swiglu", CEILINGS)
-    assert row["name"] == "swiglu" and row["value"] is None and row["must"] == 0.0 and row["note"]
+    assert row.name == "swiglu" and row.value is None and row.must == 0.0 and row.note
 
 
 def test_work_of_attention_counts_what_is_seen() -> None:
