@@ -98,8 +98,6 @@ def _archive() -> bytes:
     return data
 
 
-_SPACE = r"\t\n\x0b\f\r \u00a0\ufeff\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": _SPACE}
 _LARGEST_EXPONENT_DIGITS = 4
 
 
@@ -152,25 +150,12 @@ def _with_python_patterns(value: Any) -> Any:
 
 
 def python_pattern(pattern: str) -> str:
-    """ECMA's pattern in Python's words."""
-    pieces: list[str] = []
-    in_class = False
-    for piece in re.findall(r"\\.|.", pattern, re.DOTALL):
-        if piece.lower() in _CLASSES:
-            body, negated = _CLASSES[piece.lower()], piece[1].isupper()
-            if in_class and negated:
-                raise CannotJudge(pattern)
-            piece = body if in_class else f"[{'^' if negated else ''}{body}]"
-        elif piece == "$" and not in_class:
-            piece = r"\Z"
-        elif piece == "." and not in_class:
-            piece = r"[^\n\r\u2028\u2029]"
-        elif piece == "[":
-            piece, in_class = r"\[" if in_class else "[", True
-        elif piece == "]":
-            in_class = False
-        pieces.append(piece)
-    translated = "".join(pieces)
+    """ECMA's pattern in Python's words: classes are ASCII, `$` is the very end, and `.` stops at any line end."""
+    if re.search(r"\\s", pattern, re.IGNORECASE):
+        raise CannotJudge(pattern)  # ECMA's white space is neither Python's nor ASCII's
+    words = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]"}
+    outside = r"(\\.|\[(?:\\.|[^\]\\])*\])|[$.]"  # escapes and bracketed classes stay as they are
+    translated = f"(?a:{re.sub(outside, lambda found: found[1] or words[found[0]], pattern)})"
     try:
         re.compile(translated)
     except re.error as error:
