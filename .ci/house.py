@@ -41,7 +41,7 @@ LINES_PER_ROOM = {
     "plan": 10_150,
     "quant": 1_250,
     "ranks": 2_400,
-    "serve": 15_750,
+    "serve": 15_350,
     "spec": 2_350,
     "train": 7_800,
 }

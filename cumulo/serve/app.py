@@ -29,11 +29,6 @@ _ENDPOINTS = (
     chat, completions, responses, messages, embeddings, rank, batches, operation, adapters, fleet_endpoints,
     fleet_state,
 )  # fmt: skip
-# Requests that name a model: a tool that reads the description can ask right away.
-_NAME_MODEL = (
-    "ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest",
-    "EmbeddingRequest", "ScoreRequest", "RerankRequest",
-)  # fmt: skip
 # The page /docs loads nothing from another host, and is in nobody's frame.
 _DOCS_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
@@ -54,7 +49,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.bodies = BodyReader(lambda: service.engine.info.max_context if service.engine.info else 0)
-    app.state.batches = service.batches = Batches(app, service)
+    app.state.batches = Batches(app, service)  # started by the server, when the engine is up
     app.state.routes = [route for part in _ENDPOINTS for route in part.router.routes]
     errors.install(app)
     for part in _ENDPOINTS:
@@ -109,8 +104,10 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
         for name in ("HTTPValidationError", "ValidationError"):
             parts.get("schemas", {}).pop(name, None)
         if not service.adapters.most:  # others may come
-            for name in _NAME_MODEL:
-                parts["schemas"][name]["properties"]["model"]["enum"] = [service.model_name]
+            # A tool that reads the description can ask right away.
+            for name, described in parts["schemas"].items():
+                if name.endswith("Request") and "model" in described.get("required", ()):
+                    described["properties"]["model"]["enum"] = [service.model_name]
         if service.keys is not None:
             parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]

@@ -25,7 +25,7 @@ from cumulo.serve.engine_link.messages import Failure, Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.forwarded import FORWARDED, ForwardedRequest
 from cumulo.serve.formats.events import repeatable_call_ids
-from cumulo.serve.observe.stories import explanation
+from cumulo.serve.observe.stories import Record, explanation
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
 
@@ -149,7 +149,25 @@ class Call:
                 slo=promised,
                 adapter="" if adapter is None else adapter.key,
             )
-            self.service.submit(self, submit, self._inbox, position)
+            submitted_s = time.perf_counter()
+            # First: the engine wakes while this is written down.
+            in_flight = self.service.engine.submit(submit, self._inbox, position)
+            record = Record(
+                request_id=request_id,
+                call_id=self.id,
+                caller=self.caller.name,
+                model=self.model,
+                received_s=self.received_s,
+                submitted_s=submitted_s,
+                prompt_tokens=len(tokens),
+                samples=drawn.n,
+                stream=stream,
+                priority=priority,
+                default_limit=self.default_limit,
+                dispatches=in_flight.dispatches,
+                resumed_tokens=len(resumed) // 4,
+            )
+            self.service.note_submitted(self.caller, record)
 
         self._send = send
         self._unsent.extend(enumerate(prompts))

@@ -52,13 +52,13 @@ class ApiError(Exception):
         return Response(self.body(), self.status, self.headers, "application/json")
 
 
-_KINDS = {
+_KINDS_OF_BOTH = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
-    503: "service_unavailable_error",
 }
+_KINDS = {**_KINDS_OF_BOTH, 503: "service_unavailable_error"}
 
 
 class ClientGone(Exception):
@@ -124,12 +124,9 @@ def shaped(error: ApiError, scope: Scope) -> Response:
 # -- Anthropic's shape ------------------------------------------------------------------------------------
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
+    **_KINDS_OF_BOTH,
     408: "timeout_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     503: "overloaded_error",
 }
 

@@ -9,6 +9,15 @@ from cumulo.errors import CumuloError
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.models.files.hub import BUILT_IN_NAME
 
+# The least value of each option that has one; None is always allowed where it is a default.
+_LEAST = {
+    1: (
+        "replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories", "requests_per_minute",
+        "tokens_per_minute", "max_connections", "max_connections_per_address",
+    ),
+    0: ("prefill", "max_queue", "drain_timeout_s", "stored_responses", "default_max_tokens"),
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
@@ -60,9 +69,11 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         routing.router(self.router)  # refuses one that does not exist
-        for name in ("replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories"):
-            if getattr(self, name) < 1:
-                raise CumuloError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for least, names in _LEAST.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value < least:
+                    raise CumuloError(f"{name} must be {least} or more, got {value}")
         if self.engine.remote_ranks and (self.replicas > 1 or self.prefill):
             raise CumuloError(
                 "remote_ranks works with one engine: start a server for each engine, and `cumulo gateway` in front"
@@ -81,41 +92,21 @@ class ServeOptions:
                     f"prefill={self.prefill} must be 1 or more, and within autoscale's "
                     f"prefill={prefill.fewest}..{prefill.most}"
                 )
-        if self.prefill < 0:
-            raise CumuloError(f"prefill must be 0 or more, got {self.prefill}")
         if self.prefill and self.engine.role != "both":
             raise CumuloError(
                 f"prefill={self.prefill} gives every engine its role: omit role={self.engine.role}, or omit prefill"
             )
-        for name in ("requests_per_minute", "tokens_per_minute"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise CumuloError(f"{name} must be 1 or more, got {value}; leave it out for no limit")
         for name in (
             "stall_timeout_s", "start_timeout_s", "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s",
             "write_timeout_s",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
-        if self.default_max_tokens is not None and self.default_max_tokens < 0:
-            raise CumuloError(
-                f"default_max_tokens must be 1 or more, or 0 for as many as fit, got {self.default_max_tokens}"
-            )
-        if self.stored_responses < 0:
-            raise CumuloError(
-                f"stored_responses must be 0 or more, got {self.stored_responses}; 0: none is kept"
-            )
-        if self.max_queue < 0 or self.drain_timeout_s < 0:
-            raise CumuloError("max_queue and drain_timeout_s must be 0 or more")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise CumuloError(
                 f"otlp_endpoint must be the URL of a collector that speaks OTLP over HTTP, for instance "
                 f"http://127.0.0.1:4318, got {self.otlp_endpoint!r}"
             )
-        for name in ("max_connections", "max_connections_per_address"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise CumuloError(f"{name} must be 1 or more, got {value}")
         if not 0 <= self.port <= 65535:
             raise CumuloError(f"port must be 0 to 65535, got {self.port}")
 

@@ -88,6 +88,7 @@ class _Run:
             self._keeper.stop()
             starting.cancel()
             await asyncio.wait([starting])
+            await self._app.state.batches.close()
             await self.service.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
@@ -96,7 +97,9 @@ class _Run:
         try:
             # Beside the event loop, and before somebody asks: making the description takes long.
             describing = asyncio.create_task(asyncio.to_thread(self._app.openapi))
-            self._on_ready(await self.service.start())
+            info = await self.service.start()
+            self._app.state.batches.start()
+            self._on_ready(info)
             await describing
             # What is loaded stays: a full collection in the middle of a stream need not walk it.
             gc.collect()
@@ -147,9 +150,16 @@ def run(
     listener = bind(options.host, options.port)
     try:
         text = ModelText.load(options.model, options.chat_template, options.parse_special_tokens)
-        begin = functools.partial(Service, options, text, options.name or source.name)
+
+        async def serve() -> None:
+            service = Service(options, text, options.name or source.name)
+            life = _Run(service, lambda: on_listening(url_of(listener)), on_ready, extend, tracing)
+            await life.serve(listener)
+            if life.error is not None:
+                raise life.error
+
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_run(begin, listener, on_listening, on_ready, extend, tracing))
+            runner.run(serve())
     finally:
         listener.close()
 
@@ -164,17 +174,3 @@ def _tracing(endpoint: str) -> "Tracing":
             "pip install -e '.[otel]' in Cumulo's folder"
         ) from error
     return Tracing(endpoint)
-
-
-async def _run(
-    begin: Callable[[], Service],
-    listener: socket.socket,
-    on_listening: Callable[[str], None],
-    on_ready: Callable[[Ready], None],
-    extend: Callable[[FastAPI], None] | None,
-    tracing: "Tracing | None",
-) -> None:
-    life = _Run(begin(), lambda: on_listening(url_of(listener)), on_ready, extend, tracing)
-    await life.serve(listener)
-    if life.error is not None:
-        raise life.error

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.engine.adapter_room import room_for
@@ -23,16 +22,8 @@ from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.adapter_registry import AdapterRefused, AdapterRegistry, ServedAdapter, named_loras
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings
-from cumulo.serve.engine_link.in_flight import Inbox, InFlight
-from cumulo.serve.engine_link.messages import (
-    AdapterReport,
-    Failure,
-    Finished,
-    Ready,
-    Stats,
-    StepRecord,
-    Submit,
-)
+from cumulo.serve.engine_link.in_flight import InFlight
+from cumulo.serve.engine_link.messages import AdapterReport, Failure, Finished, Ready, Stats, StepRecord
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe.fleet_metrics import FleetMetrics, RankMetrics
@@ -52,24 +43,6 @@ _RECENT_ENDS = 64  # to estimate how fast the queue moves
 # tokens with 20 alternatives would be 21 million entries, gigabytes in this process. The bound is on what may
 # come, so a request is refused at once and in words, not half-way.
 MAX_LOGPROBS = 262_144
-
-
-class AskedCall(Protocol):
-    """What is noted of the HTTP request behind an engine request; a Call has it."""
-
-    id: str
-    model: str
-    caller: Caller
-    received_s: float
-    default_limit: int | None
-
-
-class Companion(Protocol):
-    """What begins when the engine is up and ends before it: the batches."""
-
-    def start(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class Service:
@@ -120,7 +93,6 @@ class Service:
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
         self.fairness_index = 1.0
         self.draining = False
-        self.batches: Companion | None = None  # set by create_app
         self.unsent = 0  # prompts of running calls that follow as the engine takes them
         self.abort_reason = "the request was aborted"
         self._callers: dict[str, Caller] = {}  # of requests in flight
@@ -153,13 +125,9 @@ class Service:
             self._now_served(self.adapters.all[report.key], report)
         self.text.max_context = info.max_context
         self.metrics.on_ready(info)
-        if self.batches is not None:
-            self.batches.start()
         return info
 
     async def close(self) -> None:
-        if self.batches is not None:
-            await self.batches.close()
         await self.engine.close()
         self.text.close()
 
@@ -169,6 +137,13 @@ class Service:
         if self.engine.info is None:
             raise ApiError(503, "the model is still being loaded", code="not_ready", retry_after_s=5)
         return self.engine.info
+
+    def caller_named(self, name: str) -> Caller | None:
+        """The caller of this name with the limits it has now, for work that outlives its request; None while there
+        is no such key."""
+        if self.keys is not None:
+            return self.keys.named(name)
+        return self.anyone if name == self.anyone.name else None
 
     # -- may it come in? ----------------------------------------------------------------------------------
     def check_model(self, name: str | None) -> None:
@@ -266,29 +241,9 @@ class Service:
         pace_s = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
         return min(60.0, max(1.0, waiting * pace_s))
 
-    def submit(self, call: AskedCall, submit: Submit, inbox: Inbox, position: int) -> None:
-        """Note who asked what, and send it."""
-        submitted_s = time.perf_counter()
-        # First: the engine wakes while this is written down.
-        request = self.engine.submit(submit, inbox, position)
-        self._callers[submit.request_id] = call.caller
-        self.stories.add(
-            Record(
-                request_id=submit.request_id,
-                call_id=call.id,
-                caller=call.caller.name,
-                model=call.model,
-                received_s=call.received_s,
-                submitted_s=submitted_s,
-                prompt_tokens=len(submit.tokens) // 4,
-                samples=submit.params.n,
-                stream=submit.stream,
-                priority=submit.priority,
-                default_limit=call.default_limit,
-                dispatches=request.dispatches,
-                resumed_tokens=len(submit.resumed) // 4,
-            )
-        )
+    def note_submitted(self, caller: Caller, record: Record) -> None:
+        self._callers[record.request_id] = caller
+        self.stories.add(record)
 
     # -- what becomes of it: the engine client's Observer -------------------------------------------------
     def on_progress(self, stats: Stats) -> None:

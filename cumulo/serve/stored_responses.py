@@ -4,7 +4,8 @@ They live in memory, as JSON, until the server stops or newer ones need the room
 whoever keeps the most is the first to lose some: nobody can push out what others keep.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,65 +50,45 @@ class StoredResponses:
     ) -> None:
         """With `most` 0 nothing is kept."""
         self.most, self.most_bytes, self._most_bytes_each = most, most_bytes, min(most_bytes, most_bytes_each)
-        self.count = self.size_bytes = 0
-        self._by_caller: dict[str, _OfCaller] = {}  # by caller
+        # By caller and id; the one that was used longest ago comes first.
+        self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self.size_bytes = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._kept)
 
     def put(self, caller: str, response_id: str, stored: StoredResponse) -> bool:
         """Whether it is kept: one that is too large is not."""
         if not self.most or stored.size_bytes > self._most_bytes_each:
             return False
-        own = self._by_caller.setdefault(caller, _OfCaller())
-        own.put(response_id, stored)
-        self.count += 1
+        self._kept[caller, response_id] = stored
         self.size_bytes += stored.size_bytes
         while self.count > self.most:
-            self._drop_oldest(max(self._by_caller, key=lambda name: (len(self._by_caller[name].kept), name)))
+            self._drop_one(lambda kept: 1)
         while self.size_bytes > self.most_bytes:
-            self._drop_oldest(max(self._by_caller, key=lambda name: (self._by_caller[name].size_bytes, name)))
+            self._drop_one(lambda kept: kept.size_bytes)
         return True
 
     def get(self, caller: str, response_id: str) -> StoredResponse | None:
         """None: there is no such response, or it is somebody else's. What is used stays longest."""
-        own = self._by_caller.get(caller)
-        if own is None or response_id not in own.kept:
-            return None
-        own.kept.move_to_end(response_id)
-        return own.kept[response_id]
+        found = self._kept.get((caller, response_id))
+        if found is not None:
+            self._kept.move_to_end((caller, response_id))
+        return found
 
     def delete(self, caller: str, response_id: str) -> bool:
-        own = self._by_caller.get(caller)
-        if own is None or response_id not in own.kept:
-            return False
-        self._drop(caller, response_id)
-        return True
+        dropped = self._kept.pop((caller, response_id), None)
+        self.size_bytes -= dropped.size_bytes if dropped is not None else 0
+        return dropped is not None
 
-    def _drop_oldest(self, caller: str) -> None:
-        self._drop(caller, next(iter(self._by_caller[caller].kept)))
-
-    def _drop(self, caller: str, response_id: str) -> None:
-        own = self._by_caller[caller]
-        dropped_bytes = own.drop(response_id)
-        self.count -= 1
-        self.size_bytes -= dropped_bytes
-        if not own.kept:
-            del self._by_caller[caller]
-
-
-class _OfCaller:
-    """One caller's responses, the one that was used longest ago first."""
-
-    def __init__(self) -> None:
-        self.kept: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.size_bytes = 0
-
-    def put(self, response_id: str, stored: StoredResponse) -> None:
-        self.kept[response_id] = stored
-        self.size_bytes += stored.size_bytes
-
-    def drop(self, response_id: str) -> int:
-        dropped_bytes = self.kept.pop(response_id).size_bytes
-        self.size_bytes -= dropped_bytes
-        return dropped_bytes
+    def _drop_one(self, weight: Callable[[StoredResponse], int]) -> None:
+        """Drop the oldest response of the caller who keeps the most by this weight."""
+        weights: Counter[str] = Counter()
+        for (caller, _), stored in self._kept.items():
+            weights[caller] += weight(stored)
+        largest = max(weights, key=lambda caller: (weights[caller], caller))
+        self.delete(*next(place for place in self._kept if place[0] == largest))
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:

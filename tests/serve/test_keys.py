@@ -115,26 +115,28 @@ def test_an_allowance_refills_evenly() -> None:
     now_s = 0.0
     limits = RateLimits(clock=lambda: now_s)
     caller = Caller("ann", requests_per_minute=2)
-    assert [limits.take_request(caller) for _ in range(3)] == [0, 0, 30]
+    assert [limits.take_amount("requests", caller, 1) for _ in range(3)] == [0, 0, 30]
     now_s = 29
-    assert limits.take_request(caller) == pytest.approx(1)
+    assert limits.take_amount("requests", caller, 1) == pytest.approx(1)
     now_s = 31
-    assert limits.take_request(caller) == 0
-    assert limits.take_request(Caller("bob", requests_per_minute=2)) == 0  # each has their own
+    assert limits.take_amount("requests", caller, 1) == 0
+    assert limits.take_amount("requests", Caller("bob", requests_per_minute=2), 1) == 0  # each has their own
 
 
 def test_long_answers_leave_a_debt() -> None:
     now_s = 0.0
     limits = RateLimits(clock=lambda: now_s)
     caller = Caller("ann", tokens_per_minute=60)
-    assert limits.take_tokens(caller, 10) == 0
+    assert limits.take_amount("tokens", caller, 10) == 0
     limits.charge_output(caller, 80)  # 30 in debt
-    assert limits.take_tokens(caller, 10) == pytest.approx(40)
+    assert limits.take_amount("tokens", caller, 10) == pytest.approx(40)
     now_s = 41
-    assert limits.take_tokens(caller, 10) == 0
-    assert limits.take_tokens(caller, 1000) > 0  # more than a minute's worth: when the bucket is full
+    assert limits.take_amount("tokens", caller, 10) == 0
+    assert (
+        limits.take_amount("tokens", caller, 1000) > 0
+    )  # more than a minute's worth: when the bucket is full
     now_s = 200
-    assert limits.take_tokens(caller, 1000) == 0
+    assert limits.take_amount("tokens", caller, 1000) == 0
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 40)), max_size=60))
@@ -146,7 +148,7 @@ def test_no_minute_sees_more_than_twice_its_allowance(asked: list[tuple[float, i
     taken: list[tuple[float, int]] = []
     for pause_s, tokens in asked:
         now_s += pause_s
-        if limits.take_tokens(caller, tokens) == 0:
+        if limits.take_amount("tokens", caller, tokens) == 0:
             taken.append((now_s, tokens))
     for start_s, _ in taken:
         assert sum(tokens for at_s, tokens in taken if start_s <= at_s < start_s + 60) <= 100 + 1e-6

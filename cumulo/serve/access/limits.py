@@ -8,9 +8,12 @@ caller's next request.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.errors import ApiError
+
+Kind = Literal["requests", "tokens"]
 
 
 @dataclass(slots=True)
@@ -34,7 +37,7 @@ class RateLimits:
         self._clock = clock
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
-    def _bucket(self, kind: str, caller: Caller) -> Bucket | None:
+    def _bucket(self, kind: Kind, caller: Caller) -> Bucket | None:
         per_minute = caller.requests_per_minute if kind == "requests" else caller.tokens_per_minute
         if per_minute is None:
             return None
@@ -45,15 +48,8 @@ class RateLimits:
         bucket.refill(now_s)
         return bucket
 
-    def take_request(self, caller: Caller) -> float:
-        """Take one request; returns the seconds to wait, 0 if it was taken."""
-        return self._take("requests", caller, 1)
-
-    def take_tokens(self, caller: Caller, prompt_tokens: int) -> float:
-        """Seconds to wait until a prompt of this size may come; 0: it is charged."""
-        return self._take("tokens", caller, prompt_tokens)
-
-    def _take(self, kind: str, caller: Caller, amount: int) -> float:
+    def take_amount(self, kind: Kind, caller: Caller, amount: int) -> float:
+        """Take so many requests or prompt tokens; returns the seconds to wait, 0 if they were taken."""
         bucket = self._bucket(kind, caller)
         if bucket is None:
             return 0.0
@@ -63,24 +59,25 @@ class RateLimits:
         return wait_s
 
     def charge_request(self, caller: Caller) -> None:
-        """Raises ApiError 429 where `take_request` says to wait."""
-        if (wait_s := self.take_request(caller)) > 0:
-            allowed = f"{caller.requests_per_minute} requests per minute are allowed and have been made"
-            raise _too_much(allowed, wait_s)
+        """Raises ApiError 429 where the caller has to wait."""
+        allowed = f"{caller.requests_per_minute} requests per minute are allowed and have been made"
+        self._charge("requests", caller, 1, allowed)
 
     def charge_prompt(self, caller: Caller, tokens: int) -> None:
-        """Raises ApiError 429 where `take_tokens` says to wait."""
-        if (wait_s := self.take_tokens(caller, tokens)) > 0:
-            allowed = f"this key may use {caller.tokens_per_minute:,} tokens per minute and has used them"
-            raise _too_much(allowed, wait_s)
+        """Raises ApiError 429 where the caller has to wait."""
+        allowed = f"this key may use {caller.tokens_per_minute or 0:,} tokens per minute and has used them"
+        self._charge("tokens", caller, tokens, allowed)
+
+    def _charge(self, kind: Kind, caller: Caller, amount: int, allowed: str) -> None:
+        if (wait_s := self.take_amount(kind, caller, amount)) > 0:
+            raise ApiError(
+                429,
+                f"{allowed}: try again in {wait_s:.0f} s",
+                code="rate_limit_exceeded",
+                retry_after_s=wait_s,
+            )
 
     def charge_output(self, caller: Caller, tokens: int) -> None:
         bucket = self._bucket("tokens", caller)
         if bucket is not None:
             bucket.level -= tokens
-
-
-def _too_much(allowed: str, wait_s: float) -> ApiError:
-    return ApiError(
-        429, f"{allowed}: try again in {wait_s:.0f} s", code="rate_limit_exceeded", retry_after_s=wait_s
-    )

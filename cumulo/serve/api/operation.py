@@ -8,15 +8,9 @@ from starlette.responses import Response
 from cumulo import __version__
 from cumulo.serve.access.keys import Caller, caller_of
 from cumulo.serve.adapter_registry import ServedAdapter
-from cumulo.serve.api.openai.conversation import (
-    check_continued,
-    conversation,
-    template_tools,
-    template_variables,
-    with_tool_calls,
-)
+from cumulo.serve.api.openai.chat import chat_prompt
 from cumulo.serve.api.openai.events import json_response
-from cumulo.serve.api.openai.schemas import DetokenizeRequest, Message, TokenizeRequest
+from cumulo.serve.api.openai.schemas import ChatRequest, DetokenizeRequest, Templated, TokenizeRequest
 from cumulo.serve.api.openai.schemas_out import (
     ERRORS,
     Detokenized,
@@ -30,7 +24,6 @@ from cumulo.serve.api.openai.schemas_out import (
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.model_text import ModelText
 from cumulo.serve.observe.stories import NotUnique, explanation
 from cumulo.serve.observe.trace import chrome_trace
 from cumulo.serve.service import Service
@@ -154,7 +147,10 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
-        tokens = await _chat_tokens(body, body.messages, service.text)
+        # The tokens that a chat completion with the same fields would send to the engine.
+        fields = {name: getattr(body, name) for name in ("messages", *Templated.model_fields)}
+        chat = ChatRequest.model_construct(model=service.model_name, **fields)
+        _, _, tokens = await chat_prompt(service, chat)
     else:
         _refuse_for_prompts(body)
         assert body.prompt is not None
@@ -169,21 +165,6 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             "token_strs": spelled,
         }
     )
-
-
-async def _chat_tokens(body: TokenizeRequest, given: list[Message], text: ModelText) -> list[int]:
-    """The tokens that a chat completion with the same fields would send to the engine."""
-    if body.continue_final_message:
-        check_continued(given, body.add_generation_prompt)
-    tools = template_tools(body.tools or [])
-    _, tokens = await text.encode_chat(
-        conversation(with_tool_calls(given), text.formats, tools),
-        tools if text.formats.template_shows_tools else (),
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-        variables=template_variables(body.chat_template_kwargs, body.reasoning_effort, text),
-        continue_final_message=bool(body.continue_final_message),
-    )
-    return tokens
 
 
 def _refuse_for_prompts(body: TokenizeRequest) -> None:

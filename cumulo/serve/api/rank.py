@@ -107,80 +107,61 @@ _AFTER_DOCUMENT = "\nPlease write a question based on this passage.\nQuestion:" 
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A query and the text it is held against; the fields name them in error messages."""
+class Pairs:
+    """Queries, and the document that each is held against."""
 
-    query: str
-    document: str
-    query_field: str
-    document_field: str
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    scores: list[float]  # in the order of the pairs
-    results: list[Finished]  # of the engine, for the token counts
+    queries: Sequence[str]
+    documents: Sequence[str]
+    document_tokens: int | None = None  # so many of each document are read; None: all
 
 
-async def score(call: Call, pairs: Sequence[Pair], body: Ranking, document_tokens: int | None) -> Scored:
-    """`document_tokens`: so many of each document are read; None: all."""
-    if body.method == "likelihood":
-        return await _likelihoods(call, pairs, body, document_tokens)
-    return await _cosines(call, pairs, body, document_tokens)
+Scored = tuple[
+    list[float], list[Finished]
+]  # in the order of the pairs; the engine's results, for the token counts
 
 
-async def _cosines(call: Call, pairs: Sequence[Pair], body: Ranking, document_tokens: int | None) -> Scored:
+async def score(call: Call, pairs: Pairs, body: Ranking) -> Scored:
+    return await (_likelihoods if body.method == "likelihood" else _cosines)(call, pairs, body)
+
+
+async def _cosines(call: Call, pairs: Pairs, body: Ranking) -> Scored:
     # Texts that come several times (the query of a reranking) are embedded once.
-    places: dict[tuple[str, bool], int] = {}
-    fields: list[str] = []
-    for pair in pairs:
-        for text, field, cut in (
-            (pair.query, pair.query_field, False),
-            (pair.document, pair.document_field, document_tokens is not None),
-        ):
-            if (text, cut) not in places:
-                places[text, cut] = len(places)
-                fields.append(field)
-    inputs = await _encode(call.service.text, [text for text, _ in places], fields, add_special=True)
-    for (_, cut), position in places.items():
-        if cut:
-            inputs[position] = inputs[position][:document_tokens]
+    queries, documents = list(dict.fromkeys(pairs.queries)), list(dict.fromkeys(pairs.documents))
+    inputs = await _encode(call.service.text, queries, add_special=True)
+    read = await _encode(call.service.text, documents, add_special=True)
+    inputs += [tokens[: pairs.document_tokens] for tokens in read]
     results = await _ask(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
     vectors = [_vector(finished) for finished in results]
-    cut = document_tokens is not None
+    of_query = dict(zip(queries, vectors, strict=False))
+    of_document = dict(zip(documents, vectors[len(queries) :], strict=True))
     scores = [
-        float(vectors[places[pair.query, False]] @ vectors[places[pair.document, cut]]) for pair in pairs
+        float(of_query[query] @ of_document[document])
+        for query, document in zip(pairs.queries, pairs.documents, strict=True)
     ]
-    return Scored([max(-1.0, min(1.0, value)) for value in scores], results)
+    return [max(-1.0, min(1.0, value)) for value in scores], results
 
 
-async def _likelihoods(
-    call: Call, pairs: Sequence[Pair], body: Ranking, document_tokens: int | None
-) -> Scored:
+async def _likelihoods(call: Call, pairs: Pairs, body: Ranking) -> Scored:
     text = call.service.text
     before = await text.encode(_BEFORE_DOCUMENT)
     after = await text.encode(_AFTER_DOCUMENT, add_special=False)
     # Every part is tokenised by itself: where the query begins is then certain.
-    queries = await _encode(text, [" " + p.query for p in pairs], [p.query_field for p in pairs])
-    documents = await _encode(text, [" " + p.document for p in pairs], [p.document_field for p in pairs])
+    queries = await _encode(text, [f" {query}" for query in pairs.queries])
+    documents = await _encode(text, [f" {document}" for document in pairs.documents])
     prompts = [
-        [*before, *document[:document_tokens], *after, *query]
+        [*before, *document[: pairs.document_tokens], *after, *query]
         for document, query in zip(documents, queries, strict=True)
     ]
-    results = await _ask(
-        call, prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), body
-    )
-    scores = [_geometric_mean(finished, len(query)) for finished, query in zip(results, queries, strict=True)]
-    return Scored(scores, results)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    results = await _ask(call, prompts, params, body)
+    return [_geometric_mean(*pair) for pair in zip(results, map(len, queries), strict=True)], results
 
 
-async def _encode(
-    text: ModelText, texts: Sequence[str], fields: Sequence[str], *, add_special: bool = False
-) -> list[list[int]]:
+async def _encode(text: ModelText, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
     encoded = await text.encode_many(texts, add_special=add_special)
-    for tokens, field in zip(encoded, fields, strict=True):
+    for given, tokens in zip(texts, encoded, strict=True):
         if not tokens:
-            raise invalid(f"'{field}' has no tokens: there is nothing to score", field)
+            raise invalid(f"the text {given[:64]!r} has no tokens: there is nothing to score")
     return encoded
 
 
@@ -217,10 +198,10 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 async def create_score(body: ScoreRequest, request: Request) -> Response:
     call = Call(request, "score-", body.model)
     call.log("texts", (body.text_1, body.text_2))
-    scored = await score(call, _pairs(body), body, document_tokens=None)
-    data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scored.scores)]
+    scores, results = await score(call, _pairs(body), body)
+    data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scores)]
     head = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
-    return json_response({**head, "data": data, **_end(call, body, scored)})
+    return json_response({**head, "data": data, **_end(call, body, results)})
 
 
 @router.post(
@@ -232,20 +213,20 @@ async def create_rerank(body: RerankRequest, request: Request) -> Response:
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
     call = Call(request, "rerank-", body.model)
     call.log("texts", (body.query, texts))
-    pairs = [Pair(body.query, text, "query", f"documents[{position}]") for position, text in enumerate(texts)]
-    scored = await score(call, pairs, body, body.max_tokens_per_doc)
-    best_first = sorted(range(len(texts)), key=lambda index: -scored.scores[index])  # stable: ties keep order
-    results: list[dict[str, Any]] = []
-    for index in best_first[: body.top_n]:
-        result: dict[str, Any] = {"index": index, "relevance_score": scored.scores[index]}
-        if body.return_documents is not False:
-            result["document"] = {"text": texts[index]}
-        results.append(result)
+    pairs = Pairs([body.query] * len(texts), texts, body.max_tokens_per_doc)
+    scores, results = await score(call, pairs, body)
+    best_first = sorted(range(len(texts)), key=lambda index: -scores[index])  # stable: ties keep order
+    ranked: list[dict[str, Any]] = [
+        {"index": index, "relevance_score": scores[index]} for index in best_first[: body.top_n]
+    ]
+    if body.return_documents is not False:
+        for result in ranked:
+            result["document"] = {"text": texts[result["index"]]}
     head = {"id": call.id, "model": call.model}
-    return json_response({**head, "results": results, **_end(call, body, scored)})
+    return json_response({**head, "results": ranked, **_end(call, body, results)})
 
 
-def _pairs(body: ScoreRequest) -> list[Pair]:
+def _pairs(body: ScoreRequest) -> Pairs:
     """One against one, one against several, or several against as many."""
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
@@ -256,15 +237,12 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
             "text_1",
             "invalid_value",
         )
-    return [
-        Pair(first[position % len(first)], text, f"text_1[{position % len(first)}]", f"text_2[{position}]")
-        for position, text in enumerate(second)
-    ]
+    return Pairs(first * len(second) if len(first) == 1 else first, second)
 
 
-def _end(call: Call, body: Ranking, scored: Scored) -> dict[str, Any]:
+def _end(call: Call, body: Ranking, results: list[Finished]) -> dict[str, Any]:
     # A likelihood's request draws one token, since the engine draws at least one; nobody asked for it.
-    counts = usage(scored.results)
+    counts = usage(results)
     counts["total_tokens"] = counts["prompt_tokens"]
     del counts["completion_tokens"]
     return {"usage": counts, **({"explain": call.stories()} if body.explain else {})}

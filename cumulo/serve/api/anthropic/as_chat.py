@@ -4,11 +4,8 @@ A user's message may hold tool results, which are messages of their own in chats
 calls are one message there. An answer that is to continue the last message stays a continuation.
 """
 
-import asyncio
 import json
 from typing import Any
-
-from pydantic import ValidationError
 
 from cumulo.serve.api.anthropic.request import (
     CountTokensRequest,
@@ -21,11 +18,11 @@ from cumulo.serve.api.anthropic.request import (
     ToolUseBlock,
     Turn,
 )
+from cumulo.serve.api.openai.conversation import as_chat_request, text_of
 from cumulo.serve.api.openai.schemas import ChatRequest
-from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.errors import invalid
 
 Entry = dict[str, Any]
-_MANY_BLOCKS = 256  # a few milliseconds of work
 _TOOL_USE = "toolu_"  # how ids of calls begin in this API
 _BELONGS: dict[type, str] = {
     ThinkingBlock: "assistant",
@@ -33,14 +30,6 @@ _BELONGS: dict[type, str] = {
     ToolUseBlock: "assistant",
     ToolResultBlock: "user",
 }
-
-
-async def make_chat(body: CountTokensRequest) -> ChatRequest:
-    """Many blocks are read in a thread, for others' sake."""
-    blocks = sum(1 if isinstance(turn.content, str) else len(turn.content) for turn in body.messages)
-    if blocks <= _MANY_BLOCKS:
-        return as_chat(body)
-    return await asyncio.to_thread(as_chat, body)
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:
@@ -66,17 +55,7 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
             "top_p": body.top_p,
             "top_k": body.top_k,
         }
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:  # what chats bound more tightly than messages do
-        raise invalid(error.errors()[0]["msg"], "messages", "invalid_value") from None
-
-
-def translated(error: ApiError) -> ApiError:
-    """An error of the chat request, in the words of this API."""
-    if error.param is not None and error.param.startswith("response_format"):
-        error.message = error.message.replace("response_format", "output_config.format")
-    return error
+    return as_chat_request(fields, "messages")
 
 
 def _thinking(body: CountTokensRequest) -> Entry | None:
@@ -95,7 +74,7 @@ def tool_use_id(call_id: str) -> str:
 def _messages(body: CountTokensRequest) -> list[Entry]:
     messages: list[Entry] = []
     if body.system:
-        messages.append({"role": "system", "content": _text_of(body.system)})
+        messages.append({"role": "system", "content": text_of(body.system)})
     called: set[str] = set()
     for index, message in enumerate(body.messages):
         place = f"messages[{index}]"
@@ -161,13 +140,9 @@ def _result(block: ToolResultBlock, place: str, called: set[str]) -> Entry:
             f"'{place}.tool_use_id': no tool_use block with the id {block.tool_use_id[:64]!r} comes before it",
             f"{place}.tool_use_id",
         )
-    text = _text_of(block.content or "")
+    text = text_of(block.content or "")
     # Chats have no field for it, so it is said.
     return {"role": "tool", "tool_call_id": call_id, "content": f"Error: {text}" if block.is_error else text}
-
-
-def _text_of(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 # -- tools ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """/v1/messages: Anthropic's way to ask for an answer, whole or as events; /v1/messages/count_tokens."""
 
+import asyncio
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -7,10 +8,10 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
-from cumulo.serve.api.anthropic.as_chat import make_chat, tool_use_id, translated
+from cumulo.serve.api.anthropic.as_chat import as_chat, tool_use_id
 from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesRequest
 from cumulo.serve.api.openai.answer_form import AnswerReader, Piece
-from cumulo.serve.api.openai.chat import begin_chat, chat_prompt
+from cumulo.serve.api.openai.chat import begin_chat, chat_prompt, telling_format_as
 from cumulo.serve.api.openai.events import json_response, open_stream, to_line, usage
 from cumulo.serve.api.openai.schemas_out import ANTHROPIC_ERRORS, STREAMED, AnthropicMessage, TokenCount
 from cumulo.serve.bodies.reader import JsonRoute
@@ -131,10 +132,8 @@ router = APIRouter(route_class=JsonRoute, responses=ANTHROPIC_ERRORS)
     responses=STREAMED,
 )
 async def create_message(body: MessagesRequest, request: Request) -> Response:
-    try:
-        call, form, _ = await begin_chat(request, await make_chat(body), "msg_")
-    except ApiError as error:
-        raise translated(error) from None
+    with telling_format_as("output_config.format"):
+        call, form, _ = await begin_chat(request, await asyncio.to_thread(as_chat, body), "msg_")
     if body.thinking is not None and body.thinking.budget_tokens is not None:
         warn("thinking.budget_tokens is not enforced; max_tokens bounds thoughts and answer together")
     answer = MessageAnswer(form.reader(), _thoughts(body))
@@ -153,10 +152,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
-    try:
-        _, _, tokens = await chat_prompt(service, await make_chat(body))
-    except ApiError as error:
-        raise translated(error) from None
+    with telling_format_as("output_config.format"):
+        _, _, tokens = await chat_prompt(service, await asyncio.to_thread(as_chat, body))
     return json_response({"input_tokens": len(tokens)})
 
 

@@ -4,9 +4,7 @@ With API keys, a file belongs to the name of the key that uploaded it, and nobod
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import FileResponse, Response
@@ -16,38 +14,13 @@ from cumulo.serve.api.batches import upload
 from cumulo.serve.api.batches.manager import Batches
 from cumulo.serve.api.batches.schemas import (
     BatchObject,
-    BatchRecord,
     BatchRequest,
     FileObject,
 )
-from cumulo.serve.api.batches.store import StoredFile
-from cumulo.serve.api.openai.events import json_response
+from cumulo.serve.api.openai.events import json_response, page
 from cumulo.serve.api.openai.schemas_out import ERRORS, Deleted, Page
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.errors import ApiError, invalid
-
-Item = TypeVar("Item")
-
-
-def page(
-    newest_first: Sequence[Item], as_json: Callable[[Item], dict[str, Any]], limit: int, after: str | None
-) -> dict[str, Any]:
-    entries = [as_json(item) for item in newest_first]
-    start = 0
-    if after is not None:
-        places = {entry["id"]: place for place, entry in enumerate(entries)}
-        if after not in places:
-            raise invalid(f"there is no {after[:64]!r} in this list to go on after", "after", "invalid_value")
-        start = places[after] + 1
-    data = entries[start : start + limit]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": start + limit < len(entries),
-    }
-
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
@@ -72,9 +45,8 @@ async def create_batch(body: BatchRequest, request: Request) -> Response:
 
 @router.get("/v1/batches", summary="Your batches", response_model=Page[BatchObject])
 async def listbatches_of(request: Request, limit: Limit = 20, after: After = None) -> Response:
-    return json_response(
-        page(batches_of(request).owned_by(caller_of(request).name), BatchRecord.as_json, limit, after)
-    )
+    found = batches_of(request).owned_by(caller_of(request).name)
+    return json_response(page([record.as_json() for record in found], limit, after))
 
 
 @router.get(
@@ -154,7 +126,7 @@ async def create_file(request: Request) -> Response:
             _check(form)
             stored = await asyncio.to_thread(store.add, file_id, None, owner, form.filename or "", "batch")
     finally:
-        _leave(running, owner)
+        running[owner] -= 1
     return json_response(stored.as_json())
 
 
@@ -170,12 +142,6 @@ def _check(form: upload.Upload) -> None:
         raise invalid("the file is empty", "file", "invalid_value")
 
 
-def _leave(running: Counter[str], owner: str) -> None:
-    running[owner] -= 1
-    if not running[owner]:
-        del running[owner]
-
-
 @router.get("/v1/files", summary="Your files", response_model=Page[FileObject])
 async def list_files(
     request: Request,
@@ -185,11 +151,11 @@ async def list_files(
     order: Order = "desc",
 ) -> Response:
     found = [
-        stored
+        stored.as_json()
         for stored in batches_of(request).store.owned_by(caller_of(request).name)
         if purpose is None or stored.purpose == purpose
     ]
-    return json_response(page(found[:: -1 if order == "asc" else 1], StoredFile.as_json, limit, after))
+    return json_response(page(found[:: -1 if order == "asc" else 1], limit, after))
 
 
 @router.get(

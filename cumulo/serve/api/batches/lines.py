@@ -98,33 +98,28 @@ def _problem(
             f'not a request of the form {{"custom_id", "method", "url", "body"}}: {error}',
             number,
         )
-    if not 0 < len(line.custom_id) <= _LONGEST_ID:
-        return LineError(
-            "invalid_custom_id", f"custom_id must have 1 to {_LONGEST_ID} characters", number, "custom_id"
-        )
-    if line.custom_id in lines_by_id:
-        return LineError(
-            "duplicate_custom_id",
-            f"custom_id {line.custom_id[:64]!r} is that of line {lines_by_id[line.custom_id]}, too",
-            number,
-            "custom_id",
-        )
-    lines_by_id[line.custom_id] = number
-    if line.method != "POST":
-        return LineError(
-            "invalid_method", f"method must be 'POST', not {line.method[:16]!r}", number, "method"
-        )
-    if line.url != endpoint:
-        return LineError(
-            "invalid_url",
-            f"url must be the batch's endpoint {endpoint!r}, not {line.url[:64]!r}",
-            number,
-            "url",
-        )
-    if bytes(body.get("stream", b"null")) not in (b"false", b"null"):
-        return LineError(
-            "invalid_request", "a batch has no streams: leave 'stream' out of the body", number, "body.stream"
-        )
+    first_line = lines_by_id.setdefault(line.custom_id, number)
+    for is_wrong, code, param, message in (
+        (
+            not 0 < len(line.custom_id) <= _LONGEST_ID,
+            "invalid_custom_id", "custom_id", f"custom_id must have 1 to {_LONGEST_ID} characters",
+        ),
+        (
+            first_line != number,
+            "duplicate_custom_id", "custom_id", f"custom_id {line.custom_id[:64]!r} is in line {first_line}, too",
+        ),
+        (line.method != "POST", "invalid_method", "method", f"method must be 'POST', not {line.method[:16]!r}"),
+        (
+            line.url != endpoint,
+            "invalid_url", "url", f"url must be the batch's endpoint {endpoint!r}, not {line.url[:64]!r}",
+        ),
+        (
+            bytes(body.get("stream", b"null")) not in (b"false", b"null"),
+            "invalid_request", "body.stream", "a batch has no streams: leave 'stream' out of the body",
+        ),
+    ):  # fmt: skip
+        if is_wrong:
+            return LineError(code, message, number, param)
     return None
 
 

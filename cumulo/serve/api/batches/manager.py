@@ -15,7 +15,6 @@ import msgspec
 from starlette.types import ASGIApp
 
 from cumulo.base.files import write_whole
-from cumulo.serve.access.keys import Caller
 from cumulo.serve.api.batches.run import BatchRun
 from cumulo.serve.api.batches.schemas import BatchRecord, BatchRequest, Status
 from cumulo.serve.api.batches.store import FileStore
@@ -77,7 +76,7 @@ class Batches:
     async def _run(self, record: BatchRecord) -> None:
         if record.ended or record.id in self._current:
             return
-        run = self._current[record.id] = BatchRun(record, self)
+        run = self._current[record.id] = BatchRun(record, self.app, self.service, self.store, self.change)
         try:
             await run.run()
         except Exception as error:
@@ -107,12 +106,6 @@ class Batches:
             if record.input_file_id == file_id and not record.ended:
                 return record.id
         return None
-
-    def caller_of(self, owner: str) -> Caller | None:
-        """The key a batch belongs to, with the limits it has now; None while there is no such key."""
-        if self.service.keys is not None:
-            return self.service.keys.named(owner)
-        return self.service.anyone if owner == self.service.anyone.name else None
 
     # -- changing -----------------------------------------------------------------------------------------
     async def create(self, owner: str, body: BatchRequest) -> BatchRecord:
@@ -176,10 +169,6 @@ class Batches:
             content = msgspec.json.encode(record)
             await asyncio.to_thread(write_whole, self.store.folder / f"{record.id}.json", content, 0o600)
         self._show()
-
-    # -- metrics ------------------------------------------------------------------------------------------
-    def count_request(self, outcome: str) -> None:
-        self.service.metrics.batch_requests(outcome).inc()
 
     def _show(self) -> None:
         counts = Counter(record.status for record in self._records.values())

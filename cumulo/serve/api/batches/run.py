@@ -9,12 +9,13 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
 from cumulo.serve.access.keys import CALLER_KEY, Caller
@@ -29,11 +30,11 @@ from cumulo.serve.service import Service
 BATCH_PRIORITY = 100  # the least important there is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
+    status: int = 500
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
 
 
 async def ask(app: ASGIApp, path: str, body: bytes, caller: Caller, stop: asyncio.Event) -> Answer:
@@ -50,47 +51,36 @@ async def ask(app: ASGIApp, path: str, body: bytes, caller: Caller, stop: asynci
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [
-            (b"host", b"localhost"),
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ],
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", 0),
         "state": {LEAST_PRIORITY_KEY: BATCH_PRIORITY},
         CALLER_KEY: caller,
     }
-    sent = False
-    status, headers, pieces = 500, dict[str, str](), list[bytes]()
+    unsent: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    answer = Answer()
 
     async def receive() -> Message:
-        nonlocal sent
-        if not sent:
-            sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
+        if unsent:
+            return unsent.pop()
         await stop.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
-        nonlocal status, headers
         if message["type"] == "http.response.start":
-            status = message["status"]
-            headers = {
-                name.decode("latin-1").lower(): value.decode("latin-1") for name, value in message["headers"]
-            }
+            answer.status = message["status"]
+            answer.headers = Headers(raw=list(message["headers"]))
         elif message["type"] == "http.response.body":
-            pieces.append(bytes(message.get("body", b"")))
+            answer.body += message.get("body", b"")
 
     try:
         await app(scope, receive, send)
     except Exception:
         # Starlette answers 500, then raises for the log of a server around it; ours has been written already.
-        if not headers:
+        if not answer.headers:
             log.exception("a batch's request to %s failed", path)
-            return Answer(
-                500, {}, ApiError(500, "the server failed on this request; its log says more").body()
-            )
-    return Answer(status, headers, b"".join(pieces))
+            answer.body = ApiError(500, "the server failed on this request; its log says more").body()
+    return answer
 
 
 log = logging.getLogger(__name__)
@@ -100,35 +90,22 @@ _LINES_PER_READ = 8
 _ENGINE_FAILURES = 3  # a request that an engine died of so many times is given up
 _LOOK_AGAIN_S = 0.02
 _LONGEST_PAUSE_S = 60.0
-_COMMON_ENGINE_FAILURE = "engine_error"
-
-
-class _Problem(msgspec.Struct):
-    code: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Problem = msgspec.field(default_factory=_Problem)
-
-
-class BatchOwner(Protocol):
-    """What a run asks of the Batches it belongs to."""
-
-    app: ASGIApp
-    service: Service
-    store: FileStore
-
-    def caller_of(self, owner: str) -> Caller | None: ...
-
-    def count_request(self, outcome: str) -> None: ...
-
-    async def change(self, record: BatchRecord, status: Status) -> None: ...
 
 
 class BatchRun:
-    def __init__(self, record: BatchRecord, batches: BatchOwner) -> None:
+    def __init__(
+        self,
+        record: BatchRecord,
+        app: ASGIApp,
+        service: Service,
+        store: FileStore,
+        change: Callable[[BatchRecord, Status], Awaitable[None]],
+    ) -> None:
+        """`change`: notes on disk that the batch has come to a status."""
         self.record = record
-        self._batches, self._service = batches, batches.service
+        self._app, self._service, self._store, self._change = app, service, store, change
+        self._input_path = store.path(record.input_file_id)
+        self._max_line_bytes = service.options.max_body_bytes
         self._stop = asyncio.Event()  # set: start nothing more, and end what runs
 
     def stop(self) -> None:
@@ -143,7 +120,7 @@ class BatchRun:
         try:
             if record.status == "validating":
                 await self._validate()
-            results = await asyncio.to_thread(Results, self._batches.store.folder, record.id)
+            results = await asyncio.to_thread(Results, self._store.folder, record.id)
             try:
                 if record.output_file_id is None and record.error_file_id is None:  # else they have moved
                     record.completed, record.failed = results.completed, results.failed
@@ -166,20 +143,18 @@ class BatchRun:
 
     # -- is it a batch? -----------------------------------------------------------------------------------
     async def _validate(self) -> None:
-        record, store = self.record, self._batches.store
-        limit_bytes = self._service.options.max_body_bytes
+        record = self.record
         total, errors = await asyncio.to_thread(
-            lines.check, store.path(record.input_file_id), record.endpoint, limit_bytes
+            lines.check, self._input_path, record.endpoint, self._max_line_bytes
         )
         if record.status != "validating":  # cancelled meanwhile
             return
         record.total, record.errors = total, errors
-        await self._batches.change(record, "failed" if errors else "in_progress")
+        await self._change(record, "failed" if errors else "in_progress")
 
     # -- its requests -------------------------------------------------------------------------------------
     async def _work(self, results: Results) -> None:
-        path = self._batches.store.path(self.record.input_file_id)
-        unread = lines.read(path, self._service.options.max_body_bytes)
+        unread = lines.read(self._input_path, self._max_line_bytes)
         running: set[asyncio.Task[None]] = set()
         try:
             while some := await asyncio.to_thread(_some, unread):
@@ -208,22 +183,22 @@ class BatchRun:
             service.engine.state != "ready"
             or service.engine.waiting
             or service.draining
-            or self._batches.caller_of(self.record.owner) is None
+            or self._service.caller_named(self.record.owner) is None
         ):
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _line(self, line: lines.Line, results: Results) -> None:
         failures = 0
         while not self._stop.is_set():
-            caller = self._batches.caller_of(self.record.owner)
+            caller = self._service.caller_named(self.record.owner)
             if caller is None:
                 await self._pause(1.0)
                 continue
-            answer = await ask(self._batches.app, self.record.endpoint, line.body, caller, self._stop)
+            answer = await ask(self._app, self.record.endpoint, line.body, caller, self._stop)
             if self._stop.is_set() and answer.status != 200:
                 return
             if answer.status in (429, 503):
-                failures += _code(answer.body) == _COMMON_ENGINE_FAILURE and not self._service.draining
+                failures += _code(answer.body) == "engine_error" and not self._service.draining
                 if failures < _ENGINE_FAILURES:
                     await self._pause(float(answer.headers.get("retry-after", "1")))
                     await self._turn()
@@ -245,21 +220,20 @@ class BatchRun:
         content = {**_head(line.custom_id), "response": response, "error": None}
         await asyncio.to_thread(results.write, content, good)
         self.record.completed, self.record.failed = results.completed, results.failed
-        self._batches.count_request("completed" if good else "failed")
+        self._service.metrics.batch_requests("completed" if good else "failed").inc()
 
     def _write_expired(self, results: Results) -> None:
         """Every request that was not answered in time is told so. Blocks: called in a thread."""
         if not self.record.total:  # never checked
             return
         error = {"code": "batch_expired", "message": "this request was not done within the completion window"}
-        path = self._batches.store.path(self.record.input_file_id)
-        for line in lines.read(path, self._service.options.max_body_bytes):
+        for line in lines.read(self._input_path, self._max_line_bytes):
             if line.custom_id not in results.done:
                 results.write({**_head(line.custom_id), "response": None, "error": error}, good=False)
 
     # -- its end ------------------------------------------------------------------------------------------
     async def _finalize(self, results: Results) -> None:
-        record, store = self.record, self._batches.store
+        record, store = self.record, self._store
         end: Status = record.becomes or "completed"
         record.becomes = end
         # Named before they are made: a server that is killed in between finds them by these ids.
@@ -267,7 +241,7 @@ class BatchRun:
             record.output_file_id = _file_id()
         if results.failed and record.error_file_id is None:
             record.error_file_id = _file_id()
-        await self._batches.change(record, "cancelling" if end == "cancelled" else "finalizing")
+        await self._change(record, "cancelling" if end == "cancelled" else "finalizing")
         for file_id, path, word in (
             (record.output_file_id, results.output_path, "output"),
             (record.error_file_id, results.error_path, "errors"),
@@ -276,7 +250,7 @@ class BatchRun:
                 name = f"{record.id}_{word}.jsonl"
                 await asyncio.to_thread(store.add, file_id, path, record.owner, name, "batch_output")
             path.unlink(missing_ok=True)
-        await self._batches.change(record, end)
+        await self._change(record, end)
         log.info(
             "batch %s %s: %d of %d requests answered, %d failed",
             record.id, end, record.completed, record.total, record.failed,
@@ -288,7 +262,7 @@ class BatchRun:
         reason = error.strerror if isinstance(error, OSError) else "the server failed; its log says more"
         self.record.errors = [LineError("server_error", f"the batch was given up: {reason}")]
         with contextlib.suppress(OSError):
-            await self._batches.change(self.record, "failed")
+            await self._change(self.record, "failed")
 
 
 def _some(unread: Iterator[lines.Line]) -> list[lines.Line]:
@@ -311,6 +285,7 @@ def _file_id() -> str:
 
 
 def _code(body: bytes) -> str | None:
-    with contextlib.suppress(msgspec.DecodeError):
-        return msgspec.json.decode(body, type=_ErrorBody).error.code
+    with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
+        code: str | None = msgspec.json.decode(body)["error"]["code"]
+        return code
     return None

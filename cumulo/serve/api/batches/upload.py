@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 
-MAX_PART_HEADER_BYTES = 4096  # of one part, all lines together
 MAX_PARTS = 16
 MAX_FIELD_BYTES = 4096
 
@@ -66,49 +65,32 @@ class _Form:
     def __init__(self, descriptor: int, max_bytes: int, most_words: str) -> None:
         self.upload, self.ended = Upload(), False
         self._descriptor, self._max_bytes, self._most_words = descriptor, max_bytes, most_words
-        self._parts = self._header_bytes = 0
+        self._parts = 0
         self._header_name = self._header_value = self._disposition = b""
         self._name, self._is_file, self._value = "", False, bytearray()
 
     def callbacks(self) -> dict[str, object]:
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": self._on_header_field,
-            "on_header_value": self._on_header_value,
-            "on_header_end": self._on_header_end,
-            "on_headers_finished": self._on_headers_finished,
-            "on_part_data": self._data,
-            "on_part_end": self._end,
-            "on_end": self._on_end,
-        }
+        return {name: getattr(self, name) for name in dir(self) if name.startswith("on_")}
 
-    def _begin(self) -> None:
+    def on_part_begin(self) -> None:
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise invalid(f"the form has more than {MAX_PARTS} parts; `purpose` and `file` are two")
-        self._header_bytes, self._disposition, self._value = 0, b"", bytearray()
+        self._disposition, self._value = b"", bytearray()
 
-    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
-        self._count_header(end - start)
+    # The parser bounds the number and the length of a part's headers.
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header_name += data[start:end]
 
-    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._count_header(end - start)
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
         self._header_value += data[start:end]
 
-    def _count_header(self, size_bytes: int) -> None:
-        self._header_bytes += size_bytes
-        if self._header_bytes > MAX_PART_HEADER_BYTES:
-            raise invalid(f"a part of the form has more than {MAX_PART_HEADER_BYTES:,} bytes of headers")
-
-    def _on_header_end(self) -> None:
-        self._header_bytes += 4  # the separator and the line's end count, too: a header may be empty
-        self._count_header(0)
+    def on_header_end(self) -> None:
         if self._header_name.lower() == b"content-disposition":
             self._disposition = self._header_value
         self._header_name = self._header_value = b""
 
-    def _on_headers_finished(self) -> None:
+    def on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
         if b"name" not in options:
             raise invalid("a part of the form has no name in its Content-Disposition")
@@ -119,7 +101,7 @@ class _Form:
                 raise invalid("the form has more than one `file`; upload them one by one", "file")
             self.upload.filename = options[b"filename"].decode("utf-8", "replace")
 
-    def _data(self, data: bytes, start: int, end: int) -> None:
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if not self._is_file:
             if len(self._value) + end - start > MAX_FIELD_BYTES:
                 raise invalid(
@@ -134,9 +116,9 @@ class _Form:
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
 
-    def _end(self) -> None:
+    def on_part_end(self) -> None:
         if not self._is_file:
             self.upload.fields[self._name] = bytes(self._value).decode("utf-8", "replace")
 
-    def _on_end(self) -> None:
+    def on_end(self) -> None:
         self.ended = True

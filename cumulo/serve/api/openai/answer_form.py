@@ -271,7 +271,7 @@ def _continues_thoughts(body: ChatRequest) -> bool:
     """Whether the message that the answer continues ends inside its thoughts."""
     if not body.continue_final_message:
         return False
-    text = text_of(body.messages[-1])
+    text = text_of(body.messages[-1].content)
     return text.rfind(OPEN) > text.rfind(CLOSE)
 
 
@@ -316,12 +316,7 @@ def _rule_of(wanted: ResponseFormat | None) -> str | None:
         from llguidance import regex_to_lark
 
         return f"/{regex_to_lark(_source_of(wanted), 'd')}/"
-    try:
-        return f"%json {json_schema_text(_schema_of(wanted))}"
-    except (RecursionError, InvalidRequest) as error:
-        too_deep = "a schema in response_format is nested too deeply"
-        message = too_deep if isinstance(error, RecursionError) else str(error)
-        raise invalid(message, "response_format") from None
+    return f"%json {json_schema_text(_schema_of(wanted))}"
 
 
 def _source_of(wanted: ResponseFormat) -> str:

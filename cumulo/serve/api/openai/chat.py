@@ -1,5 +1,7 @@
 """/v1/chat/completions: messages in, the assistant's answer out, whole or streamed."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -33,7 +35,7 @@ from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, ChatCompletion
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
-from cumulo.serve.errors import invalid
+from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.service import Service
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
@@ -82,6 +84,18 @@ async def begin_chat(
     return call, form, frozenset((*service.info.eos_ids, *params.stop_token_ids))
 
 
+@contextlib.contextmanager
+def telling_format_as(name: str) -> Iterator[None]:
+    """Errors of a chat request that another API's request was turned into call `response_format` by its name
+    there."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is not None and error.param.startswith("response_format"):
+            error.param, error.message = name, error.message.replace("response_format", name)
+        raise
+
+
 async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | None, str, list[int]]:
     """Which tools the answer may call, and the prompt as text and as tokens."""
     body = as_tools(body)
@@ -119,7 +133,7 @@ def _answer(
             message = message_of(pieces) if body.functions is None else legacy_message(pieces)
             finish_reason = _reason(body, reader.finish_reason(finish_reason))
         if body.echo:
-            message["content"] = text_of(body.messages[-1]) + (message["content"] or "")
+            message["content"] = text_of(body.messages[-1].content) + (message["content"] or "")
         choice = {
             "index": sample.index,
             "message": message,
@@ -194,7 +208,7 @@ class ChatEvents:
             self._readers[item.index] = self._form.reader()
         deltas, finish_reason = self._read(item, self._readers[item.index])
         if begins:
-            repeated = [{"content": text_of(self._body.messages[-1])}] if self._body.echo else []
+            repeated = [{"content": text_of(self._body.messages[-1].content)}] if self._body.echo else []
             deltas = repeated + deltas
             deltas[:1] = [{"role": "assistant", "content": "", **(deltas[0] if deltas else {})}]
         ids = item.token_ids if self._body.return_token_ids else None

@@ -9,7 +9,9 @@ results are written out in Hermes' form.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+from pydantic import ValidationError
 
 from cumulo.serve.api.openai.schemas import ChatRequest, Message, NamedTool, Tool, ToolCall
 from cumulo.serve.errors import ApiError, invalid
@@ -18,22 +20,10 @@ from cumulo.serve.formats.tool_calls import HERMES_CLOSE, HERMES_OPEN
 from cumulo.serve.model_text import ModelFormats, ModelText
 
 # What the request says in fields of its own, and what a template's functions are called.
-_RESERVED = {
-    "messages": "messages", "tools": "tools", "add_generation_prompt": "add_generation_prompt",
-    "continue_final_message": "continue_final_message", "reasoning_effort": "reasoning_effort",
-}  # fmt: skip
-_NOT_A_VARIABLE = frozenset(
-    (
-        "self",
-        "documents",
-        "chat_template",
-        "tokenize",
-        "raise_exception",
-        "strftime_now",
-        "range",
-        "namespace",
-    )
-)
+_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "reasoning_effort")
+_NOT_A_VARIABLE = (
+    "self", "documents", "chat_template", "tokenize", "raise_exception", "strftime_now", "range", "namespace",
+)  # fmt: skip
 _NO_THOUGHTS = ("none", "minimal")
 
 
@@ -45,7 +35,7 @@ def template_variables(
     for name in variables:
         param = f"chat_template_kwargs.{name[:64]}"
         if name in _RESERVED and not (name == "reasoning_effort" and reasoning_effort is None):
-            raise invalid(f"chat_template_kwargs cannot set {name}: use the field {_RESERVED[name]}", param)
+            raise invalid(f"chat_template_kwargs cannot set {name}: use the field {name}", param)
         if name in _NOT_A_VARIABLE or name in text.tokenizer.special_texts or not name.isidentifier():
             raise invalid(
                 f"chat_template_kwargs cannot set {name[:64]!r}: it is no free variable of a chat template",
@@ -130,9 +120,21 @@ def _missing(param: str) -> ApiError:
     return invalid(f"'{param}' is missing", param, "missing_required_parameter")
 
 
-def text_of(message: Message) -> str:
-    content = message.content or ""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+class HasText(Protocol):
+    text: str
+
+
+def text_of(content: str | Sequence[HasText] | None) -> str:
+    """The text of a message, which may be given in parts."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+def as_chat_request(fields: Mapping[str, Any], param: str) -> ChatRequest:
+    """The chat request that another API's request amounts to; `param` is the field of that which holds messages."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:  # what chats bound more tightly than others do
+        raise invalid(error.errors()[0]["msg"], param, "invalid_value") from None
 
 
 def check_continued(messages: Sequence[Message], add_generation_prompt: bool | None) -> None:
@@ -156,7 +158,7 @@ def check_continued(messages: Sequence[Message], add_generation_prompt: bool | N
 def _entry(message: Message, place: str) -> TemplateMessage:
     entry: TemplateMessage = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": text_of(message),
+        "content": text_of(message.content),
     }
     if message.name is not None:
         entry["name"] = message.name

@@ -5,7 +5,7 @@ its own, as OpenAI's client expects it; before the first byte it is an ordinary 
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -17,7 +17,7 @@ from cumulo.serve.api.openai.sampling import is_search
 from cumulo.serve.api.openai.schemas import ChatRequest, CompletionRequest
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
-from cumulo.serve.errors import ApiError, ClientGone
+from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.forwarded import ForwardedRequest
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,24 @@ class FailureWriter(Protocol):
 
 def json_response(content: Any, status: int = 200) -> Response:
     return Response(to_json(content), status, media_type="application/json")
+
+
+def page(entries: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """Up to `limit` of a list's entries, behind the one whose id is `after`."""
+    start = 0
+    if after is not None:
+        ids = [entry["id"] for entry in entries]
+        if after not in ids:
+            raise invalid(f"there is no {after[:80]!r} in this list to go on after", "after", "invalid_value")
+        start = ids.index(after) + 1
+    data = entries[start : start + limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": start + limit < len(entries),
+    }
 
 
 def to_line(content: Any) -> bytes:

@@ -4,14 +4,11 @@ Beam search: what has no meaning in a search, or what the engine cannot do in on
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.serve.api.openai.schemas import ChatRequest, CompletionRequest
 from cumulo.serve.errors import invalid
-
-if TYPE_CHECKING:
-    from cumulo.serve.api.openai.schemas import ChatRequest, CompletionRequest
 
 # Fields that a search has no use for, each with the values that ask for nothing.
 _MEANINGLESS: dict[str, tuple[Any, ...]] = {
@@ -29,11 +26,11 @@ _WHY = {
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 
-def is_search(body: "ChatRequest | CompletionRequest") -> bool:
+def is_search(body: ChatRequest | CompletionRequest) -> bool:
     return bool(body.use_beam_search or body.beam_width is not None)
 
 
-def search_for(body: "ChatRequest | CompletionRequest", fields: dict[str, Any]) -> None:
+def search_for(body: ChatRequest | CompletionRequest, fields: dict[str, Any]) -> None:
     """Put what the request says about beam search into the fields of its SamplingParams."""
     n = body.n or 1
     if body.use_beam_search is False and body.beam_width is not None:

@@ -278,7 +278,26 @@ class Message(Strict):
     }  # fmt: skip
 
 
-class ChatRequest(Sampling):
+class Templated(Strict):
+    """What the chat template gets besides messages."""
+
+    tools: Tools | None = Field(None, description="What the model may call.")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None,
+        description="A variable of the model's chat template; none and minimal also switch thinking off.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Extension: false leaves out the template's opening of an answer."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Extension: the answer continues the last message, which must be an assistant's."
+    )
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description="Extension: variables for the model's chat template, for instance enable_thinking."
+    )
+
+
+class ChatRequest(Sampling, Templated):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     logprobs: bool | None = Field(False, description="Give each token's log-probability.")
@@ -293,7 +312,6 @@ class ChatRequest(Sampling):
         "their content in any case.",
     )
     response_format: ResponseFormat | None = Field(None, description="The form the answer must have.")
-    tools: Tools | None = Field(None, description="What the model may call.")
     tool_choice: ToolChoice | None = Field(
         None,
         description="Whether it may, must, must call this one, or which ones. Left out: auto if there are tools.",
@@ -305,25 +323,12 @@ class ChatRequest(Sampling):
     function_call: Literal["none", "auto"] | ChosenFunction | None = Field(
         None, description="The form that came before tool_choice."
     )
-    reasoning_effort: ReasoningEffort | None = Field(
-        None,
-        description="A variable of the model's chat template; none and minimal also switch thinking off.",
-    )
     store: bool | None = Field(None, description="Accepted for compatibility; nothing is stored.")
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
         None, description="Accepted for compatibility: every request is served as default."
     )
-    add_generation_prompt: bool | None = Field(
-        None, description="Extension: false leaves out the template's opening of an answer."
-    )
-    continue_final_message: bool | None = Field(
-        None, description="Extension: the answer continues the last message, which must be an assistant's."
-    )
     echo: bool | None = Field(
         None, description="Extension, with continue_final_message: the answer begins with the continued text."
-    )
-    chat_template_kwargs: TemplateVariables | None = Field(
-        None, description="Extension: variables for the model's chat template, for instance enable_thinking."
     )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "audio": (), "modalities": (["text"],), "moderation": (), "prediction": (), "prompt_cache_options": (),
@@ -353,7 +358,9 @@ class CompletionRequest(Sampling):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Templated):
+    """A prompt, or messages with what goes with them."""
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -361,20 +368,6 @@ class TokenizeRequest(Strict):
     parse_special_tokens: bool | None = Field(
         None,
         description="Extension: true recognises special tokens written in the prompt; otherwise they are text.",
-    )
-    add_generation_prompt: bool | None = Field(
-        None,
-        description="With messages: open the answer. Left out: true, unless the last message is continued.",
-    )
-    continue_final_message: bool | None = Field(
-        None, description="With messages: end inside the last one, as chat completions do."
-    )
-    tools: Tools | None = Field(None, description="With messages: the tools that the prompt describes.")
-    chat_template_kwargs: TemplateVariables | None = Field(
-        None, description="With messages: variables for the model's chat template."
-    )
-    reasoning_effort: ReasoningEffort | None = Field(
-        None, description="With messages: as chat completions take it."
     )
     return_token_strs: bool = Field(False, description="Also give each token's text.")
 

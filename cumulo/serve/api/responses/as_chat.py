@@ -7,10 +7,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from cumulo.errors import InvalidRequest
 from cumulo.serve.api.openai.chat import chat_prompt
+from cumulo.serve.api.openai.conversation import as_chat_request, text_of
 from cumulo.serve.api.openai.schemas import ChatRequest
 from cumulo.serve.api.responses.request import (
     AllowedFunctions,
@@ -18,24 +17,15 @@ from cumulo.serve.api.responses.request import (
     FunctionCallOutputItem,
     InputItem,
     InputMessage,
-    InputText,
     NamedFunction,
     ReasoningItem,
     ResponsesRequest,
     TextFormat,
 )
-from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.errors import invalid
 from cumulo.serve.service import Service
 
 Entry = dict[str, Any]
-MANY_ITEMS = 256  # a few milliseconds of work
-
-
-async def make_chat(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
-    """`items`: the whole conversation, earlier responses included. Many are read in a thread, for others' sake."""
-    if len(items) <= MANY_ITEMS:
-        return as_chat(body, items)
-    return await asyncio.to_thread(as_chat, body, items)
 
 
 def as_chat(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
@@ -55,18 +45,7 @@ def as_chat(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         **_tools(body),
     }
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:  # what chats bound more tightly than items do
-        raise invalid(error.errors()[0]["msg"], "input", "invalid_value") from None
-
-
-def translated(error: ApiError) -> ApiError:
-    """An error of the chat request, in the words of this one."""
-    if error.param is not None and error.param.startswith("response_format"):
-        error.param = "text.format"
-        error.message = error.message.replace("response_format", "text.format")
-    return error
+    return as_chat_request(fields, "input")
 
 
 # -- messages ---------------------------------------------------------------------------------------------
@@ -76,9 +55,9 @@ def chat_messages(items: Sequence[InputItem]) -> list[Entry]:
     for index, item in enumerate(items):
         if isinstance(item, InputMessage):
             if item.role != "assistant":
-                messages.append({"role": item.role, "content": _text_of(item.content)})
+                messages.append({"role": item.role, "content": text_of(item.content)})
             else:
-                _assistant(messages, "content", "tool_calls")["content"] = _text_of(item.content)
+                _assistant(messages, "content", "tool_calls")["content"] = text_of(item.content)
         elif isinstance(item, ReasoningItem):
             entry = _assistant(messages, "content", "tool_calls")
             thoughts = "".join(part.text for part in item.content or item.summary or ())
@@ -111,11 +90,7 @@ def _result(item: FunctionCallOutputItem, index: int, called: set[str]) -> Entry
             f"input[{index}].call_id",
             "invalid_value",
         )
-    return {"role": "tool", "tool_call_id": item.call_id, "content": _text_of(item.output)}
-
-
-def _text_of(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
 
 
 # -- the answer's form ------------------------------------------------------------------------------------
@@ -165,18 +140,17 @@ async def fitted(service: Service, body: ResponsesRequest, items: Sequence[Input
     room_tokens = max_context - min(body.max_output_tokens or 1, max_context // 2)
 
     async def fits(dropped: int) -> bool:
+        chat = await asyncio.to_thread(as_chat, body, without_oldest(items, dropped))
         try:
-            _, _, tokens = await chat_prompt(service, await make_chat(body, without_oldest(items, dropped)))
+            _, _, tokens = await chat_prompt(service, chat)
         except InvalidRequest:  # too long to be tokenised at all
             return False
         return len(tokens) <= room_tokens
 
     if await fits(0):
         return items
-    too_few, enough = (
-        0,
-        len(items) - 1,
-    )  # how many to drop; the search takes log2 of the items, not all of them
+    # How many to drop; the search takes log2 of the items, not all of them.
+    too_few, enough = 0, len(items) - 1
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if await fits(middle):

@@ -11,14 +11,14 @@ from starlette.responses import Response
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta
 from cumulo.serve.access.keys import caller_of
-from cumulo.serve.api.openai.chat import begin_chat
-from cumulo.serve.api.openai.events import json_response, open_stream, to_line
+from cumulo.serve.api.openai.chat import begin_chat, telling_format_as
+from cumulo.serve.api.openai.events import json_response, open_stream, page, to_line
 from cumulo.serve.api.openai.logprobs import spoken
 from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, Deleted, Page, ResponseObject
-from cumulo.serve.api.responses.as_chat import MANY_ITEMS, fitted, make_chat, translated
+from cumulo.serve.api.responses.as_chat import as_chat, fitted
 from cumulo.serve.api.responses.items import Item, Output, TextLogprobs, response_object, spelled_inputs
 from cumulo.serve.api.responses.request import InputItem, InputMessage, ResponsesRequest, input_items
-from cumulo.serve.bodies.reader import LARGE_BYTES, JsonRoute
+from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
@@ -48,72 +48,54 @@ async def _ask(body: ResponsesRequest, request: Request) -> "_Asked":
     stored = None
     if body.previous_response_id is not None:
         stored = _stored(request, body.previous_response_id, "previous_response_id")
-    asked = await _conversation(body, stored)
+    service.check_model(body.model)
+    service.check_ready()
+    items, spelled = await asyncio.to_thread(_conversation, body, stored)
     if body.truncation == "auto":
-        asked = asked.only(await fitted(service, body, asked.items))
+        # What is dropped is not kept either: a conversation that is cut does not grow for ever.
+        kept = {id(item) for item in await fitted(service, body, items)}
+        spelled = [one for item, one in zip(items, spelled, strict=True) if id(item) in kept]
+        items = [item for item in items if id(item) in kept]
     formed = body.text is not None and body.text.format is not None and body.text.format.type != "text"
-    try:
-        chat = await make_chat(body, asked.items)
+    with telling_format_as("text.format"):
+        chat = await asyncio.to_thread(as_chat, body, items)
         call, form, ends = await begin_chat(request, chat, "resp_", "text.format" if formed else None)
-    except ApiError as error:
-        raise translated(error) from None
     logprobs = TextLogprobs(service.text, body.top_logprobs or 0) if body.wants_logprobs else None
-    return _Asked(call, body, Output(call.id, form.reader(), logprobs), asked.spelled, ends)
+    return _Asked(call, body, Output(call.id, form.reader(), logprobs), spelled, ends)
+
+
+def _conversation(
+    body: ResponsesRequest, stored: StoredResponse | None
+) -> tuple[list[InputItem], list[Item]]:
+    """What the model is asked with, oldest first: to be read, and as it is kept."""
+    earlier = stored.conversation() if stored is not None else []
+    own: list[InputItem] = (
+        [InputMessage.model_validate({"role": "user", "content": body.input})]
+        if isinstance(body.input, str)
+        else body.input
+    )
+    return [*input_items.validate_python(earlier), *own], [*earlier, *spelled_inputs(own)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversation:
-    """What the model is asked with, oldest first: to be read, and to be kept."""
-
-    items: Sequence[InputItem]
-    spelled: list[Item]
-
-    def only(self, kept: Sequence[InputItem]) -> "_Conversation":
-        """Without what was dropped: a conversation that is cut does not grow for ever."""
-        places = {id(item) for item in kept}
-        pairs = zip(self.items, self.spelled, strict=True)
-        return _Conversation(kept, [spelled for item, spelled in pairs if id(item) in places])
-
-
-async def _conversation(body: ResponsesRequest, stored: StoredResponse | None) -> _Conversation:
-    def read() -> _Conversation:
-        earlier = stored.conversation() if stored is not None else []
-        own: list[InputItem] = _one_message(body.input) if isinstance(body.input, str) else body.input
-        return _Conversation([*input_items.validate_python(earlier), *own], [*earlier, *spelled_inputs(own)])
-
-    much = len(body.input) > MANY_ITEMS and not isinstance(body.input, str)
-    if much or (stored is not None and stored.size_bytes > LARGE_BYTES):
-        return await asyncio.to_thread(read)  # everybody's streams go on meanwhile
-    return read()
-
-
-def _one_message(text: str) -> list[InputItem]:
-    return [InputMessage.model_validate({"role": "user", "content": text})]
-
-
 class _Asked:
     """A response that is being made, and what is kept of it at the end."""
 
-    def __init__(
-        self,
-        call: Call,
-        body: ResponsesRequest,
-        output: Output,
-        inputs: list[Item],
-        ends: frozenset[int],
-    ) -> None:
-        self.call, self.body, self.output = call, body, output
-        self._inputs, self._ends = inputs, ends
+    call: Call
+    body: ResponsesRequest
+    output: Output
+    inputs: list[Item]
+    ends: frozenset[int]
 
     def spoken(self, entries: Sequence[TokenLogprobs], reason: str | None) -> Sequence[TokenLogprobs]:
-        return spoken(entries, reason, self._ends)
+        return spoken(entries, reason, self.ends)
 
     def finish(self, results: list[Finished]) -> Item:
-        service = self.call.service
         response = response_object(self.call, self.body, self.output, results)
         if response["store"]:
-            kept = StoredResponse.from_response(response, self._inputs)
-            response["store"] = service.stored_responses.put(self.call.caller.name, self.call.id, kept)
+            kept = StoredResponse.from_response(response, self.inputs)
+            stored_responses = self.call.service.stored_responses
+            response["store"] = stored_responses.put(self.call.caller.name, self.call.id, kept)
         return response
 
 
@@ -236,18 +218,4 @@ async def list_input_items(
     items = _stored(request, response_id).inputs()
     if order == "desc":
         items.reverse()
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise invalid(f"this response has no input item {after[:80]!r}", "after", "invalid_value")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    return json_response(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > limit,
-        }
-    )
+    return json_response(page(items, limit, after))
