@@ -17,7 +17,7 @@ from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.slo.promises import Promises, learning_prompts
+from cumulo.engine.decide.slo import learning_prompts
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
 from cumulo.errors import CumuloError, Overloaded
@@ -118,7 +118,7 @@ def test_drafts_make_no_step_longer_than_the_itl_allows(drafts: str) -> None:
     engine = SimulatedEngine(
         Scheduler(config(slo=slo, speculate=drafts)), COST, step_by_step=True, acceptance=0.7
     )
-    for tokens in learning_prompts(lambda: engine.scheduler.slo.promises, 4096):
+    for tokens in learning_prompts(engine.scheduler.costs, slo, 4096):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
     began, engine.run.itl_bound_s = len(engine.arrivals), slo.itl_s
@@ -245,8 +245,8 @@ def test_the_first_long_prompts_keep_their_promises_where_short_ones_cost_nothin
     engine = SimulatedEngine(
         Scheduler(config(max_context=16384)), RooflineCost(0.006, 2e-5), step_by_step=True
     )
-    slo, learnt = engine.scheduler.slo, []
-    for tokens in learning_prompts(lambda: slo.promises, 16384):
+    learnt = []
+    for tokens in learning_prompts(engine.scheduler.costs, SLO, 16384):
         learnt.append(tokens)
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
@@ -260,10 +260,10 @@ def test_the_first_long_prompts_keep_their_promises_where_short_ones_cost_nothin
 
 
 def test_a_slow_engine_learns_from_short_prompts_only() -> None:
-    promises = Promises(SLO, StepCost())
+    cost = StepCost()
     for tokens in (16, 32, 64, 64, 64, 64, 64, 64):
-        promises.cost.observe(StepMix(0, 0, tokens, tokens**2 // 2), 0.01 + 0.003 * tokens, 0.05)
-    assert list(learning_prompts(lambda: promises, 8192)) == [16, 64, 128, 256]
+        cost.observe(StepMix(0, 0, tokens, tokens**2 // 2), 0.01 + 0.003 * tokens, 0.05)
+    assert list(learning_prompts(cost, SLO, 8192)) == [16, 64, 128, 256]
 
 
 def test_an_slo_of_another_type_is_refused_with_an_example() -> None:

@@ -13,7 +13,7 @@ from cumulo.engine.decide.kv_tiers import Tiers
 from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.steps import Sharing
 from cumulo.engine.decide.sharing.tenants import FairShares
-from cumulo.engine.decide.slo.scheduling import SloScheduling
+from cumulo.engine.decide.slo import SloScheduling
 from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.speculation.rounds import RoundPolicy
 from cumulo.engine.decide.transfer.handover import Handover

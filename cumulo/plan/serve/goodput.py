@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.slo.promises import learning_prompts
+from cumulo.engine.decide.slo import learning_prompts
 from cumulo.engine.simulate.run import Arrival, Served
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.traffic import Traffic
@@ -75,7 +75,7 @@ def play_goodput(
 def _learn(scheduler: Scheduler, replica: Replica, slower: float) -> None:
     """What a server does before it is ready."""
     engine = replica.engine_of(scheduler, replica.cost(slower=slower))
-    for tokens in learning_prompts(lambda: scheduler.slo.promises, scheduler.config.max_context):
+    for tokens in learning_prompts(scheduler.costs, scheduler.config.slo, scheduler.config.max_context):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
     if engine.disk is not None:

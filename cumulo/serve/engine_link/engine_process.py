@@ -26,7 +26,7 @@ import numpy as np
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.decide.core.request import DrawnSample, State
 from cumulo.engine.decide.params import Guide, SamplingParams
-from cumulo.engine.decide.slo.promises import learning_prompts
+from cumulo.engine.decide.slo import learning_prompts
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import is_fault_of_guide
 from cumulo.engine.guides.trial import GuideCompilerBusy
@@ -338,7 +338,7 @@ def _learn_pace(engine: Engine) -> None:
     """An engine that promises a latency knows how long its steps take before anyone is promised anything."""
     scheduler = engine.scheduler
     scheduler.slo.forget()  # steps that made something say nothing about later ones
-    for length in learning_prompts(lambda: scheduler.slo.promises, scheduler.config.max_context):
+    for length in learning_prompts(scheduler.costs, scheduler.config.slo, scheduler.config.max_context):
         params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
         engine.add([0] * length, params, cache_salt=f"learning {length}")
         while engine.has_work:

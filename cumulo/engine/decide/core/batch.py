@@ -9,7 +9,7 @@ from operator import attrgetter
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.extension import Extension, Flight, Points
 from cumulo.engine.decide.core.kv_manager import KVManager
-from cumulo.engine.decide.core.queue import Queue
+from cumulo.engine.decide.core.queue import WaitingQueue
 from cumulo.engine.decide.core.request import FinishReason, Request, Sequence, State
 from cumulo.engine.decide.plan import StepPlan
 
@@ -17,7 +17,7 @@ _by_order = attrgetter("request.order")
 
 
 class RequestBatch:
-    def __init__(self, config: SchedulerConfig, queue: Queue) -> None:
+    def __init__(self, config: SchedulerConfig, queue: WaitingQueue) -> None:
         self.config, self.queue = config, queue
         self.kv = KVManager(config)
         self.pool = self.kv.pool
@@ -27,6 +27,7 @@ class RequestBatch:
         self.running: list[Sequence] = []  # in order; may hold ended sequences until the next plan
         self.in_flight: dict[int, Flight] = {}  # by the index of the plan
         self.gained: dict[Sequence, int] = {}  # tokens of the last result, where a row gained several
+        self.last_result_s = float("-inf")  # when the last result came
         self.longest_step_s = float("inf")  # that a step may take, where somebody was promised so
         self.next_plan = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
 

@@ -22,6 +22,7 @@ class Flight:
     decoding: int = 0  # the first rows, which compute one token each; behind them are prompts
     spare_tokens: int = 0  # of the step's token budget that rows and prompts have left
     planned_s: float = 0.0
+    expected_s: float = 0.0  # how long it takes, where somebody was promised a latency
 
 
 class PromptChunk(NamedTuple):

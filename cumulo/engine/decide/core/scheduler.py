@@ -17,7 +17,7 @@ from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, Prompts, StepTiming
 from cumulo.engine.decide.core.kv_manager import new_slot
-from cumulo.engine.decide.core.queue import Queue, WaitingQueue
+from cumulo.engine.decide.core.queue import WaitingQueue
 from cumulo.engine.decide.core.request import FinishReason, Request, Sequence, State
 from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.core.step_result import enter_result
@@ -30,13 +30,12 @@ _SHORT_SHARE = 4  # a newcomer that needs a quarter of a step or less is short
 
 
 class CoreScheduler:
-    def __init__(self, config: SchedulerConfig, queue: Queue | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, queue: WaitingQueue | None = None) -> None:
         self.config = config
         self.batch = batch = RequestBatch(config, queue or WaitingQueue())
         self.kv, self.pool, self.requests, self.closed = batch.kv, batch.pool, batch.requests, batch.closed
         self.running, self.queue = batch.running, batch.queue
         self._arrivals = 0
-        self._last_result_s = float("-inf")
 
     def extend(self, extensions: Iterable[Extension]) -> None:
         """Attach extensions. At each point they are called in this order."""
@@ -270,9 +269,9 @@ class CoreScheduler:
         for one in self.batch.points.observe:
             one.observe(plan, timing, now_s)
         # Clients see the time since the result before, or since the step was planned.
-        waited_s = now_s - max(self._last_result_s, self.batch.in_flight[plan.index].planned_s)
+        waited_s = now_s - max(self.batch.last_result_s, self.batch.in_flight[plan.index].planned_s)
         took_s = min(max(waited_s, timing.seconds), _MOST_WAITED * timing.seconds) - timing.proposing_s
-        self._last_result_s = now_s
+        self.batch.last_result_s = now_s
         if plan.rounds is None:
             self.costs.observe(StepMix.from_plan(plan), took_s, self.batch.longest_step_s)
         else:  # of several steps in one little is learned about one

@@ -9,14 +9,13 @@ the order decides. With a single tenant that is the order and nothing else.
 from collections.abc import Collection
 
 from cumulo.engine.decide.core.queue import WaitingQueue
-from cumulo.engine.decide.core.request import Sequence, State
+from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.sharing.tenants import FairShares, Tenant
 
 
-class TenantQueue:
+class TenantQueue(WaitingQueue):
     def __init__(self, shares: FairShares) -> None:
-        self.count = 0  # sequences that wait, queued or (beams waiting for their fellows) not
-        self.level = 0  # the priority whose turn it was when `first` was last asked
+        super().__init__()
         self.passed_over: Sequence | None = None  # first in order, but its tenant had been served more
         self.by_order = False  # whoever has been served more or less: promises are kept by deadline
         self._shares = shares
@@ -26,7 +25,6 @@ class TenantQueue:
 
     # -- coming and going ---------------------------------------------------------------------------------
     def arrive(self, sequence: Sequence) -> None:
-        """A new request's first sequence."""
         tenant = sequence.request.usage
         if tenant not in self._lines:
             away = self._last_to_leave.counter if self._last_to_leave is not None else 0.0
@@ -35,35 +33,25 @@ class TenantQueue:
             self._shares.forget_idle(level)
         self.enter(sequence)
 
-    def enter(self, sequence: Sequence) -> None:
-        self.park(sequence)
-        self.push(sequence)
-
     def park(self, sequence: Sequence) -> None:
-        """It waits, but is not queued: a beam whose next token is not chosen yet."""
-        sequence.state = State.WAITING
+        super().park(sequence)
         sequence.request.usage.waiting += 1
-        self.count += 1
 
     def push(self, sequence: Sequence) -> None:
-        """Queue a waiting sequence that is not queued now."""
         self._lines.setdefault(sequence.request.usage, WaitingQueue()).push(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """A beam that waits has been computed meanwhile: it is queued again when it is given its next token."""
         if (line := self._lines.get(sequence.request.usage)) is not None:
             line.set_aside(sequence)
             self._drop_if_empty(sequence.request.usage)
 
     def take_first(self) -> None:
-        """What `first` returned is admitted."""
         assert self._turn is not None
         self._lines[self._turn].take_first()
         self._left(self._turn)
         self._drop_if_empty(self._turn)
 
     def leave(self, sequence: Sequence) -> None:
-        """A waiting sequence ends."""
         self._left(sequence.request.usage)
         self.set_aside(sequence)
 

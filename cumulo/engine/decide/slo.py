@@ -1,8 +1,9 @@
-"""SloScheduling: keeps what requests are promised, as an extension of the scheduler. It does nothing until a
-request has an SLO.
+"""SLOs: what requests are promised, whether that can be kept, and how steps keep it. An extension of the scheduler
+that does nothing until a request has an SLO.
 
-A request is promised its TTFT and ITL on arrival, or refused. Steps are as long as the ITL of those who decode
-allows, and spend what decoding leaves on prompts, by deadline.
+A request is promised its TTFT and ITL on arrival, or refused. A step may take as long as the strictest ITL of those
+who decode, less the error of the learned StepCost: what decoding leaves of that is spent on prompts, earliest
+deadline first (Liu and Layland 1973). So a request is admitted exactly if all deadlines hold in that order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,17 +15,121 @@ from cumulo.engine.decide.core import admission
 from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, Prompts, StepTiming
 from cumulo.engine.decide.core.request import Request, Sequence, State
+from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.sharing.steps import Sharing
 from cumulo.engine.decide.sharing.tenants import Tenant
-from cumulo.engine.decide.slo.promises import Promises
 from cumulo.engine.decide.story import Promise
 from cumulo.errors import Overloaded
 from cumulo.spec.slo import Slo
 
+# Tokens of prompts that an engine computes to know its steps before it promises, the long ones only if they take no
+# longer than this: long prompts cost more than their tokens say, and short ones do not show it.
+_LEARNING_PROMPTS, _LONG_PROMPTS, _LONGEST_LEARNING_S = (16, 64, 128, 256), (1024, 4096, 16384), 0.5
+_ITL_MARGIN = 0.96  # of the promised ITL: the host's part of a step varies, too
+_STEPS_PER_TTFT = 6  # while nobody decodes a step is bounded by the TTFT that newcomers will want
+_LEAST_TOKENS = 16  # of a prompt in a step, however little is left: prompts always get on
+_LEARNING_TOKENS = 64  # of a step, until its cost is known
+_LEARN = 0.05
 _TTFT_MARGIN = 0.94  # of a promised TTFT, for what is not known of steps
 _LEAST_SHARE = 0.05  # of a step for prompts: below, decoding alone takes all the time there is
 _LONGEST_RETRY_S = 60.0
+
+
+def learning_prompts(cost: StepCost, slo: Slo | None, max_context: int) -> Iterator[int]:
+    """Lengths of prompts to compute, one after the other, before anyone is promised anything."""
+    yield from (min(tokens, max_context // 2) for tokens in _LEARNING_PROMPTS)
+    ttft_s = slo.ttft_s if slo is not None and slo.ttft_s is not None else inf
+    for tokens in _LONG_PROMPTS:
+        too_long = cost.prompt_s(0, tokens) > min(_LONGEST_LEARNING_S, ttft_s / 2)
+        if tokens > max_context // 2 or not cost.known or too_long:
+            return
+        yield tokens
+
+
+class Promises:
+    """How long steps may be, and what those who wait for a first token can expect."""
+
+    def __init__(self, batch: RequestBatch) -> None:
+        self._batch, self.cost = batch, batch.kv.costs
+        self._uncached: dict[
+            str, int
+        ] = {}  # by request: tokens of its prompt that were in no cache on arrival
+        self.rows = self.context = 0  # of the last plan: who decodes
+        self.output_tokens = 256.0  # of a request, on average
+        self.refused = 0
+        self.left_s = 0.0  # of the step that is being planned, for prompts
+        self.step_full = False  # its time ended before the prompts did
+
+    def add(self, request: Request, uncached: int) -> None:
+        """A request is queued."""
+        self._uncached[request.id] = uncached
+
+    def drop(self, request: Request) -> None:
+        """A request has ended."""
+        self._uncached.pop(request.id, None)
+        self.output_tokens += _LEARN * (request.story.output_tokens - self.output_tokens)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Those who have no token yet, promised one or not."""
+        return [one for one in self._batch.requests.values() if one.story.first_token_s is None]
+
+    def tokens_left(self, request: Request, uncached: int) -> int:
+        """Of its prompt, to compute; `uncached`: of one that has not been taken."""
+        sequence = request.sequences[0]
+        if sequence.state == State.WAITING:
+            return self._uncached.get(request.id, uncached)
+        return max(0, sequence.to_compute)
+
+    @property
+    def step_s(self) -> float:
+        """How long a step may be expected to take."""
+        default = self._batch.config.slo
+        made = [one.story.promise for one in self._batch.requests.values() if one.story.promise is not None]
+        bound_s = min(
+            (one.itl_s for one in made if one.itl_s is not None),
+            default=None if default is None else default.itl_s,
+        )
+        if not self.rows or bound_s is None:
+            ttft_s = min((one.ttft_s for one in made if one.ttft_s is not None), default=1.0)
+            bound_s = max(bound_s or 0.0, ttft_s / _STEPS_PER_TTFT)
+        return self.step_within(bound_s)
+
+    def step_within(self, itl_s: float) -> float:
+        """How long a step may be expected to take that is to end within an ITL."""
+        return itl_s * _ITL_MARGIN / self.cost.slower
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """The rows that draw one token each are planned."""
+        self.rows, self.context = len(plan.slots), sum(plan.starts)
+        self._batch.longest_step_s = self.step_s
+        self.left_s = self._batch.longest_step_s - self.cost.decode_s(self.rows, self.context)
+        self.step_full = False
+
+    def spend(self, sequence: Sequence, wanted: int, first: bool) -> int:
+        """How many tokens of a prompt this step computes; the first prompt of a step always gets on."""
+        most = _LEARNING_TOKENS
+        if self.cost.known:
+            most = self.cost.tokens_within(self.left_s, sequence.computed)
+            most = max(_LEAST_TOKENS, most) if first else most
+        count = min(wanted, most)
+        self.left_s -= self.cost.prompt_s(sequence.computed, count)
+        self.step_full = count < wanted or (self.cost.known and self.left_s <= 0)
+        return count
+
+    def draft_room(self) -> int:
+        """Drafted tokens for which the step has time, next to the rows and prompts that are planned."""
+        if not self.rows or not self.cost.known:
+            return 0
+        return self.cost.tokens_within(self.left_s, self.context // self.rows)
+
+    def in_flight_s(self, now_s: float) -> float:
+        """The seconds until all planned steps are done."""
+        flights = self._batch.in_flight.values()
+        expected_s = sum(one.expected_s for one in flights)
+        began_s = min((one.planned_s for one in flights), default=now_s)
+        return max(0.0, expected_s - (now_s - max(began_s, self._batch.last_result_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +153,7 @@ def look_ahead(
     if not promises.cost.known:
         return Outlook(0.0, True, 0, 0, own_tokens)
     # Those who are late already come last, and nobody's promise is broken for them.
-    line = sorted(
-        [*promises.waiting.values(), newcomer], key=lambda one: (_deadline_s(one) < now_s, one.order)
-    )
+    line = sorted([*promises.waiting, newcomer], key=lambda one: (_deadline_s(one) < now_s, one.order))
     allowance = _allowance(newcomer.tenant, about, now_s) * _TTFT_MARGIN
     found: Outlook | None = None
     own_s = ahead_tokens = 0.0
@@ -82,14 +185,18 @@ def _first_tokens(
     newcomer's."""
     cost, most = promises.cost, batch.config.max_tokens_per_step
     rows, context = promises.rows, promises.context
-    clock_s = promises.in_flight_s(now_s) + promises.step_s  # a first token comes at the end of a step
+    step_s = promises.step_s
+    clock_s = promises.in_flight_s(now_s) + step_s  # a first token comes at the end of a step
     for one in line:
         tokens = promises.tokens_left(one, own_tokens)
         start = one.prompt_length - tokens
-        share = promises.prompt_share(rows, context, start, most)
-        took_s = cost.prompt_s(start, tokens) / (share or _LEAST_SHARE)
+        # What decoding leaves of a step is spent on prompts, as far as they fill it.
+        decode_s = cost.decode_s(rows, context)
+        prompts_s = min(step_s - decode_s, cost.prompt_s(start, max(1, most - rows)))
+        share = prompts_s / (decode_s + prompts_s) if prompts_s > 0 else _LEAST_SHARE
+        took_s = cost.prompt_s(start, tokens) / share
         clock_s += took_s
-        yield one, tokens, promises.prompt_room(rows, context), took_s, clock_s
+        yield one, tokens, 1 - decode_s / step_s, took_s, clock_s
         rows, context = rows + 1, context + one.prompt_length
 
 
@@ -118,7 +225,7 @@ def _own_obstacle(batch: RequestBatch, promises: Promises, request: Request, roo
                 f"its next token would take {quantity(alone_s, 's')} without any prompts, and its ITL is "
                 f"{quantity(promise.itl_s, 's')}"
             )
-    pool, waiting = batch.pool, [one for one in promises.waiting.values() if _is_queued(one)]
+    pool, waiting = batch.pool, [one for one in promises.waiting if _is_queued(one)]
     slots = len(batch.kv.free_slots) - sum(one.params.samples for one in waiting)
     if slots < request.params.samples:
         return f"all {batch.config.max_running} sequences that can run at a time are taken"
@@ -171,7 +278,7 @@ class SloScheduling(Extension):
         if self.promises is None:
             if request.slo is None and config.slo is None:
                 return
-            self.promises = Promises(config.slo, self._batch.kv.costs)
+            self.promises = Promises(self._batch)
             # Promises are kept by deadline, whoever has been served more or less.
             self._sharing.queue.by_order, self._sharing.bounds_steps = True, False
         promises, story = self.promises, request.story
@@ -223,7 +330,6 @@ class SloScheduling(Extension):
         if promises is None:
             return None
         promises.begin_step(plan)
-        batch.longest_step_s = promises.step_s
         left = budget
         given: list[PromptChunk] = []
         seated = sorted(waiting, key=lambda one: _turn(one, now_s), reverse=True)
@@ -248,11 +354,13 @@ class SloScheduling(Extension):
 
     def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:
         if self.promises is not None and flight.rows:
-            self.promises.planned(plan, now_s)
+            flight.expected_s = self.promises.cost.seconds(StepMix.from_plan(plan))
 
     def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
-        if self.promises is not None:
-            self.promises.observe(plan, self._batch.in_flight[plan.index].draws, now_s)
+        for sequence in self._batch.in_flight[plan.index].draws if self.promises is not None else ():
+            promise = sequence.request.story.promise
+            if promise is not None and sequence.sample_index == 0 and sequence.state != State.FINISHED:
+                promise.note_token(now_s)
 
 
 def _turn(sequence: Sequence, now_s: float) -> tuple[bool, tuple[float, int]]:
