@@ -26,7 +26,7 @@ LINES_PER_ROOM = {
     "checkpoint": 1_250,
     "cli": 8_250,
     "cluster": 10_300,
-    "collectives": 5_350,
+    "collectives": 5_150,
     "console": 4_250,
     "diagnose": 1_950,
     "engine": 17_200,

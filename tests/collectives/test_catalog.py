@@ -1,6 +1,5 @@
 """Every algorithm of the catalogue is proved right for many shapes, and does what its page says."""
 
-import random
 from collections import Counter
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from cumulo.collectives.decide.catalog import CollectiveShape, algorithms, make_schedule
 from cumulo.collectives.decide.check import check_collective
 from cumulo.collectives.decide.schedule import COLLECTIVES
-from cumulo.collectives.decide.switch_slots import SlotPacket, SlotWorker, SwitchPool
 from cumulo.errors import ConfigError
 
 ALL = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
@@ -116,42 +114,3 @@ def test_unknown_names_are_refused_with_what_there_is() -> None:
         make_schedule("all_reduce", "rings", CollectiveShape(4, 4))
     with pytest.raises(ConfigError, match="no whole number of nodes"):
         make_schedule("all_reduce", "two-level", CollectiveShape(7, 70, node_size=2))
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    workers=st.integers(1, 5),
-    packets=st.integers(0, 12),
-    slots=st.integers(1, 4),
-    loss=st.sampled_from([0.0, 0.2, 0.6]),
-    seed=st.integers(0, 1000),
-)
-def test_the_slot_protocol_adds_every_packet_once_whatever_is_lost(
-    workers: int, packets: int, slots: int, loss: float, seed: int
-) -> None:
-    chance = random.Random(seed)
-    values = [[(100 * w + p, p) for p in range(packets)] for w in range(workers)]
-    nodes = [SlotWorker(w, values[w], slots) for w in range(workers)]
-    pool = SwitchPool(workers)
-    up = [packet for node in nodes for packet in node.begin()]
-    down: list[tuple[int, SlotPacket]] = []
-    for _ in range(100_000):
-        if all(node.done for node in nodes):
-            break
-        if not up and not down:  # timers run out
-            up = [p for node in nodes for slot in range(slots) if (p := node.again(slot)) is not None]
-        if up and (not down or chance.random() < 0.5):
-            packet = up.pop(chance.randrange(len(up)))
-            if chance.random() < 0.1:
-                up.append(packet)  # sent again, although it was not lost
-            if chance.random() >= loss and (answer := pool.receive(packet)) is not None:
-                down += [(worker, answer[0]) for worker in answer[1]]
-        elif down:
-            worker, answer_packet = down.pop(chance.randrange(len(down)))
-            following = nodes[worker].receive(answer_packet) if chance.random() >= loss else None
-            up += [following] if following is not None else []
-    for node in nodes:
-        assert node.done
-        assert [node.results[p] for p in range(packets)] == [
-            (sum(100 * w + p for w in range(workers)), p * workers) for p in range(packets)
-        ]

@@ -1,15 +1,13 @@
-"""PFC and SwitchML packet by packet: buffer_cycles.py, simulate/switch_packets.py."""
+"""PFC packet by packet: decide/buffer_cycles.py and simulate/congestion.py."""
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from cumulo.collectives.decide.buffer_cycles import BufferKind, PacketFlow, check_buffers, named_cycle
 from cumulo.collectives.simulate.congestion import play_incast
-from cumulo.collectives.simulate.switch_packets import SwitchLinks, play_switch
 
 F1 = PacketFlow("F1", ("L0", "S0", "L2"))
 F2 = PacketFlow("F2", ("L2", "S1", "L0"))
@@ -114,17 +112,3 @@ def test_dcqcn_trades_pauses_for_use_of_the_port() -> None:
     assert alone.paused_share > 0.7 and alone.use > 0.95
     assert controlled.paused_share < 0.2 and controlled.use < alone.use
     assert alone.end_s == pytest.approx(8 * 8e6 / 50e9, rel=0.05)
-
-
-def test_switchml_reaches_the_links_rate_with_enough_slots_and_survives_losses() -> None:
-    links = SwitchLinks(workers=4, bytes_per_s=12.5e9, latency_s=1e-6)
-    packets = 400
-    wire_s = packets * links.packet_s
-    free = play_switch(links, packets, links.slots_for_line_rate)
-    assert free.right and free.again == 0
-    assert wire_s < free.seconds < 1.15 * wire_s  # a round trip at the end
-    few = play_switch(links, packets, 2)
-    round_s = 2 * (links.latency_s + links.packet_s)
-    assert few.seconds == pytest.approx(packets / 2 * round_s, rel=0.1)
-    lossy = play_switch(replace(links, loss=0.2, timeout_s=20e-6), packets, 16)
-    assert lossy.right and lossy.again > 0 and lossy.seconds > free.seconds

@@ -13,7 +13,7 @@ from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, takes_options
 from cumulo.cli.shared.figures import RunFigure, figure_rows
-from cumulo.cli.shared.terminal import dim, note, only_json, present, show_report, working
+from cumulo.cli.shared.terminal import dim, note, only_json, present, working
 from cumulo.collectives.simulate.collective_traffic import collective_traffic
 from cumulo.collectives.simulate.congestion import CongestionControl, play_incast
 from cumulo.collectives.simulate.fabrics.build import JoinedSites, TorusGraph, fabric_graph
@@ -21,7 +21,6 @@ from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
 from cumulo.collectives.simulate.link_use import heat_map, heat_map_page
 from cumulo.collectives.simulate.place import parse_job, placed, pods_of
 from cumulo.collectives.simulate.player import LinkChange, NetworkTraffic, play_network
-from cumulo.collectives.simulate.switch_packets import PACKET_BYTES, SwitchLinks, play_switch
 from cumulo.errors import ConfigError
 from cumulo.plan.search.fixed import fixed_job
 from cumulo.plan.search.space import TrainGoal
@@ -55,9 +54,7 @@ class NetworkOptions:
         "all_reduce",
     )
     algorithm: str = _TRAFFIC(
-        "multi-ring (a ring for each rail), or an algorithm of `cumulo collective`; switchml is played packet by "
-        "packet, with losses.",
-        "multi-ring",
+        "multi-ring (a ring for each rail), or an algorithm of `cumulo collective`.", "multi-ring"
     )
     size: str = _TRAFFIC("Bytes of the collective, as nccl-tests counts them.", "1GiB")
     placement: str = _TRAFFIC(
@@ -80,11 +77,6 @@ class NetworkOptions:
         "Latency that software adds to every message, such as 14us for NCCL's Simple protocol.", "0us"
     )
     window: str = _TRAFFIC("Bytes that a queue pair may have under way, such as 16MiB; 0: no limit.", "0")
-    slots: int = _TRAFFIC(
-        "With switchml: slots of the switch's pool; 0: as many as the link's rate needs.", 0, min=0
-    )
-    loss: float = _TRAFFIC("With switchml: share of packets that are lost, each way.", 0.0, min=0.0, max=0.9)
-    resend: str = _TRAFFIC("With switchml: time after which a worker sends a packet again.", "1ms")
     train: str = _TRAFFIC(
         "Play a whole training step's communication of this model instead; see --layout.", ""
     )
@@ -102,10 +94,6 @@ EXAMPLE = (
     "Example: [bold]cumulo simulate network --gpus 1024 --fabric fat-tree-roce --size 1GiB --routing ecmp "
     "--queue-pairs 4 --heat-map links.svg[/bold]"
 )
-# Packets of all workers that are played; longer collectives go on at the same pace. With losses the unluckiest slot
-# decides, which a short part does not show.
-_MOST_PACKETS, _MOST_WITH_LOSSES = 60_000, 300_000
-_LEAST_ROUNDS = 8  # of the pool, so that its start counts little
 _MOST_PORT = 512  # senders of an incast whose port is played step by step
 
 
@@ -115,8 +103,6 @@ def network(chosen: NetworkOptions) -> None:
     began_s = time.process_time()
     if chosen.train:
         _play_step(chosen)
-    elif chosen.algorithm == "switchml" and not chosen.job:
-        _play_switch(chosen)
     else:
         _play_jobs(chosen, began_s)
         return
@@ -240,46 +226,6 @@ def _incast_rows(chosen: NetworkOptions, ranks: int) -> list[Row]:
         rows.append(Row(f"{name}: senders paused", 100 * run.paused_share, "%", "lower", note=note))
         rows.append(Row(f"{name}: use of the port", 100 * run.use, "%"))
     return rows
-
-
-def _play_switch(chosen: NetworkOptions) -> None:
-
-    cluster = _cluster(chosen)
-    if chosen.collective != "all_reduce" or cluster.gpus > cluster.fabric.switch_ports:
-        raise ConfigError(
-            f"switchml is an all-reduce of the workers of one switch: take --collective all_reduce and at most "
-            f"{cluster.fabric.switch_ports} --gpus, the ports of a switch of {cluster.fabric.name}"
-        )
-    links = SwitchLinks(
-        cluster.gpus,
-        cluster.node.nic_bytes_per_s,
-        cluster.fabric.latency_s / 2,
-        chosen.loss,
-        parse_duration_s(chosen.resend, "--resend"),
-        chosen.seed,
-    )
-    size = parse_bytes(chosen.size)
-    slots = chosen.slots or links.slots_for_line_rate
-    packets = max(1, -(-int(size) // PACKET_BYTES))
-    most = _MOST_WITH_LOSSES if chosen.loss else _MOST_PACKETS
-    played = min(packets, max(_LEAST_ROUNDS * slots, most // cluster.gpus))
-    with working("simulating"):
-        run = play_switch(links, played, slots)
-    seconds = run.seconds * packets / played
-    note = "" if played == packets else f"from its first {played:,} of {packets:,} packets"
-    rate = size / seconds
-    ring_s = 2 * (cluster.gpus - 1) / cluster.gpus * size / links.bytes_per_s
-    rows = [
-        Row("right on every worker", run.right, must=True),
-        Row("time", seconds * 1e3, "ms", "lower", note=note),
-        Row("a ring over the same links", ring_s * 1e3, "ms", "lower", note="its bytes alone"),
-        Row("added up", rate / 1e9, "GB/s", note=f"{rate / links.bytes_per_s:.0%} of a worker's link"),
-        Row("slots of the pool", slots, note=f"{links.slots_for_line_rate} keep the link busy"),
-        Row("memory of the pool", 2 * slots * PACKET_BYTES / 1024, "KiB", "lower", note="two copies of each slot"),
-        Row("packets lost", 100 * run.lost / max(1, run.sent * 2), "%", "lower"),
-        Row("packets sent again", 100 * run.again / max(1, run.sent), "%", "lower"),
-    ]  # fmt: skip
-    show_report(f"SwitchML, {cluster.gpus} workers of one switch", rows, chosen.json_file)
 
 
 def _play_step(chosen: NetworkOptions) -> None:

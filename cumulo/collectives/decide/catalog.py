@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.collectives.decide import hypercube, levels, ring, sparse, switch_slots, trees
+from cumulo.collectives.decide import aggregators, hypercube, levels, ring, trees
 from cumulo.collectives.decide.schedule import Collective, CollectiveSchedule, EvenSizes, Transfer
 from cumulo.errors import ConfigError
 
@@ -97,8 +97,8 @@ def _in_channels(make: Callable[[int, int], CollectiveSchedule]) -> Make:
 
 def _sparse(shape: CollectiveShape) -> CollectiveSchedule:
     blocks = max(1, shape.channels * shape.pieces)
-    present = sparse.random_presence(shape.ranks, blocks, shape.density, shape.seed)
-    return sparse.omnireduce(shape.ranks, shape.elements, present, shape.channels)
+    present = aggregators.random_presence(shape.ranks, blocks, shape.density, shape.seed)
+    return aggregators.omnireduce(shape.ranks, shape.elements, present, shape.channels)
 
 
 _ALL: Mapping[str, Mapping[str, Make]] = {
@@ -117,7 +117,7 @@ _ALL: Mapping[str, Mapping[str, Make]] = {
         "one-shot": _in_channels(hypercube.one_shot_all_reduce),
         "two-shot": _in_channels(hypercube.two_shot_all_reduce),
         "sharp": lambda s: trees.in_switch(s.ranks, s.elements, s.radix, s.channels * s.pieces),
-        "switchml": lambda s: switch_slots.switchml(s.ranks, s.elements, s.pieces, s.channels),
+        "switchml": lambda s: aggregators.switchml(s.ranks, s.elements, s.pieces, s.channels),
         "omnireduce": _sparse,
     },
     "all_gather": {

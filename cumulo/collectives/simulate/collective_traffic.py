@@ -39,7 +39,7 @@ class ScheduleTraffic:
     come to it (rendezvous), and a rank's next step when its messages have ended. For schedules whose ranks
     differ, jobs with late ranks and fabrics where links differ; `rounds` plays large ones with equal ranks.
 
-    `placement`: the GPU of each rank. Switches that add are placed after them."""
+    `placement`: the GPU of each rank."""
 
     def __init__(
         self,
@@ -145,9 +145,12 @@ def collective_traffic(
             f"{_MOST_EXPLICIT:,} ranks in one group, or another algorithm: multi-ring, two-level, ring"
         )
     shape = CollectiveShape(groups.shape[1], max(1, int(size_bytes)), per_node, pieces=pieces)
-    return ScheduleTraffic(
-        name, make_schedule(collective, algorithm, shape), 1.0, groups[0], start_s, background
-    )
+    schedule = make_schedule(collective, algorithm, shape)
+    if schedule.switches:
+        raise ConfigError(
+            f"{algorithm} adds in switches, and those of a simulated fabric do not add: take another algorithm"
+        )
+    return ScheduleTraffic(name, schedule, 1.0, groups[0], start_s, background)
 
 
 def _rounds(

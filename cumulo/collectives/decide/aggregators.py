@@ -1,8 +1,11 @@
-"""OmniReduce: an all-reduce that sends only the blocks that are not zero (Fei et al. 2021). Aggregators, numbered
-after the ranks, add each block's parts and send the sum to all ranks. The catalogue calls it.
+"""Switches and aggregators that add: SwitchML and OmniReduce. They are numbered after the ranks.
 
-A block that is zero on a rank is not sent by it; one that is zero on all ranks is not sent at all. With density d
-on each of n ranks at random, 1 − (1 − d)ⁿ of the blocks come back, so it pays where d is small or zeros agree.
+SwitchML (Sapio et al. 2021): a switch adds packets in a pool of slots. A slot's answer is also the permission to
+use the slot again, for the packet that is a pool further on, so the switch needs no more memory than its pool.
+
+OmniReduce (Fei et al. 2021) sends only the blocks that are not zero: one that is zero on a rank is not sent by it,
+one that is zero on all ranks is not sent at all. With density d on each of n ranks at random, 1 − (1 − d)ⁿ of the
+blocks come back, so it pays where d is small or zeros agree.
 """
 
 import random
@@ -15,6 +18,25 @@ from cumulo.collectives.decide.schedule import (
     Move,
     Transfer,
 )
+
+
+def switchml(ranks: int, elements: int, packets: int, slots: int = 1) -> CollectiveSchedule:
+    """Packets of the buffer through a pool of slots, each a channel: no packet lost."""
+    switch = ranks
+
+    def program(node: int, slot: int) -> Sequence[CollectiveStep]:
+        steps: list[CollectiveStep] = []
+        for packet in range(slot, slots * packets, slots):
+            if node == switch:
+                steps.append(tuple(Transfer(Move.REDUCE, rank, packet) for rank in range(ranks)))
+                steps.append(tuple(Transfer(Move.SEND, rank, packet) for rank in range(ranks)))
+            else:
+                steps.append((Transfer(Move.SEND, switch, packet),))
+                steps.append((Transfer(Move.COPY, switch, packet),))
+        return steps
+
+    sizes = EvenSizes(elements, slots * packets)
+    return CollectiveSchedule("all_reduce", "switchml", ranks, sizes, program, slots, switches=1)
 
 
 def omnireduce(
