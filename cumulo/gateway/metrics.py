@@ -5,21 +5,40 @@ alerts and panels hold for a gateway, too.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from cumulo.fleet.remote.replica import UpstreamReplica
 from cumulo.fleet.remote.replicas import Replicas
 from cumulo.gateway.stories import ProxiedRecord
-from cumulo.serve.observe.fleet_metrics import families
+from cumulo.serve.observe.fleet_metrics import TableMetrics
 
 _FIRST_BYTE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PAUSE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+_PER_REPLICA: tuple[tuple[str, type[Any], str, Callable[[UpstreamReplica], float]], ...] = (
+    ("replica_up", GaugeMetricFamily, "1 while the replica takes requests.",
+     lambda one: not one.refuses(time.monotonic())),
+    ("replica_draining", GaugeMetricFamily, "1 while it drains.",
+     lambda one: one.refuses(time.monotonic()) == "drains"),
+    ("replica_running", GaugeMetricFamily, "Sequences that compute.", lambda one: one.news.running),
+    ("replica_waiting", GaugeMetricFamily, "Sequences that wait for room.", lambda one: one.news.waiting),
+    ("replica_waiting_tokens", GaugeMetricFamily, "Prompt tokens that are not computed yet.",
+     lambda one: max(one.waiting_tokens, one.news.waiting_tokens)),
+    ("replica_cached_blocks", GaugeMetricFamily, "KV blocks that hold a prefix worth sharing.",
+     lambda one: len(one.blocks)),
+    ("replica_requests", CounterMetricFamily, "Requests that it was given.", lambda one: one.requests),
+    ("gateway_replica_in_flight", GaugeMetricFamily, "Requests of this gateway there.",
+     lambda one: len(one.works)),
+    ("gateway_replica_failures", CounterMetricFamily, "Requests that failed there.",
+     lambda one: one.failures),
+    ("gateway_replica_breaker_open", GaugeMetricFamily, "1 while it is left alone after failures.",
+     lambda one: one.breaker.state(time.monotonic()) == "open"),
+)  # fmt: skip
 
 
 class GatewayMetrics:
@@ -50,7 +69,12 @@ class GatewayMetrics:
         self.connections = gauge("connections", "Open connections of clients.")
         self.refusals = counter("connections_refused", "Requests refused and connections closed.", "reason")
         self._answered_count = self._moved_count = self._failed_count = 0  # the same, for the page
-        registry.register(_ReplicaMetrics(fleet))
+        TableMetrics(
+            registry,
+            _PER_REPLICA,
+            ("model_name", "replica"),
+            lambda: [((",".join(one.models), one.short_name), one) for one in fleet.replicas.values()],
+        )
 
     def on_end(self, record: ProxiedRecord, status: int) -> None:
         # A name that a client made up is no label.
@@ -81,37 +105,3 @@ class GatewayMetrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-
-class _ReplicaMetrics(Collector):
-    """Metrics of replicas, which are read when they are asked for: replicas come and go."""
-
-    def __init__(self, fleet: Replicas) -> None:
-        self._fleet = fleet
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # nobody need look at replicas to register them
-
-    def collect(self) -> Iterable[Metric]:
-        now_s = time.monotonic()
-        told: tuple[tuple[str, type[Any], str, Callable[[UpstreamReplica], float]], ...] = (
-            ("replica_up", GaugeMetricFamily, "1 while the replica takes requests.",
-             lambda one: not one.refuses(now_s)),
-            ("replica_draining", GaugeMetricFamily, "1 while it drains.",
-             lambda one: one.refuses(now_s) == "drains"),
-            ("replica_running", GaugeMetricFamily, "Sequences that compute.", lambda one: one.news.running),
-            ("replica_waiting", GaugeMetricFamily, "Sequences that wait for room.", lambda one: one.news.waiting),
-            ("replica_waiting_tokens", GaugeMetricFamily, "Prompt tokens that are not computed yet.",
-             lambda one: max(one.waiting_tokens, one.news.waiting_tokens)),
-            ("replica_cached_blocks", GaugeMetricFamily, "KV blocks that hold a prefix worth sharing.",
-             lambda one: len(one.blocks)),
-            ("replica_requests", CounterMetricFamily, "Requests that it was given.", lambda one: one.requests),
-            ("gateway_replica_in_flight", GaugeMetricFamily, "Requests of this gateway there.",
-             lambda one: len(one.works)),
-            ("gateway_replica_failures", CounterMetricFamily, "Requests that failed there.",
-             lambda one: one.failures),
-            ("gateway_replica_breaker_open", GaugeMetricFamily, "1 while it is left alone after failures.",
-             lambda one: one.breaker.state(now_s) == "open"),
-        )  # fmt: skip
-        rows = [((",".join(one.models), one.short_name), one) for one in self._fleet.replicas.values()]
-        yield from families(told, ("model_name", "replica"), rows)

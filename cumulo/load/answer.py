@@ -6,7 +6,6 @@ chunks are both understood.
 
 import json
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 from cumulo.load.connection import Response
@@ -27,18 +26,7 @@ class EventReader:
         return bool(self._rest or self._data)
 
     def feed(self, piece: bytes) -> list[bytes]:
-        rest = self._rest
-        # By far the most usual piece: exactly one event of one line.
-        if (
-            not rest
-            and not self._data
-            and piece.startswith(b"data: ")
-            and piece.endswith(b"\n\n")
-            and piece.find(b"\n") == len(piece) - 2
-            and b"\r" not in piece
-        ):
-            return [piece[6:-2]]
-        piece = rest + piece
+        piece = self._rest + piece
         # A carriage return at the very end may be half of a line end: leave it for the next piece.
         held = b"\r" if piece.endswith(b"\r") else b""
         if held:
@@ -55,15 +43,6 @@ class EventReader:
             elif line.startswith(b"data:"):
                 data.append(line[6:] if line[5:6] == b" " else line[5:])
         return events
-
-
-decode: Callable[[bytes], Any]  # raises ValueError where the bytes are not JSON
-try:
-    import msgspec
-except ImportError:
-    decode = json.loads
-else:
-    decode = msgspec.json.Decoder().decode
 
 
 _MOST_ERROR_BYTES = 64 << 10
@@ -110,8 +89,7 @@ class MeasuredAnswer:
                 self.done = True
                 continue
             try:
-                event = decode(data)
-                self._take(event, now_s)
+                self._take(json.loads(data), now_s)
             except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 raise MalformedStream(f"not a chunk of an answer: {data[:80]!r} ({error})") from error
 

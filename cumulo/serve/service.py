@@ -13,7 +13,6 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.engine.adapter_room import room_for
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
-from cumulo.fleet.autoscaler import FleetAutoscaler
 from cumulo.fleet.block_log import BlockLog
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.ranks.rank_meter import RankState
@@ -26,12 +25,13 @@ from cumulo.serve.engine_link.in_flight import InFlight
 from cumulo.serve.engine_link.messages import AdapterReport, Failure, Finished, Ready, Stats, StepRecord
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.observe.fleet_metrics import FleetMetrics, RankMetrics
+from cumulo.serve.observe.fleet_metrics import FleetMetrics, rank_metrics
 from cumulo.serve.observe.fleet_report import replica_reports
 from cumulo.serve.observe.metrics import Metrics
 from cumulo.serve.observe.step_history import StepHistory
 from cumulo.serve.observe.stories import Record, Rejections, Stories
 from cumulo.serve.options import ServeOptions
+from cumulo.serve.replicas.autoscaler import FleetAutoscaler
 from cumulo.serve.replicas.fleet import Fleet
 from cumulo.serve.stored_responses import StoredResponses
 
@@ -84,7 +84,7 @@ class Service:
         self.metrics = Metrics(model_name)
         self.fleet_metrics = self._fleet_metrics(model_name) if self.fleet is not None else None
         if options.engine.layout.world > 1:
-            RankMetrics(self.metrics.registry, model_name, self.rank_states)
+            rank_metrics(self.metrics.registry, model_name, self.rank_states)
         self.block_log = BlockLog()
         self.stories = Stories(options.stories)
         self.rejections = Rejections(options.stories)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch
 from cumulo.engine.decide.story import Promise, Story
 from cumulo.engine.simulate.run import Arrival, Served
-from cumulo.fleet.autoscaler import FleetAutoscaler
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.fleet.simulate.autoscaled_fleet import RequestJudge, ScaledRun
 from cumulo.load.summary import RequestRecord
 from cumulo.plan.serve.goodput import _outcome
 from cumulo.serve.observe.metrics import Metrics
 from cumulo.serve.observe.stories import Record
+from cumulo.serve.replicas.autoscaler import FleetAutoscaler
 from cumulo.spec.slo import Slo, kept_itl_s
 
 # In parts of a second that floats add exactly, so that rounding decides nothing.

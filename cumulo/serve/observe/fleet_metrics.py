@@ -1,13 +1,13 @@
-"""FleetMetrics and RankMetrics: what /metrics shows of each replica and of each rank. Made by Service.
+"""FleetMetrics and rank_metrics: what /metrics shows of each replica and of each rank. Made by Service.
 
 Both are read from the engines' last reports when somebody asks: counting costs no request anything. The other
 metrics are sums over all replicas, under the names that one engine has.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -67,26 +67,50 @@ def _transfer(one: dict[str, Any], name: str) -> float:
     return float((one["transfers"] or {}).get(name) or 0)
 
 
-def families(
-    table: Iterable[tuple[str, type[Any], str, Callable[[Row], float]]],
-    labels: Sequence[str],
-    rows: Sequence[tuple[Sequence[str], Row]],
-) -> Iterator[Metric]:
-    """A metric for each line of a table (name, kind, help, how it is read), with a value for each row."""
-    for name, kind, text, read in table:
-        family = kind(f"cumulo:{name}", text, labels=labels)
-        for values, one in rows:
-            family.add_metric(values, float(read(one)))
-        yield family
+class TableMetrics(Collector):
+    """Metrics that are read when somebody asks: one for each line of a table (name, kind, help, how it is read),
+    with a value for each row, which begins with its labels."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        table: Iterable[tuple[str, type[Any], str, Callable[[Row], float]]],
+        labels: Sequence[str],
+        rows: Callable[[], Iterable[tuple[Sequence[str], Row]]],
+    ) -> None:
+        self._table, self._labels, self._rows = table, labels, rows
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # nobody need look at the rows to register them
+
+    def collect(self) -> Iterable[Metric]:
+        rows = list(self._rows())
+        for name, kind, text, read in self._table:
+            family = kind(f"cumulo:{name}", text, labels=self._labels)
+            for values, one in rows:
+                family.add_metric(values, float(read(one)))
+            yield family
 
 
-class FleetMetrics(Collector):
+class FleetMetrics:
     def __init__(
         self, registry: CollectorRegistry, model_name: str, report: Callable[[], list[dict[str, Any]]]
     ) -> None:
         """`report` gives what /v1/fleet says of each replica."""
-        self._model_name, self._report = model_name, report
-        self.moved = 0  # requests that another replica has taken over
+        TableMetrics(
+            registry,
+            _PER_REPLICA,
+            ("model_name", "replica"),
+            lambda: [((model_name, one["name"]), one) for one in report()],
+        )
+        self.moved = 0  # requests that another replica has taken over; the metric's value, for the console
+        self._moved = Counter(
+            "cumulo:requests_moved",
+            "Number of requests that another replica has taken over.",
+            ("model_name",),
+            registry=registry,
+        ).labels(model_name)
         self._ratio = Histogram(
             "cumulo:route_ttft_predicted_over_measured",
             "The TTFT that the router expected, over the measured one.",
@@ -94,48 +118,26 @@ class FleetMetrics(Collector):
             registry=registry,
             buckets=_RATIOS,
         ).labels(model_name)
-        registry.register(self)
 
     def on_end(self, record: Record) -> None:
         """Compare what the router expected with what came, if the request stayed where it was sent."""
-        self.moved += max(0, len(record.dispatches) - 1)
+        moves = max(0, len(record.dispatches) - 1)
+        self.moved += moves
+        self._moved.inc(moves)
         measured_s = record.story.ttft_s if record.story is not None else None
         if len(record.dispatches) == 1 and measured_s:
             self._ratio.observe(record.dispatches[0].route.ttft_s / measured_s)
 
-    def describe(self) -> Iterable[Metric]:
-        return []  # nobody need look at replicas to register them
 
-    def collect(self) -> Iterable[Metric]:
-        rows = [((self._model_name, one["name"]), one) for one in self._report()]
-        yield from families(_PER_REPLICA, ("model_name", "replica"), rows)
-        moved = CounterMetricFamily(
-            "cumulo:requests_moved",
-            "Number of requests that another replica has taken over.",
-            labels=("model_name",),
-        )
-        moved.add_metric((self._model_name,), float(self.moved))
-        yield moved
-
-
-class RankMetrics(Collector):
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        model_name: str,
-        report: Callable[[], Mapping[str, Sequence[RankState]]],
-    ) -> None:
-        """`report` gives the ranks of each engine, by the engine's name."""
-        self._model_name, self._report = model_name, report
-        registry.register(self)
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # nobody need look at ranks to register them
-
-    def collect(self) -> Iterable[Metric]:
-        rows = [
-            ((self._model_name, engine, str(one.rank)), one)
-            for engine, ranks in self._report().items()
-            for one in ranks
-        ]
-        yield from families(_PER_RANK, ("model_name", "replica", "rank"), rows)
+def rank_metrics(
+    registry: CollectorRegistry, model_name: str, report: Callable[[], Mapping[str, Sequence[RankState]]]
+) -> None:
+    """`report` gives the ranks of each engine, by the engine's name."""
+    TableMetrics(
+        registry,
+        _PER_RANK,
+        ("model_name", "replica", "rank"),
+        lambda: [
+            ((model_name, engine, str(one.rank)), one) for engine, ranks in report().items() for one in ranks
+        ],
+    )

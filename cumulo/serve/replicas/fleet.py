@@ -284,7 +284,7 @@ class Fleet:
         prefill = self.prefill.clients.values() if self.prefill is not None else ()
         return [*(one.client for one in self.replicas.values()), *prefill]
 
-    # -- replicas that an autoscaler starts and ends: its ScaledFleet -------------------------------------
+    # -- replicas that an autoscaler starts and ends -------------------------------------------------------
     def lives(self) -> list[ReplicaLife]:
         return [one.life() for one in self.replicas.values()]
 

@@ -70,7 +70,7 @@ class PrefillEngines:
         self._gone_restarts += client.restarts
         del self.clients[name]
 
-    # -- engines that an autoscaler starts and ends: its ScaledEngines -------------------------------------
+    # -- engines that an autoscaler starts and ends ---------------------------------------------------------
     def lives(self) -> list[ReplicaLife]:
         clients = self.clients.items()
         return [self._life(name, client) for name, client in clients if name not in self._closing]

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -126,20 +126,16 @@ def _hashes(joined: bytes) -> list[BlockHash]:
     return [joined[start : start + _HASH_BYTES] for start in range(0, len(joined), _HASH_BYTES)]
 
 
+_SUMMED = Stats.__struct_fields__[: Stats.__struct_fields__.index("records")]  # the counts come first
+
+
 def merged_stats(reports: Sequence[Stats], news: Stats | None = None) -> Stats | None:
     """The sums; None where there is no report. `news`: the report whose steps nobody has been told yet."""
     if not reports:
         return None
+    counts: dict[str, Any] = {name: sum(getattr(one, name) for one in reports) for name in _SUMMED}
     return Stats(
-        steps=sum(one.steps for one in reports),
-        received=sum(one.received for one in reports),
-        running=sum(one.running for one in reports),
-        waiting=sum(one.waiting for one in reports),
-        blocks_used=sum(one.blocks_used for one in reports),
-        blocks_total=sum(one.blocks_total for one in reports),
-        blocks_cached=sum(one.blocks_cached for one in reports),
-        evictions=sum(one.evictions for one in reports),
-        guides_checked=sum(one.guides_checked for one in reports),
+        **counts,
         records=news.records if news is not None else [],
         fairness=news.fairness if news is not None else None,
         tiers=merged_tiers([one.tiers for one in reports if one.tiers is not None]),

@@ -10,22 +10,22 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from cumulo.engine.decide.routing import ReplicaView
 from cumulo.fleet.decide.autoscale_settings import AutoscaleSettings
 from cumulo.fleet.decide.forecast_rule import ForecastRule
 from cumulo.fleet.decide.scaling import (
     FleetSeen,
-    ReplicaLife,
     ReplicaSpeed,
     RoleSeen,
     ScaleTo,
     ScalingLimits,
     changes,
 )
+from cumulo.serve.replicas.fleet import Fleet
+from cumulo.serve.replicas.prefill_engines import PrefillEngines
 from cumulo.spec.slo import ServedTimes, Slo
 
 log = logging.getLogger(__name__)
@@ -34,44 +34,6 @@ _USUAL_TTFT_S = 2.0
 _SHARE_OF_SPEED = 0.7  # of what an engine computes at most; beyond it queues grow
 _BATCH = 16  # sequences that decode together, for the speed of answers
 _KEPT = 100  # changes that are shown
-
-
-class ScaledEngines(Protocol):
-    """The engines of one role. Those that drain are among them until they have ended."""
-
-    def lives(self) -> list[ReplicaLife]: ...
-
-    def start_another(self) -> None: ...
-
-    def take_back(self, name: str) -> None:
-        """An engine that drains serves again."""
-        ...
-
-    def retire(self, name: str) -> None:
-        """It drains, and ends when it has no request left."""
-        ...
-
-
-class ScaledFleet(ScaledEngines, Protocol):
-    """The fleet itself: its replicas, its prefill engines where it has some, and what they are doing."""
-
-    holds_requests: bool  # while there is no replica
-    on_arrival: Callable[[int, bool], None] | None  # told the prompt's tokens, and whether no replica took it
-    scaling_report: Callable[[], dict[str, Any]] | None
-    start_up_s: float  # of the first replica
-    start_ups_s: deque[float]  # of those that were started since
-
-    @property
-    def prefill(self) -> ScaledEngines | None: ...
-
-    @property
-    def unplaced_tokens(self) -> int: ...
-
-    def views(self) -> list[ReplicaView]: ...
-
-    def begun_and_waiting(self) -> tuple[int, int]:
-        """Requests that have a first token, and those that do not."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +48,14 @@ class ScaleEvent:
 
 
 class FleetAutoscaler:
-    def __init__(self, fleet: ScaledFleet, settings: AutoscaleSettings, promised: Slo | None) -> None:
+    def __init__(self, fleet: Fleet, settings: AutoscaleSettings, promised: Slo | None) -> None:
         self.fleet, self.settings = fleet, settings
         self.slo = settings.slo or promised or Slo(ttft_s=_USUAL_TTFT_S)
         self.events: deque[ScaleEvent] = deque(maxlen=_KEPT)
         self.replica_s = 0.0  # seconds of engines so far, from their order to their end
         self.judged = self.kept = 0  # requests that ended, and those within the SLO
         self.role = "both" if fleet.prefill is None else "decode"
-        self.scaled: dict[str, ScaledEngines] = {self.role: fleet}
+        self.scaled: dict[str, Fleet | PrefillEngines] = {self.role: fleet}
         if fleet.prefill is not None and settings.prefill is not None:
             self.scaled["prefill"] = fleet.prefill
         self.wanted: dict[str, ScaleTo] = {}  # by role
