@@ -1,7 +1,6 @@
 """The Python API on the built-in model: what a user types first, and what a user types wrong."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -9,7 +8,6 @@ from cumulo import LLM, SamplingParams
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import CumuloError, InvalidRequest, ModelError, OutOfMemory
 from cumulo.models.files import hub
-from cumulo.models.play.fused import FusedDecoder
 from tests.serve.running_server import quick_model
 
 try:
@@ -53,20 +51,6 @@ def test_the_float32_reference_says_the_same_as_the_packed_kernels(llm):
         ]
         for question in (PARIS, *questions):
             assert llm.chat(question, GREEDY)[0].text == reference.chat(question, GREEDY)[0].text
-
-
-def test_greedy_tokens_are_the_same_with_and_without_all_logits(quick, monkeypatch):
-    """With log-probabilities all logits are computed; without, only those that could be the largest."""
-    calls = []
-    peaks = FusedDecoder.peaks
-    monkeypatch.setattr(FusedDecoder, "peaks", lambda *args: calls.append(1) or peaks(*args))
-    prompts = ["The capital of Italy is", "1, 2, 3,"]
-    outputs = [
-        [output.samples[0].token_ids for output in quick.generate(prompts, replace(GREEDY, logprobs=count))]
-        for count in (None, 0)
-    ]
-    assert outputs[0] == outputs[1]
-    assert len(calls) >= 12  # a step each, of the first run only
 
 
 def test_a_stream_joins_to_the_whole_answer_and_two_can_be_read_side_by_side(quick):

@@ -115,52 +115,6 @@ def test_the_product_does_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(before)
 
 
-@settings(max_examples=thorough.examples(30), deadline=None)
-@given(
-    rows=st.integers(1, 300),
-    groups=st.integers(1, 4),
-    tokens=st.integers(1, 11),
-    group=st.sampled_from([32, 64]),
-    alike=st.integers(0, 40),
-    seed=st.integers(0, 1000),
-)
-def test_the_best_row_is_the_first_of_the_largest_products(
-    rows: int, groups: int, tokens: int, group: int, alike: int, seed: int
-) -> None:
-    blocks = random_blocks(rows, 64 * groups, 8, group, False, seed=seed)
-    # Rows that are equal, or nearly: 8 bits cannot tell them apart.
-    blocks.codes[rows // 2 : rows // 2 + alike] = blocks.codes[0]
-    blocks.scale[rows // 2 : rows // 2 + alike] = blocks.scale[0]
-    blocks.codes[rows // 2 : rows // 2 + alike // 2, 0] += 1
-    packed = PackedWeight.pack(blocks)
-    assert packed.finds_best_rows
-    x = torch.randn(tokens, 64 * groups, generator=torch.Generator().manual_seed(seed))
-    x[-1] = packed.rows(torch.tensor([0]))[0]  # the alike rows win
-    products = packed.matmul(x)
-    values, found = packed.best_rows(x)
-    assert np.array_equal(found.numpy(), products.numpy().argmax(axis=1))
-    assert torch.equal(values, products.max(dim=1).values)
-
-
-def test_the_best_row_of_what_is_no_number_is_no_number() -> None:
-    packed = PackedWeight.pack(random_blocks(20, 96, 8, 32, False))
-    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(4))
-    x[1, 5], x[2, 5] = float("nan"), float("inf")
-    values, found = packed.best_rows(x)
-    assert values.isnan().tolist() == [False, True, True, False]
-    assert found[[0, 3]].tolist() == packed.matmul(x[[0, 3]]).argmax(dim=1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("bits", "with_minimum", "activation_bits"), [(4, True, 16), (8, True, 16), (8, False, 8)]
-)
-def test_best_rows_are_found_only_where_eight_bits_tell_less_than_the_product(
-    bits: int, with_minimum: bool, activation_bits: int
-) -> None:
-    blocks = random_blocks(8, 64, bits, 32, with_minimum)
-    assert not PackedWeight.pack(blocks, activation_bits).finds_best_rows
-
-
 @pytest.mark.parametrize("library", ["auto", None])
 def test_rows_are_the_file_s_weights_exactly(library: str | None) -> None:
     parts = [random_blocks(21, 64, *f, seed=i) for i, f in enumerate(FORMATS)]

@@ -23,12 +23,11 @@ from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.swap_pool import SwapPool, swap_blocks
 from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
-from cumulo.engine.sampling.sampler import Drawn, draw, draw_peaks, token_logprobs
+from cumulo.engine.sampling.sampler import draw, token_logprobs
 from cumulo.kernels.cpu.paged_attention import bytes_of
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
-from cumulo.models.play.fused import FusedDecoder
 
 # Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
 _PROMPT_LOGIT_ROWS = 64
@@ -260,11 +259,9 @@ class TorchRunner:
         logit_rows: NDArray[np.int64],
         result: StepResult,
     ) -> None:
-        drawn = self._draw_greedily(draws, hidden, logit_rows)
-        if drawn is None:
-            logits = self.model.logits(hidden)
-            batch = self.table.draw_batch(draws.slots, draws.positions, logit_rows, logits.shape[-1])
-            drawn = draw(logits, batch)
+        logits = self.model.logits(hidden)
+        batch = self.table.draw_batch(draws.slots, draws.positions, logit_rows, logits.shape[-1])
+        drawn = draw(logits, batch)
         if plan.drafts:
             take_accepted(plan, draws, drawn, self.table, result)
             return
@@ -273,17 +270,6 @@ class TorchRunner:
             self.rank.send_tokens(drawn.tokens)
         result.tokens = drawn.tokens.tolist()
         result.logprobs, result.errors = drawn.logprobs, drawn.errors
-
-    def _draw_greedily(self, draws: StepDraws, hidden: Tensor, logit_rows: NDArray[np.int64]) -> Drawn | None:
-        """Without logits, where every draw wants the most likely token and nothing else."""
-        if not isinstance(self.model, FusedDecoder):
-            return None
-        if not self.table.draws_plainly(draws.slots, draws.positions):
-            return None
-        peaks = self.model.peaks(hidden)
-        if peaks is None:
-            return None
-        return draw_peaks(peaks[0].numpy()[logit_rows], peaks[1].numpy()[logit_rows])
 
     # -- prompt log-probabilities -------------------------------------------------------------------------
     def _prompt_positions(self, rows: StepRows, row: int) -> NDArray[np.int64]:

@@ -214,15 +214,6 @@ class SlotTable:
         of_token = np.repeat(held, rows.counts)
         return AdapterRows(group_rows(of_token, device), group_rows(of_token[logit_rows], device))
 
-    def draws_plainly(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
-        """Whether each draw is of the most likely token, unedited, and nothing is to be told of others."""
-        columns = self.columns[slots]
-        if not columns["greedy"].all() or columns["edited"].any() or (columns["logprobs"] >= 0).any():
-            return False
-        if (positions - self.prompt_lengths[slots] < self.min_tokens[slots]).any():
-            return False
-        return not self.guided
-
     def draw_batch(
         self,
         slots: NDArray[np.int64],

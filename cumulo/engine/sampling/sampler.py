@@ -9,7 +9,6 @@ from what is left by inverting its cumulative distribution in token order.
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -109,18 +108,6 @@ class Drawn:
     errors: dict[int, str] = field(default_factory=dict)
 
 
-def _broken(peaks: NDArray[Any]) -> dict[int, str]:
-    return {
-        int(d): f"the model returned {'NaN' if np.isnan(peaks[d]) else 'infinite'} logits"
-        for d in np.flatnonzero(~np.isfinite(peaks))
-    }
-
-
-def draw_peaks(peaks: NDArray[np.float32], tokens: NDArray[np.int32]) -> Drawn:
-    """Greedy draws of which nothing but the largest logits and their tokens is known."""
-    return Drawn(np.where(np.isfinite(peaks), tokens, 0).astype(np.int64), errors=_broken(peaks))
-
-
 def draw(logits: Tensor, batch: DrawBatch) -> Drawn:
     """Draw one token per entry of the batch from logits [rows, vocabulary], which may be overwritten."""
     draws = len(batch.logit_rows)
@@ -132,7 +119,10 @@ def draw(logits: Tensor, batch: DrawBatch) -> Drawn:
         logits = logits.index_select(0, as_tensor(batch.logit_rows, logits))
     logits = logits.contiguous()
     peaks, tokens = peaks_of(logits)  # NaN wins every maximum, so a finite peak means a sound row
-    errors = _broken(peaks)
+    errors = {
+        int(d): f"the model returned {'NaN' if np.isnan(peaks[d]) else 'infinite'} logits"
+        for d in np.flatnonzero(~np.isfinite(peaks))
+    }
     edited = _NOTHING
     if batch.edits is not None:
         edited = apply_edits(logits, batch.columns, batch.edits)

@@ -208,13 +208,12 @@ class OpStruct(Structure):
         ("rank_max", c_int32),
         ("scale_columns", c_int32),
         ("scales", c_void_p),
-        ("rough", QuantizedRowsStruct),
     )
 
 
 # Kind in program.h
 EMBED, NORM, QUANTIZE, LINEAR, FLOAT_LINEAR, ROTATE, ATTEND, SILU_MUL, GATHER, EMBED_FLOAT = range(10)
-SHRINK, EXPAND, FLOAT8_LINEAR, KEEP, LIKELIEST, BEST_ROW = range(10, 16)
+SHRINK, EXPAND, FLOAT8_LINEAR, KEEP, LIKELIEST = range(10, 15)
 MAX_PARTS = 8
 # check() in program.h
 PROBLEMS = (
@@ -253,9 +252,6 @@ class NativeLibrary:
         self._dequantize_rows = library.cumulo_dequantize_rows
         self._dequantize_rows.argtypes = (c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p)
         self._dequantize_rows.restype = None
-        self._row_norms = library.cumulo_row_norms
-        self._row_norms.argtypes = (POINTER(PackedPartStruct), c_int32, c_void_p, c_int32)
-        self._row_norms.restype = None
         self._copy_runs = library.cumulo_copy_runs
         self._copy_runs.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64)
         self._copy_runs.restype = None
@@ -299,12 +295,6 @@ class NativeLibrary:
         self, parts: "ctypes.Array[PackedPartStruct]", indices: torch.Tensor, columns: int, out: torch.Tensor
     ) -> None:
         self._dequantize_rows(parts, len(parts), indices.data_ptr(), len(indices), columns, out.data_ptr())
-
-    def row_norms(self, part: PackedPartStruct, columns: int) -> torch.Tensor:
-        """The length of every row of a matrix of 8-bit codes without minima."""
-        norms = torch.empty(part.rows, dtype=torch.float32)
-        self._row_norms(ctypes.byref(part), columns, norms.data_ptr(), torch.get_num_threads())
-        return norms
 
     def copy_runs(self, source: int, target: int, runs: int, count: int, block_bytes: int) -> None:
         """Between two arrays of blocks, by their addresses; `runs` is that of {source, target, blocks} as int64."""

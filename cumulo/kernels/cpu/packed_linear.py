@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cumulo.kernels.cpu.affine_blocks import AffineBlocks
 from cumulo.kernels.cpu.library import (
-    BEST_ROW,
     LINEAR,
     MAX_PARTS,
     QUANTIZE,
@@ -57,7 +56,6 @@ class PackedWeight:
         order = parts[0].order
         self.order = None if order is None else torch.from_numpy(order)
         self._blocks: list[AffineBlocks] | None = None
-        self._norms: torch.Tensor | None = None  # of the rows, once they are needed
         if library is None:
             self._blocks = parts
             self.nbytes = sum(
@@ -126,39 +124,6 @@ class PackedWeight:
         small = tokens * self.shape[0] * self.shape[1] < SMALL_WORK
         self.library.play(ops, StepStruct(tokens=tokens), threads=1 if small else None)
         return out
-
-    @property
-    def finds_best_rows(self) -> bool:
-        """Whether `best_rows` can be called: one part of 8-bit codes without minima, in groups of 32 or more."""
-        if self.library is None or self.order is not None or len(self.structs) > 1:
-            return False
-        part = self.structs[0]
-        fits = part.bits == 8 and part.halves == 1 and not part.has_minimum and self.activation_bits == 16
-        return fits and self.shape[0] < 2**31
-
-    def best_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of each token's products [tokens], and which row it is of, the first of equals: exactly those
-        of `matmul`, in about half of its time. NaN where x is not finite, or too large."""
-        assert self.library is not None and self.finds_best_rows
-        if self._norms is None:
-            self._norms = self.library.row_norms(self.structs[0], self.shape[1])
-        tokens, (rows, columns) = x.shape[0], self.shape
-        x = x.contiguous()
-        found = torch.empty((tokens, 2), dtype=torch.float32)
-        estimates = torch.empty((tokens, rows), dtype=torch.float32)
-        exact, rough = (QuantizedBuffer(self.library, tokens, columns, bits) for bits in (16, 8))
-        packed = ctypes.addressof(self.structs)
-        ops = [
-            OpStruct(kind=QUANTIZE, columns=columns, x=x.data_ptr(), quantized=exact.struct),
-            OpStruct(kind=QUANTIZE, columns=columns, x=x.data_ptr(), quantized=rough.struct),
-            OpStruct(kind=LINEAR, columns=columns, out_columns=rows, out=estimates.data_ptr(), parts=1,
-                     packed=packed, quantized=rough.struct),
-            OpStruct(kind=BEST_ROW, columns=rows, x=estimates.data_ptr(), out=found.data_ptr(), parts=1,
-                     packed=packed, quantized=exact.struct, rough=rough.struct, weight=self._norms.data_ptr()),
-        ]  # fmt: skip
-        if tokens:
-            self.library.play(ops, StepStruct(tokens=tokens))
-        return found[:, 0], found.view(torch.int32)[:, 1]
 
     def _matmul_reference(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The same weights in plain torch, activations unrounded; one part is dequantised at a time."""

@@ -35,16 +35,6 @@ void cumulo_dequantize_rows(const PackedPart* parts, int32_t count, const int64_
     for (int64_t i = 0; i < rows; ++i) embed_row(op, indices[i], out + i * columns);
 }
 
-// The length of every row of a matrix of 8-bit codes without minima.
-void cumulo_row_norms(const PackedPart* part, int32_t columns, float* norms, int32_t threads) {
-    std::atomic<int64_t> next{0};
-    run_team(threads, [&](int, Team&) {
-        Work{next}.each((part->rows + LANES - 1) / LANES, 256, [&](int64_t begin, int64_t end) {
-            row_norms(*part, columns, begin, end, norms);
-        });
-    });
-}
-
 // Runs of blocks from one array to another: {first source block, first target block, blocks} each.
 void cumulo_copy_runs(const uint8_t* source, uint8_t* target, const int64_t* runs, int64_t count,
                       int64_t block_bytes) {

@@ -5,7 +5,6 @@
 // Field names and order are mirrored by cumulo/kernels/library.py.
 #pragma once
 #include "attention.h"
-#include "best_row.h"
 #include "float8_linear.h"
 #include "float_linear.h"
 #include "linear.h"
@@ -35,8 +34,7 @@ enum Kind : int32_t {
     EXPAND,     // B x added to the rows of out that have an adapter
     FLOAT8_LINEAR,  // FLOAT_LINEAR with 8-bit floats and scales
     KEEP,       // x -> out[slots[token]], rows of out_columns: what a draft head sees of the stream
-    LIKELIEST,  // x = logits -> out = [probability of the most likely token, its number as an int32]
-    BEST_ROW    // x = products of `rough`, weight = norms of rows -> out = [largest product, its row as an int32]
+    LIKELIEST   // x = logits -> out = [probability of the most likely token, its number as an int32]
 };
 
 struct Op {
@@ -64,7 +62,6 @@ struct Op {
     int32_t rank_max;
     int32_t scale_columns;  // of a float8 matrix, whose codes are `weight`
     const float* scales;
-    QuantizedRows rough;  // `quantized` in 8 bits
 };
 
 INLINE int64_t rows_of(const Op& op, const Step& step) { return op.over_outputs ? step.outputs : step.tokens; }
@@ -198,12 +195,6 @@ static void play_op(const Op& op, const Step& step, std::atomic<int64_t>* counte
                 int32_t token = likeliest(op.x + row * op.columns, op.columns, &chance);
                 op.out[2 * row] = chance;
                 memcpy(op.out + 2 * row + 1, &token, 4);
-            });
-            break;
-        case BEST_ROW:
-            each_row([&](int64_t row) {
-                best_row(*op.packed, op.quantized, op.rough, op.x + row * op.columns, op.weight, row, rows,
-                         op.out + 2 * row);
             });
             break;
         case GATHER:

@@ -316,17 +316,6 @@ class FusedDecoder:
     def _head(self) -> Linear:
         return self.decoder.embed if self.spec.tied_embeddings else self.decoder.head
 
-    def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The largest of each row's logits and its token, the first of equals, where they can be had in less time
-        than all of them."""
-        head = self._head
-        packed = head.packed
-        if not isinstance(packed, PackedWeight) or not packed.finds_best_rows:
-            return None
-        if self.links is not None and self.links.tensor is not None:
-            return None  # each rank has some of the tokens
-        return packed.best_rows(hidden) if head.bias is None and head.adapted is None else None
-
 
 def why_not(decoder: Decoder) -> str | None:
     """What keeps a decoder from being fused, or None."""
