@@ -67,7 +67,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
         raise _refusal(
             f"$schema names {schema['$schema']!r}; draft 4 and later are understood. Write it in a later draft"
         )
-    copy: dict[str, Any] = _copy(schema)
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
     for part in _parts(copy):
         if not lenient:
             for word in part:
@@ -133,19 +133,6 @@ def ecma_pattern(pattern: str) -> str:
             in_class = False
         pieces.append(piece)
     return "".join(pieces)
-
-
-def _copy(value: Any) -> Any:
-    """Deep, without recursion: a schema comes from a stranger and may be nested at will."""
-    root: list[Any] = [value]
-    pending: list[Any] = [root]
-    while pending:
-        holder = pending.pop()
-        for key, inner in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-            if isinstance(inner, (dict, list)):
-                holder[key] = inner.copy()
-                pending.append(holder[key])
-    return root[0]
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -17,10 +17,7 @@ from numpy.typing import NDArray
 from cumulo.engine.decide.transfer.orders import BlockRuns
 from cumulo.engine.play.transfer_wire import RankCaches, SentCache
 from cumulo.errors import CumuloError
-from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import KVCache
-
-_MANY_RUNS = 4  # from so many on, a call of the native library costs less than as many copies
 
 
 class BlockSource(Protocol):
@@ -51,17 +48,11 @@ def byte_blocks(cache: SentCache) -> list[NDArray[np.uint8]]:
 
 
 def copy_runs(source: NDArray[np.uint8], target: NDArray[np.uint8], runs: BlockRuns) -> int:
-    """Between arrays of [blocks, bytes of a block]; returns bytes. One call for many runs: scattered blocks are
-    small, and Python would take as long to begin a copy as memory takes to do it."""
-    if runs.source_end > len(source) or runs.target_end > len(target) or min(runs.words) < 0:
+    """Between arrays of [blocks, bytes of a block]; returns bytes."""
+    if runs.source_end > len(source) or runs.target_end > len(target) or min(runs.sources + runs.targets) < 0:
         raise OSError("a transfer names KV blocks that do not exist")
-    library = native() if len(runs.runs) >= _MANY_RUNS else None
-    if library is not None:
-        words, count = runs.words.buffer_info()
-        library.copy_runs(source.ctypes.data, target.ctypes.data, words, count // 3, source.shape[1])
-    else:
-        for first, to, blocks in runs.runs:
-            target[to : to + blocks] = source[first : first + blocks]
+    for first, to, blocks in runs.runs:
+        target[to : to + blocks] = source[first : first + blocks]
     return runs.blocks * int(source.shape[1])
 
 

@@ -252,9 +252,6 @@ class NativeLibrary:
         self._dequantize_rows = library.cumulo_dequantize_rows
         self._dequantize_rows.argtypes = (c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p)
         self._dequantize_rows.restype = None
-        self._copy_runs = library.cumulo_copy_runs
-        self._copy_runs.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64)
-        self._copy_runs.restype = None
         library.cumulo_read_bytes.argtypes = (c_void_p, c_int64, c_int32)
         library.cumulo_read_bytes.restype = c_float
         library.cumulo_dot_peak.argtypes = (c_int64, c_int32)
@@ -295,10 +292,6 @@ class NativeLibrary:
         self, parts: "ctypes.Array[PackedPartStruct]", indices: torch.Tensor, columns: int, out: torch.Tensor
     ) -> None:
         self._dequantize_rows(parts, len(parts), indices.data_ptr(), len(indices), columns, out.data_ptr())
-
-    def copy_runs(self, source: int, target: int, runs: int, count: int, block_bytes: int) -> None:
-        """Between two arrays of blocks, by their addresses; `runs` is that of {source, target, blocks} as int64."""
-        self._copy_runs(source, target, runs, count, block_bytes)
 
     def read_bytes(self, data: torch.Tensor, threads: int) -> None:
         """Read a float tensor once (the benchmark's bandwidth ceiling)."""

@@ -35,18 +35,6 @@ void cumulo_dequantize_rows(const PackedPart* parts, int32_t count, const int64_
     for (int64_t i = 0; i < rows; ++i) embed_row(op, indices[i], out + i * columns);
 }
 
-// Runs of blocks from one array to another: {first source block, first target block, blocks} each.
-void cumulo_copy_runs(const uint8_t* source, uint8_t* target, const int64_t* runs, int64_t count,
-                      int64_t block_bytes) {
-    const int64_t page = 4096, ahead = 16 * page;
-    for (int64_t i = 0; i < count; ++i, runs += 3) {
-        if (i + 1 < count)  // the next run's pages: finding them takes as long as copying some kilobytes
-            for (int64_t at = 0; at < std::min(runs[5] * block_bytes, ahead); at += page)
-                __builtin_prefetch(source + runs[3] * block_bytes + at);
-        std::memcpy(target + runs[1] * block_bytes, source + runs[0] * block_bytes, runs[2] * block_bytes);
-    }
-}
-
 // Ceilings for the benchmark: bytes read, and dot products on data in registers and first-level cache.
 float cumulo_read_bytes(const float* data, int64_t floats, int32_t threads) {
     std::atomic<int64_t> next{0};

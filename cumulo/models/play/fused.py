@@ -10,7 +10,6 @@ logits of them.
 import ctypes
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,11 +34,12 @@ from cumulo.models.play.rank_links import RankLinks
 
 @dataclass(slots=True)
 class _Segment:
-    """Operations that follow each other without a word to other ranks."""
+    """Operations that follow each other without a word to anybody."""
 
     ops: Any  # a ctypes array of OpStruct
     partial: Activation | None = None  # what they leave is summed over ranks
     over_outputs: bool = False
+    layer: int | None = None  # which is computed when they have ended
 
 
 class StepBuffers:
@@ -108,33 +108,32 @@ class OpList:
         self._decoder, self._tables, self._cache, self._buffers = decoder, tables, cache, buffers
         spec = self.spec = decoder.spec
         self._writer = writer = OpWriter(buffers.room, spec.norm_eps, adapted)
-        self._sums: list[tuple[int, Activation | None, bool]] = []  # after so many operations, of what
+        self._stops: list[
+            tuple[int, dict[str, Any]]
+        ] = []  # after so many operations, and the segment's fields
         self._last_stage = links is None or links.part.last
         self._summed = links is not None and links.tensor is not None
         # Of the ranks that sum up, one adds the stream so far.
         self._accumulate = links is None or links.part.carries_stream
         if links is None:
             writer.embed(decoder.embed, buffers.hidden)
-        ends = []
         for layer in range(spec.layers):
             if tap is not None:
                 for kept in tap.places(layer):
                     writer.keep(buffers.hidden, kept)
             self._layer(layer)
-            ends.append(len(writer.list))
+            if links is None:
+                self._stops.append((len(writer.list), {"layer": layer}))
         if self._last_stage:
             norm = decoder.final_norm.weight
             writer.norm(buffers.wanted_hidden, norm, buffers.normed, None, over_outputs=True)
         self.ops = writer.array()
-        # The same operations layer by layer, for a cache that wants to be told; the rest is the last part.
-        self.parts = [self._part(*bounds) for bounds in pairwise([0, *ends, len(writer.list)])]
-        # And between the sums over ranks.
-        self._sums.append((len(writer.list), None, False))
-        begins = [0, *(end for end, _, _ in self._sums)]
+        # The same operations between what ranks sum up, and layer by layer for a cache that wants to be told.
+        self._stops.append((len(writer.list), {}))
+        begins = [0, *(end for end, _ in self._stops)]
         self.segments = [
-            _Segment(self._part(begin, end), partial, over_outputs)
-            for begin, (end, partial, over_outputs) in zip(begins, self._sums, strict=False)
-            if end > begin
+            _Segment(self._part(begin, end), **fields)
+            for begin, (end, fields) in zip(begins, self._stops, strict=False)
         ]
 
     def _part(self, first: int, end: int) -> Any:
@@ -143,7 +142,7 @@ class OpList:
     def _sum(self, partial: Activation, over_outputs: bool) -> None:
         """What other ranks have of the same rows is added before anything goes on."""
         if self._summed:
-            self._sums.append((len(self._writer.list), partial, over_outputs))
+            self._stops.append((len(self._writer.list), {"partial": partial, "over_outputs": over_outputs}))
 
     def set_result(self, hidden: Tensor) -> None:
         self.ops[len(self.ops) - 1].out = hidden.data_ptr()
@@ -273,38 +272,24 @@ class FusedDecoder:
         if batch.adapters is not None:
             step.token_groups = _groups(batch.adapters.tokens)
             step.output_groups = _groups(batch.adapters.outputs)
-        if links is not None:
-            self._play_with_others(program.buffers, operations, step, batch, links)
-        elif cache.on_layer is None:
+        if links is None and cache.on_layer is None:
             self.library.play(operations.ops, step)
-        else:
-            for layer, part in enumerate(operations.parts):
-                self.library.play(part, step)
-                if layer < self.spec.layers:
-                    cache.on_layer(layer)
-        return hidden
-
-    def _play_with_others(
-        self,
-        buffers: StepBuffers,
-        operations: OpList,
-        step: StepStruct,
-        batch: ForwardBatch,
-        links: RankLinks,
-    ) -> None:
-        stream = buffers.hidden.values[: step.tokens]
-        if links.part.first:
+            return hidden
+        stream = program.buffers.hidden.values[:tokens]
+        if links is not None and links.part.first:
             stream.copy_(embed_slice(self.decoder.embed, links.part, batch.token_ids, links))
-        else:
+        elif links is not None:
             stream.copy_(links.receive_stream(len(stream), self.dtype))
         for segment in operations.segments:
-            self.library.play(segment.ops, step)
-            if segment.partial is not None:
-                links.sum_slices(
-                    segment.partial.values[: step.outputs if segment.over_outputs else step.tokens]
-                )
-        if not links.part.last:
+            if len(segment.ops):
+                self.library.play(segment.ops, step)
+            if segment.partial is not None and links is not None:
+                links.sum_slices(segment.partial.values[: outputs if segment.over_outputs else tokens])
+            if segment.layer is not None and cache.on_layer is not None:
+                cache.on_layer(segment.layer)
+        if links is not None and not links.part.last:
             links.send_stream(stream.clone())
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary]."""

@@ -48,11 +48,6 @@ class BlockRuns:
         return max(self.targets, default=-1) + 1
 
     @cached_property
-    def words(self) -> "array[int]":
-        """Source, target and blocks of each run, as 64-bit integers."""
-        return array("q", [number for run in self.runs for number in run])
-
-    @cached_property
     def runs(self) -> tuple[BlockRun, ...]:
         """Neighbours in one run."""
         found: list[BlockRun] = []
