@@ -1,7 +1,6 @@
 """RunCase: what a table of nccl-tests and a log say of one run: its ranks, nodes and operation, and how close it
 comes to what its machines should reach. The signs of causes read it."""
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -17,11 +16,7 @@ RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 _NVLINK = 0.90  # rings over NVLink are steady: all that were published or pasted reach 1.0 or more
 _OTHER_NEAR = 0.82
 _PCIE = 0.6  # over PCIe it depends on the board: switches, host bridges, the link between sockets
-_NO_P2P = 0.36  # boards that may not reach each other's memory: through the host's
 _FAR, _FAR_ALL_TO_ALL = 0.90, 0.75  # many flows at once collide a little on every fabric
-_BOARDS_WITHOUT_P2P = re.compile(r"GeForce|RTX [2345]0[5-9]0|\bT4\b|A10G|\bTITAN", re.I)
-# Devices whose healthy nodes are above the model: the least that was published or pasted.
-_ABOVE = {"b200": 1.05, "gb200": 1.05, "a100-80gb": 1.08, "a100-40gb": 1.08}
 _TOO_GOOD = 1.25  # of the best algorithm's rate: it is another machine, or another collective
 _FULL_RATE = 0.6  # of what the largest messages reach
 
@@ -116,14 +111,12 @@ class RunCase:
     @cached_property
     def is_enough(self) -> bool:
         """It reaches what such machines reach."""
-        assert self.share is not None and self.machine is not None and self.run is not None
+        assert self.share is not None and self.machine is not None
         if self.one_domain and not self.machine.has_nvlink:
-            named = self.run.devices[0].name if self.run.devices else self.text
-            return self.share >= (_NO_P2P if _BOARDS_WITHOUT_P2P.search(named) else _PCIE)
+            return self.share >= _PCIE
         if self.one_domain:
             steady = self.operation in RINGS and self.machine.node.device.link_kind.startswith("nvlink")
-            usual = _ABOVE.get(self.machine.node.device.name, 1.0) if (self.ranks or 0) >= 8 else 1.0
-            return self.share >= (_NVLINK * usual if steady else _OTHER_NEAR)
+            return self.share >= (_NVLINK if steady else _OTHER_NEAR)
         return self.share >= (_FAR if self.operation in (*RINGS, "broadcast", "reduce") else _FAR_ALL_TO_ALL)
 
     @cached_property

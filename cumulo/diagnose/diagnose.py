@@ -5,7 +5,7 @@ A parser for each tool turns the text into facts, and the signs of causes are lo
 none is found the answer is "I cannot tell", with what was read and what would tell."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from cumulo.diagnose.case import RunCase
 from cumulo.diagnose.diagnosis import Diagnosis, message_verdict
@@ -14,9 +14,52 @@ from cumulo.diagnose.host_tools import HostFacts, host_facts
 from cumulo.diagnose.machine import port_gbps_of
 from cumulo.diagnose.nccl_log import parse_nccl_log
 from cumulo.diagnose.nccl_tests import TestRun, nccl_test_runs
-from cumulo.diagnose.perftest import Perftest, parse_perftests
 from cumulo.diagnose.plain_text import plain_text
 from cumulo.diagnose.signs import judge
+
+_FIELD = re.compile(r"(Device|Mtu|Link type)\s*:\s*(\S+)")
+_UNIT = re.compile(r"BW average\[(\w+)/sec\]")
+_ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+(\d+(?:\.\d+)?)\s+(\d+(?:\.\d+)?)(?:\s+\d+(?:\.\d+)?)*\s*$")
+_BANNER = re.compile(r"\b(?:RDMA_Write|RDMA_Read|Send)\b.*\b(?:BW|Bidirectional)\b.*Test")
+_COMMAND = re.compile(r"\bib_(?:write|read|send)_bw\b")
+_GPU = re.compile(r"use_cuda|use_rocm|GPU memory|cuda_dmabuf|CUDA (?:device|memory)|initializing CUDA", re.I)
+
+
+@dataclass(slots=True)
+class Perftest:
+    """One test of one card, filled in as its lines are read."""
+
+    device: str = ""
+    gpu_memory: bool = False
+    gbps: float | None = None  # average at the largest size, each way
+    size_bytes: int = 0
+    unit: str = ""  # Gb, MB, MiB; "": no heading came yet
+    two_ways: bool = False
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+def parse_perftests(text: str) -> list[Perftest]:
+    """Each test with a bandwidth, in the order of the text."""
+    tests = [Perftest()]
+    for line in text.splitlines():
+        command, banner, unit = _COMMAND.search(line), _BANNER.search(line), _UNIT.search(line)
+        if (command or banner or unit) and tests[-1].gbps is not None:
+            tests.append(Perftest())
+        test = tests[-1]
+        if command and (card := re.search(r"\s-d\s*(\S+)", line)):
+            test.device = card[1]
+        test.two_ways |= "Bidirectional" in line or bool(command and re.search(r"\s-b\b", line))
+        test.gpu_memory |= bool(_GPU.search(line))
+        test.unit = unit[1] if unit else test.unit
+        test.fields.update(_FIELD.findall(line))
+        test.device = test.fields.get("Device", test.device)
+        row = _ROW.match(line)
+        if row and test.unit and int(row[1]) >= test.size_bytes:
+            scale = 1.0 if test.unit.lower().startswith("gb") else 8 * 2**20 / 1e9  # perftest's MB are MiB
+            test.size_bytes = int(row[1])
+            test.gbps = float(row[4]) * scale / (2 if test.two_ways else 1)
+    return [test for test in tests if test.gbps is not None]
+
 
 # Of several runs the worst counts.
 _MILD = ("unknown", "small-messages", "healthy")
@@ -56,29 +99,8 @@ def _runs_verdict(runs: list[TestRun], text: str, host: HostFacts) -> Diagnosis:
     if len(runs) == 1:
         return worst
     others = ", ".join(f"{number + 1}: {one.cause}" for number, one in enumerate(found) if number != at)
-    worst = replace(
-        worst, evidence=(f"this is run {at + 1} of {len(found)} in the text ({others})", *worst.evidence)
-    )
-    return _slower_run(cases, worst) if worst.cause == "healthy" else worst
-
-
-def _slower_run(cases: list[RunCase], found: Diagnosis) -> Diagnosis:
-    """Runs of the same kind are healthy only if they are about as fast as each other."""
-    best: dict[tuple[str, int | None, int, int], float] = {}
-    for case in cases:
-        assert case.run is not None
-        row = case.run.rows[-1]
-        kind = (case.operation, case.ranks, case.nodes, row.size_bytes)
-        before = best.setdefault(kind, row.busbw)
-        if not _SLOWER < row.busbw / before < 1 / _SLOWER:
-            said = f"runs of the same kind reach {before:.4g} and {row.busbw:.4g} GB/s"
-            sentence = (
-                "One run is much slower than another of the same kind, and nothing in the text says why."
-            )
-            return replace(
-                found, cause="unknown", sentence=sentence, evidence=(said, *found.evidence), confidence="low"
-            )
-    return found
+    which = f"this is run {at + 1} of {len(found)} in the text ({others})"
+    return replace(worst, evidence=(which, *worst.evidence))
 
 
 def _perftest_verdict(tests: list[Perftest], text: str, host: HostFacts) -> Diagnosis:

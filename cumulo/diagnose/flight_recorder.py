@@ -1,9 +1,9 @@
 """Flight-recorder dumps (JSON), reports of torchfrtrace and watchdog messages of PyTorch as data: which rank did
-not come to which collective, or gave another number of elements."""
+not come to which collective."""
 
 import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -11,10 +11,7 @@ from typing import Any
 
 _TIMEOUT = re.compile(
     r"\bRank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
-    r"(?:, NumelIn=(\d+))?"
 )
-# Collectives whose ranks all give as many elements.
-_EQUAL_COUNTS = ("ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "REDUCE")
 _LAST = re.compile(r"Rank (\d+)\].*?last enqueued (?:NCCL )?work: (-?\d+), last completed")
 _MISSING = re.compile(r"[Mm]issing ranks\s*:?\s*[{\[(]?\s*(\d+(?:\s*,\s*\d+)*)")
 _NUMBER = re.compile(r"(?:sequence number|collective(?:_seq_id)?)\s*[:#=]?\s*(\d+)")
@@ -64,10 +61,10 @@ def _from_report(text: str) -> RankProgress | None:
 
 
 def _from_watchdog(text: str) -> RankProgress | None:
-    found = [(int(rank), int(number), name, given) for rank, number, name, given in _TIMEOUT.findall(text)]
+    found = [(int(rank), int(number), name) for rank, number, name in _TIMEOUT.findall(text)]
     if not found:
         return None
-    sequence = max(number for _, number, _, _ in found)
+    sequence = max(number for _, number, _ in found)
     here = [one for one in found if one[1] == sequence]
     waiting = {rank for rank, *_ in here}
     behind = {rank for rank, number, *_ in found if number < sequence}
@@ -75,18 +72,9 @@ def _from_watchdog(text: str) -> RankProgress | None:
     silent = set(range(max(waiting))) - waiting - behind
     if not behind and len(waiting) >= 3 and len(silent) <= _SILENT * len(waiting):
         behind = silent  # all others report that they wait
-    kinds = sorted({name for _, _, name, _ in here})
+    kinds = sorted({name for _, _, name in here})
     differ = f"ranks call different collectives: {', '.join(kinds)}" if len(kinds) > 1 else ""
-    if kinds[0] in _EQUAL_COUNTS and "PG ID" not in text.replace("PG ID 0", ""):
-        differ = differ or _other_count({rank: given for rank, _, _, given in here if given})
     return RankProgress(kinds[0], sequence, tuple(sorted(waiting - behind)), tuple(sorted(behind)), differ)
-
-
-def _other_count(given: dict[int, str]) -> str:
-    """Which rank gives another number of elements than the others."""
-    usual = Counter(given.values()).most_common(1)[0][0] if given else ""
-    other = [f"rank {rank} gives {count}" for rank, count in sorted(given.items()) if count != usual]
-    return f"ranks give different sizes: {', '.join(other[:4])} elements, the others {usual}" if other else ""
 
 
 def _from_dumps(text: str) -> RankProgress | None:

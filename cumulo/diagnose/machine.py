@@ -9,7 +9,6 @@ from cumulo.collectives.decide.schedule import busbw_factor
 from cumulo.diagnose.diagnosis import table
 from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.network.lines import Kind
-from cumulo.plan.network.profile import network_constants
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster
 from cumulo.spec.device import Node
@@ -48,22 +47,13 @@ class Machine:
     def busbw(self, operation: str, size_bytes: float, best: bool = False) -> float:
         """GB/s that a healthy run reaches at least; `best`: with the algorithm that suits it best.
 
-        Between nodes that is a ring's rate, or what the cards carry: trees do better between two nodes only."""
+        Between nodes that is a ring's rate: trees do better between two nodes only."""
         group, kind = self.network.group(self.ranks), _LIKE_KIND.get(operation, operation)
         seconds = collective_s(cast(Kind, kind), size_bytes, group)
         if self.nodes > 1 and not best and self.ranks > self.node.scale_up_gpus:
             rings = [one for one in group.lines[cast(Kind, kind)] if one.algorithm == "ring"]
-            ring_s = min((one.seconds(size_bytes) for one in rings), default=seconds)
-            seconds = max(seconds, min(ring_s, self._cards_s(kind, size_bytes, ring_s)))
+            seconds = max(seconds, min((one.seconds(size_bytes) for one in rings), default=seconds))
         return size_bytes / seconds * busbw_factor(operation, self.ranks) / 1e9
-
-    def _cards_s(self, kind: str, size_bytes: float, ring_s: float) -> float:
-        """An all-reduce through the cards of a node at their rate; switches that add carry the rest."""
-        reach = self.network.group(self.ranks).reach
-        if kind != "all_reduce" or not self.network.profile.nvls_bytes_per_s or reach.domains < 2:
-            return ring_s
-        rate = min(reach.per_domain, network_constants().most_cards) * reach.nic_bytes_per_s
-        return size_bytes * busbw_factor(kind, self.ranks) / rate
 
     @property
     def has_nvlink(self) -> bool:
@@ -76,10 +66,6 @@ def machine_of(device: str, text: str, ranks: int, nodes: int, link: str) -> Mac
     node = node_of(device)
     if node is None or ranks < 2:
         return None
-    if node.device.link_kind == "infinity-fabric" and 1 < near < node.gpus:
-        # Each GPU has one link to each other one, so that a few of them use a few links.
-        rate = node.device.link_bytes_per_s * (near - 1) / (node.gpus - 1)
-        node = replace(node, device=replace(node.device, link_bytes_per_s=rate))
     stated = card_gbps_of(text, near)
     if stated is not None:
         node = replace(node, nic_bytes_per_s=stated * 1e9 / 8)

@@ -1,5 +1,5 @@
 """A pasted text without what terminals and launchers add: colours, carriage returns, and a prefix on each line, as
-mpirun, srun, pdsh, Kubernetes, log collectors and mail programs write. `diagnose` begins with it."""
+mpirun, srun, Kubernetes, log collectors and mail programs write. `diagnose` begins with it."""
 
 import re
 
@@ -17,11 +17,6 @@ _USUAL = (
     re.compile(r"^[\w.-]+-\d+\s+\| ?", re.M),
     re.compile(r"^[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d \S+ [\w./-]+(?:\[\d+\])?: ?", re.M),
 )
-# They go if most lines have them, and few different ones: hosts and ranks, not the names of counters.
-_FEW = (
-    re.compile(r"^(\[(?:rank ?)?\d+\]:?) ", re.M),
-    re.compile(r"^((?!mlx|GPU|rx_|tx_|ib)\[?[\w.-]*\d[\w.-]*\]?:)(?: |$)", re.M),
-)
 _MOST = 0.7  # of the lines
 
 
@@ -36,11 +31,10 @@ def plain_text(text: str) -> str:
 
 def _without_prefixes(text: str) -> str:
     text = _LAUNCHERS.sub("", text)
-    for prefix in (*_USUAL, *_FEW):
+    for prefix in _USUAL:
         lines = [line for line in text.splitlines() if line.strip()]
-        found = [match[0] for line in lines if (match := prefix.match(line))]
-        several = 4 * len(set(found)) <= len(lines) or prefix not in _FEW
-        if len(lines) > 2 and len(found) >= _MOST * len(lines) and several:
+        found = sum(prefix.match(line) is not None for line in lines)
+        if len(lines) > 2 and found >= _MOST * len(lines):
             text = prefix.sub("", text)
     return text
 

@@ -218,8 +218,6 @@ def _small_messages(case: RunCase) -> Sign | None:
         return Sign(
             "unknown", f"The table ends at {size}, long before the largest message asked for ({asked})."
         )
-    if largest.size_bytes > 4 << 20 and case.share is not None and case.share < 0.5:
-        return None  # large enough to see that it is slow
     return Sign(
         "small-messages",
         "At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.",
