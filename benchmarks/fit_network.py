@@ -23,8 +23,7 @@ from typing import Any, cast
 import yaml
 
 from cumulo.plan.network.collectives import Network, chosen
-from cumulo.plan.network.lines import Kind
-from cumulo.plan.network.profile import NetworkProfile, profile_from
+from cumulo.plan.network.lines import Kind, NetworkProfile, profile_from
 from cumulo.spec import catalog
 from cumulo.spec.cluster import Cluster, Fabric
 

@@ -23,7 +23,8 @@ from cumulo.plan.memory.peak import least_memory_bytes, peak_memory
 from cumulo.plan.search.fixed import fixed_job
 from cumulo.plan.search.search import search, timed
 from cumulo.plan.search.space import Choices, TrainGoal
-from cumulo.plan.time.step import lower_bound_s, timeline
+from cumulo.plan.time.compute_profile import shipped_for
+from cumulo.plan.time.step import step_time, timeline
 from cumulo.spec.catalog import cluster, model
 from tests.pipeline.test_run import check_against_autograd, play_stage
 from tests.train.pool import run_ranks
@@ -107,7 +108,8 @@ def test_it_is_planned() -> None:
     job = fixed_job(f"pp=4,dp=2,schedule={NAME}", goal)
     plan = timed(job, goal)
     assert plan.estimate.step_s > timed(fixed_job("pp=4,dp=2,schedule=zb-v", goal), goal).estimate.step_s
-    assert lower_bound_s(job, goal.cluster) <= plan.estimate.step_s
+    profile, _ = shipped_for(goal.cluster.device, job.dtype, job.software)
+    assert step_time(job, goal.cluster, profile, play=False).step_s <= plan.estimate.step_s
     assert least_memory_bytes(job) <= peak_memory(job).total
     assert timeline(job, goal.cluster).makespan_s <= plan.estimate.step_s
     assert NAME in Choices().schedules

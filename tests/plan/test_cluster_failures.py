@@ -1,4 +1,4 @@
-"""Failures, checkpoints and spares: cumulo/plan/cluster/failures.py."""
+"""Failures, checkpoints and spares: cumulo/plan/cluster/checkpoints.py."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumulo.errors import ConfigError
-from cumulo.plan.cluster.failures import (
+from cumulo.plan.cluster.checkpoints import (
     Recovery,
     Spares,
     best_interval_s,

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from cumulo.cli.plan.cluster import cluster as command
 from cumulo.errors import ConfigError
-from cumulo.plan.cluster.checkpoints import best_job_gpus
-from cumulo.plan.cluster.failures import Recovery, ettr
+from cumulo.plan.cluster.checkpoints import Recovery, best_job_gpus, ettr
 from cumulo.plan.cluster.goal import ClusterGoal, assumptions, fixed_job, job_sizes
 from cumulo.plan.cluster.plan import plan_cluster
 from cumulo.plan.cluster.report import report

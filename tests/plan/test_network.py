@@ -1,4 +1,4 @@
-"""What a collective costs: cumulo/plan/network/collectives.py, plan/network/lines.py, plan/network/profile.py."""
+"""What a collective costs: cumulo/plan/network/collectives.py, plan/network/lines.py."""
 
 import subprocess
 import sys

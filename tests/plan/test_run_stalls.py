@@ -6,7 +6,7 @@ import pytest
 
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
-from cumulo.plan.cluster.failures import Recovery, best_interval_s
+from cumulo.plan.cluster.checkpoints import Recovery, best_interval_s
 from cumulo.plan.job import TrainJob
 from cumulo.plan.search.run_cost import Stalls, Storage, checkpoint_bytes, stalls_of
 from cumulo.spec.catalog import cluster, model

@@ -9,8 +9,7 @@ from functools import cache, cached_property, lru_cache
 
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
-from cumulo.plan.network.lines import Kind, Reach, lines
-from cumulo.plan.network.profile import network_constants, profile_of
+from cumulo.plan.network.lines import Kind, Reach, lines, network_constants, profile_of
 from cumulo.spec.catalog import shipped
 from cumulo.spec.cluster import Cluster
 

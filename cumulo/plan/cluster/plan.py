@@ -17,13 +17,16 @@ from cumulo.plan.cluster.checkpoints import (
     CHOICES,
     SIMULATED,
     CheckpointTier,
+    FailureOutcome,
     RecoveryChoice,
+    Spares,
     SweepPoint,
     best_job_gpus,
     checkpoint_tiers,
     compare_recoveries,
     ettr_formula,
     gains,
+    spares_needed,
     storage,
     sweep_intervals,
 )
@@ -35,7 +38,6 @@ from cumulo.plan.cluster.fabric import (
     other_fabrics,
     traffic_of,
 )
-from cumulo.plan.cluster.failures import FailureOutcome, Spares, spares_needed
 from cumulo.plan.cluster.goal import ClusterGoal, job_sizes
 from cumulo.plan.cluster.inference import InferenceGoal, inference_sheet
 from cumulo.plan.cluster.sheet import Sheet

@@ -87,19 +87,21 @@ def machines() -> Catalog:
     return Catalog.load(_data() / "published_training_machines.yaml")
 
 
-@cache
 def citations() -> Mapping[str, str]:
     """Where each source was published."""
-    text = (_data() / "published_training_sources.yaml").read_text("utf-8")
-    return {name: str(entry["citation"]) for name, entry in yaml.safe_load(text).items()}
+    return {name: str(entry["citation"]) for name, entry in _sources().items()}
+
+
+def dates() -> Mapping[str, str]:
+    """Year and month in which sources were published, where their citations say it."""
+    return {name: str(entry["published"]) for name, entry in _sources().items() if "published" in entry}
 
 
 @cache
-def dates() -> Mapping[str, str]:
-    """Year and month in which sources were published, where their citations say it."""
+def _sources() -> Mapping[str, Mapping[str, object]]:
     text = (_data() / "published_training_sources.yaml").read_text("utf-8")
-    entries = yaml.safe_load(text).items()
-    return {name: str(entry["published"]) for name, entry in entries if "published" in entry}
+    entries: Mapping[str, Mapping[str, object]] = yaml.safe_load(text)
+    return entries
 
 
 def _data() -> Path:

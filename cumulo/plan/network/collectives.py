@@ -18,8 +18,15 @@ from dataclasses import dataclass, field
 
 from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts
 from cumulo.errors import ConfigError
-from cumulo.plan.network.lines import CollectiveLine, Kind, Reach, lines
-from cumulo.plan.network.profile import NetworkProfile, network_constants, profile_of
+from cumulo.plan.network.lines import (
+    CollectiveLine,
+    Kind,
+    NetworkProfile,
+    Reach,
+    lines,
+    network_constants,
+    profile_of,
+)
 from cumulo.spec.cluster import Cluster, tiers_of
 
 

@@ -1,6 +1,6 @@
 """One given layout, from text such as `tp=8,pp=16,dp=64,zero=1`. `cumulo plan train --fixed` times it."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -12,14 +12,7 @@ from cumulo.plan.job import OPERATIONS, Recompute, TrainJob
 from cumulo.plan.memory.peak import peak_memory
 from cumulo.plan.search.space import TrainGoal
 
-_SIZES = ("dp", "tp", "pp", "cp", "ep", "etp", "zero", "ulysses", "shard")
-_OTHERS = {
-    "chunks": "chunks_per_stage",
-    "schedule": "schedule",
-    "sp": "sequence_parallel",
-    "micro_batch": "micro_batch",
-    "recompute": "recompute",
-}
+_FIELDS = {"chunks": "chunks_per_stage", "sp": "sequence_parallel"}  # where they have another name
 
 
 def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
@@ -30,20 +23,12 @@ def fixed_job(text: str, goal: TrainGoal) -> TrainJob:
         name, equals, value = (side.strip() for side in part.partition("="))
         if not equals or not value:
             raise ConfigError(f"--fixed takes name=value, as in tp=8,pp=16; got {part!r}")
-        if name in _SIZES or name == "chunks":
-            layout[_OTHERS.get(name, name)] = _number(name, value)
-        elif name == "schedule":
-            layout[name] = value
-        elif name == "sp":
-            layout["sequence_parallel"] = _one_of(name, value, {"true": True, "false": False})
-        elif name == "micro_batch":
-            job[name] = _number(name, value)
-        elif name == "recompute":
-            job[name] = _recompute(value)
-        else:
-            names = [*_SIZES, *_OTHERS]
-            hint = did_you_mean(name, names, quoted=True, otherwise=f"; it knows: {', '.join(names)}")
+        if name not in _READERS:
+            known = f"; it knows: {', '.join(_READERS)}"
+            hint = did_you_mean(name, _READERS, quoted=True, otherwise=known)
             raise ConfigError(f"--fixed does not accept {name!r}{hint}")
+        target = job if name in ("micro_batch", "recompute") else layout
+        target[_FIELDS.get(name, name)] = _READERS[name](name, value)
     tp = layout.get("tp")
     if (
         isinstance(tp, int)
@@ -127,21 +112,30 @@ def _number(name: str, value: str) -> int:
         raise ConfigError(f"--fixed {name} must be a whole number, got {value!r}") from None
 
 
-def _one_of(name: str, value: str, choices: dict[str, object]) -> object:
-    if value.lower() not in choices:
-        raise ConfigError(f"--fixed {name} must be {' or '.join(choices)}, got {value!r}")
-    return choices[value.lower()]
+def _true_or_false(name: str, value: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise ConfigError(f"--fixed {name} must be true or false, got {value!r}")
+    return value.lower() == "true"
 
 
-def _recompute(value: str) -> str:
+def _recompute(name: str, value: str) -> str:
     """Operations may come in any order."""
     parts = [part.strip() for part in value.lower().split("+")]
     found = "+".join(sorted(parts, key=lambda part: OPERATIONS.index(part) if part in OPERATIONS else -1))
     if found not in get_args(Recompute):
         raise ConfigError(
-            f"--fixed recompute must be none, full, selective, or some of {'+'.join(OPERATIONS)}, got {value!r}"
+            f"--fixed {name} must be none, full, selective, or some of {'+'.join(OPERATIONS)}, got {value!r}"
         )
     return found
+
+
+_SIZES = ("dp", "tp", "pp", "cp", "ep", "etp", "zero", "ulysses", "shard", "chunks", "micro_batch")
+_READERS: dict[str, Callable[[str, str], object]] = {
+    **dict.fromkeys(_SIZES, _number),
+    "schedule": lambda _, value: value,
+    "sp": _true_or_false,
+    "recompute": _recompute,
+}
 
 
 # Memory that a given layout can save where it does not fit as it stands: what a description leaves unsaid, chosen

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cumulo.base.quantities import between, number, quantity
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
-from cumulo.plan.cluster.failures import Recovery, best_interval_s
+from cumulo.plan.cluster.checkpoints import Recovery, best_interval_s
 from cumulo.plan.cluster.goal import assumptions
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.states import stage_elements, state_bytes

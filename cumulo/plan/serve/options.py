@@ -176,24 +176,11 @@ def _why_not_fetched(replica: Replica, absent: ServeReport, traffic: Traffic) ->
     if fetch_s >= compute_s:
         where = "from disk" if replica.kv_disk else "from host memory"
         return f"a KV block comes {where} in {quantity(fetch_s, 's')} and is computed in {quantity(compute_s, 's')}"
-    if absent.cached_share > _shared_share(traffic) - 2 * _SAME:
+    prompt_tokens, _, shared_tokens = traffic.means()
+    if absent.cached_share > shared_tokens / prompt_tokens - 2 * _SAME:  # as in a cache without limits
         return "the KV cache holds all prefixes"
     passing = replica.memory().tier_blocks
     prefix = max(sum(tokens for _, tokens in one.shared) for one in traffic.arrivals) // size
     if replica.kv_disk and passing < prefix:
         return f"blocks pass through {passing} blocks of host memory, and a prefix has {prefix}: add --kv-host-gib"
     return "what left the KV cache is not asked for again"
-
-
-def _shared_share(traffic: Traffic) -> float:
-    """The share of prompt tokens: those that a cache without limits would have."""
-    seen: set[tuple[tuple[int, int], ...]] = set()
-    found = total = 0
-    for one in traffic.arrivals:
-        total += one.prompt_tokens
-        for end in range(len(one.shared), 0, -1):
-            if one.shared[:end] in seen:
-                found += min(one.prompt_tokens, sum(tokens for _, tokens in one.shared[:end]))
-                break
-        seen.update(one.shared[:end] for end in range(1, len(one.shared) + 1))
-    return found / max(1, total)

@@ -54,6 +54,12 @@ FORMATS = {
     "q4_1": Format("q4_1", "float32", "q8_0", "float32", "float32", "float32"),
 }
 
+# Of a replica as of its engine.
+_ENGINE_OPTIONS = (
+    "max_context", "max_running", "max_tokens_per_step", "prefix_cache", "kv_host_gib", "kv_disk", "kv_disk_gib",
+    "swap_gib", "pp", "draft_tree", "max_loras", "max_lora_rank",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:
@@ -123,21 +129,10 @@ class Replica:
         on_cpu = self.device.generation == "cpu"
         return EngineConfig(
             device="cpu" if on_cpu else "cuda",
-            max_context=self.max_context,
-            max_running=self.max_running,
-            max_tokens_per_step=self.max_tokens_per_step,
-            prefix_cache=self.prefix_cache,
-            kv_host_gib=self.kv_host_gib,
-            kv_disk=self.kv_disk,
-            kv_disk_gib=self.kv_disk_gib,
-            swap_gib=self.swap_gib,
             weights=_QUANTISED.get(self.weights, "auto"),
             kv_dtype="fp8" if self.kv == "float8" else "auto",
-            pp=self.pp,
             speculate=self.speculate if self.acceptance else "",
-            draft_tree=self.draft_tree,
-            max_loras=self.max_loras,
-            max_lora_rank=self.max_lora_rank,
+            **{name: getattr(self, name) for name in _ENGINE_OPTIONS},
         ).settled("cpu" if on_cpu else "cuda")
 
     def memory(self) -> MemoryPlan:

@@ -110,10 +110,11 @@ class ServeReport:
 
     def limit(self, slo: Slo) -> str:
         """Which bound gives way first, or nearly does, and what steps spend their time on."""
-        words = []
-        for name, bound, spread in (("TTFT", slo.ttft_s, self.ttft_s), ("ITL", slo.itl_s, self.itl_s)):
-            if bound is not None and spread is not None and spread.at_slo > bound:
-                words.append(f"{name} p{slo.percentile:g} passes {quantity(bound, 's')}")
+        bounds = slo.bounds
+        words = [
+            f"{name.upper()} p{slo.percentile:g} passes {quantity(bounds[name], 's')}"
+            for name in self.misses(slo)
+        ]
         if self.waiting_grows and not words:
             words.append("requests queue up")
         if self.preemptions or self.kv_used > 0.98:
