@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from cumulo.base import report
-from cumulo.base.report import Row, write_json
+from cumulo.base.report import Row
 from cumulo.cli.shared import options
-from cumulo.cli.shared.terminal import marked, only_json, out, read_stdin, read_text, working
+from cumulo.cli.shared.terminal import dim, marked, only_json, out, present, read_stdin, read_text, working
 from cumulo.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -44,15 +44,24 @@ def diagnose(
         return
     if file is None:
         raise InvalidRequest("name a file with the output, or - for standard input; --live measures here")
-    found = judge(read_stdin() if str(file) == "-" else read_text(file))
-    _write(json_file, found)
-    if only_json(json_file):
-        return
-    title = found.title[0].upper() + found.title[1:]
-    out.print(marked("[bold]{}[/bold] (confidence: {})", title, found.confidence))
-    out.print(found.sentence)
-    _list("Evidence", found.evidence)
-    _list("Next", found.next_steps)
+    _show(judge(read_stdin() if str(file) == "-" else read_text(file)), json_file)
+
+
+def _show(found: "Diagnosis", json_file: Path | None) -> None:
+    rows = [
+        Row("cause", found.cause, note=found.sentence),
+        Row("confidence", found.confidence),
+        Row("ranks", found.ranks),
+        Row("share of the expected bus bandwidth", found.share),
+    ]
+    title = marked(
+        "[bold]{}[/bold] (confidence: {})", found.title[0].upper() + found.title[1:], found.confidence
+    )
+    more = {"cause": found.cause, "evidence": found.evidence, "next": found.next_steps}
+    present(rows, json_file, title, found.sentence, **more)
+    if not only_json(json_file):
+        _list("Evidence", found.evidence)
+        _list("Next", found.next_steps)
 
 
 def _list(title: str, lines: "tuple[str, ...]") -> None:
@@ -60,16 +69,6 @@ def _list(title: str, lines: "tuple[str, ...]") -> None:
         out.print(f"\n{title}", style="dim")
         for line in lines:
             out.print(f"  {line}", soft_wrap=not sys.stdout.isatty())
-
-
-def _write(json_file: Path | None, found: "Diagnosis") -> None:
-    rows = [
-        Row("cause", found.cause, note=found.sentence),
-        Row("confidence", found.confidence),
-        Row("ranks", found.ranks),
-        Row("share of the expected bus bandwidth", found.share),
-    ]
-    write_json(json_file, rows, cause=found.cause, evidence=found.evidence, next=found.next_steps)
 
 
 def _live(json_file: Path | None) -> None:
@@ -86,23 +85,15 @@ def _live(json_file: Path | None) -> None:
             )
         from cumulo.diagnose.diagnose import diagnose as judge
 
-        found = judge(done.stdout + done.stderr)
-        _write(json_file, found)
-        out.print(marked("[bold]{}[/bold]: {}", found.title, found.sentence))
-        _list("Evidence", found.evidence)
-        _list("Next", found.next_steps)
+        _show(judge(done.stdout + done.stderr), json_file)
         return
     from cumulo.bench.collectives import measure
 
     with working("measuring") as tell:
         rows = measure(2, (1 << 20, 16 << 20), ("ring",), "shm", 5, None, tell)
-    report.write_json(json_file, rows)
-    if not only_json(json_file):
-        out.print(report.table("All-reduce of two processes on this machine", rows))
-        out.print(
-            "Install nccl-tests to measure GPUs and network cards: there is no all_reduce_perf here.",
-            style="dim",
-        )
+    missing = "Install nccl-tests to measure GPUs and network cards: there is no all_reduce_perf here."
+    title = "All-reduce of two processes on this machine"
+    present(rows, json_file, report.table(title, rows), dim(missing))
 
 
 def _gpus() -> str:

@@ -1,6 +1,6 @@
 """`cumulo quantize`: a model with fewer bits per weight, as a folder that Cumulo and other engines serve."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cumulo.base.quantities import quantity
@@ -82,18 +82,7 @@ def quantize(chosen: QuantizeOptions) -> None:
         if chosen.threads is not None:
             options.engine_config(threads=chosen.threads)  # refuses 0
             torch.set_num_threads(chosen.threads)
-        recipe = Recipe(
-            chosen.method,  # type: ignore[arg-type]  # `settled` checks the words
-            chosen.bits,
-            chosen.group,
-            chosen.symmetric,
-            chosen.act_order,
-            chosen.damping,
-            chosen.scheme,  # type: ignore[arg-type]
-            chosen.static_activations,
-            chosen.format,  # type: ignore[arg-type]
-            chosen.layers,
-        )
+        recipe = Recipe(**{each.name: getattr(chosen, each.name) for each in fields(Recipe)})
         calibration = Calibration(chosen.calibration, chosen.sequences, chosen.length)
         made = quantise(chosen.model, chosen.output, recipe, calibration, show)
     if made.resumed_at:

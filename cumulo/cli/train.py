@@ -64,14 +64,13 @@ def train(
     from cumulo.train.run.configuration import configuration
 
     wanted = dict(train_run.parse_change(change) for change in changes or [])
-    if folder is not None:
-        wanted["folder"] = str(folder)
-    if steps is not None:
-        wanted["steps"] = str(steps)
-    if collective is not None:
-        wanted["collective"] = collective
-    if collective_profile is not None:
-        wanted["collective_profile"] = collective_profile
+    named = {
+        "folder": folder,
+        "steps": steps,
+        "collective": collective,
+        "collective_profile": collective_profile,
+    }
+    wanted |= {name: str(value) for name, value in named.items() if value is not None}
     if (head := read_head_config(config_file, wanted)) is not None:
         from cumulo.cli.train_run import train_head
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
+from cumulo.cli.bench.verbs import measure
 from cumulo.cli.shared import options
-from cumulo.cli.shared.terminal import finish, warn_if_busy, working
 from cumulo.errors import ConfigError
 
 EXAMPLE = (
@@ -28,18 +28,12 @@ def collectives(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure all-reduce schedules on processes of this machine, in turns with gloo."""
-    from cumulo.bench import collectives as bench_collectives
-
     try:
         wanted = [int(size) for size in sizes.split(",")]
     except ValueError:
         raise ConfigError(f"--sizes {sizes}: give numbers of bytes, such as 65536,1048576") from None
-    warn_if_busy()
-    with working("collectives") as tell:
-        rows = bench_collectives.measure(
-            ranks, wanted, algorithms.split(","), transport, rounds, profile, tell
-        )
-    finish(f"collectives, {ranks} ranks over {transport}", rows, json_file)
+    title, names = f"collectives, {ranks} ranks over {transport}", algorithms.split(",")
+    measure("collectives", title, json_file, ranks, wanted, names, transport, rounds, profile)
 
 
 OVERLAP_EXAMPLE = "Example: [bold]cumulo bench overlap --of weights --ranks 2 --shares 2 --rounds 1[/bold]"
@@ -70,11 +64,8 @@ def overlap(
     """Measure what a training step saves by computing while messages travel, in turns with one that does not.
 
     Messages really travel between processes, through a network that is slower than this host. Passes are those of
-    a mixture of experts in a pipeline.
-    Weights are those of data parallelism with ZeRO 3.
+    a mixture of experts in a pipeline. Weights are those of data parallelism with ZeRO 3.
     """
-    from cumulo.bench import overlap_passes as bench_overlap
-
     if of not in ("passes", "weights"):
         raise ConfigError(f"--of {of}: give passes or weights")
     if limit not in ("connection", "card"):
@@ -89,18 +80,14 @@ def overlap(
         raise ConfigError(f"--shares {shares}: give numbers, such as 0.5,1,2") from None
     if min(wanted) <= 0:
         raise ConfigError(f"--shares {shares}: every share must be more than 0")
-    warn_if_busy()
     if of != "passes":
-        from cumulo.bench import overlap_order as message_order
+        from cumulo.bench.overlap_order import OrderPlan
 
-        with working("overlap") as tell:
-            order = message_order.OrderPlan(ranks, wanted, rounds)
-            rows = message_order.measure(order, tell)
-        finish(f"{of} that travel meanwhile, {ranks} processes", rows, json_file)
+        title = f"{of} that travel meanwhile, {ranks} processes"
+        measure("overlap_order", title, json_file, OrderPlan(ranks, wanted, rounds))
         return
-    plan = bench_overlap.OverlapPlan(
-        ranks, schedule, micro_batches or max(8, ranks), wanted, limit == "connection", rounds
-    )
-    with working("overlap") as tell:
-        rows = bench_overlap.measure(plan, tell)
-    finish(f"overlapped passes, {schedule}, {ranks} processes", rows, json_file)
+    from cumulo.bench.overlap_passes import OverlapPlan
+
+    each = micro_batches or max(8, ranks)
+    plan = OverlapPlan(ranks, schedule, each, wanted, limit == "connection", rounds)
+    measure("overlap_passes", f"overlapped passes, {schedule}, {ranks} processes", json_file, plan)

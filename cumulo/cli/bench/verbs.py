@@ -24,7 +24,7 @@ app = typer.Typer()
 app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
 
 
-def _measure(module: str, title: str, json_file: Path | None, *arguments: Any, progress: Any = None) -> None:
+def measure(module: str, title: str, json_file: Path | None, *arguments: Any, progress: Any = None) -> None:
     """What most benchmarks do: measure with progress on stderr, then show the rows next to what they must reach."""
     warn_if_busy()
     with progress or working(module) as tell:
@@ -67,7 +67,7 @@ def scheduler(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure the time the scheduler needs per step on one core, also with a long queue."""
-    _measure("scheduler", "scheduler, one core", json_file, repeats)
+    measure("scheduler", "scheduler, one core", json_file, repeats)
 
 
 @app.command(epilog="Example: [bold]cumulo bench plans[/bold]")
@@ -76,7 +76,7 @@ def plans(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure the time to send a step's plan to four ranks, through shared memory and over TCP."""
-    _measure("plans", "plans to ranks", json_file, repeats)
+    measure("plans", "plans to ranks", json_file, repeats)
 
 
 @app.command(epilog="Example: [bold]cumulo bench gateway --streams 200 --minutes 0.5[/bold]")
@@ -86,7 +86,7 @@ def gateway(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure what a gateway adds to TTFT, and its load and memory under many streams, on one core."""
-    _measure("gateway", "gateway, one core", json_file, streams, minutes)
+    measure("gateway", "gateway, one core", json_file, streams, minutes)
 
 
 @app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
@@ -99,7 +99,7 @@ def checkpoint(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure how long an asynchronous checkpoint stops training, next to a synchronous one."""
-    _measure("checkpoint", "checkpoints, one process", json_file, mebibytes, repeats, folder)
+    measure("checkpoint", "checkpoints, one process", json_file, mebibytes, repeats, folder)
 
 
 @app.command(epilog="Example: [bold]cumulo bench data[/bold]")
@@ -108,7 +108,7 @@ def data(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure how fast training batches are read from a memory-mapped dataset on one core."""
-    _measure("data", "data, one core", json_file, repeats)
+    measure("data", "data, one core", json_file, repeats)
 
 
 @app.command(epilog="Example: [bold]cumulo bench ddp[/bold]")
@@ -119,7 +119,7 @@ def ddp(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure data-parallel training over gloo against torch's DistributedDataParallel."""
-    _measure("ddp", f"data parallel, {processes} processes", json_file, processes, rounds, steps)
+    measure("ddp", f"data parallel, {processes} processes", json_file, processes, rounds, steps)
 
 
 @app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")
@@ -138,7 +138,7 @@ def overhead(
     lengths = parse_lengths(output_tokens, "--output")
     threads = options.engine_config(threads=threads).threads or available_cores()
     figures = model, threads, rounds, requests, lengths, first_tokens
-    _measure("overhead", f"serving, {threads} threads", json_file, *figures, progress=loading(lines=True))
+    measure("overhead", f"serving, {threads} threads", json_file, *figures, progress=loading(lines=True))
 
 
 @app.command(epilog="Example: [bold]cumulo bench kernels[/bold]")
@@ -189,7 +189,7 @@ def guided(
     """Check that every guided answer fits its schema, and measure what the masks add to a step of 16 sequences."""
     config = options.engine_config(threads=threads, max_running=16, kv_memory_gib=0.5)
     title, figures = "guided decoding, 16 sequences", (model, config, schemas, steps, seed)
-    _measure("guided", title, json_file, *figures, progress=loading(lines=True))
+    measure("guided", title, json_file, *figures, progress=loading(lines=True))
 
 
 @app.command(epilog="Example: [bold]cumulo bench speculate --prompts 16 --new-tokens 64[/bold]")
@@ -207,7 +207,7 @@ def speculate(
 ) -> None:
     """Measure speculation: tokens per second with and without drafts, acceptance, and that answers are equal."""
     sizes = _numbers(batches), _numbers(lengths)
-    _measure("speculate", "speculation", json_file, model, speculate, threads, prompts, new_tokens, *sizes)
+    measure("speculate", "speculation", json_file, model, speculate, threads, prompts, new_tokens, *sizes)
 
 
 @app.command(epilog="Example: [bold]cumulo bench lora --rows 8 --adapters 4 --rounds 3[/bold]")
@@ -222,7 +222,7 @@ def lora(
 ) -> None:
     """Measure what low-rank adapters add to a step: none, one and many in one batch, as ratios."""
     config = options.engine_config(threads=threads)
-    _measure("lora", "adapters", json_file, model, config, rows, adapters, rank, rounds)
+    measure("lora", "adapters", json_file, model, config, rows, adapters, rank, rounds)
 
 
 def _numbers(text: str) -> list[int]:
