@@ -22,9 +22,9 @@ FRAGMENT = re.compile(r"(Of|So|Such|Those|As|Its|Whose|And|Both|Nor|That)\b(?![^
 # The most that each room, the package, benchmarks and docs may have. Raising one needs a reason in the commit.
 LINES_PER_ROOM = {
     "base": 1_650,
-    "bench": 4_550,
+    "bench": 4_450,
     "checkpoint": 1_250,
-    "cli": 8_250,
+    "cli": 8_150,
     "cluster": 10_300,
     "collectives": 5_150,
     "console": 4_250,

@@ -80,14 +80,12 @@ def overlap(
         raise ConfigError(f"--shares {shares}: give numbers, such as 0.5,1,2") from None
     if min(wanted) <= 0:
         raise ConfigError(f"--shares {shares}: every share must be more than 0")
-    if of != "passes":
-        from cumulo.bench.overlap_order import OrderPlan
+    from cumulo.bench.overlap import OverlapPlan
 
-        title = f"{of} that travel meanwhile, {ranks} processes"
-        measure("overlap_order", title, json_file, OrderPlan(ranks, wanted, rounds))
-        return
-    from cumulo.bench.overlap_passes import OverlapPlan
-
-    each = micro_batches or max(8, ranks)
-    plan = OverlapPlan(ranks, schedule, each, wanted, limit == "connection", rounds)
-    measure("overlap_passes", f"overlapped passes, {schedule}, {ranks} processes", json_file, plan)
+    if of == "weights":
+        title, plan = f"weights that travel meanwhile, {ranks} processes", OverlapPlan(ranks, wanted, rounds)
+    else:
+        title = f"overlapped passes, {schedule}, {ranks} processes"
+        each = micro_batches or max(8, ranks)
+        plan = OverlapPlan(ranks, wanted, rounds, schedule, each, limit == "connection")
+    measure("overlap", title, json_file, plan)
