@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
-from cumulo.models.text import template_worker
+from cumulo.models.text import chat_template
 from cumulo.models.text.caller_text import sought_texts
 from cumulo.models.text.chat_template import ChatTemplate
 
@@ -26,7 +26,7 @@ HONEST = "{{ messages[0].content | trim }}"
 @pytest.fixture
 def short_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a template's time, of which hostile ones use all."""
-    monkeypatch.setattr(template_worker, "LIMITS", replace(template_worker.LIMITS, cpu_s=0.5))
+    monkeypatch.setattr(chat_template, "LIMITS", replace(chat_template.LIMITS, cpu_s=0.5))
 
 
 def resident_bytes() -> int:
@@ -59,7 +59,7 @@ def test_what_takes_all_the_time_is_ended_and_not_tried_for_ever(
     monkeypatch: pytest.MonkeyPatch, short_time: None
 ) -> None:
     runs: list[str] = []
-    run = template_worker.render_apart
+    run = chat_template.render_apart
     monkeypatch.setattr(
         "cumulo.models.text.chat_template.render_apart",
         lambda source, *more: (runs.append(source), run(source, *more))[1],
@@ -95,7 +95,7 @@ def test_honest_templates_are_rendered_while_a_hostile_one_runs(short_time: None
 
 def test_memory_is_bounded_whatever_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        template_worker, "LIMITS", template_worker.Limits(cpu_s=4, wall_s=60, memory_bytes=24 << 20)
+        chat_template, "LIMITS", chat_template.Limits(cpu_s=4, wall_s=60, memory_bytes=24 << 20)
     )
     grows = (
         "{% set ns = namespace(a=[]) %}{% for i in range(90000) %}"
