@@ -59,8 +59,9 @@ class EngineFleet(Protocol):
 
 class EngineClient:
     def __init__(
-        self, settings: EngineSettings, observer: Observer, fleet: EngineFleet | None = None
+        self, settings: EngineSettings, observer: Observer | None = None, fleet: EngineFleet | None = None
     ) -> None:
+        """`observer`: None for an engine that has no requests of its own."""
         self.settings, self._observer, self._fleet = settings, observer, fleet
         self._supervisor = EngineSupervisor(settings, self)
         self.info: Ready | None = None
@@ -195,7 +196,8 @@ class EngineClient:
 
     def _end(self, request: InFlight, end: Finished | Failure) -> None:
         if self.in_flight.pop(request.submit.request_id, None) is not None:
-            self._observer.on_end(request, end)
+            if self._observer is not None:
+                self._observer.on_end(request, end)
             request.inbox.put(request.position, end)
 
     # -- what the engine says -----------------------------------------------------------------------------
@@ -240,10 +242,13 @@ class EngineClient:
     def _observe(self) -> None:
         """Tell the observer all it has not been told, in order: the next report may come before its turn."""
         unobserved, self._unobserved = self._unobserved, []
+        observer = self._observer
+        if observer is None:
+            return
         for told, now_s, stats in unobserved:
             for request, delta in told:
-                self._observer.on_delta(request, delta, now_s)
-            self._observer.on_progress(stats)
+                observer.on_delta(request, delta, now_s)
+            observer.on_progress(stats)
 
     # -- what becomes of the engine: its supervisor's EngineOwner -----------------------------------------
     def progress(self) -> tuple[int, ...] | None:

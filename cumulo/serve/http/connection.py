@@ -67,7 +67,9 @@ class Connection(HttpToolsProtocol):
         self.headers, self.url = [], b""
         self._discarded_bytes = 0
         self._since_s = self._progress_s = 0.0  # on the keeper's clock
-        self._stall = WriteStall()
+        self._stalled: tuple[float, int] | None = (
+            None  # when the write buffer was first seen, and its size then
+        )
         self._problem: refusals.Refusal | None = None
 
     # -- the connection -----------------------------------------------------------------------------------
@@ -318,7 +320,7 @@ class Connection(HttpToolsProtocol):
                 self._keeper.tally.note("write_timeout", "an answer is not read; closing %s", self.describe())
                 self.transport.abort()
             return
-        self._stall.clear()
+        self._stalled = None
         limits, reading, waited_s = self._limits, self._reading, now_s - self._since_s
         if self._owes_answer():
             return
@@ -345,36 +347,25 @@ class Connection(HttpToolsProtocol):
                 self._refuse(refusals.BODY_TOO_SLOW)
 
     def resume_writing(self) -> None:
-        self._stall.clear()
+        self._stalled = None
         super().resume_writing()
 
     def _is_stalled(self, now_s: float) -> bool:
+        """Does the write buffer shrink too slowly?"""
         patience_s = self._limits.write_timeout_s
         if self._reading is Reading.NOTHING and self._running is None:
             patience_s = min(patience_s, _LINGER_S)
         size_bytes = self.transport.get_write_buffer_size()
-        return self._stall.lasts(size_bytes, now_s, patience_s, self._limits.least_bytes_s)
+        if self._stalled is None or size_bytes > self._stalled[1]:
+            self._stalled = now_s, size_bytes  # once it grows, the count begins anew
+        since_s, first_bytes = self._stalled
+        return now_s - since_s > patience_s + (first_bytes - size_bytes) / self._limits.least_bytes_s
 
 
 def _tell_gone(cycle: RequestResponseCycle) -> None:
     if not cycle.response_complete:
         cycle.disconnected = True
     cycle.message_event.set()
-
-
-class WriteStall:
-    def __init__(self) -> None:
-        self._since: tuple[float, int] | None = None  # when the buffer was first seen, and its size then
-
-    def clear(self) -> None:
-        self._since = None
-
-    def lasts(self, size_bytes: int, now_s: float, patience_s: float, least_bytes_s: float) -> bool:
-        """Does the write buffer, this full now, shrink too slowly? Once it grows, the count begins anew."""
-        if self._since is None or size_bytes > self._since[1]:
-            self._since = now_s, size_bytes
-        since_s, first_bytes = self._since
-        return now_s - since_s > patience_s + (first_bytes - size_bytes) / least_bytes_s
 
 
 def send_plainly(cycle: RequestResponseCycle) -> None:

@@ -6,12 +6,11 @@ bounded queue: a collector that is slow or away delays no request, and is compla
 """
 
 import asyncio
-import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -38,7 +37,6 @@ OPERATIONS = {  # by path; everything else is not traced
 }
 _ABORT_PATIENCE_S = 5.0  # after a client has gone: for the engine to say how its request ended
 _MOST_PROMPTS = 64  # of one call that have spans; the call's own counts are of all
-_MOST_WAITING = 4096  # ended calls whose spans are still to be made; beyond, a call has none
 _FLUSH_PATIENCE_S = 3.0  # when the server stops: for the collector to take the last spans
 
 
@@ -56,21 +54,17 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("cumulo.serve", __version__)
         self._propagator = TraceContextTextMapPropagator()
-        self._ended: queue.Queue[tuple[_Exchange, str, list[Record]] | None] = queue.Queue(_MOST_WAITING)
-        self._worker = threading.Thread(target=self._work, name="otel-spans", daemon=True)
-        self._worker.start()
+        self._maker = ThreadPoolExecutor(1, "otel-spans")
 
     def ended(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
         """Have the spans of an ended call made, elsewhere: a millisecond here would be one for every stream."""
-        with contextlib.suppress(queue.Full):
-            self._ended.put_nowait((exchange, model, records))
+        self._maker.submit(self._emit_or_log, exchange, model, records)
 
-    def _work(self) -> None:
-        while (call := self._ended.get()) is not None:
-            try:
-                self.emit(*call)
-            except Exception:  # the answer has been given; what is wrong with its trace is for the log
-                log.exception("the trace of %s could not be made", call[0].call_id)
+    def _emit_or_log(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
+        try:
+            self.emit(exchange, model, records)
+        except Exception:  # the answer has been given; what is wrong with its trace is for the log
+            log.exception("the trace of %s could not be made", exchange.call_id)
 
     def emit(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
         """Make the spans of one ended call."""
@@ -129,8 +123,7 @@ class Tracing:
         """Send what is left, if the collector takes it within a few seconds. Blocks that long at most."""
 
         def flush() -> None:
-            self._ended.put(None)
-            self._worker.join()
+            self._maker.shutdown()
             if not self._exporter.failing:
                 self._provider.force_flush()
             self._exporter.shutdown()  # first: it ends the pauses between attempts

@@ -12,12 +12,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal
 
-from cumulo.engine.outputs import Delta
 from cumulo.fleet.decide.scaling import ReplicaLife
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_supervisor import EngineSettings, settings_of_replica
-from cumulo.serve.engine_link.in_flight import InFlight
-from cumulo.serve.engine_link.messages import Failure, Finished, Stats
 
 _LOOK_S = 0.05
 _PATIENCE = 200  # looks at an engine that always has something to do, before it ends all the same
@@ -35,7 +32,6 @@ class PrefillEngines:
         """`size`: all engines of the fleet, which share the machine; `most`: of these engines, later; `keep`: runs
         in the background."""
         self._settings, self._size, self._keep = settings, size, keep
-        self._order: dict[str, int] = {}  # in which they were made
         self._draining: set[str] = set()
         self._closing: set[str] = set()  # of these, that cannot be taken back any more
         self._gone_restarts = 0  # of engines that were dismissed
@@ -57,9 +53,8 @@ class PrefillEngines:
             own = dataclasses.replace(settings, config=config)
             # Numbered from the end: replicas are numbered from the beginning.
             shared = settings_of_replica(own, name, size - 1 - number, size)
-            client = EngineClient(dataclasses.replace(shared, for_router=False), _Silence())
+            client = EngineClient(dataclasses.replace(shared, for_router=False))
             self.clients[name] = client
-            self._order[name] = max(self._order.values(), default=0) + 1
             return client
         return None
 
@@ -72,14 +67,14 @@ class PrefillEngines:
 
     # -- engines that an autoscaler starts and ends ---------------------------------------------------------
     def lives(self) -> list[ReplicaLife]:
-        clients = self.clients.items()
-        return [self._life(name, client) for name, client in clients if name not in self._closing]
+        clients = enumerate(self.clients.items())  # in the order in which they were made
+        return [self._life(*one, at) for at, one in clients if one[0] not in self._closing]
 
-    def _life(self, name: str, client: EngineClient) -> ReplicaLife:
+    def _life(self, name: str, client: EngineClient, made: float) -> ReplicaLife:
         state: Literal["starting", "ready", "draining"] = "ready" if client.state == "ready" else "starting"
         if name in self._draining:
             state = "draining"
-        return ReplicaLife(name, state, _busy(client), float(self._order[name]))
+        return ReplicaLife(name, state, _busy(client), made)
 
     def start_another(self) -> None:
         client = self.make()
@@ -133,16 +128,3 @@ def _busy(client: EngineClient) -> int:
         return 0
     sending = stats.transfers.sending if stats.transfers is not None else 0
     return stats.running + stats.waiting + sending
-
-
-class _Silence:
-    """An Observer of engines that have no requests of their own."""
-
-    def on_progress(self, stats: Stats) -> None:
-        pass
-
-    def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None:
-        pass
-
-    def on_end(self, request: InFlight, end: Finished | Failure) -> None:
-        pass
