@@ -7,7 +7,7 @@ waits for the device before each: slow, but it works wherever a socket does, als
 
 from collections import deque
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,30 +19,6 @@ from cumulo.ranks.collectives import Work
 from cumulo.ranks.rank_group import RankGroup
 
 _AHEAD = 2  # messages that the receiver has not taken yet
-
-
-class MessageGroup(Protocol):
-    index: int  # of this rank among the members
-    size: int
-    waits: bool  # False: nothing is exchanged; kernels of a step are rehearsed without the others
-
-    def gather(self, rows: Tensor) -> None:
-        """rows [members, n]: of every member its own row, in place. Rows may lie apart; each is in one piece."""
-        ...
-
-    def largest(self, numbers: Tensor) -> None:
-        """Of each number the largest that a member has, in place."""
-        ...
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        """To the member of this number. The tensor may be overwritten by what is launched after."""
-        ...
-
-    def receive(self, tensor: Tensor, sender: int) -> None: ...
-
-    def abort(self) -> None:
-        """A member is gone: what waits for it on the device ends, with nonsense."""
-        ...
 
 
 def has_nccl() -> bool:
@@ -61,7 +37,8 @@ class NcclGroup:
     ) -> None:
         if not has_nccl():
             raise ConfigError("this PyTorch was built without NCCL: use rank_backend=gloo")
-        self.index, self.size, self.waits = members.index(rank), len(members), True
+        self.index, self.size = members.index(rank), len(members)
+        self.waits = True  # False: nothing is exchanged; kernels of a step are rehearsed without the others
         self._aborted = False
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -73,18 +50,21 @@ class NcclGroup:
             torch.cuda.synchronize(device)
 
     def gather(self, rows: Tensor) -> None:
+        """rows [members, n]: of every member its own row, in place. Rows may lie apart; each is in one piece."""
         if self.waits and rows.numel():
             found = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
             self._group._allgather_base(found, rows[self.index]).wait()
             rows.copy_(found)
 
     def largest(self, numbers: Tensor) -> None:
+        """Of each number the largest that a member has, in place."""
         if self.waits and numbers.numel():
             options: Any = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
             self._group.allreduce([numbers], options).wait()
 
     def send(self, tensor: Tensor, to: int) -> None:
+        """To the member of this number. The tensor may be overwritten by what is launched after."""
         if self.waits and tensor.numel():
             self._group.send([tensor.contiguous()], to, 0).wait()
 
@@ -93,6 +73,7 @@ class NcclGroup:
             self._group.recv([tensor], sender, 0).wait()
 
     def abort(self) -> None:
+        """A member is gone: what waits for it on the device ends, with nonsense."""
         if not self._aborted:
             self._aborted = True
             self._group.abort()
@@ -149,3 +130,6 @@ class StagedGroup:
         if len(self._room) < size:
             self._room = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
         return self._room[:size]
+
+
+MessageGroup: TypeAlias = NcclGroup | StagedGroup

@@ -11,7 +11,7 @@ with a rank behind it its back chunk with both of the other's, and what is left 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from cumulo.ranks.collectives import Passing, Ring
 class MaskedBlock:
     """Everywhere, for windows and for heads whose keys and values differ in size."""
 
-    queries: slice
+    queries: slice  # their places among the rank's tokens of a row; the same of `keys`
     keys: slice
     visible: Tensor  # [B, Q, K]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """query [B, Q, H, D], key [B, K, KV, D], value [B, K, KV, E] -> out [B, Q, H, E] and log-sum-exp [B, Q, H]
+        in at least float32; zeros and -inf for a query that sees none of the keys."""
         scores = self._scores(query, key, scale)
         log_sum = scores.logsumexp(-1)  # [B, KV, G, Q]
         weights = (scores - log_sum[..., None]).exp().nan_to_num(0.0)  # of a query that sees none of the keys
@@ -44,7 +46,8 @@ class MaskedBlock:
         grad: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """FlashAttention's backward (Dao et al. 2022, algorithm 4) with all keys of the block at once."""
+        """Gradients of query, key and value, given the merged results of all blocks: FlashAttention's backward (Dao
+        et al. 2022, algorithm 4) with all keys of the block at once."""
         kv_heads, wide = key.shape[2], log_sum.dtype
         scores = self._scores(query, key, scale)
         grouped_sum = log_sum.transpose(1, 2).unflatten(1, (kv_heads, -1))
@@ -117,34 +120,8 @@ class PackedBlock:
         return of_query.view_as(query), of_key.view_as(key), of_value.view_as(value)
 
 
-class AttentionBlock(Protocol):
-    """Some of a rank's queries and some of another's keys, who of them see each other, and how it is computed."""
-
-    @property
-    def queries(self) -> slice:
-        """Their places among the rank's tokens of a row; the same of `keys`."""
-        ...
-
-    @property
-    def keys(self) -> slice: ...
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """query [B, Q, H, D], key [B, K, KV, D], value [B, K, KV, E] -> out [B, Q, H, E] and log-sum-exp [B, Q, H]
-        in at least float32; zeros and -inf for a query that sees none of the keys."""
-        ...
-
-    def backward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        grad: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value, given the merged results of all blocks."""
-        ...
+# Some of a rank's queries and some of another's keys, who of them see each other, and how it is computed.
+AttentionBlock: TypeAlias = MaskedBlock | PackedBlock
 
 
 _KEYS, _GRADIENTS = 0, 1  # tags of the two streams of messages

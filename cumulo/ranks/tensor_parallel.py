@@ -39,7 +39,45 @@ class VocabularySlice:
     merge: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class TensorParallel:
+class WholeMatrices:
+    """Every matrix is whole on this rank. From `enter` to `leave` is a region with a slice of each matrix and all
+    tokens; outside, they may be cut."""
+
+    size = 1
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Into a region: what every rank's slice needs. Gradients of the slices are summed."""
+        return x
+
+    def partial(self, linear: LinearProduct, x: Tensor) -> Tensor:
+        """The product of a matrix of which the columns are sliced: to be summed by `leave`."""
+        return linear(x)  # with its bias, in one operation
+
+    def leave(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Out of a region: the sum of all ranks' partial products, and the bias once. `y` is given up to it."""
+        return y
+
+    def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, weight)
+
+    def vocabulary(self, rows: int) -> VocabularySlice | None:
+        """Which part of the vocabulary this rank has, of as many rows on every rank; None: all of it."""
+        return None
+
+    def all_tokens(self, values: Tensor) -> Tensor:
+        """Per-token values without gradients, of the tokens this rank has outside a region -> of all tokens."""
+        return values
+
+    def sum_by_row(self, values: Tensor, rows: int) -> Tensor:
+        """Per-token values [own tokens, N] -> [rows, N]: of this rank's tokens, summed over each row."""
+        return values.view(rows, -1, values.shape[-1]).sum(1)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over ranks that have other tokens outside a region; a gradient passes to each as it is."""
+        return values
+
+
+class TensorParallel(WholeMatrices):
     def __init__(self, group: Group, sequence_parallel: bool) -> None:
         self.group, self.size, self.index = group, group.size(), group.rank()
         self.sequence_parallel = sequence_parallel
@@ -74,7 +112,7 @@ class TensorParallel:
 
     def sum_by_row(self, values: Tensor, rows: int) -> Tensor:
         if not self.sequence_parallel:
-            return values.view(rows, -1, values.shape[-1]).sum(1)
+            return super().sum_by_row(values, rows)
         # A rank's run of tokens begins and ends anywhere in a row.
         first, length = self.index * len(values), len(values) * self.size // rows
         row = torch.arange(first, first + len(values), device=values.device) // length

@@ -6,7 +6,7 @@ gradient are rounded; sums and results stay wide. What backward needs of x and W
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,41 +24,29 @@ from cumulo.kernels.cuda.elementwise.swiglu import swiglu
 Kept = tuple[Tensor, ...]
 
 
-class Arithmetic(Protocol):
-    keeps_inputs: bool  # whether `kept` has what a weight's gradient needs of the inputs
-    divisor: int  # of all sizes of the matrices
+class Arithmetic:
+    """Products in the type that the matrices have."""
+
+    keeps_inputs = False  # whether `kept` has what a weight's gradient needs of the inputs
+    divisor = 1  # of all sizes of the matrices
 
     def forward(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Kept]:
         """x [T, K] · weightᵀ [N, K], and the residual if there is one; what backward needs of both."""
-        ...
-
-    def backward_input(self, grad: Tensor, weight: Tensor, kept: Kept) -> tuple[Tensor, Kept]:
-        """The gradient of x from y's, and what of `grad` the weight's gradient needs."""
-        ...
-
-    def backward_weight(self, grad: Kept, x: Tensor | None, weight: Tensor, kept: Kept) -> Tensor:
-        """The gradient of the weight. `x`: unless `keeps_inputs`."""
-        ...
-
-
-class _Wide:
-    keeps_inputs = False
-    divisor = 1
-
-    def forward(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Kept]:
         if residual is None:
             return torch.mm(x, weight.t()), ()
         return torch.addmm(residual, x, weight.t()), ()
 
     def backward_input(self, grad: Tensor, weight: Tensor, kept: Kept) -> tuple[Tensor, Kept]:
+        """The gradient of x from y's, and what of `grad` the weight's gradient needs."""
         return torch.mm(grad, weight), (grad,)
 
     def backward_weight(self, grad: Kept, x: Tensor | None, weight: Tensor, kept: Kept) -> Tensor:
+        """The gradient of the weight. `x`: unless `keeps_inputs`."""
         assert x is not None
         return torch.mm(grad[0].t(), x)
 
 
-class _Fp8:
+class _Fp8(Arithmetic):
     """One scale a matrix, from its largest magnitude at that moment; gradients in e5m2, which has the range."""
 
     keeps_inputs = True
@@ -114,9 +102,7 @@ class _Fp8Blocks(_Fp8):
         return product(left, left_scale, right, right_scale, dtype)
 
 
-WIDE: Arithmetic = _Wide()
-FP8: Arithmetic = _Fp8()
-FP8_BLOCKS: Arithmetic = _Fp8Blocks()
+WIDE, FP8, FP8_BLOCKS = Arithmetic(), _Fp8(), _Fp8Blocks()
 ARITHMETICS: Mapping[str, Arithmetic] = {"wide": WIDE, "fp8": FP8, "fp8_blocks": FP8_BLOCKS}
 
 

@@ -77,3 +77,20 @@ class DocumentMask:
 
     def _in_rows(self, states: Tensor) -> Tensor:
         return states.view(self.rows, self.length, *states.shape[1:])
+
+
+class WholeSequences:
+    """All places of every row are on this rank."""
+
+    def own_tokens(self, batch: DeviceBatch) -> OwnTokens:
+        """This rank's places of every row."""
+        return OwnTokens(
+            batch.tokens.flatten(),
+            batch.targets.flatten(),
+            batch.positions.flatten(),
+            DocumentMask.from_batch(batch),
+        )
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over ranks that have other places of the same rows, without gradients."""
+        return values

@@ -7,7 +7,6 @@ named after the parameters, so it can be saved, and loaded elsewhere, like them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,20 +17,6 @@ from cumulo.train.optimizer.adam8bit import Adam8bit
 from cumulo.train.optimizer.muon import Muon, MuonMatrix, Whole
 
 _LEAST_FOR_8_BITS = 4096  # elements: what is smaller costs little memory
-
-
-class Rule(Protocol):
-    """How some tensors are updated by their gradients."""
-
-    def step(self, share: float) -> None:
-        """`share` is the schedule's part of the learning rate."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """By `NAME.slot`: saving reads these tensors, loading writes into them and then calls `loaded`."""
-        ...
-
-    def loaded(self) -> None: ...
 
 
 class Optimizer:
@@ -61,7 +46,9 @@ class Optimizer:
             name: _muon_matrix(name, tensor, spec, (wholes or {}).get(name))
             for name, tensor in by_muon.items()
         }
-        self._rules: list[Rule] = []
+        # How some tensors are updated by their gradients. Saving reads the tensors of a rule's `state`; loading
+        # writes into them and then calls `loaded`.
+        self._rules: list[_FusedAdamW | Adam8bit | Muon] = []
         if rest:
             self._rules.append(_FusedAdamW(rest, config))
         if in_8_bits:

@@ -17,10 +17,10 @@ from cumulo.ranks.differentiable import exchanged
 from cumulo.ranks.groups import Group
 from cumulo.ranks.ring_attention import AttentionBlock, MaskedBlock, PackedBlock, ring_attention
 from cumulo.train.data.packing import DeviceBatch
-from cumulo.train.model.document_mask import OwnTokens
+from cumulo.train.model.document_mask import OwnTokens, WholeSequences
 
 
-class ContextParallel:
+class ContextParallel(WholeSequences):
     def __init__(self, group: Group, ring: Group | None, ulysses: Group | None) -> None:
         self.group, self.ring, self.ulysses = group, Ring(ring), ulysses
 

@@ -46,7 +46,18 @@ def inverse(order: Tensor) -> Tensor:
     return back
 
 
-class ExpertParallel:
+class AllExperts:
+    """This rank has all experts."""
+
+    size = 1
+
+    def apply(self, experts: ApplyExperts, x: Tensor, chosen: Tensor, total: int) -> Tensor:
+        """Each token's experts, of `total`, wherever they are: x [T, H], chosen [T, k] -> results [T, k, H]."""
+        order = ByExpert.sort(chosen, total)
+        return order.in_order_of_tokens(experts(order.inputs(x), order.counts))
+
+
+class ExpertParallel(AllExperts):
     """Rank r of the group holds the r-th run of experts, or of the order they were placed in."""
 
     def __init__(self, group: Group) -> None:

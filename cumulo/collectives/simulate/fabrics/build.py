@@ -62,7 +62,7 @@ def _with_pods(tiers: list[ClosTier], pod: int, cards: int, ratio: float) -> lis
     ]
 
 
-class TorusGraph:
+class TorusGraph(FabricGraph):
     """A torus of any dimensions: every rank has a link each way in each dimension, and no switches. Messages go
     dimension by dimension, the shorter way round."""
 
@@ -112,11 +112,8 @@ class TorusGraph:
             order = flat.reshape(self.shape)
         return order.ravel()
 
-    def fail(self, link: int, capacity: float = 0.0) -> None:
-        self.links.capacity[link] = capacity
 
-
-class JoinedSites:
+class JoinedSites(FabricGraph):
     """Two or more fabrics joined by long links: datacentres, each a whole fabric, and between each pair one bundle
     with its own bandwidth and delay. Ranks are numbered site after site."""
 
@@ -173,6 +170,3 @@ class JoinedSites:
         cards = np.flatnonzero(site.links.tier == site.links.tiers.index("cards"))
         first, local = self._firsts[number] + cards[0], ranks - self.starts[number]
         return first + local, first + site.ranks + local
-
-    def fail(self, link: int, capacity: float = 0.0) -> None:
-        self.links.capacity[link] = capacity

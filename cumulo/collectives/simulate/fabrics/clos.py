@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cumulo.collectives.simulate.fabrics.links import Ints, LinkTable, Routing, below, hashed
+from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, LinkTable, Routing, below, hashed
 from cumulo.errors import ConfigError
 
 _TRIES = 16  # other hashes for a path that has lost a link
@@ -38,7 +38,7 @@ class LinkRates:
     scale_up_latency_s: float
 
 
-class ClosGraph:
+class ClosGraph(FabricGraph):
     def __init__(
         self,
         nodes: int,

@@ -7,13 +7,13 @@ get several links to a pair. `fabric_graph` makes it.
 import numpy as np
 
 from cumulo.collectives.simulate.fabrics.clos import LinkRates
-from cumulo.collectives.simulate.fabrics.links import Ints, LinkTable, Routing, below, hashed
+from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, LinkTable, Routing, below, hashed
 from cumulo.errors import ConfigError
 
 _HOPS = 2 + 5  # cards, and local-global-local-global-local of a path by way of a third group
 
 
-class DragonflyGraph:
+class DragonflyGraph(FabricGraph):
     def __init__(self, ranks: int, domain_gpus: int, switch_ports: int, rates: LinkRates) -> None:
         self.ranks, self.domain_gpus, self.rates = ranks, domain_gpus, rates
         self.at_switch = (switch_ports + 1) // 4  # h
@@ -107,6 +107,3 @@ class DragonflyGraph:
         last = at != end
         path[last, column] = (self._local + at * self.switches + end % self.switches)[last]
         return path
-
-    def fail(self, link: int, capacity: float = 0.0) -> None:
-        self.links.capacity[link] = capacity

@@ -4,9 +4,10 @@ it; routing, sharing and the player read it.
 A rank is a GPU. A path is a row of link numbers, padded with -1.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,19 +81,19 @@ class LinkTable:
         raise ConfigError(f"the fabric has no link {name!r}; the first one is {self.name(0)!r}")
 
 
-class FabricGraph(Protocol):
+class FabricGraph(ABC):
     """What the player asks of a fabric."""
 
     ranks: int
     links: LinkTable
 
+    @abstractmethod
     def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
         """One row for each message; messages with equal addresses differ in their keys."""
-        ...
 
     def fail(self, link: int, capacity: float = 0.0) -> None:
         """Change a link's capacity."""
-        ...
+        self.links.capacity[link] = capacity
 
 
 def hashed(seed: int, *parts: "Ints | int") -> NDArray[np.uint64]:
