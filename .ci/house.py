@@ -24,7 +24,7 @@ LINES_PER_ROOM = {
     "base": 1_650,
     "bench": 4_450,
     "checkpoint": 1_250,
-    "cli": 8_150,
+    "cli": 8_100,
     "cluster": 10_300,
     "collectives": 5_100,
     "console": 4_250,

@@ -158,22 +158,7 @@ def _as_dict(job: "Job", output: "RequestOutput") -> dict[str, Any]:
         "id": job.name or output.request_id,
         "prompt": job.prompt,
         "prompt_tokens": len(output.prompt_token_ids),
-        "samples": [
-            {
-                "index": sample.index,
-                "text": sample.text,
-                "token_ids": list(sample.token_ids),
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
-                "cumulative_logprob": sample.cumulative_logprob,
-                "logprobs": _logprobs(sample.logprobs),
-            }
-            for sample in output.samples
-        ],
+        "samples": [dataclasses.asdict(sample) for sample in output.samples],
         "error": output.error,
         "story": output.story.to_dict(),
     }
-
-
-def _logprobs(entries: Any) -> list[dict[str, Any]] | None:
-    return None if entries is None else [dataclasses.asdict(entry) for entry in entries]

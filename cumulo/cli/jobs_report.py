@@ -71,17 +71,17 @@ def speed_texts(progress: JobProgress | None) -> tuple[str, str]:
 
 
 def _plain(record: JobRecord) -> dict[str, object]:
-    progress = progress_of(record)
+    progress, names = progress_of(record), ("step", "steps", "step_s", "predicted_step_s")
+    told = ("state", "reason", "handle", "attempt", "failures", "url")
     return {
-        "job": record.job_id, "on": record.target, "state": record.state, "reason": record.reason,
-        "places": [[place.node, list(place.gpus)] for place in record.places], "handle": record.handle,
-        "attempt": record.attempt, "failures": record.failures, "url": record.url, "tenant": record.job.tenant,
-        "step": None if progress is None else progress.step,
-        "steps": None if progress is None else progress.steps,
-        "step_s": None if progress is None else progress.step_s,
-        "predicted_step_s": None if progress is None else progress.predicted_step_s,
+        **{name: getattr(record, name) for name in told},
+        **{name: getattr(progress, name, None) for name in names},
+        "job": record.job_id,
+        "on": record.target,
+        "tenant": record.job.tenant,
+        "places": [[place.node, list(place.gpus)] for place in record.places],
         "phases": [[one.state, one.begin_s, one.end_s] for one in record.phases],
-    }  # fmt: skip
+    }
 
 
 def print_output(record: JobRecord) -> None:

@@ -13,17 +13,13 @@ from cumulo.base.report import Row, table, write_json
 from cumulo.cli.shared.terminal import err, note, only_json, out, show_report, text_column
 from cumulo.errors import ConfigError, CumuloError, TrainingError
 from cumulo.ranks.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
-from cumulo.train.decide.config import (
-    TrainConfig,
-    config_text,
-    known_spec,
-)
+from cumulo.train.decide.config import TrainConfig, config_text, known_spec
+from cumulo.train.head.config import HeadConfig
 from cumulo.train.run.log import TrainRecord
 
 if TYPE_CHECKING:
     from cumulo.base.quantities import LedgerLine
     from cumulo.train.run.trainer import Trainer, TrainResult
-from cumulo.train.head.config import HeadConfig
 
 
 def parse_change(text: str) -> tuple[str, str]:
@@ -155,27 +151,21 @@ def report_rows(result: "TrainResult") -> list[Row]:
         return []
     tokens_s = sorted(record.tokens_per_s for record in records)[len(records) // 2]
     known = sorted(record.mfu for record in records if not math.isnan(record.mfu))
+    mfu = 100 * known[len(known) // 2] if 2 * len(known) > len(records) else None
     rows = [
         Row("first loss", records[0].loss, "nats/token", "lower"),
         Row("last loss", records[-1].loss, "nats/token", "lower"),
-    ]
-    if result.held_out_loss is not None:
-        rows.append(Row("held-out loss", result.held_out_loss, "nats/token", "lower", note="not trained on"))
-    return [
-        *rows,
+        Row("held-out loss", result.held_out_loss, "nats/token", "lower", note="not trained on"),
         Row("tokens", records[-1].tokens, "trained"),
         Row("time", result.seconds, "s", "lower", note="of this run, without preparation"),
         Row("throughput", tokens_s, "tokens/s", note="of the median step"),
-        *(
-            [Row("MFU", 100 * known[len(known) // 2], "%", note=_MFU_COUNTS)]
-            if 2 * len(known) > len(records)
-            else []
-        ),
+        Row("MFU", mfu, "%", note=_MFU_COUNTS),
         Row("waiting for data", result.data_stall_s, "s", "lower"),
         Row("waiting for checkpoints", result.checkpoint_block_s, "s", "lower"),
         Row("peak memory", result.peak_memory_bytes / 2**30, "GiB", "lower"),
-        *(ledger_row(entry) for entry in result.ledger if entry.measured is not None),
     ]
+    measured = [ledger_row(entry) for entry in result.ledger if entry.measured is not None]
+    return [row for row in rows if row.value is not None] + measured
 
 
 def ledger_row(entry: "LedgerLine") -> Row:
