@@ -316,20 +316,11 @@ def check_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams, max
             entries += answers * longest * (params.logprobs + 1)
         if params.prompt_logprobs is not None:
             of_prompts += params.n * len(tokens) * (params.prompt_logprobs + 1)  # told with every answer
-    if entries + of_prompts <= MAX_LOGPROBS:
-        return
-    if entries > of_prompts:
-        length = "the whole context" if params.max_tokens is None else f"{params.max_tokens:,} tokens"
+    if entries + of_prompts > MAX_LOGPROBS:
         raise invalid(
-            f"this request could bring {entries + of_prompts:,} log-probabilities ({len(prompts)} x {answers} "
-            f"answers of up to {length}, {(params.logprobs or 0) + 1} for each token) and an answer holds "
-            f"{MAX_LOGPROBS:,}: ask for fewer alternatives, fewer answers or a smaller max_tokens",
-            "logprobs",
+            f"this request could bring {entries + of_prompts:,} log-probabilities ({of_prompts:,} of its prompts), "
+            f"and an answer holds {MAX_LOGPROBS:,}: ask for fewer alternatives or answers, a smaller max_tokens or "
+            "shorter prompts",
+            "prompt_logprobs" if params.logprobs is None else "logprobs",
             "too_many_logprobs",
         )
-    raise invalid(
-        f"the prompts would bring {of_prompts:,} log-probabilities and an answer holds {MAX_LOGPROBS:,}: ask for "
-        "fewer alternatives or send fewer tokens",
-        "prompt_logprobs" if params.logprobs is None else "logprobs",
-        "too_many_logprobs",
-    )

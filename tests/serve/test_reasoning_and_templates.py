@@ -199,6 +199,5 @@ def test_a_form_holds_after_thoughts_that_the_template_opened(
     assert not fits(f"Let me see.</think>\n\nSo: {answer}")
     assert not fits(answer)
     reader = wanted.reader()
-    assert reader is not None
     pieces = reader.read(f"Let me see.\n</think>\n\n{answer}", last=True)
     assert [piece.text for piece in pieces] == ["Let me see.", answer]  # type: ignore[union-attr]

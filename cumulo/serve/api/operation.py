@@ -1,12 +1,13 @@
 """Endpoints for operators and tools: health, readiness, metrics, version, models, tokens, explanations."""
 
+import contextlib
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cumulo import __version__
-from cumulo.serve.access.keys import Caller, caller_of
+from cumulo.serve.access.keys import Caller, caller_of, shown_key
 from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.api.openai.chat import chat_prompt
 from cumulo.serve.api.openai.events import json_response
@@ -88,8 +89,9 @@ def _caller(service: Service, request: Request) -> Caller | None:
     """The path needs no key, so nobody has looked for one yet."""
     if service.keys is None:
         return service.anyone
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return service.keys.caller_of(key.strip()) if scheme.lower() == "bearer" else None
+    with contextlib.suppress(ApiError):
+        return service.keys.caller_of(shown_key(request.headers))
+    return None
 
 
 @router.get("/version", summary="Cumulo's version", response_model=Version)

@@ -99,7 +99,6 @@ class FairPlaces:
 
 
 LARGE_BYTES = 1 << 16
-_TINY_BYTES = 2_048  # has no room for much structure, so it is not counted
 # More structure than this takes milliseconds to validate, however short it is written.
 _SMALL = Structure(containers=512, strings=4_096, values=8_192)
 # Large bodies that are received or read at the same time: in all, per caller.
@@ -149,7 +148,7 @@ class BodyReader:
             raise invalid("the request has no body; send a JSON object with Content-Type: application/json")
         if not _is_json(scope):
             raise invalid("the body must be a JSON object, sent with Content-Type: application/json")
-        if len(whole) <= _TINY_BYTES or _is_small(whole):
+        if _is_small(whole):
             return _validated(whole, model, json.loads)
         most_values = max(MAX_VALUES, self._max_context() + LARGE_BYTES)
         context = copy_context()  # warnings belong to this request

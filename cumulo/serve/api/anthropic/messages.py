@@ -10,7 +10,7 @@ from starlette.responses import Response
 from cumulo.engine.outputs import Delta
 from cumulo.serve.api.anthropic.as_chat import as_chat, tool_use_id
 from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesRequest
-from cumulo.serve.api.openai.answer_form import AnswerReader, Piece
+from cumulo.serve.api.openai.answer_form import AnswerReader
 from cumulo.serve.api.openai.chat import begin_chat, chat_prompt, telling_format_as
 from cumulo.serve.api.openai.events import json_response, open_stream, to_line, usage
 from cumulo.serve.api.openai.schemas_out import ANTHROPIC_ERRORS, STREAMED, AnthropicMessage, TokenCount
@@ -20,7 +20,6 @@ from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, anthropic_error
 from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
-from cumulo.serve.formats.events import Text
 from cumulo.serve.formats.reasoning import Reasoning
 from cumulo.serve.service import Service
 
@@ -33,14 +32,12 @@ _SIGNATURE = "not-signed"
 class MessageAnswer:
     """The whole answer and the streamed one are made by the same calls; a whole one leaves the events alone."""
 
-    def __init__(self, reader: AnswerReader | None, thoughts: Thoughts) -> None:
+    def __init__(self, reader: AnswerReader, thoughts: Thoughts) -> None:
         self._reader, self._thoughts = reader, thoughts
         self._blocks = Blocks()
 
     def add(self, text: str, last: bool) -> list[Item]:
-        pieces: list[Piece] = [Text(text)] if text else []
-        if self._reader is not None:
-            pieces = self._reader.read(text, last)
+        pieces = self._reader.read(text, last)
         if self._thoughts == "dropped":
             pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
         changes = self._blocks.add(pieces) + (self._blocks.close() if last else [])

@@ -103,29 +103,11 @@ class FileObject(BaseModel):
     status: Literal["processed"]
 
 
-class BatchError(BaseModel):
-    code: str
-    message: str
-    param: str | None
-    line: int | None
-
-
-class BatchErrors(BaseModel):
-    object: Literal["list"]
-    data: list[BatchError]
-
-
-class RequestCounts(BaseModel):
-    total: int
-    completed: int
-    failed: int
-
-
 class BatchObject(BaseModel):
     id: str
     object: Literal["batch"]
     endpoint: str
-    errors: BatchErrors | None
+    errors: dict[str, Any] | None  # a list of what is wrong, each with its code, message, param and line
     input_file_id: str
     completion_window: str
     status: str
@@ -140,5 +122,5 @@ class BatchObject(BaseModel):
     expired_at: int | None
     cancelling_at: int | None
     cancelled_at: int | None
-    request_counts: RequestCounts
+    request_counts: dict[str, int]  # total, completed, failed
     metadata: dict[str, Any] | None

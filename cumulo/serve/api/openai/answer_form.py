@@ -144,18 +144,13 @@ class AnswerForm:
     thinks: bool = False
     thoughts_opened: bool = False
 
-    def reader(self) -> AnswerReader | None:
-        """Make the reader of one answer; None if the answer is all text."""
-        if self.tool_format is None and not self.thinks:
-            return None
+    def reader(self) -> AnswerReader:
+        """Make the reader of one answer."""
         return AnswerReader(
             ReasoningParser(opened=self.thoughts_opened) if self.thinks else None,
             ToolCallParser(self.tool_format, self.tool_names) if self.tool_format is not None else None,
             parallel=self.parallel,
         )
-
-
-_ALL_TEXT = AnswerForm()
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
@@ -203,22 +198,17 @@ def _named(choice: object) -> list[str]:
     return []
 
 
-def check_form(wanted: ResponseFormat | None) -> None:
-    """The field that a `response_format` needs is there, and no other."""
+def check_form(wanted: Any, place: str = "response_format", schema_field: str = "json_schema") -> None:
+    """The field that a form of the answer needs is there, and no other. `place`: what the request calls the form;
+    `schema_field`: and the field of its schema there."""
     if wanted is None:
         return
-    for name in ("json_schema", "regex", "grammar"):
-        given = getattr(wanted, name) is not None
-        if given and wanted.type != name:
-            raise invalid(
-                f"response_format.{name} needs type {name}, not {wanted.type}", f"response_format.{name}"
-            )
-        if not given and wanted.type == name:
-            raise invalid(
-                f"'response_format.{name}' is missing",
-                f"response_format.{name}",
-                "missing_required_parameter",
-            )
+    for kind, name in (("json_schema", schema_field), ("regex", "regex"), ("grammar", "grammar")):
+        given, param = getattr(wanted, name) is not None, f"{place}.{name.rstrip('_')}"
+        if given and wanted.type != kind:
+            raise invalid(f"'{param}' needs type {kind}, not {wanted.type}", param, "invalid_value")
+        if not given and wanted.type == kind:
+            raise invalid(f"'{param}' is missing", param, "missing_required_parameter")
 
 
 def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
@@ -235,7 +225,7 @@ def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt:
 def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
     formats = text.formats
     if use is None and body.response_format is None and not formats.thinks:
-        return _ALL_TEXT
+        return AnswerForm()
     opened = formats.thinks and (opens_reasoning(prompt) or _continues_thoughts(body))
     show_thoughts = formats.thinks and formats.thought_markers_special
     if use is None:

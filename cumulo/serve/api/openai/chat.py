@@ -27,7 +27,15 @@ from cumulo.serve.api.openai.conversation import (
     template_variables,
     text_of,
 )
-from cumulo.serve.api.openai.events import StreamCounts, event, json_response, last_chunks, open_stream, usage
+from cumulo.serve.api.openai.events import (
+    EventWriter,
+    StreamCounts,
+    event,
+    json_response,
+    last_chunks,
+    open_stream,
+    usage,
+)
 from cumulo.serve.api.openai.logprobs import chat_logprobs, prompt_logprobs, spoken, worded
 from cumulo.serve.api.openai.sampling import chat_params, check_tokens, default_limit, is_search
 from cumulo.serve.api.openai.schemas import ChatRequest
@@ -126,19 +134,16 @@ def _answer(
         if body.logprobs:
             entries = spoken(sample.logprobs, sample.finish_reason, ends)
             logprobs = chat_logprobs(service.text, entries, body.top_logprobs or 0)
-        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
-        finish_reason: str | None = sample.finish_reason
-        if (reader := form.reader()) is not None:
-            pieces = reader.read(sample.text, last=True)
-            message = message_of(pieces) if body.functions is None else legacy_message(pieces)
-            finish_reason = _reason(body, reader.finish_reason(finish_reason))
+        reader = form.reader()
+        pieces = reader.read(sample.text, last=True)
+        message = message_of(pieces) if body.functions is None else legacy_message(pieces)
         if body.echo:
             message["content"] = text_of(body.messages[-1].content) + (message["content"] or "")
         choice = {
             "index": sample.index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "finish_reason": _reason(body, reader.finish_reason(sample.finish_reason)),
         }
         if body.return_token_ids:
             choice["token_ids"] = sample.token_ids
@@ -171,7 +176,7 @@ def _tier(body: ChatRequest) -> dict[str, str]:
     return {} if body.service_tier is None else {"service_tier": "default"}
 
 
-class ChatEvents:
+class ChatEvents(EventWriter):
     """An answer as chunks; those that are new at the same time go in one piece."""
 
     def __init__(self, call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> None:
@@ -185,7 +190,7 @@ class ChatEvents:
             **_tier(body),
         }
         self._prompt_told = False
-        self._readers: dict[int, AnswerReader | None] = {}  # of the choices that have begun
+        self._readers: dict[int, AnswerReader] = {}  # of the choices that have begun
 
     def add(self, batch: Batch) -> bytes:
         pieces: list[bytes] = []
@@ -206,7 +211,11 @@ class ChatEvents:
         begins = item.index not in self._readers
         if begins:
             self._readers[item.index] = self._form.reader()
-        deltas, finish_reason = self._read(item, self._readers[item.index])
+        reader = self._readers[item.index]
+        added = reader.read(item.text, last=item.finish_reason is not None)
+        word = delta_of if self._body.functions is None else legacy_delta
+        deltas = [word(piece) for piece in added]
+        finish_reason = _reason(self._body, reader.finish_reason(item.finish_reason))
         if begins:
             repeated = [{"content": text_of(self._body.messages[-1].content)}] if self._body.echo else []
             deltas = repeated + deltas
@@ -225,14 +234,6 @@ class ChatEvents:
                 chunks[0]["prompt_token_ids"] = self._call.prompts[0]
                 self._prompt_told = True
         return [event(chunk) for chunk in chunks]
-
-    def _read(self, item: Delta, reader: AnswerReader | None) -> tuple[list[dict[str, Any]], str | None]:
-        """What a piece of an answer adds to the client's message, and why the answer ends if it does."""
-        if reader is None:
-            return [{"content": item.text}] if item.text else [], item.finish_reason
-        added = reader.read(item.text, last=item.finish_reason is not None)
-        word = delta_of if self._body.functions is None else legacy_delta
-        return [word(piece) for piece in added], _reason(self._body, reader.finish_reason(item.finish_reason))
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

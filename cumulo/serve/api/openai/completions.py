@@ -10,7 +10,15 @@ from starlette.responses import Response
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta, Sample
-from cumulo.serve.api.openai.events import StreamCounts, event, json_response, last_chunks, open_stream, usage
+from cumulo.serve.api.openai.events import (
+    EventWriter,
+    StreamCounts,
+    event,
+    json_response,
+    last_chunks,
+    open_stream,
+    usage,
+)
 from cumulo.serve.api.openai.logprobs import (
     CompletionColumns,
     echoed_columns,
@@ -157,7 +165,7 @@ def _choice(
     return choice
 
 
-class CompletionEvents:
+class CompletionEvents(EventWriter):
     """Answers as chunks; those that are new at the same time go in one piece."""
 
     def __init__(self, call: Call, asked: Asked) -> None:

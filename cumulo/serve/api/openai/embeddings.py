@@ -13,7 +13,7 @@ from starlette.responses import Response
 from cumulo.engine.decide.params import Pooling, SamplingParams
 from cumulo.engine.outputs import shortened
 from cumulo.serve.api.openai.events import json_response, to_json, usage
-from cumulo.serve.api.openai.schemas import ModelRequest, Token
+from cumulo.serve.api.openai.schemas import ModelRequest, ParsesSpecial, Token
 from cumulo.serve.api.openai.schemas_out import ERRORS, Explanation, InputUsage
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Call
@@ -44,10 +44,7 @@ class EmbeddingRequest(ModelRequest):
     pooling: Pooling | None = Field(
         "mean", description="Extension: the mean of all tokens' final hidden states, or the last token's."
     )
-    parse_special_tokens: bool | None = Field(
-        None,
-        description="Extension: true recognises special tokens written in the input; otherwise they are text.",
-    )
+    parse_special_tokens: ParsesSpecial = None
 
 
 class EmbeddingObject(BaseModel):

@@ -6,7 +6,7 @@ its own, as OpenAI's client expects it; before the first byte it is an ordinary 
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -40,12 +40,9 @@ class EventWriter(Protocol):
         """What follows when all is told."""
         ...
 
-
-@runtime_checkable
-class FailureWriter(Protocol):
-    """An EventWriter whose API has words of its own for a failure in the middle of a stream."""
-
-    def fail(self, error: ApiError) -> bytes: ...
+    def fail(self, error: ApiError) -> bytes:
+        """What is said of a failure in the middle of the stream: OpenAI's words, unless the API has its own."""
+        return b"data: " + error.body() + b"\n\n"
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -227,6 +224,4 @@ class EventStream(Response):
 
     def _failure(self, error: ApiError) -> bytes:
         seal = b"" if self._call.forwarded is None else self._call.forwarded.failure_seal(error.status)
-        if isinstance(self._writer, FailureWriter):
-            return self._writer.fail(error) + seal
-        return b"data: " + error.body() + b"\n\n" + seal
+        return self._writer.fail(error) + seal

@@ -135,6 +135,10 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Label = Annotated[str, StringConstraints(max_length=512)]
 Temperature = Annotated[float, Field(ge=0, le=2, description="0: always the likeliest token.")]
+ParsesSpecial = Annotated[
+    bool | None,
+    Field(description="Extension: true recognises special tokens in what is given; otherwise they are text."),
+]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 
@@ -351,10 +355,7 @@ class CompletionRequest(Sampling):
     )
     best_of: int | None = Field(None, ge=1, le=128, description="Draw so many, return the n likeliest.")
     echo: bool | None = Field(False, description="Put the prompt before the answer.")
-    parse_special_tokens: bool | None = Field(
-        None,
-        description="Extension: true recognises special tokens written in the prompt; otherwise they are text.",
-    )
+    parse_special_tokens: ParsesSpecial = None
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
 
@@ -365,10 +366,7 @@ class TokenizeRequest(Templated):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = Field(True, description="With a prompt: add those the model was trained with.")
-    parse_special_tokens: bool | None = Field(
-        None,
-        description="Extension: true recognises special tokens written in the prompt; otherwise they are text.",
-    )
+    parse_special_tokens: ParsesSpecial = None
     return_token_strs: bool = Field(False, description="Also give each token's text.")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cumulo.errors import InvalidRequest
+from cumulo.serve.api.openai.answer_form import check_form
 from cumulo.serve.api.openai.chat import chat_prompt
 from cumulo.serve.api.openai.conversation import as_chat_request, text_of
 from cumulo.serve.api.openai.schemas import ChatRequest
@@ -120,11 +121,7 @@ def _response_format(wanted: TextFormat | None) -> Entry | None:
     """The wanted form as `response_format` of a chat completion."""
     if wanted is None:
         return None
-    for name, kind in (("schema_", "json_schema"), ("regex", "regex"), ("grammar", "grammar")):
-        given, param = getattr(wanted, name) is not None, f"text.format.{name.rstrip('_')}"
-        if given != (wanted.type == kind):
-            problem = f"needs type {kind}, not {wanted.type}" if given else "is missing"
-            raise invalid(f"'{param}' {problem}", param, "invalid_value")
+    check_form(wanted, "text.format", "schema_")
     schema = {"name": wanted.name or "", "schema": wanted.schema_, "strict": wanted.strict}
     return {
         "type": wanted.type,

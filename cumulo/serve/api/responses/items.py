@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cumulo.engine.decide.plan import TokenLogprobs
-from cumulo.serve.api.openai.answer_form import AnswerReader, Piece
+from cumulo.serve.api.openai.answer_form import AnswerReader
 from cumulo.serve.api.openai.events import usage
 from cumulo.serve.api.openai.logprobs import chat_logprobs
 from cumulo.serve.api.responses.request import (
@@ -21,7 +21,6 @@ from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError
 from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
-from cumulo.serve.formats.events import Text
 from cumulo.serve.model_text import ModelText
 
 Entry = dict[str, Any]
@@ -62,7 +61,7 @@ Item = dict[str, Any]
 class Output:
     """The whole answer and the streamed one are made by the same calls; a whole one leaves the events alone."""
 
-    def __init__(self, response_id: str, reader: AnswerReader | None, logprobs: TextLogprobs | None) -> None:
+    def __init__(self, response_id: str, reader: AnswerReader, logprobs: TextLogprobs | None) -> None:
         self.items: list[Item] = []
         self.finish_reason: str | None = None
         self._suffix = response_id.removeprefix("resp_")
@@ -74,9 +73,7 @@ class Output:
         return "".join(block.text for block in self._blocks.blocks if block.kind == "thoughts")
 
     def add(self, text: str, last: bool, entries: Sequence[TokenLogprobs] = ()) -> list[Item]:
-        pieces: list[Piece] = [Text(text)] if text else []
-        if self._reader is not None:
-            pieces = self._reader.read(text, last)
+        pieces = self._reader.read(text, last)
         if self._logprobs is not None:
             self._logprobs.push(entries)
         return [event for change in self._blocks.add(pieces) for event in self._events(change)]
