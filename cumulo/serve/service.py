@@ -82,7 +82,11 @@ class Service:
         self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
         self.limits = RateLimits()
         self.metrics = Metrics(model_name)
-        self.fleet_metrics = self._fleet_metrics(model_name) if self.fleet is not None else None
+        self.fleet_metrics: FleetMetrics | None = None
+        if (fleet := self.fleet) is not None:
+            self.fleet_metrics = FleetMetrics(
+                self.metrics.registry, model_name, lambda: replica_reports(fleet)
+            )
         if options.engine.layout.world > 1:
             rank_metrics(self.metrics.registry, model_name, self.rank_states)
         self.block_log = BlockLog()
@@ -111,11 +115,6 @@ class Service:
             for name, client in clients.items()
             if client.stats is not None and client.stats.ranks
         }
-
-    def _fleet_metrics(self, model_name: str) -> FleetMetrics:
-        fleet = self.fleet
-        assert fleet is not None
-        return FleetMetrics(self.metrics.registry, model_name, lambda: replica_reports(fleet))
 
     async def start(self) -> Ready:
         info = await self.engine.start()

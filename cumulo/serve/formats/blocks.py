@@ -22,22 +22,10 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class Change:
+    what: Literal["begun", "grown", "ended"]
     block: Block
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    block: Block
-    text: str  # what is new
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    block: Block
-
-
-Change = Begun | Grown | Ended
+    text: str = ""  # of one that has grown: what is new
 
 
 class Blocks:
@@ -70,14 +58,14 @@ class Blocks:
         ended = self._end()
         self.blocks.append(Block(kind, len(self.blocks), call_id=call_id, name=name))
         self._open = True
-        return [*ended, Begun(self.blocks[-1])]
+        return [*ended, Change("begun", self.blocks[-1])]
 
-    def _grow(self, text: str) -> Grown:
+    def _grow(self, text: str) -> Change:
         self.blocks[-1].text += text
-        return Grown(self.blocks[-1], text)
+        return Change("grown", self.blocks[-1], text)
 
     def _end(self) -> list[Change]:
         if not self._open:
             return []
         self._open = False
-        return [Ended(self.blocks[-1])]
+        return [Change("ended", self.blocks[-1])]

@@ -19,7 +19,7 @@ from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, anthropic_error
-from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
+from cumulo.serve.formats.blocks import Block, Blocks, Change
 from cumulo.serve.formats.reasoning import Reasoning
 from cumulo.serve.service import Service
 
@@ -59,12 +59,12 @@ class MessageAnswer:
     # -- spelling -----------------------------------------------------------------------------------------
     def _events(self, change: Change) -> list[Item]:
         place = {"index": change.block.index}
-        if isinstance(change, Begun):
+        if change.what == "begun":
             begun = {"type": "content_block_start", **place, "content_block": _empty(change.block)}
             # Proxies and clients look for one; OpenAI's API has none.
             return [begun, {"type": "ping"}] if change.block.index == 0 else [begun]
         delta = {"type": "content_block_delta", **place}
-        if isinstance(change, Grown):
+        if change.what == "grown":
             if change.block.kind == "thoughts" and self._thoughts == "omitted":
                 return []
             return [{**delta, "delta": _delta(change)}]
@@ -90,7 +90,7 @@ def _empty(block: Block) -> Item:
     return {"type": "tool_use", "id": tool_use_id(block.call_id), "name": block.name, "input": {}}
 
 
-def _delta(change: Grown) -> Item:
+def _delta(change: Change) -> Item:
     if change.block.kind == "text":
         return {"type": "text_delta", "text": change.text}
     if change.block.kind == "thoughts":

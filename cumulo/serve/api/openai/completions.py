@@ -223,13 +223,17 @@ class CompletionEvents(EventWriter):
             and not (self._body.return_token_ids and ids)
         ):
             return []  # the token's text is not certain yet
-        content = self._content(index, text, logprobs, finish_reason)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
         if self._body.return_token_ids:
-            choice = content["choices"][0]
             choice["token_ids"] = ids
             if begins:
                 choice["prompt_token_ids"] = self._asked.prompts[position]
-        return [event(content)]
+        return [event({**self._base, "choices": [choice], **self._counts.field()})]
 
     def _columns_of(
         self, position: int, index: int, text: str, entries: Sequence[TokenLogprobs], last: bool
@@ -241,9 +245,3 @@ class CompletionEvents(EventWriter):
         columns.push(entries)
         self._shown[index] = shown = self._shown.get(index, 0) + len(text)
         return columns.finish(shown) if last else columns.next_columns(shown)
-
-    def _content(
-        self, index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-    ) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._base, "choices": [choice], **self._counts.field()}

@@ -66,7 +66,6 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 # A call of many texts does not fill the queue: so many are with the engine, the next goes when one is done.
 _AT_A_TIME = 64
-_VECTORS_PER_TURN = 64  # written before others get their turn: thousands of numbers take a while
 
 
 @router.post(
@@ -95,7 +94,9 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
         cache_salt=body.cache_salt,
         at_a_time=_AT_A_TIME,
     )
-    return json_response(await _answer(call, body))
+    results = await call.results()
+    # In a thread: there may be millions of numbers.
+    return json_response(await asyncio.to_thread(lambda: msgspec.Raw(to_json(_answer(call, body, results)))))
 
 
 async def _tokens(body: EmbeddingRequest, service: Service) -> list[list[int]]:
@@ -110,20 +111,17 @@ async def _tokens(body: EmbeddingRequest, service: Service) -> list[list[int]]:
     return inputs
 
 
-async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
-    results = await call.results()
-    data = []
-    for position, finished in enumerate(results):
-        data.append({"object": "embedding", "index": position, "embedding": _written(finished, body)})
-        if position % _VECTORS_PER_TURN == _VECTORS_PER_TURN - 1:
-            await asyncio.sleep(0)
+def _answer(call: Call, body: EmbeddingRequest, results: list[Finished]) -> dict[str, Any]:
     counts = usage(results)
     del counts["completion_tokens"]
     answer: dict[str, Any] = {
         "id": call.id,
         "object": "list",
         "model": call.model,
-        "data": data,
+        "data": [
+            {"object": "embedding", "index": position, "embedding": _written(finished, body)}
+            for position, finished in enumerate(results)
+        ],
         "usage": counts,
     }
     if body.explain:
@@ -131,7 +129,7 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     return answer
 
 
-def _written(finished: Finished, body: EmbeddingRequest) -> str | msgspec.Raw:
+def _written(finished: Finished, body: EmbeddingRequest) -> str | list[float]:
     if finished.embedding is None:
         raise ApiError(500, "the engine ended this request without an embedding", code="engine_error")
     numbers = np.frombuffer(finished.embedding, dtype="<f4")
@@ -139,4 +137,5 @@ def _written(finished: Finished, body: EmbeddingRequest) -> str | msgspec.Raw:
         numbers = shortened(numbers, body.dimensions).astype("<f4")
     if body.encoding_format == "base64":
         return base64.b64encode(numbers.tobytes()).decode("ascii")
-    return msgspec.Raw(to_json(numbers.tolist()))
+    spelled: list[float] = numbers.tolist()
+    return spelled

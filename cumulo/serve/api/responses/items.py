@@ -20,7 +20,7 @@ from cumulo.serve.api.responses.request import (
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError
-from cumulo.serve.formats.blocks import Begun, Block, Blocks, Change, Grown
+from cumulo.serve.formats.blocks import Block, Blocks, Change
 from cumulo.serve.model_text import ModelText
 
 Entry = dict[str, Any]
@@ -85,9 +85,9 @@ class Output:
 
     # -- one change as events, in the order that OpenAI's API has them ------------------------------------
     def _events(self, change: Change) -> list[Item]:
-        if isinstance(change, Begun):
+        if change.what == "begun":
             return self._begin(change.block)
-        if isinstance(change, Grown):
+        if change.what == "grown":
             return [self._grow(change.block, change.text)]
         return self._end(change.block)
 
