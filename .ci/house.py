@@ -41,7 +41,7 @@ LINES_PER_ROOM = {
     "plan": 10_100,
     "quant": 1_250,
     "ranks": 2_400,
-    "serve": 15_500,
+    "serve": 15_400,
     "spec": 2_350,
     "train": 7_700,
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cumulo.serve.api.openai.events import EventStream, event
+from cumulo.serve.api.openai.events import EventStream, EventWriter, event
 
 # What `str.splitlines` takes for a line end. JSON escapes the control characters; the rest must be our care.
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -30,7 +30,7 @@ def test_a_token_that_cannot_be_worded_ends_its_own_stream_with_an_error() -> No
         def close(self) -> None:
             self.closed = True
 
-    class Broken:
+    class Broken(EventWriter):
         def add(self, batch: list[Any]) -> bytes:
             raise RuntimeError("cannot be worded")
 

@@ -22,7 +22,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BlockChange:
     what: Literal["begun", "grown", "ended"]
     block: Block
     text: str = ""  # of one that has grown: what is new
@@ -35,8 +35,8 @@ class Blocks:
         self.blocks: list[Block] = []
         self._open = False
 
-    def add(self, pieces: Iterable[Reasoning | Event]) -> list[Change]:
-        changes: list[Change] = []
+    def add(self, pieces: Iterable[Reasoning | Event]) -> list[BlockChange]:
+        changes: list[BlockChange] = []
         for piece in pieces:
             if isinstance(piece, ToolCallStart):
                 changes += self._begin("call", piece.id, piece.name)
@@ -49,23 +49,23 @@ class Blocks:
                 changes.append(self._grow(piece.fragment))
         return changes
 
-    def close(self) -> list[Change]:
+    def close(self) -> list[BlockChange]:
         """The answer is complete. One that says nothing at all is one empty text."""
         begun = [] if self.blocks else self._begin("text")
         return begun + self._end()
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> list[Change]:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> list[BlockChange]:
         ended = self._end()
         self.blocks.append(Block(kind, len(self.blocks), call_id=call_id, name=name))
         self._open = True
-        return [*ended, Change("begun", self.blocks[-1])]
+        return [*ended, BlockChange("begun", self.blocks[-1])]
 
-    def _grow(self, text: str) -> Change:
+    def _grow(self, text: str) -> BlockChange:
         self.blocks[-1].text += text
-        return Change("grown", self.blocks[-1], text)
+        return BlockChange("grown", self.blocks[-1], text)
 
-    def _end(self) -> list[Change]:
+    def _end(self) -> list[BlockChange]:
         if not self._open:
             return []
         self._open = False
-        return [Change("ended", self.blocks[-1])]
+        return [BlockChange("ended", self.blocks[-1])]

@@ -19,7 +19,7 @@ from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, anthropic_error
-from cumulo.serve.formats.blocks import Block, Blocks, Change
+from cumulo.serve.formats.blocks import Block, BlockChange, Blocks
 from cumulo.serve.formats.reasoning import Reasoning
 from cumulo.serve.service import Service
 
@@ -57,7 +57,7 @@ class MessageAnswer:
         return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
     # -- spelling -----------------------------------------------------------------------------------------
-    def _events(self, change: Change) -> list[Item]:
+    def _events(self, change: BlockChange) -> list[Item]:
         place = {"index": change.block.index}
         if change.what == "begun":
             begun = {"type": "content_block_start", **place, "content_block": _empty(change.block)}
@@ -90,7 +90,7 @@ def _empty(block: Block) -> Item:
     return {"type": "tool_use", "id": tool_use_id(block.call_id), "name": block.name, "input": {}}
 
 
-def _delta(change: Change) -> Item:
+def _delta(change: BlockChange) -> Item:
     if change.block.kind == "text":
         return {"type": "text_delta", "text": change.text}
     if change.block.kind == "thoughts":

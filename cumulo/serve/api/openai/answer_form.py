@@ -156,23 +156,26 @@ class AnswerForm:
 def tool_use(body: ChatRequest) -> ToolUse | None:
     """Which tools the answer may call; None: it is to call none. Refuses contradictions."""
     tools, choice = body.tools or [], body.tool_choice
+    is_legacy = body.functions is not None or body.function_call is not None
+    listing, choosing = ("functions", "function_call") if is_legacy else ("tools", "tool_choice")
     if not tools:
         if choice is not None and choice != "none":
-            raise invalid("tool_choice needs tools; give tools or leave it out", "tool_choice")
+            raise invalid(f"{choosing} needs {listing}; give {listing} or leave it out", choosing)
         if body.parallel_tool_calls is not None:
             raise invalid("parallel_tool_calls needs tools; leave it out", "parallel_tool_calls")
         return None
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise invalid(f"tools has two functions named {name!r}", f"tools[{index}].function.name")
+            param = f"functions[{index}].name" if is_legacy else f"tools[{index}].function.name"
+            raise invalid(f"{listing} has two functions named {name!r}", param)
     if choice == "none":
         return None
     for named in _named(choice):
         if named not in names:
             raise invalid(
-                f"tool_choice names {named[:64]!r}, which is not among the tools: {', '.join(names)}",
-                "tool_choice",
+                f"{choosing} names {named[:64]!r}, which is not among the {listing}: {', '.join(names)}",
+                choosing,
             )
     if body.response_format is not None and body.response_format.type == "grammar":
         raise invalid(

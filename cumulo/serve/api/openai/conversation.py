@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from cumulo.serve.api.openai.schemas import ChatRequest, Message, NamedTool, Tool, ToolCall
+from cumulo.serve.api.openai.schemas import ChatRequest, ChosenFunction, Message, NamedTool, Tool, ToolCall
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.formats.forcing import describe_tools
 from cumulo.serve.formats.tool_calls import HERMES_CLOSE, HERMES_OPEN
@@ -215,26 +215,13 @@ def _tools(body: ChatRequest) -> dict[str, Any]:
         if getattr(body, name) is not None:
             raise invalid(f"{name} and functions exclude each other: write the functions as tools", name)
     functions, choice = body.functions or [], body.function_call
-    if not functions:
-        if choice is not None and choice != "none":
-            raise invalid("function_call needs functions; give functions or leave it out", "function_call")
-        return {}
-    names = [function.name for function in functions]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise invalid(f"functions has two functions named {name!r}", f"functions[{index}].name")
-    if choice is None or isinstance(choice, str):
-        wanted: Any = choice
-    elif choice.name in names:
-        wanted = NamedTool.model_construct(type="function", function=choice)
-    else:
-        listing = ", ".join(names)
-        raise invalid(
-            f"function_call names {choice.name[:64]!r}, which is not among the functions: {listing}",
-            "function_call",
-        )
+    wanted = (
+        NamedTool.model_construct(type="function", function=choice)
+        if isinstance(choice, ChosenFunction)
+        else choice
+    )
     tools = [Tool.model_construct(type="function", function=function) for function in functions]
-    return {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": False}
+    return {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": False if functions else None}
 
 
 def with_tool_calls(messages: list[Message]) -> list[Message]:

@@ -20,8 +20,7 @@ Description = Annotated[str, StringConstraints(max_length=65_536)]
 Schema = dict[str, Any]
 
 
-class JsonSchema(Strict):
-    name: Annotated[str, StringConstraints(max_length=256)] = Field(description="For people; not used.")
+class SchemaFields(Strict):
     description: Description | None = Field(None, description="For people; not used.")
     schema_: Schema | None = Field(None, alias="schema", description="Left out: any JSON object.")
     strict: bool | None = Field(
@@ -29,17 +28,24 @@ class JsonSchema(Strict):
     )
 
 
-class ResponseFormat(Strict):
+class JsonSchema(SchemaFields):
+    name: Annotated[str, StringConstraints(max_length=256)] = Field(description="For people; not used.")
+
+
+class AnswerFormat(Strict):
     """Tokens that would leave the form are never drawn."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
-    json_schema: JsonSchema | None = Field(None, description="With type json_schema.")
     regex: Annotated[str, StringConstraints(min_length=1)] | None = Field(
         None, description="Extension, with type regex: the whole answer matches it."
     )
     grammar: Annotated[str, StringConstraints(min_length=1)] | None = Field(
         None, description="Extension, with type grammar: a Lark grammar in llguidance's dialect."
     )
+
+
+class ResponseFormat(AnswerFormat):
+    json_schema: JsonSchema | None = Field(None, description="With type json_schema.")
 
 
 class Function(Strict):

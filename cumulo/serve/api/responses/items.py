@@ -20,7 +20,7 @@ from cumulo.serve.api.responses.request import (
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError
-from cumulo.serve.formats.blocks import Block, Blocks, Change
+from cumulo.serve.formats.blocks import Block, BlockChange, Blocks
 from cumulo.serve.model_text import ModelText
 
 Entry = dict[str, Any]
@@ -84,7 +84,7 @@ class Output:
         return [event for change in self._blocks.close() for event in self._events(change)]
 
     # -- one change as events, in the order that OpenAI's API has them ------------------------------------
-    def _events(self, change: Change) -> list[Item]:
+    def _events(self, change: BlockChange) -> list[Item]:
         if change.what == "begun":
             return self._begin(change.block)
         if change.what == "grown":

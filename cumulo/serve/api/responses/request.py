@@ -9,11 +9,12 @@ from cumulo.serve.api.openai.schemas import (
     MAX_PARTS,
     MAX_TOOLS,
     TEXT_ONLY,
-    Description,
-    FunctionName,
+    AnswerFormat,
+    CalledFunction,
+    Function,
     Label,
     ReasoningEffort,
-    Schema,
+    SchemaFields,
     Temperature,
     TopP,
 )
@@ -23,14 +24,10 @@ _OF_EARLIER = "Of an earlier answer; not used."
 
 
 # -- the form of the answer -------------------------------------------------------------------------------
-class TextFormat(Strict):
-    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+class TextFormat(AnswerFormat, SchemaFields):
+    """The form of the answer, with the schema's fields beside its type."""
+
     name: Annotated[str, StringConstraints(max_length=256)] | None = Field(None, description="Not used.")
-    description: Description | None = Field(None, description="Not used.")
-    schema_: Schema | None = Field(None, alias="schema", description="With type json_schema.")
-    strict: bool | None = Field(None, description="As in response_format of chat completions.")
-    regex: Annotated[str, StringConstraints(min_length=1)] | None = Field(None, description="Extension.")
-    grammar: Annotated[str, StringConstraints(min_length=1)] | None = Field(None, description="Extension.")
 
 
 class TextOptions(Strict):
@@ -64,39 +61,36 @@ InputParts = Annotated[
 ]
 
 
-class InputMessage(Strict):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[InputParts, Field(min_length=1)]
+class EarlierItem(Strict):
+    """What every item of an earlier answer has."""
+
     id: Label | None = Field(None, description=_OF_EARLIER)
     status: Label | None = Field(None, description=_OF_EARLIER)
-    phase: Label | None = Field(None, description=_OF_EARLIER)
     ignores_unknown: ClassVar[bool] = True
 
 
-class FunctionCallItem(Strict):
+class InputMessage(EarlierItem):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[InputParts, Field(min_length=1)]
+    phase: Label | None = Field(None, description=_OF_EARLIER)
+
+
+class FunctionCallItem(EarlierItem, CalledFunction):
     type: Literal["function_call"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    arguments: str = Field(description="A JSON object, as text.")
-    id: Label | None = Field(None, description=_OF_EARLIER)
-    status: Label | None = Field(None, description=_OF_EARLIER)
     parsed_arguments: Any = Field(None, description="What OpenAI's client made of the arguments; not used.")
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "async": (False,), "caller": ({"type": "direct"},), "namespace": (),
     }  # fmt: skip
-    ignores_unknown: ClassVar[bool] = True
 
 
-class FunctionCallOutputItem(Strict):
+class FunctionCallOutputItem(EarlierItem):
     type: Literal["function_call_output"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     output: str | InputParts
-    id: Label | None = Field(None, description="Not used.")
     name: Label | None = Field(None, description="Not used: the call of this call_id says it.")
-    status: Label | None = Field(None, description="Not used.")
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "namespace": ()}
-    ignores_unknown: ClassVar[bool] = True
 
 
 class ThoughtText(Strict):
@@ -105,14 +99,11 @@ class ThoughtText(Strict):
     ignores_unknown: ClassVar[bool] = True
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(EarlierItem):
     type: Literal["reasoning"]
     summary: list[ThoughtText] | None = Field(None, description="Used where there is no content.")
     content: list[ThoughtText] | None = None
     encrypted_content: str | None = Field(None, description="Not used: this server encrypts nothing.")
-    id: Label | None = Field(None, description=_OF_EARLIER)
-    status: Label | None = Field(None, description=_OF_EARLIER)
-    ignores_unknown: ClassVar[bool] = True
 
 
 # The tags have a dash, by which errors.py knows them as no part of a field's name.
@@ -134,18 +125,11 @@ input_items: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])  # to r
 
 
 # -- tools ------------------------------------------------------------------------------------------------
-class FunctionTool(Strict):
+class FunctionTool(Function):
     type: Literal["function"]
-    name: FunctionName
-    description: Description | None = None
-    parameters: Schema | None = Field(None, description="A JSON schema; left out: it has no arguments.")
-    strict: bool | None = Field(
-        None, description="true: refuse keywords of the schema that cannot be enforced."
-    )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": (),
     }  # fmt: skip
-    ignores_unknown: ClassVar[bool] = True
 
 
 class NamedFunction(Strict):
