@@ -146,7 +146,7 @@ def assemble(
     _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)
-    connect(engine, player, config, _identity(files, config))
+    engine.link = connect(engine.scheduler, player, config, _identity(files, config))
     if config.kv_disk:
         engine.mover = _mover(engine, player, config, files)
     return Assembly(loaded, config, memory, engine, player)
@@ -257,7 +257,7 @@ def _assemble_ranks(
     _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)
-    connect(engine, player, config, _identity(files, config))
+    engine.link = connect(engine.scheduler, player, config, _identity(files, config))
     return Assembly(loaded, config, memory, engine, player)
 
 

@@ -1,6 +1,8 @@
 """EngineConfig: every option of the engine, documented where it is defined. No environment switches."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
@@ -10,8 +12,10 @@ from cumulo.engine.decide.transfer.orders import named_address, parse_address
 from cumulo.errors import CumuloError
 from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.layout.serving import ServingLayout
+from cumulo.models.adapters.config import greatest_rank
 from cumulo.spec.slo import Slo
 
+_USUAL_LORAS = 8  # where adapters are named and max_loras is not
 _MOST_THREADS = 1024  # torch ends the process where it cannot start them
 
 
@@ -117,14 +121,13 @@ class EngineConfig(SchedulingOptions):
             raise CumuloError(
                 "invariant_tp says what batch_invariant adds up alike: add batch_invariant, or omit it"
             )
-        if not self.shared_step_s > 0:
-            raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
+        for name in ("shared_step_s", "rank_timeout_s", "transfer_stall_s"):
+            if not getattr(self, name) > 0:
+                raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if self.slo is not None and not isinstance(self.slo, Slo):
             raise CumuloError(f"slo must be a Slo, such as Slo(ttft_s=0.5, itl_s=0.04); got {self.slo!r}")
         if self.slo is not None and (self.slo.tpot_s is not None or self.slo.e2e_s is not None):
             raise CumuloError("a server can promise ttft and itl: remove tpot and e2e from the SLO")
-        if not self.rank_timeout_s > 0:
-            raise CumuloError(f"rank_timeout_s must be more than 0 seconds, got {self.rank_timeout_s}")
         layout = self.layout  # which refuses sizes that do not belong together
         if self.redundant_experts < 0 or self.expert_balance_steps < 1:
             raise CumuloError("redundant_experts must be 0 or more, and expert_balance_steps 1 or more")
@@ -141,8 +144,6 @@ class EngineConfig(SchedulingOptions):
             )
         if self.remote_ranks and not self.transfer_key:
             raise CumuloError("ranks of other hosts need a key: give all of them the same --fleet-key-file")
-        if not self.transfer_stall_s > 0:
-            raise CumuloError(f"transfer_stall_s must be more than 0 seconds, got {self.transfer_stall_s}")
         if (self.role == "prefill") != bool(self.transfer_address):
             raise CumuloError(
                 "an engine with role=prefill needs a transfer_address, and only such an engine: unix:PATH for "
@@ -170,6 +171,18 @@ class EngineConfig(SchedulingOptions):
         """How the engine is spread over ranks."""
         alone = self.ep > 1 and self.tp == self.dp == 1
         return ServingLayout(self.ep if alone else self.tp, self.pp, self.dp, self.ep)
+
+    def with_adapters(self, folders: Iterable[str | Path]) -> "EngineConfig":
+        """With room for the adapters in these folders and, unless it says how many, for a few more."""
+        ranks = [greatest_rank(Path(folder)) for folder in folders]
+        if not ranks:
+            return self
+        if self.max_loras and self.max_loras < len(ranks):
+            raise CumuloError(
+                f"{len(ranks)} adapters were named, and max_loras is {self.max_loras}: set it higher"
+            )
+        most = self.max_loras or max(_USUAL_LORAS, len(ranks))
+        return replace(self, max_loras=most, max_lora_rank=max(self.max_lora_rank, *ranks))
 
     def settled(self, kind: str) -> "EngineConfig":
         """With everything decided that depends on the kind of device, "cpu" or "cuda"."""

@@ -22,7 +22,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.guides.guided import Guidance
-from cumulo.engine.link import EngineLink
+from cumulo.engine.link import DecodeLink, PrefillLink
 from cumulo.engine.outputs import Delta, RequestOutput, Sample, TextStream, normalised
 from cumulo.engine.play.disk_tier import TierMover
 from cumulo.errors import InvalidRequest, RanksFailed
@@ -73,7 +73,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._depth = depth if overlap else 0
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self.link: EngineLink | None = None  # to engines that compute prompts for this one, or the other way
+        self.link: PrefillLink | DecodeLink | None = None  # of an engine with a role
         self.adapters: AdapterStore | None = None  # where adapters are served
         self.mover: TierMover | None = None  # of KV blocks between host memory and disk
         self.idle = False  # the last step had nothing to compute: what is here waits for another engine

@@ -3,7 +3,6 @@ loop between two steps, so that the scheduler is changed by one thread only.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.core.request import Request
@@ -23,11 +22,13 @@ from cumulo.models.batch import KVCache
 _NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 
 
-def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model: str) -> None:
-    """Give an engine the link that its role asks for."""
+def connect(
+    scheduler: Scheduler, player: Player, config: EngineConfig, model: str
+) -> "PrefillLink | DecodeLink | None":
+    """The link that an engine's role asks for."""
     if config.role == "both":
-        return
-    runner, scheduler = player.runner, engine.scheduler
+        return None
+    runner = player.runner
     ranked = runner if isinstance(runner, RankedRunner) else None
     cache: SentCache | None = getattr(runner, "cache", None) if ranked is None else ranked.caches
     if not isinstance(cache, KVCache | RankCaches):
@@ -40,33 +41,11 @@ def connect(engine: "LinkedEngine", player: Player, config: EngineConfig, model:
         if isinstance(runner, TorchRunner) or (ranked is None and sender.staged):
             runner.layer_teller = sender.layer_teller  # type: ignore[attr-defined]
         before_told = ranked.wait_for_ranks if ranked is not None else None
-        engine.link = PrefillLink(scheduler, sender, cache.spec.layers, before_told)
-        return
+        return PrefillLink(scheduler, sender, cache.spec.layers, before_told)
     peers = named_addresses(config.prefill_engines)
     receiver = TransferReceiver(cache, model, peers, config.transfer_key)
     scheduler.handover.receive(cache.spec.layers, config.transfer_stall_s)
-    engine.link = DecodeLink(scheduler, receiver)
-
-
-class LinkedEngine(Protocol):
-    scheduler: Scheduler
-    link: "EngineLink | None"
-
-
-class EngineLink(Protocol):
-    def exchange(self, now_s: float) -> None:
-        """Take news in, and hand out what the scheduler wants done."""
-        ...
-
-    def step_done(self, plan: StepPlan) -> None:
-        """A step has been computed, all layers of it."""
-        ...
-
-    def fileno(self) -> int:
-        """Readable when there may be news."""
-        ...
-
-    def close(self) -> None: ...
+    return DecodeLink(scheduler, receiver)
 
 
 class PrefillLink:
@@ -85,6 +64,7 @@ class PrefillLink:
         self._told_s = float("-inf")
 
     def exchange(self, now_s: float) -> None:
+        """Take news in, and hand out what the scheduler wants done."""
         for event in self._sender.news.take_all():
             if isinstance(event, Ordered):
                 self._accept(event, now_s)
@@ -99,7 +79,7 @@ class PrefillLink:
             self._sender.tell_load(self._scheduler.handover.load())
 
     def step_done(self, plan: StepPlan) -> None:
-        """Runners that do not tell of single layers tell of all of them here."""
+        """A step has been computed. Runners that do not tell of single layers tell of all of them here."""
         if plan.sends:
             if self._before_told is not None:
                 self._before_told()
@@ -121,6 +101,7 @@ class PrefillLink:
             self._scheduler.handover.accept(request.sequences[0], order.number)
 
     def fileno(self) -> int:
+        """Readable when there may be news."""
         return self._sender.news.fileno()
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cumulo.engine.adapter_room import room_for
 from cumulo.engine.assembly import Assembly, assemble
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import Pooling, SamplingParams
@@ -51,7 +50,7 @@ class LLM:
         `lora`: low-rank adapters by name, each in a folder of PEFT's layout; a request names one with `adapter=`.
         `options` are those of EngineConfig, such as `tp=2`.
         """
-        chosen = room_for(replace(config or EngineConfig(), **options), (lora or {}).values())
+        chosen = replace(config or EngineConfig(), **options).with_adapters((lora or {}).values())
         self._assembly: Assembly = assemble(model, chosen, keep_quantised, progress)
         self.config = self._assembly.config
         self._answers = Answers(self._assembly.engine)

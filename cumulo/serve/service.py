@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.engine.adapter_room import room_for
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.fleet.block_log import BlockLog
@@ -48,7 +47,7 @@ MAX_LOGPROBS = 262_144
 class Service:
     def __init__(self, options: ServeOptions, text: ModelText, model_name: str) -> None:
         named = named_loras(options.lora)
-        options = replace(options, engine=room_for(options.engine, named.values()))
+        options = replace(options, engine=options.engine.with_adapters(named.values()))
         self.options, self.text, self.model_name = options, text, model_name
         self.started_s = time.time()
         self.adapters = AdapterRegistry(options.engine.max_loras, model_name)

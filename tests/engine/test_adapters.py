@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cumulo.engine.adapter_room import room_for
 from cumulo.engine.adapters import AdapterStore
 from cumulo.engine.assembly import assemble
 from cumulo.engine.config import EngineConfig
@@ -330,12 +329,12 @@ def test_an_llm_answers_each_prompt_with_the_adapter_it_names(ranked_model: Path
 def test_room_is_made_for_the_adapters_that_are_named(tmp_path: Path) -> None:
     spec = SPECS["dense"]
     folders = [write_adapter(tmp_path / str(rank), spec, rank=rank) for rank in (4, 40)]
-    config = room_for(EngineConfig(), folders)
+    config = EngineConfig().with_adapters(folders)
     assert (config.max_loras, config.max_lora_rank) == (8, 40)
-    assert room_for(EngineConfig(max_loras=2), folders).max_loras == 2
+    assert EngineConfig(max_loras=2).with_adapters(folders).max_loras == 2
     with pytest.raises(CumuloError, match="max_loras is 1"):
-        room_for(EngineConfig(max_loras=1), folders)
-    assert room_for(EngineConfig(), []) == EngineConfig()
+        EngineConfig(max_loras=1).with_adapters(folders)
+    assert EngineConfig().with_adapters([]) == EngineConfig()
 
 
 def test_weights_in_sixteen_bits_are_read_as_they_are(tmp_path: Path) -> None:

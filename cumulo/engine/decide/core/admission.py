@@ -2,9 +2,11 @@
 preempted for it. Asked by the scheduler; what is decided is told in the stories of the requests.
 """
 
+from collections.abc import Iterator
+from collections.abc import Sequence as ListLike
+
 from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.config import SchedulerConfig
-from cumulo.engine.decide.core.preemption import less_important, younger
 from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
@@ -152,6 +154,29 @@ def admit_past_parked(batch: RequestBatch, plan: StepPlan, now_s: float) -> Sequ
 
 
 # -- back to the queue ---------------------------------------------------------------------------------------------
+def younger(sequence: Sequence, running: ListLike[Sequence], step: int) -> Iterator[Sequence]:
+    """Who may give a block to this sequence, the youngest first: only younger ones, so that the oldest always gets
+    on, and none that is in this step already. `running` is in order, oldest first."""
+    for other in reversed(running):
+        if other.request.order < sequence.request.order:
+            return
+        if other.state != State.RUNNING or other.last_step == step or other is sequence:
+            continue
+        if not other.request.prefill_only:  # its blocks are the receiver's, too: it would not free them
+            yield other
+
+
+def less_important(head: Sequence, running: ListLike[Sequence], level: int) -> list[Sequence]:
+    """Who may have to give way to the first in the queue, the youngest first. Beyond the level whose turn it is and
+    younger in order: any other would only come straight back."""
+    order = head.request.order
+    return [
+        s
+        for s in reversed(running)
+        if s.request.priority > level and s.request.order > order and not s.request.prefill_only
+    ]
+
+
 def preempt(
     batch: RequestBatch,
     victim: Sequence,

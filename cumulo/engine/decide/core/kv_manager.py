@@ -6,10 +6,10 @@ plan is complete: slots, swapped-in host blocks and the sources of copies.
 """
 
 from collections.abc import Iterable
+from typing import Literal
 
 from cumulo.engine.decide.core.block_pool import BlockPool
 from cumulo.engine.decide.core.config import SchedulerConfig
-from cumulo.engine.decide.core.preemption import choose_preemption
 from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.core.step_cost import StepCost
 from cumulo.engine.decide.plan import NewSlot, StepPlan
@@ -223,3 +223,26 @@ def new_slot(sequence: Sequence) -> NewSlot:
         sequence.slot, sequence.tokens[:], sequence.prompt_length, sequence.blocks[:], request.params, request.seed,
         sequence.sample_index, request.adapter,
     )  # fmt: skip
+
+
+def choose_preemption(
+    *,
+    computed_tokens: int,
+    blocks: int,
+    host_blocks_free: int,
+    mode: Literal["auto", "recompute", "swap"],
+    costs: StepCost,
+) -> tuple[Literal["recompute", "swap"], str]:
+    """How a sequence gives way, also in words. Swapping moves every block twice; recomputing pays for every token
+    again."""
+    recompute_s = computed_tokens * costs.prompt_s_per_token
+    swap_s = 2 * blocks * costs.swap_s_per_block
+    if mode == "recompute":
+        return "recompute", "recomputed later (configured)"
+    if host_blocks_free < blocks:
+        return "recompute", f"recomputed later: host memory has room for {host_blocks_free} blocks"
+    if mode == "swap":
+        return "swap", "swapped to host memory (configured)"
+    if swap_s < recompute_s:
+        return "swap", f"swapped to host memory ({swap_s * 1e3:.2g} ms against {recompute_s * 1e3:.2g} ms)"
+    return "recompute", f"recomputed later ({recompute_s * 1e3:.2g} ms against {swap_s * 1e3:.2g} ms)"
