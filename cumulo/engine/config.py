@@ -1,8 +1,7 @@
 """EngineConfig: every option of the engine, documented where it is defined. No environment switches."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
@@ -12,7 +11,6 @@ from cumulo.engine.decide.transfer.orders import named_address, parse_address
 from cumulo.errors import CumuloError
 from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.layout.serving import ServingLayout
-from cumulo.models.adapters.config import greatest_rank
 from cumulo.spec.slo import Slo
 
 _USUAL_LORAS = 8  # where adapters are named and max_loras is not
@@ -172,9 +170,8 @@ class EngineConfig(SchedulingOptions):
         alone = self.ep > 1 and self.tp == self.dp == 1
         return ServingLayout(self.ep if alone else self.tp, self.pp, self.dp, self.ep)
 
-    def with_adapters(self, folders: Iterable[str | Path]) -> "EngineConfig":
-        """With room for the adapters in these folders and, unless it says how many, for a few more."""
-        ranks = [greatest_rank(Path(folder)) for folder in folders]
+    def with_adapters(self, ranks: Sequence[int]) -> "EngineConfig":
+        """With room for adapters of these ranks and, unless it says how many, for a few more."""
         if not ranks:
             return self
         if self.max_loras and self.max_loras < len(ranks):

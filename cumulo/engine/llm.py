@@ -22,6 +22,7 @@ from cumulo.engine.memory.ledger import Ledger
 from cumulo.engine.outputs import Progress, RequestOutput, shortened
 from cumulo.engine.token_stream import Answers, TokenStream
 from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.models.adapters.config import greatest_rank
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.model import ModelSpec
 
@@ -50,7 +51,9 @@ class LLM:
         `lora`: low-rank adapters by name, each in a folder of PEFT's layout; a request names one with `adapter=`.
         `options` are those of EngineConfig, such as `tp=2`.
         """
-        chosen = replace(config or EngineConfig(), **options).with_adapters((lora or {}).values())
+        chosen = replace(config or EngineConfig(), **options).with_adapters(
+            [greatest_rank(Path(folder)) for folder in (lora or {}).values()]
+        )
         self._assembly: Assembly = assemble(model, chosen, keep_quantised, progress)
         self.config = self._assembly.config
         self._answers = Answers(self._assembly.engine)

@@ -8,12 +8,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
 from cumulo.fleet.block_log import BlockLog
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
+from cumulo.models.adapters.config import greatest_rank
 from cumulo.ranks.rank_meter import RankState
 from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
@@ -47,7 +49,8 @@ MAX_LOGPROBS = 262_144
 class Service:
     def __init__(self, options: ServeOptions, text: ModelText, model_name: str) -> None:
         named = named_loras(options.lora)
-        options = replace(options, engine=options.engine.with_adapters(named.values()))
+        ranks = [greatest_rank(Path(folder)) for folder in named.values()]
+        options = replace(options, engine=options.engine.with_adapters(ranks))
         self.options, self.text, self.model_name = options, text, model_name
         self.started_s = time.time()
         self.adapters = AdapterRegistry(options.engine.max_loras, model_name)

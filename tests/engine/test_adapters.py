@@ -19,6 +19,7 @@ from cumulo.engine.llm import LLM
 from cumulo.engine.outputs import RequestOutput
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
 from cumulo.models.adapters.bank import AdapterBank
+from cumulo.models.adapters.config import greatest_rank
 from cumulo.models.adapters.files import AdapterWeights, adaptable_matrices, read_adapter
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import inspect_model
@@ -329,11 +330,12 @@ def test_an_llm_answers_each_prompt_with_the_adapter_it_names(ranked_model: Path
 def test_room_is_made_for_the_adapters_that_are_named(tmp_path: Path) -> None:
     spec = SPECS["dense"]
     folders = [write_adapter(tmp_path / str(rank), spec, rank=rank) for rank in (4, 40)]
-    config = EngineConfig().with_adapters(folders)
+    ranks = [greatest_rank(folder) for folder in folders]
+    config = EngineConfig().with_adapters(ranks)
     assert (config.max_loras, config.max_lora_rank) == (8, 40)
-    assert EngineConfig(max_loras=2).with_adapters(folders).max_loras == 2
+    assert EngineConfig(max_loras=2).with_adapters(ranks).max_loras == 2
     with pytest.raises(CumuloError, match="max_loras is 1"):
-        EngineConfig(max_loras=1).with_adapters(folders)
+        EngineConfig(max_loras=1).with_adapters(ranks)
     assert EngineConfig().with_adapters([]) == EngineConfig()
 
 

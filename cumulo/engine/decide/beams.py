@@ -17,8 +17,6 @@ from cumulo.engine.decide.core.kv_manager import new_slot
 from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.plan import StepPlan, StepResult
 
-EarlyStopping = bool | Literal["never"]
-
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
@@ -36,7 +34,6 @@ class BeamStep:
 
     parents: list[int]
     tokens: list[int]
-    finished: list[Hypothesis]  # newly kept by this step (a later, better one may displace them)
     done: bool  # nothing live is worth continuing; parents and tokens are empty
 
 
@@ -54,19 +51,14 @@ def candidates_per_beam(width: int, stops: int) -> int:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """Search for the `n` best sequences with `width` beams. Begins with one live beam: the prompt.
-
-    `early_stopping` True: end as soon as `width` hypotheses are finished. False: end when the best live beam,
-    scored at its present length, cannot beat the worst of them. "never": the same, scored at the length most
-    favourable to it, which is the only rule that loses nothing.
-    """
+    """Search for the `n` best sequences with `width` beams. It begins with one live beam, the prompt, and ends when
+    the best live beam, scored at its present length, cannot beat the worst of `width` finished hypotheses."""
 
     width: int
     max_tokens: int
     n: int = 1
     length_penalty: float = 1.0
     stop_ids: Collection[int] = ()  # tokens that end a beam
-    early_stopping: EarlyStopping = False
     done: bool = False
     live: list[_Beam] = field(default_factory=lambda: [_Beam()])
     kept: list[Hypothesis] = field(default_factory=list)  # best first, at most `width`
@@ -119,12 +111,11 @@ class BeamSearch:
                 break
         # sorted is stable: of equal scores the earlier found stays ahead.
         self.kept = sorted([*self.kept, *new], key=lambda hypothesis: -hypothesis.score)[: self.width]
-        finished = [hypothesis for hypothesis in new if any(hypothesis is kept for kept in self.kept)]
         self.live = live
         self.done = not live or self._cannot_improve(length)
         if self.done:
-            return BeamStep([], [], finished, True)
-        return BeamStep(parents, tokens, finished, False)
+            return BeamStep([], [], True)
+        return BeamStep(parents, tokens, False)
 
     def best(self) -> list[Hypothesis]:
         """The `n` best hypotheses, best first. Complete once `done`."""
@@ -133,10 +124,6 @@ class BeamSearch:
     def _cannot_improve(self, length: int) -> bool:
         if len(self.kept) < self.width:
             return False
-        if self.early_stopping is True:
-            return True
-        if self.early_stopping == "never" and self.length_penalty > 0:
-            length = self.max_tokens  # log-probabilities are negative: a longer divisor flatters them most
         best_possible: float = self.live[0].logprob / length**self.length_penalty
         return best_possible <= self.kept[-1].score
 

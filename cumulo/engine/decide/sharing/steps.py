@@ -3,8 +3,8 @@ extension of the scheduler.
 
 Nothing is bounded where there are no API keys. With keys, another key's request may come at any moment, and it
 waits for the step that runs: a step takes `shared_step_s` while several are about, and twice as long at most while
-one is here alone. That time is split between sequences that draw a token (rows.py) and prompts
-(prompts.py); places.py says who may hold how many slots and KV blocks.
+one is here alone. That time is split between sequences that draw a token and prompts (step_shares.py), and `Places`
+says who may hold how many slots and KV blocks.
 """
 
 from collections.abc import Collection
