@@ -77,7 +77,7 @@ lint: $(VENV)/.ready-lint
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python .ci/house.py circles folders names budgets words
+	@$(BIN)/python .ci/house.py circles folders names budgets words formulas
 
 bench: $(VENV)/.ready-bench
 	@$(BIN)/cumulo bench engine --against transformers,llama.cpp $(ARGS)

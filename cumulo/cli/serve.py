@@ -82,9 +82,6 @@ def _check(chosen: ServeCommandOptions) -> None:
         raise CumuloError("--operator applies to a new key: add --new-api-key NAME")
     if chosen.log_level not in ("debug", "info", "warning", "error"):
         raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
-    for name in ("max_running", "max_tokens_per_step"):
-        if (value := getattr(chosen, name)) is not None and value < 1:
-            raise CumuloError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     chosen.promise.config()  # refuses what it cannot promise
     if chosen.lora:
         _check_loras(chosen)
@@ -114,11 +111,10 @@ def _served(chosen: ServeCommandOptions) -> "ServeOptions":
     key = fleet_key(chosen.fleet_key_file)
     told = vars(chosen) | {
         "engine": chosen.engine.config(
-            max_running=chosen.max_running,
             max_loras=chosen.max_loras,
             max_lora_rank=chosen.max_lora_rank,
-            max_tokens_per_step=chosen.max_tokens_per_step,
             shared_step_s=shared_step_s,
+            **vars(chosen.steps),
             **chosen.promise.config(),
             **chosen.tiers.config(),
             **_role(chosen, key),

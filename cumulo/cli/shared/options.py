@@ -119,6 +119,20 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How much is computed together; 0 means the engine's own default."""
+
+    PANEL: ClassVar[str] = "Steps of the engine"
+
+    max_running: int = option("Maximum number of running sequences; 0: the engine's default.", 0, min=0)
+    max_tokens_per_step: int = option(
+        "Maximum number of tokens in a step, of prompts and answers together; 0: the engine's default.",
+        0,
+        min=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How answers are drawn: the names are those of SamplingParams."""
 

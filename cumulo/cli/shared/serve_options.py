@@ -142,10 +142,6 @@ class ServeCommandOptions:
         "--transfer-stall",
     )
     max_queue: int = LIMITS("Maximum number of queued requests; more are refused with 429.", 1024)
-    max_running: int | None = LIMITS("Maximum number of running sequences.", None)
-    max_tokens_per_step: int | None = LIMITS(
-        "Maximum number of tokens in a step, of prompts and answers together.", None
-    )
     shared_step_ms: float | None = LIMITS(
         "Time of a step while several keys have requests, in ms; twice as long while one has. Default: 40.",
         None,
@@ -219,6 +215,7 @@ class ServeCommandOptions:
         metavar="URL",
     )
     console: bool = option("Serve the web console at /.", True, "--console/--no-console")
+    steps: options.StepOptions = options.StepOptions()
     promise: PromiseOptions = PromiseOptions()
     tiers: TierOptions = TierOptions()
     engine: options.EngineOptions = options.EngineOptions()

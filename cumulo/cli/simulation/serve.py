@@ -62,8 +62,6 @@ class SimulateOptions:
     )
     decode: int = _WHERE("With --prefill: number of replicas that draw the answers.", 0)
     weights: str = _WHERE("Weight format: bfloat16, float8, int4 or float32.", "bfloat16")
-    max_running: int = _WHERE("Maximum number of running sequences; 0: the engine's default.", 0)
-    max_tokens_per_step: int = _WHERE("Maximum number of tokens in a step; 0: the engine's default.", 0)
     prefix_cache: bool = _WHERE("Reuse the KV cache of shared prefixes.", True)
     kv: str = _WHERE("KV cache format: bfloat16 or float8. Default: the format of activations.", "")
     max_loras: int = _WHERE(
@@ -75,6 +73,7 @@ class SimulateOptions:
         "gateway in front adds about 1 ms. `cumulo bench overhead` and `cumulo bench gateway` measure both.",
         "2ms",
     )
+    steps: options.StepOptions = options.StepOptions()
     drafts: DraftOptions = DraftOptions()
     draft_tree: int = DraftOptions.PANEL(
         "With --draft-choices: also draft trees of this many levels, 2 to 4, where they pay. Default: 0, chains "
@@ -116,8 +115,8 @@ def serve(chosen: SimulateOptions) -> None:
     traffic = chosen.traffic.traffic()
     cluster = catalog.cluster(max(1, chosen.tp * chosen.pp), chosen.device)
     replica = Replica(
-        spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, max_running=chosen.max_running,
-        max_tokens_per_step=chosen.max_tokens_per_step, prefix_cache=chosen.prefix_cache, pp=chosen.pp,
+        spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, pp=chosen.pp,
+        prefix_cache=chosen.prefix_cache, **vars(chosen.steps),
         max_loras=chosen.max_loras, max_lora_rank=chosen.max_lora_rank, draft_tree=_levels(chosen),
         kv=shared.kv_format(chosen.kv), **chosen.drafts.fields(),
         **shared.tier_fields(chosen.stores, chosen.disk_gb_s),

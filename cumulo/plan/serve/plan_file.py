@@ -10,6 +10,7 @@ import yaml
 from cumulo.base.quantities import quantity
 from cumulo.base.strict import build, yaml_problem
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.config import BatchLimits
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.deployment import Deployment, Promised
 from cumulo.spec.slo import Slo
@@ -45,7 +46,7 @@ class PlannedFor:
 
 
 @dataclass(frozen=True, slots=True)
-class ServePlanFile:
+class ServePlanFile(BatchLimits):
     planned_for: PlannedFor
     model: str | None = None
     device: str = "cuda"
@@ -58,8 +59,6 @@ class ServePlanFile:
     decode: int = 0  # instead of `replicas`
     router: str = "prefix-aware"
     max_context: int | None = None
-    max_running: int | None = None
-    max_tokens_per_step: int | None = None
     kv_dtype: str | None = None
     kv_host_gib: float = 0.0
     kv_disk: str = ""

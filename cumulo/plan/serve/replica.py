@@ -9,6 +9,7 @@ from typing import Literal
 
 from cumulo.base.quantities import GIB, quantity
 from cumulo.engine.config import EngineConfig
+from cumulo.engine.decide.core.config import BatchLimits
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, plan_rank_memory, scheduler_config
 from cumulo.engine.simulate.disk import SimulatedDisk
@@ -62,7 +63,7 @@ _ENGINE_OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(BatchLimits):
     spec: ModelSpec
     node: Node
     fabric: Fabric
@@ -72,8 +73,6 @@ class Replica:
     kv: str = ""  # number format of keys and values; empty: that of activations
     engine: str = CUMULO  # or TENSORRT_LLM, whose published throughputs are known
     max_context: int | None = None  # prompt and answer; None: what the model was made for
-    max_running: int = 0  # 0: the engine's default
-    max_tokens_per_step: int = 0
     prefix_cache: bool = True
     kv_host_gib: float = 0.0  # host memory for prefixes that leave the device
     kv_disk: str = ""  # folder for prefixes that leave host memory

@@ -14,14 +14,20 @@ DEVICE_DEFAULTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulingOptions:
+class BatchLimits:
+    """How much is computed together. Engines, plans and plan files have these limits from here."""
+
+    max_running: int = 0  # sequences that compute at the same time; 0: 256 on a CPU, 512 on a GPU
+    max_tokens_per_step: int = 0  # shared by prefill chunks and decodes; 0: 512 on a CPU, 8192 on a GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingOptions(BatchLimits):
     """The options of an engine that its scheduler decides by. EngineConfig and SchedulerConfig have them from
     here."""
 
     # Tokens per KV block; 0: 16 on a CPU, 64 on a GPU, where a block is one tile of attention.
     block_size: int = 0
-    max_running: int = 0  # sequences that compute at the same time; 0: 256 on a CPU, 512 on a GPU
-    max_tokens_per_step: int = 0  # shared by prefill chunks and decodes; 0: 512 on a CPU, 8192 on a GPU
     prefix_cache: bool = True
     preemption: Literal["auto", "recompute", "swap"] = "auto"  # auto: whichever is predicted cheaper
     priority_step_s: float = 30.0  # a request one priority lower overtakes those that came this much later
