@@ -83,19 +83,10 @@ class _Table:
         await asyncio.wait([asked], timeout=_PATIENCE_S)
         if not asked.done():  # a long step, or an engine that hangs
             asked.cancel()
-            return self._queued or self._likely_waiting()
+            return self._queued
         if asked.cancelled() or asked.exception() is not None:
             return frozenset()
         return frozenset(engine.in_flight) - frozenset(asked.result().owners)
-
-    def _likely_waiting(self) -> frozenset[str]:
-        """The requests without a token that came last, as many as wait."""
-        service = self._shell.service
-        records = [service.stories.get(name) for name in service.engine.in_flight]
-        without = [one for one in records if one is not None and not one.token_times_s]
-        without.sort(key=lambda record: record.received_s)
-        first = max(0, len(without) - service.engine.waiting)
-        return frozenset(record.request_id for record in without[first:])
 
     def _draw(self) -> None:
         service, visitor = self._shell.service, self._visitor

@@ -1,11 +1,9 @@
 """The system page: which model, where it runs, what versions, how it is configured."""
 
 import dataclasses
-import os
 import platform
 import time
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +12,7 @@ from starlette.requests import Request
 
 from cumulo import __version__
 from cumulo.base.quantities import quantity
+from cumulo.base.report import available_cores, package_version
 from cumulo.console.chat.settings import effective
 from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell, empty, show
@@ -134,13 +133,8 @@ def _server(service: Service) -> list[tuple[str, Any]]:
 
 
 def _versions() -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = [("cumulo", __version__), ("python", platform.python_version())]
-    for package in _PACKAGES:
-        try:
-            rows.append((package, version(package)))
-        except PackageNotFoundError:
-            rows.append((package, "not installed"))
-    return rows
+    packages = [(name, package_version(name) or "not installed") for name in _PACKAGES]
+    return [("cumulo", __version__), ("python", platform.python_version()), *packages]
 
 
 def _halves(title: str, rows: list[tuple[str, Any]]) -> str:
@@ -277,7 +271,7 @@ def engine_rows(config: EngineConfig, info: Ready) -> Rows:
         "max_context": f"{info.max_context:,} tokens",
         "max_running": f"{info.max_running:,} sequences",
         "max_tokens_per_step": info.max_tokens_per_step,
-        "threads": config.threads or f"all cores ({len(_cores())})",
+        "threads": config.threads or f"all cores ({available_cores()})",
         "kv_memory_gib": config.kv_memory_gib or _kv_memory(info),
         "preemption": _preemption(config),
         "weights": "as the model's file has them" if config.weights == "auto" else config.weights,
@@ -290,11 +284,6 @@ def engine_rows(config: EngineConfig, info: Ready) -> Rows:
         for field in dataclasses.fields(settled)
         if field.name not in _HIDDEN
     ]
-
-
-def _cores() -> set[int]:
-    """The cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _kv_memory(info: Ready) -> str:

@@ -22,46 +22,20 @@ _PATIENCE_S = 20.0
 class BrowserStore:
     def __init__(self, visitor: str) -> None:
         # Two people who share a browser with different keys do not meet each other's conversations.
-        self._scope = hashlib.sha256(visitor.encode()).hexdigest()[:12]
+        self.scope = hashlib.sha256(visitor.encode()).hexdigest()[:12]
         self._client = ui.context.client
         ui.add_head_html(f"<script>{_SCRIPT}</script>")
 
-    async def begin(self) -> dict[str, Any]:
-        """What is stored: current (or None), chats, presets, settings."""
-        return dict(await self._ask("begin", self._scope))
-
     async def load(self, chat_id: str) -> Conversation | None:
-        return Conversation.from_stored(await self._ask("load", chat_id))
+        return Conversation.from_stored(await self.ask("load", chat_id))
 
-    async def chats(self, words: str = "") -> list[dict[str, Any]]:
-        return list(await self._ask("list", words))
-
-    async def save(self, conversation: Conversation) -> bool:
-        return bool(await self._ask("save", conversation.stored()))
-
-    async def rename(self, chat_id: str, title: str) -> None:
-        await self._ask("rename", chat_id, title)
-
-    async def remove(self, chat_id: str) -> None:
-        await self._ask("remove", chat_id)
-
-    def stay(self, chat_id: str) -> None:
-        """This tab shows this conversation; a reload opens it again."""
-        self._tell("stay", chat_id)
-
-    def keep(self, kind: str, value: Any) -> None:
-        """`kind`: presets or settings."""
-        self._tell("keep", kind, value)
-
-    def download(self, chat_id: str, form: str) -> None:
-        self._tell("download", chat_id, form)
-
-    async def _ask(self, name: str, *arguments: Any) -> Any:
+    async def ask(self, name: str, *arguments: Any) -> Any:
+        """What a function of browser_store.js answers."""
         return await self._client.run_javascript(
             f"return cumuloChats.{name}({_arguments(arguments)})", timeout=_PATIENCE_S
         )
 
-    def _tell(self, name: str, *arguments: Any) -> None:
+    def tell(self, name: str, *arguments: Any) -> None:
         self._client.run_javascript(f"cumuloChats.{name}({_arguments(arguments)})")
 
 
@@ -105,7 +79,7 @@ class HistoryPanel:
         await self.refresh()
 
     async def refresh(self) -> None:
-        self.draw(await self._store.chats(str(self._search.value or "")))
+        self.draw(await self._store.ask("list", str(self._search.value or "")))
 
     def draw(self, chats: list[dict[str, Any]], current: str | None = None) -> None:
         if current is not None:
@@ -128,8 +102,8 @@ class HistoryPanel:
             button.on("click", lambda: self._open(chat_id))
             with small_button(f"Menu of {name}".replace('"', ""), "more_vert", None), ui.menu():
                 ui.menu_item("Rename", lambda: self._rename(chat_id, name))
-                ui.menu_item("Export as Markdown", lambda: self._store.download(chat_id, "markdown"))
-                ui.menu_item("Export as JSON", lambda: self._store.download(chat_id, "json"))
+                ui.menu_item("Export as Markdown", lambda: self._store.tell("download", chat_id, "markdown"))
+                ui.menu_item("Export as JSON", lambda: self._store.tell("download", chat_id, "json"))
                 ui.menu_item("Delete", lambda: self._delete(chat_id, name))
 
     async def _new(self) -> None:
@@ -143,13 +117,13 @@ class HistoryPanel:
     async def _rename(self, chat_id: str, name: str) -> None:
         title = await asked("Name of the conversation", "Rename", name)
         if title is not None:
-            await self._store.rename(chat_id, title)
+            await self._store.ask("rename", chat_id, title)
             self._actions.renamed(chat_id, title)
             await self.refresh()
 
     async def _delete(self, chat_id: str, name: str) -> None:
         if await asked(f"Delete “{name}”? This cannot be undone.", "Delete"):
-            await self._store.remove(chat_id)
+            await self._store.ask("remove", chat_id)
             await self._actions.deleted(chat_id)
             await self.refresh()
 

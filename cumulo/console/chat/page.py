@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,7 +15,7 @@ from cumulo.console.chat.conversation import Conversation, Entry
 from cumulo.console.chat.history import BrowserStore, HistoryActions, HistoryPanel
 from cumulo.console.chat.running_answers import ApiCaller, ApiFailure, RunningAnswer, RunningAnswers
 from cumulo.console.chat.settings import SettingsPanel, ToolsProblem
-from cumulo.console.chat.thread_view import StoryPanel, ThreadView, TurnActions
+from cumulo.console.chat.thread_view import StoryPanel, ThreadView
 from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell
 
@@ -54,14 +55,14 @@ class Chat:
             with ui.element("div").classes("talk-bar only-narrow"):
                 ui.button("Chats", icon="menu", on_click=self._history.open).props(_FLAT).classes("quiet")
                 open_settings = ui.button("Settings", icon="tune").props(_FLAT).classes("quiet")
-            self._thread = ThreadView(
-                shell.service.model_name,
-                TurnActions(self.resend, self.delete_turn),
-                AnswerActions(shell.service.model_name, self._open_story, self.regenerate, self.send_results),
-            )
+            model = shell.service.model_name
+            answer = AnswerActions(model, self._open_story, self.regenerate, self.send_results)
+            self._thread = ThreadView(self.resend, self.delete_turn, answer)
             self._ask = AskBox(self.send, self.stop)
         with ui.element("aside").classes("settings").props('aria-label="Settings"') as panel:
-            self._settings = SettingsPanel(self._store.keep, close=lambda: panel.classes(remove="open"))
+            self._settings = SettingsPanel(
+                partial(self._store.tell, "keep"), close=lambda: panel.classes(remove="open")
+            )
         open_settings.on_click(lambda: panel.classes(add="open"))
         self._story = StoryPanel(shell, visitor)
         Shortcuts({"new": self.new, "stop": self._escape, "regenerate": self.regenerate})
@@ -71,7 +72,7 @@ class Chat:
         """Take up what the browser kept: the conversation of this tab, and its answer if it is under way."""
         try:
             with contextlib.suppress(TimeoutError):  # a browser that stores nothing can still chat
-                stored = await self._store.begin()
+                stored = await self._store.ask("begin", self._store.scope)
                 self._settings.restore(stored["presets"], stored["settings"])
                 kept = Conversation.from_stored(stored["current"])
                 if kept is not None:
@@ -176,7 +177,7 @@ class Chat:
     def _show(self, conversation: Conversation) -> None:
         """Show a conversation; an answer of the one shown before goes on unseen."""
         self._conversation, self._running = conversation, None
-        self._store.stay(conversation.id)
+        self._store.tell("stay", conversation.id)
         self._story.close()
         self._ask.complain("")
         last = conversation.entries[-1] if conversation.entries else {}
@@ -208,7 +209,7 @@ class Chat:
         view = self._thread.draw(conversation)
         assert view is not None
         self._ask.set_running(True)
-        self._store.stay(conversation.id)
+        self._store.tell("stay", conversation.id)
         background_tasks.create(self._follow(running, view, conversation))
         await self._save()
 
@@ -252,10 +253,10 @@ class Chat:
         """Keep the conversation in the browser. A page that has just gone cannot; the one that comes back will."""
         with contextlib.suppress(TimeoutError):
             if self._conversation.entries:
-                if not await self._store.save(self._conversation):
+                if not await self._store.ask("save", self._conversation.stored()):
                     self._ask.complain("This browser has no room to keep the conversation; export it.")
             else:
-                await self._store.remove(self._conversation.id)
+                await self._store.ask("remove", self._conversation.id)
             await self._history.show_current(self._conversation.id)
 
 

@@ -1,7 +1,6 @@
 """ThreadView: the messages of a conversation on the chat page. Draws; what the buttons do is the page's."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -25,17 +24,15 @@ _EDITED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TurnActions:
-    """What the buttons at a user's message do; the number is the entry's place in the conversation."""
-
-    resend: Callable[[int, str], Awaitable[None]]
-    delete: Callable[[int], Awaitable[None]]
-
-
 class ThreadView:
-    def __init__(self, model_name: str, turn: TurnActions, answer: AnswerActions) -> None:
-        self._model_name, self._turn, self._answer = model_name, turn, answer
+    def __init__(
+        self,
+        resend: Callable[[int, str], Awaitable[None]],
+        delete: Callable[[int], Awaitable[None]],
+        answer: AnswerActions,
+    ) -> None:
+        """`resend` and `delete`: what the buttons at a user's message do, given its place in the conversation."""
+        self._resend, self._delete, self._answer = resend, delete, answer
         self._root = ui.element("div").classes("thread").props('aria-live="polite"')
         self._client = ui.context.client
 
@@ -46,7 +43,9 @@ class ThreadView:
         entries = conversation.entries
         with self._root:
             if not entries:
-                words = empty(f"Talk to {self._model_name}", "Conversations are kept in this browser only.")
+                words = empty(
+                    f"Talk to {self._answer.model_name}", "Conversations are kept in this browser only."
+                )
                 show(
                     f'{words}<p class="keys-hint"><kbd>Ctrl+/</kbd> shows the keyboard shortcuts.</p>',
                     "welcome",
@@ -77,7 +76,7 @@ class ThreadView:
             with ui.element("div").classes("turn-buttons") as buttons:
                 small_button("Edit", "edit", lambda: self._edit(index, entry, bubble, buttons))
                 copy_button(entry["content"])
-                small_button("Delete turn", "delete_outline", lambda: self._turn.delete(index))
+                small_button("Delete turn", "delete_outline", lambda: self._delete(index))
 
     def _edit(self, index: int, entry: Entry, bubble: ui.element, buttons: ui.element) -> None:
         buttons.set_visibility(False)
@@ -85,7 +84,7 @@ class ThreadView:
         bubble.classes(add="editing")
 
         async def resend(event: GenericEventArguments) -> None:
-            await self._turn.resend(index, str(event.args or ""))
+            await self._resend(index, str(event.args or ""))
 
         def cancel() -> None:
             bubble.classes(remove="editing")
