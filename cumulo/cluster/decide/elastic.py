@@ -4,7 +4,7 @@ restart it costs.
 """
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,15 +34,12 @@ _QUEUES_S: Floats = np.array([_SHORT_S * 4.0**queue for queue in range(21)])
 SizeChange = tuple[JobRequest, Places, int]  # a job, the places it has, and the size it gets
 
 
-def elastic(
-    restart_s: float = 30.0, sizes: Iterable[int] = (), short_first: float = 0.0, predicted: bool = True
-) -> Policy:
+def elastic(restart_s: float = 30.0, short_first: float = 0.0, predicted: bool = True) -> Policy:
     """`restart_s`: the least that a restart costs; a job's `checkpoint_s` may be more. `short_first`: by what
     power shorter jobs count more: by their predicted remaining time or, if nothing is `predicted`, by the GPU time
-    they have had, in steps. Tasks are of one GPU. Sizes: within a node any of `sizes` (none given: any), beyond it
-    whole nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size
+    they have had, in steps. Tasks are of one GPU. Sizes: within a node any, beyond it whole nodes, so that no two
+    distributed jobs share a node's network. Jobs without a speed table keep the size
     they ask for."""
-    inside = tuple(sizes)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         free, book = snapshot.free.copy(), QuotaBook(snapshot)
@@ -60,7 +57,7 @@ def elastic(
             return decided
         node_gpus = int(free.gpus[free.ready].max())
         gpus = int(free.whole[free.ready].sum() + jobs.current.sum())
-        options = possible_sizes(node_gpus, jobs.most, jobs.current, inside)
+        options = possible_sizes(node_gpus, jobs.most, jobs.current)
         costs = _costs(jobs, restart_s, options, node_gpus, max(1, -(-gpus // len(jobs.requests))))
         if short_first:
             costs *= _weights(jobs, short_first, predicted)[:, None]
@@ -149,10 +146,10 @@ def _weights(jobs: _Jobs, power: float, predicted: bool) -> Floats:
     return weights
 
 
-def possible_sizes(node_gpus: int, most: Ints, current: Ints, inside: tuple[int, ...] = ()) -> Ints:
+def possible_sizes(node_gpus: int, most: Ints, current: Ints) -> Ints:
     """0, sizes within a node, then whole nodes, and whatever a job has now."""
     largest = int(max(most.max(), current.max()))
-    found = {0, *(inside or range(1, node_gpus + 1)), *np.unique(current).tolist()}
+    found = {*range(node_gpus + 1), *np.unique(current).tolist()}
     nodes = 2
     while nodes * node_gpus <= largest:
         found.add(nodes * node_gpus)

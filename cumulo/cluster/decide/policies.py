@@ -31,51 +31,24 @@ class NamedPolicy:
     in_rounds: bool = False  # looks at every running job: too much for every event of a large cluster
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyKind:
-    """An order of the queue that `--policy` knows."""
-
-    summary: str
-    make: Callable[[PlacerOf], Policy]
-    always_decide: bool = False
-    in_rounds: bool = False
-
-
-ORDERS: dict[str, PolicyKind] = {
-    "fifo": PolicyKind(
-        "first come, first served; nobody overtakes", lambda place: queue_policy(by_arrival, place)
-    ),
-    "backfill": PolicyKind(
-        "first come, first served; later jobs start where they do not delay the first (EASY)",
-        lambda place: queue_policy(by_arrival, place, backfill=True),
-    ),
-    "conservative": PolicyKind(
-        "backfill that delays no job before it", lambda place: queue_policy(by_arrival, place, True, 20)
-    ),
-    "shortest": PolicyKind(
-        "shortest predicted duration first, with backfill; nobody starves",
-        lambda place: queue_policy(by_prediction, place, backfill=True),
-    ),
-    "las": PolicyKind(
-        "least attained service in two queues (Tiresias)", least_attained_service, in_rounds=True
-    ),
-    "fair": PolicyKind("fair shares between tenants (DRF), with quotas, borrowing and reclaiming", fair),
-    "priority": PolicyKind("urgent jobs first; they preempt others where that pays", preempting),
-    "elastic": PolicyKind("elastic jobs resized by marginal goodput (Pollux)", lambda place: elastic(), True),
-    "goodput": PolicyKind(
-        "elastic, and short jobs count more", lambda place: elastic(short_first=0.3), always_decide=True
-    ),
-    "attained": PolicyKind(
-        "elastic, and jobs that had little GPU time count more; nothing is predicted",
-        lambda place: elastic(short_first=0.3, predicted=False),
-        always_decide=True,
-    ),
+ORDERS: dict[str, Callable[[PlacerOf], Policy]] = {
+    # First come, first served; nobody overtakes.
+    "fifo": lambda place: queue_policy(by_arrival, place),
+    # Later jobs start where they do not delay the first (EASY), or any before them.
+    "backfill": lambda place: queue_policy(by_arrival, place, backfill=True),
+    "conservative": lambda place: queue_policy(by_arrival, place, backfill=True, reservations=20),
+    # Shortest predicted duration first, with backfill; nobody starves.
+    "shortest": lambda place: queue_policy(by_prediction, place, backfill=True),
+    "las": least_attained_service,
+    "fair": fair,
+    "priority": preempting,
+    # Elastic jobs resized by marginal goodput (Pollux); short jobs count more, or those that had little GPU time.
+    "elastic": lambda place: elastic(),
+    "goodput": lambda place: elastic(short_first=0.3),
+    "attained": lambda place: elastic(short_first=0.3, predicted=False),
 }
-PLACERS: dict[str, tuple[str, PlacerOf]] = {
-    "pack": ("tightest nodes first, blind to topology", packed),
-    "topology": ("where the job's step is fastest, by the collective model", TopologyPlacer),
-    "emptiest": ("nodes with the most free GPUs first", emptiest),
-}
+_RESIZING = ("elastic", "goodput", "attained")
+PLACERS: dict[str, PlacerOf] = {"pack": packed, "topology": TopologyPlacer, "emptiest": emptiest}
 _UPKEEP: dict[str, Callable[[Policy], Policy]] = {"cordon": cordoning, "defrag": defragmenting}
 
 
@@ -87,19 +60,19 @@ def policy_named(name: str) -> NamedPolicy:
         raise ConfigError(
             f"there is no policy {order!r}{did_you_mean(order, ORDERS)} (or FILE.py:FUNCTION, a policy of your own)"
         )
-    kind, place, upkeep = ORDERS[order], PLACERS["pack"][1], []
+    place, upkeep = PLACERS["pack"], []
     for part in more:
         if part in PLACERS:
-            place = PLACERS[part][1]
+            place = PLACERS[part]
         elif part in _UPKEEP:
             upkeep.append(_UPKEEP[part])
         else:
             raise ConfigError(f"there is no placement {part!r}{did_you_mean(part, [*PLACERS, *_UPKEEP])}")
-    decide = kind.make(place)
+    decide = ORDERS[order](place)
     for wrap in upkeep:
         decide = wrap(decide)
-    rounds = kind.in_rounds or kind.always_decide
-    return NamedPolicy(name, decide, kind.always_decide, kind.always_decide, rounds)
+    resizes = order in _RESIZING
+    return NamedPolicy(name, decide, resizes, resizes, in_rounds=resizes or order == "las")
 
 
 def _from_file(name: str) -> Policy:

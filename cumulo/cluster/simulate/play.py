@@ -29,9 +29,9 @@ _LARGE_ROUND_S, _MANY_JOBS = 30.0, 10_000  # and of all others, where jobs are m
 _FRAGMENTATION_SAMPLES = 20
 
 EventKind = Literal["arrive", "advance", "fail", "repair", "decide"]
-# When, its place among those of the moment, what, the job or node, and a number for whoever handles it. Of one
-# moment, arrivals come first, in the order of the trace, then the others in the order in which they were pushed.
-Event = tuple[float, tuple[int, int], EventKind, str, int]
+# When, in which order of those of the moment, what, the job or node, and a number for whoever handles it. Arrivals
+# are pushed first, in the order of the trace.
+Event = tuple[float, int, EventKind, str, int]
 
 
 class BrokenPolicy(CumuloError):
@@ -92,7 +92,6 @@ class _Player:
     now_s: float = 0.0
     events: list[Event] = field(default_factory=list)
     pushed: int = 0
-    to_come: int = 0  # arrivals and repairs: what may start jobs although nothing runs
     live: dict[str, _Live] = field(default_factory=dict)
     waiting: dict[str, _Live] = field(default_factory=dict)
     running: dict[str, RunningJob] = field(default_factory=dict)
@@ -105,9 +104,7 @@ class _Player:
         self.quotas = MappingProxyType({quota.tenant: quota for quota in self.options.quotas})
         self.empty = FreeCapacity([replace(node, health="ready") for node in self.free.nodes])
         for number, job in enumerate(self.trace):
-            self.events.append((job.request.arrival_s, (0, number), "arrive", job.request.job_id, number))
-        heapq.heapify(self.events)
-        self.to_come = len(self.trace)
+            self.push(job.request.arrival_s, "arrive", job.request.job_id, number)
         if self.options.failures is not None:
             last = max(job.request.arrival_s for job in self.trace) + 10 * max(job.work for job in self.trace)
             nodes = self.free.nodes
@@ -155,24 +152,24 @@ class _Player:
             elif kind == "fail":
                 self.fail(name)
             elif kind == "repair":
-                self.to_come -= 1
                 node = self.free.index[name]
                 self.free.replace_node(node, replace(self.free.nodes[node], health="ready"))
         return due
 
     def push(self, at_s: float, kind: EventKind, name: str = "", number: int = 0) -> None:
         self.pushed += 1
-        heapq.heappush(self.events, (at_s, (1, self.pushed), kind, name, number))
+        heapq.heappush(self.events, (at_s, self.pushed, kind, name, number))
 
     def stuck(self) -> bool:
         """Nothing runs, something waits, and only failures are to come: it will wait for ever."""
-        return not self.running and not self.to_come and (not self.options.interval_s or self.in_vain > 2)
+        if self.running or (self.options.interval_s and self.in_vain <= 2):
+            return False
+        return not any(event[2] in ("arrive", "repair") for event in self.events)
 
     # -- jobs
 
     def arrive(self, number: int) -> None:
         """A job that an empty and whole cluster could not run is left out: nobody must wait for it."""
-        self.to_come -= 1
         job = self.trace[number].request
         if job.shape not in self.fitting:
             self.fitting[job.shape] = slots(job, self.empty)
@@ -284,7 +281,6 @@ class _Player:
             self.waiting[job.job_id] = one
         self.free.replace_node(number, replace(node, health="down", failures=node.failures + 1))
         if self.options.failures is not None and node.health != "cordoned":
-            self.to_come += 1
             self.push(self.now_s + self.options.failures.repair_s, "repair", name)
 
     # -- decisions

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cumulo.base.nearest import nearest
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, StepProfile
@@ -177,23 +178,29 @@ def read_nodes(path: Path) -> list[ClusterNode]:
     return nodes
 
 
+def _job(line: TraceLine, job_id: str, arrival: str, seconds: float, **asked: Any) -> TraceJob:
+    """A job that runs so long, which is predicted where nothing else is; `arrival` is a column."""
+    arrival_s = line.real(arrival)
+    return TraceJob(JobRequest(job_id, arrival_s=arrival_s, **{"predicted_s": seconds, **asked}), seconds)
+
+
 def _openb(line: TraceLine) -> TraceJob:
     arrival_s, end_s = line.real("creation_time"), line.real("deletion_time")
     if end_s < arrival_s:
         raise line.wrong("deletion_time", f"is before creation_time, {arrival_s:g}")
-    request = JobRequest(
+    return _job(
+        line,
         line.text("name"),
-        1,
-        line.whole("num_gpu"),
-        line.whole("gpu_milli", 0) or WHOLE_GPU,
-        line.whole("cpu_milli", 0),
-        line.whole("memory_mib", 0),
-        _devices(line.text("gpu_spec", "")),
-        line.text("qos", "default"),
-        arrival_s=arrival_s,
+        "creation_time",
+        max(1.0, end_s - arrival_s),
+        gpus_per_task=line.whole("num_gpu"),
+        gpu_milli=line.whole("gpu_milli", 0) or WHOLE_GPU,
+        cpu_milli=line.whole("cpu_milli", 0),
+        memory_mib=line.whole("memory_mib", 0),
+        devices=_devices(line.text("gpu_spec", "")),
+        tenant=line.text("qos", "default"),
         predicted_s=end_s - arrival_s,
     )
-    return TraceJob(request, max(1.0, end_s - arrival_s))
 
 
 def _devices(text: str) -> tuple[str, ...]:
@@ -201,15 +208,8 @@ def _devices(text: str) -> tuple[str, ...]:
 
 
 def _tiresias(line: TraceLine) -> TraceJob:
-    seconds = line.real("duration")
-    request = JobRequest(
-        f"job-{line.text('job_id')}",
-        line.whole("num_gpu", least=1),
-        1,
-        arrival_s=line.real("submit_time"),
-        predicted_s=seconds,
-    )
-    return TraceJob(request, seconds)
+    name, gpus = f"job-{line.text('job_id')}", line.whole("num_gpu", least=1)
+    return _job(line, name, "submit_time", line.real("duration"), tasks=gpus)
 
 
 def _gavel(line: TraceLine) -> TraceJob:
@@ -217,17 +217,9 @@ def _gavel(line: TraceLine) -> TraceJob:
     rate = _GAVEL_STEPS_PER_S.get(kind)
     if rate is None:
         raise line.wrong("job_type", f"{kind} is not known; known are {', '.join(_GAVEL_STEPS_PER_S)}")
-    seconds = line.real("total_steps") / rate
-    request = JobRequest(
-        f"{line.text('vc')}-{line.text('idx')}",
-        line.whole("scale_factor_gpus", least=1),
-        1,
-        tenant=line.text("vc"),
-        arrival_s=line.real("arrival_s"),
-        predicted_s=seconds,
-        checkpoint_s=60.0,
-    )
-    return TraceJob(request, seconds)
+    tenant, gpus = line.text("vc"), line.whole("scale_factor_gpus", least=1)
+    name, seconds = f"{tenant}-{line.text('idx')}", line.real("total_steps") / rate
+    return _job(line, name, "arrival_s", seconds, tasks=gpus, tenant=tenant, checkpoint_s=60.0)
 
 
 _OWN_COLUMNS = (
@@ -242,22 +234,23 @@ def _own(line: TraceLine) -> TraceJob:
         step = StepProfile(
             compute_s, 1e9 * line.real("all_reduce_gb", 0.0), 1e9 * line.real("all_to_all_gb", 0.0)
         )
-    request = JobRequest(
+    return _job(
+        line,
         line.text("job_id"),
-        line.whole("tasks", 1, least=1),
-        line.whole("gpus"),
-        line.whole("gpu_milli", WHOLE_GPU),
+        "arrival_s",
+        seconds,
+        tasks=line.whole("tasks", 1, least=1),
+        gpus_per_task=line.whole("gpus"),
+        gpu_milli=line.whole("gpu_milli", WHOLE_GPU),
         devices=_devices(line.text("devices", "")),
         tenant=line.text("tenant", "default"),
         priority=line.whole("priority", 0, least=None),
-        arrival_s=line.real("arrival_s"),
         predicted_s=line.real("predicted_s", seconds),
         min_tasks=line.whole("min_tasks", 0) or None,
         max_tasks=line.whole("max_tasks", 0) or None,
         checkpoint_s=line.real("checkpoint_s", 0.0),
         step=step,
     )
-    return TraceJob(request, seconds)
 
 
 # Columns by which a form is known, the one that names a job, and its reader.
