@@ -12,7 +12,7 @@ from cumulo.cluster import launching
 from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.queueing import fifo
-from cumulo.cluster.decide.recovery import AttemptEnd, LostNode, after_attempt, recovery
+from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt, recovery
 from cumulo.cluster.decide.snapshot import snapshot_of
 from cumulo.cluster.decision_log import DecisionLog, plain_snapshot, read_snapshot, replay
 from cumulo.cluster.job_file import job_from
@@ -130,16 +130,12 @@ def test_an_attempt_that_ended_is_tried_again_where_that_helps(
 
 
 def test_a_gang_that_lost_a_node_goes_on_the_cheapest_way() -> None:
-    spare = recovery(LostNode(tasks=4, least_tasks=2, fitting_tasks=4, left_s=1e4))
-    assert (spare.way, spare.tasks) == ("spare", 4)
-    short = recovery(LostNode(tasks=4, least_tasks=2, fitting_tasks=3, left_s=300, repair_s=600))
-    assert (short.way, short.tasks) == ("shrink", 3)  # 100 s longer, and a repair takes 600
-    long = recovery(LostNode(tasks=4, least_tasks=2, fitting_tasks=3, left_s=1e5, repair_s=600))
-    assert (long.way, long.tasks) == ("wait", 4)
-    rigid = recovery(LostNode(tasks=4, least_tasks=4, fitting_tasks=3, left_s=300))
-    assert (rigid.way, rigid.tasks) == ("wait", 4)
-    forbidden = recovery(LostNode(tasks=4, least_tasks=2, fitting_tasks=3, left_s=300, ways=("wait",)))
-    assert forbidden.way == "wait"
+    one_lost: dict[str, Any] = {"tasks": 4, "least_tasks": 2, "fitting_tasks": 3, "repair_s": 600.0}
+    assert recovery(**one_lost | {"fitting_tasks": 4}, left_s=1e4)[:2] == ("spare", 4)
+    assert recovery(**one_lost, left_s=300)[:2] == ("shrink", 3)  # 100 s longer, and a repair takes 600
+    assert recovery(**one_lost, left_s=1e5)[:2] == ("wait", 4)
+    assert recovery(**one_lost | {"least_tasks": 4}, left_s=300)[:2] == ("wait", 4)
+    assert recovery(**one_lost, left_s=300, ways=("wait",))[0] == "wait"
 
 
 def test_every_job_of_a_controller_that_is_gone_says_so_until_it_is_back(

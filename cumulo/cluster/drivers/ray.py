@@ -213,34 +213,23 @@ def _knock(address: str, record: JobRecord) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"ray.address must be HOST:PORT, got {address!r}")
+    import grpc  # Ray brings it
+
     why: object = ""
+    channel = grpc.insecure_channel(address)
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as line:
-            why = _not_ray(line)
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        if os.environ.get("RAY_USE_TLS", "0") == "0":  # else it speaks after a handshake of its own
+            # Ray itself would wait for minutes for a port that takes connections and never answers.
+            grpc.channel_ready_future(channel).result(timeout=_ANSWER_S)
     except OSError as error:
         why = error.strerror or error
+    except grpc.FutureTimeoutError:
+        why = "what listens there is no Ray head, or hangs: check ray.address"
+    finally:
+        channel.close()
     if why:
         raise TargetLost(f"the Ray head at {address} does not answer ({why})", _kept(record))
-
-
-_SETTINGS = 4  # the type of the first frame that a gRPC server sends (RFC 9113, 6.5)
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0))
-
-
-def _not_ray(line: socket.socket) -> str:
-    """What is wrong with who answers there; empty: it is a gRPC server, as every Ray head is. Ray itself would wait
-    for minutes for a port that takes connections and never answers."""
-    if os.environ.get("RAY_USE_TLS", "0") != "0":
-        return ""  # it speaks after a handshake of its own
-    line.sendall(_PREFACE)
-    found = b""
-    try:
-        while len(found) < 4 and (more := line.recv(9)):
-            found += more
-    except TimeoutError:
-        return "it takes connections and says nothing"
-    is_grpc = len(found) >= 4 and found[3] == _SETTINGS
-    return "" if is_grpc else "another program listens there: check ray.address"
 
 
 def _ask(ray: Any, actor: Any) -> Facts:

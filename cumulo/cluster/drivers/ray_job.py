@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cumulo.base.files import write_whole
 from cumulo.cluster.decide.jobs import TaskPlace
-from cumulo.cluster.decide.recovery import AttemptEnd, LostNode, after_attempt, recovery
+from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt, recovery
 from cumulo.cluster.drivers.command import mark_attempt, output_file, run_folder, work_command
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_settings import DeviceGroup
@@ -96,7 +96,6 @@ class JobKeeper:
         self._tasks: list[Any] = []
         self._failures: dict[str, int] = {}  # of nodes whose ranks failed first, by their id
         self._nodes: list[str] = []  # of the tasks of this attempt
-        self._end = Path(record.folder, "end.json")
         self._life = asyncio.ensure_future(self._live())
 
     async def look(self) -> dict[str, Any]:
@@ -127,14 +126,15 @@ class JobKeeper:
         fitting = _tasks_that_fit(group)
         elastic = job.elastic
         least = group.tasks if elastic is None else max(1, elastic.min // group.each)
-        chosen = recovery(
-            LostNode(
-                tasks=group.tasks, least_tasks=least, fitting_tasks=fitting, left_s=progress.left_s,
-                ways=job.restart.ways,
-            )
-        )  # fmt: skip
-        self._tell(reason=chosen.reason)
-        return chosen.tasks
+        _, tasks, reason = recovery(
+            tasks=group.tasks,
+            least_tasks=least,
+            fitting_tasks=fitting,
+            left_s=progress.left_s,
+            ways=job.restart.ways,
+        )
+        self._tell(reason=reason)
+        return tasks
 
     async def _attempt(self, tasks: int) -> bool:
         """Reserve, run, and clean up; whether the job has ended."""
@@ -232,8 +232,12 @@ class JobKeeper:
 
     def _finish(self, state: str, reason: str) -> bool:
         self._tell(state=state, places=(), reason=reason)
-        write_whole(self._end, json.dumps({"state": state, "reason": reason}).encode())
+        write_end(self.record, state, reason)
         return True
+
+
+def write_end(record: JobRecord, state: str, reason: str) -> None:
+    write_whole(Path(record.folder, "end.json"), json.dumps({"state": state, "reason": reason}).encode())
 
 
 async def _result(reference: Any) -> Any:

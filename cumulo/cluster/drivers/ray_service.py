@@ -4,7 +4,6 @@ asks the autoscaling rule at its interval, and carries out what it says. Lost wi
 
 import asyncio
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,7 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.command import server_arguments
 from cumulo.cluster.drivers.metrics_seen import USUAL_SLO, MetricsWatch, forecast_rule
+from cumulo.cluster.drivers.ray_job import write_end
 from cumulo.cluster.drivers.ray_serve import engine_application, front_application
 from cumulo.cluster.job_store import JobRecord
 from cumulo.cluster.served_shape import replica_actor
@@ -138,9 +138,7 @@ class ServiceKeeper:
 
     def _finish(self, state: str, reason: str) -> None:
         self.facts |= {"state": state, "reason": reason, "places": ()}
-        Path(self.record.folder, "end.json").write_text(
-            json.dumps({"state": state, "reason": reason}), "utf-8"
-        )
+        write_end(self.record, state, reason)
 
 
 def _words(error: Exception) -> str:

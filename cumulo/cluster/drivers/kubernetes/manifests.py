@@ -88,6 +88,12 @@ def _config(job: JobFile) -> list[Body]:
 FORMATS = ("yaml", "kustomize", "helm")
 _MARKER = re.compile(r"""(['"]?)@@(\w+)@@\1""")
 Files = dict[str, str]
+_VALUES = {  # fields of a spec that a chart's user sets, by kind, and what values.yaml calls them
+    "Deployment": {"replicas": "replicas"},
+    "LeaderWorkerSet": {"replicas": "replicas"},
+    "ScaledObject": {"minReplicaCount": "minReplicas", "maxReplicaCount": "maxReplicas"},
+    "HorizontalPodAutoscaler": {"minReplicas": "minReplicas", "maxReplicas": "maxReplicas"},
+}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -177,14 +183,8 @@ def _helm(job: JobFile) -> Files:
     for body in marked:
         if "namespace" in body["metadata"]:
             body["metadata"]["namespace"] = "@@namespace@@"
-        if body["kind"] in ("Deployment", "LeaderWorkerSet"):
-            values["replicas"], body["spec"]["replicas"] = body["spec"]["replicas"], "@@replicas@@"
-        if body["kind"] == "ScaledObject":
-            for field, value in (("minReplicaCount", "minReplicas"), ("maxReplicaCount", "maxReplicas")):
-                values[value], body["spec"][field] = body["spec"][field], f"@@{value}@@"
-        if body["kind"] == "HorizontalPodAutoscaler":
-            for field in ("minReplicas", "maxReplicas"):
-                values[field], body["spec"][field] = body["spec"][field], f"@@{field}@@"
+        for field, value in _VALUES.get(body["kind"], {}).items():
+            values[value], body["spec"][field] = body["spec"][field], f"@@{value}@@"
         if body["kind"] == "Secret":
             for key in body["stringData"]:
                 name = re.sub(r"-(\w)", lambda match: match[1].upper(), key)
