@@ -30,7 +30,7 @@ from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, plan_rank_
 from cumulo.engine.memory.needs import quantised_saved_bytes
 from cumulo.engine.play.disk_tier import KvFiles, TierMover, kv_fingerprint
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
-from cumulo.engine.play.player import Player, adapter_obstacle, cpu_player, gpu_player, refuse_kernel_options
+from cumulo.engine.play.player import Player, adapter_obstacle, make_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
 from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.errors import ConfigError, CumuloError
@@ -163,8 +163,7 @@ def start_engine(
     """An engine for a decoder that is in place, whatever its weights came from."""
     guidance = Guidance(tokenizer, decoder.spec.vocab_size, eos_ids) if tokenizer is not None else None
     decoder.rotary.serve(memory.max_context)
-    make = gpu_player if config.device == "cuda" else cpu_player
-    player = make(decoder, config, memory, eos_ids, guidance, tell)
+    player = make_player(decoder, config, memory, eos_ids, guidance, tell)
     engine = _engine(player, config, memory, tokenizer, eos_ids, decoder.spec.vocab_size, guidance)
     return engine, player
 

@@ -1,4 +1,4 @@
-"""Player: a decoder with its KV cache and the runner that plays plans on it, one maker per kind of device. Made by
+"""Player: a decoder with its KV cache and the runner that plays plans on it. Made by
 the assembly; the GPU's parts are imported only where a GPU is used."""
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Player:
     runs_on: str  # in words: which code computes
 
 
-def cpu_player(
+def make_player(
     decoder: Decoder,
     config: EngineConfig,
     memory: MemoryPlan,
@@ -64,18 +64,10 @@ def cpu_player(
     guidance: Guidance | None,
     tell: Callable[[str], None] | None,
 ) -> Player:
-    model, runs_on = runnable(decoder)
-    return Player(_torch_runner(model, decoder, config, memory, eos_ids, guidance), runs_on)
-
-
-def gpu_player(
-    decoder: Decoder,
-    config: EngineConfig,
-    memory: MemoryPlan,
-    eos_ids: tuple[int, ...],
-    guidance: Guidance | None,
-    tell: Callable[[str], None] | None,
-) -> Player:
+    """On the device that the configuration names."""
+    if config.device != "cuda":
+        model, runs_on = runnable(decoder)
+        return Player(_torch_runner(model, decoder, config, memory, eos_ids, guidance), runs_on)
     from cumulo.engine.play.runner_cuda import CudaRunner
     from cumulo.models.play import cuda_decoder
 

@@ -169,12 +169,13 @@ class DeviceRank:
         return self.links.data.sum(own.float().cpu()).to(own)
 
 
-class SharedGuides:
-    """Guides on several ranks: one of them asks the matchers, and all mask by its answer. In the place of
-    GuidedSlots, whose matchers it would cost to keep everywhere, and which may give up by the clock."""
+class SharedGuides(GuidedSlots):
+    """Guides on several ranks: one of them asks the matchers, which it would cost to keep everywhere and which may
+    give up by the clock, and all mask by its answer."""
 
     def __init__(self, guided: GuidedSlots | None, links: RankLinks) -> None:
         """`guided`: on the rank that asks."""
+        super().__init__(None)
         self._guided, self._links = guided, links
         self._slots: set[int] = set()
 

@@ -18,10 +18,9 @@ import torch
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import DeviceRunner, kv_dtype
-from cumulo.engine.play.rank_play import DeviceRank, SequenceSplit
+from cumulo.engine.play.rank_play import DeviceRank, SequenceSplit, SharedGuides
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
-from cumulo.engine.play.slot_table import SlotGuides
 from cumulo.engine.play.transfer_ways import cuda_handles
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import ConfigError
@@ -189,7 +188,7 @@ def make_cuda_runner(
     decoder: Decoder,
     store: TCPStore,
     eos_ids: tuple[int, ...],
-    guided: SlotGuides,
+    guided: SharedGuides,
     links: RankLinks,
     device: torch.device,
 ) -> CudaRunner:

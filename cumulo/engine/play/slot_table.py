@@ -6,18 +6,17 @@ array operations. Only beginnings and block changes are handled one by one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cumulo.engine.decide.beams import candidates_per_beam
-from cumulo.engine.decide.params import Guide, SamplingParams
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.sampling.distribution import seed_bits
-from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits, TokenMasks
+from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits
 from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.batch import ForwardBatch
 
@@ -41,25 +40,6 @@ class StepRows:
 
 
 NO_ROWS = StepRows(_NOTHING, _NOTHING, _NOTHING, np.zeros(1, dtype=np.int64))
-
-
-class SlotGuides(Protocol):
-    """What guides allow in which slots; GuidedSlots, or what ranks share of it."""
-
-    def __bool__(self) -> bool: ...
-
-    def begin(self, slot: int, guide: Guide | None) -> None: ...
-
-    def end(self, slot: int) -> None: ...
-
-    def masks(
-        self,
-        slots: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        prompt_lengths: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        vocabulary: int,
-    ) -> TokenMasks | None: ...
 
 
 class SlotTable:
@@ -87,7 +67,7 @@ class SlotTable:
         self.serves_adapters = False
         self.columns = np.zeros(max_slots, dtype=DRAW_COLUMNS)
         self.params: list[SamplingParams | None] = [None] * max_slots
-        self.guided: SlotGuides = GuidedSlots(guidance)
+        self.guided = GuidedSlots(guidance)  # or what ranks share of it
 
     @property
     def nbytes(self) -> int:
