@@ -73,7 +73,7 @@ class Assembly:
         draws = min(config.max_running, config.max_tokens_per_step)
         measured = {
             "activations": self.player.runner.measure_step(config.max_tokens_per_step, 1),
-            "logits": self.player.runner.measure_step(0, draws),
+            "logits": self.player.runner.measure_step(draws, draws),
         }
         self.engine.scheduler.pool.clear_cache()  # the steps wrote nonsense into blocks
         return self.ledger().measured(measured)

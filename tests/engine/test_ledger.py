@@ -216,8 +216,6 @@ def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
     assert profiled_peak(runner, 1024, 1) == pytest.approx(activations, rel=0.35)
     # One token per row: the logits are most of it, and random ones are flat, the sampler's worst case.
     assert profiled_peak(runner, 128, 128) == pytest.approx(logit_bytes(spec, 128, 4), rel=0.5)
-    assert profiled_peak(runner, 0, 128) == pytest.approx(logit_bytes(spec, 128, 4), rel=0.5)
-    assert runner.model is model
 
 
 @pytest.mark.long

@@ -33,8 +33,7 @@ class DeviceRunner(Runner, Protocol):
         ...
 
     def measure_step(self, tokens: int, draws: int) -> int | None:
-        """Peak bytes of a step of this size beyond what is held, without tokens of its draws alone; None where it
-        works in what is held."""
+        """Peak bytes of a step of this size beyond what is held; None where it works in what is held."""
         ...
 
     def measure_swap_s(self) -> float:

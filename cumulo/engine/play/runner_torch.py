@@ -27,7 +27,7 @@ from cumulo.engine.sampling.sampler import draw, token_logprobs
 from cumulo.kernels.cpu.paged_attention import bytes_of
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import AdapterWeights
-from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
+from cumulo.models.batch import KVCache, RunnableModel
 
 # Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
 _PROMPT_LOGIT_ROWS = 64
@@ -123,15 +123,8 @@ class TorchRunner:
     def measure_step(self, tokens: int, draws: int) -> int | None:
         """Peak memory of a step of this size beyond what is held: the ledger's activations and logits.
 
-        Without tokens the draws alone are measured: one token is computed, and its hidden state is every row's.
         For an idle runner only, best before its first step: it computes nonsense into the first blocks.
         """
-        if tokens == 0:
-            one, self.model = self.model, _OneRow(self.model)
-            try:
-                return self.measure_step(draws, draws)
-            finally:
-                self.model = one
         rows = max(1, draws)
         counts = [tokens // rows + (row < tokens % rows) for row in range(rows)]
         slots = list(range(rows))
@@ -291,27 +284,3 @@ class TorchRunner:
             tokens = self.table.tokens[slot, begin : begin + len(logits)].astype(np.int64)
             entries += token_logprobs(logits, tokens, np.full(len(tokens), count))
         return entries
-
-
-class _OneRow:
-    """A model that computes the first token of a step, and gives its hidden state to all others that are
-    wanted."""
-
-    def __init__(self, model: RunnableModel) -> None:
-        self._model, self.logits = model, model.logits
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._model.weight_bytes
-
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        first = ForwardBatch(
-            batch.token_ids[:1],
-            batch.positions[:1],
-            batch.slots[:1],
-            batch.query_starts[:2],
-            batch.context_lengths[:1],
-            batch.block_tables[:1],
-            torch.zeros_like(batch.logit_rows[:1]),
-        )
-        return self._model.forward(first, cache).repeat(len(batch.logit_rows), 1)
