@@ -65,8 +65,8 @@ def make_player(
 ) -> Player:
     """On the device that the configuration names."""
     if config.device != "cuda":
-        model, runs_on = runnable(decoder)
-        return Player(_torch_runner(model, decoder, config, memory, eos_ids, guidance), runs_on)
+        on_cpu, runs_on = runnable(decoder)
+        return Player(_torch_runner(on_cpu, decoder, config, memory, eos_ids, guidance), runs_on)
     from cumulo.engine.play.runner_cuda import CudaRunner
     from cumulo.models.play import cuda_decoder
 
