@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi.routing import APIRoute
@@ -28,74 +28,38 @@ from cumulo.serve.bodies.structure import MAX_VALUES, Structure, excess, rough_s
 from cumulo.serve.errors import ApiError, ClientGone, invalid, problem_error
 
 
+class _Own:
+    """One caller's bodies: `places` bounds those that have a place, `turn` lets one at a time wait for it."""
+
+    def __init__(self, places: int) -> None:
+        self.places, self.turn = asyncio.Semaphore(places), asyncio.Lock()
+
+
 class FairPlaces:
     """A few places for large bodies: `places` in all, and `places_each` for one caller, whose further bodies wait
     behind each other. Free places go to the callers in turn. Who waits longer than `patience_s` gets a 503."""
 
     def __init__(self, places: int, places_each: int, patience_s: float) -> None:
-        self._free, self._each, self._patience_s = places, places_each, patience_s
-        self._taken: Counter[str] = Counter()
-        self._waiting: dict[
-            str, deque[asyncio.Future[None]]
-        ] = {}  # the caller whose turn is next comes first
+        self._all, self._each, self._patience_s = asyncio.Semaphore(places), places_each, patience_s
+        self._callers: WeakValueDictionary[str, _Own] = WeakValueDictionary()  # while they have a body here
 
     @contextlib.asynccontextmanager
     async def place(self, caller: str) -> AsyncIterator[None]:
-        await self._enter(caller)
-        try:
+        own = self._callers.setdefault(caller, _Own(self._each))
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(self._patience_s), own.turn:
+                    await held.enter_async_context(own.places)
+                    await held.enter_async_context(self._all)
+            except TimeoutError:
+                raise ApiError(
+                    503,
+                    "too many large request bodies are being read at the moment: try again soon, with fewer at a "
+                    "time",
+                    code="too_many_large_bodies",
+                    retry_after_s=2,
+                ) from None
             yield
-        finally:
-            self._leave(caller)
-
-    async def _enter(self, caller: str) -> None:
-        if self._free and self._taken[caller] < self._each and caller not in self._waiting:
-            self._take(caller)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(turn)
-        try:
-            await asyncio.wait_for(asyncio.shield(turn), self._patience_s)
-        except TimeoutError:
-            if turn.done():  # it came at the last moment
-                return
-            self._give_up(caller, turn)
-            raise ApiError(
-                503,
-                "too many large request bodies are being read at the moment: try again soon, with fewer at a time",
-                code="too_many_large_bodies",
-                retry_after_s=2,
-            ) from None
-        except BaseException:
-            if turn.done():
-                self._leave(caller)
-            else:
-                self._give_up(caller, turn)
-            raise
-
-    def _take(self, caller: str) -> None:
-        self._free -= 1
-        self._taken[caller] += 1
-
-    def _leave(self, caller: str) -> None:
-        self._free += 1
-        self._taken[caller] -= 1
-        if not self._taken[caller]:
-            del self._taken[caller]
-        for other in list(self._waiting):
-            if not self._free:
-                return
-            if self._taken[other] < self._each:
-                turns = self._waiting.pop(other)
-                turns.popleft().set_result(None)
-                self._take(other)
-                if turns:
-                    self._waiting[other] = turns  # behind the others
-
-    def _give_up(self, caller: str, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting[caller]
-        turns.remove(turn)
-        if not turns:
-            del self._waiting[caller]
 
 
 LARGE_BYTES = 1 << 16

@@ -48,7 +48,7 @@ def test_free_places_go_to_the_callers_in_turn() -> None:
         for _ in tasks:
             order += line.inside
             await line.leave(line.inside[0])
-        assert order == ["a1", "a2", "b1", "a3"]  # b does not wait for all of a's
+        assert order == ["a1", "b1", "a2", "a3"]  # b does not wait for all of a's
         await asyncio.gather(*tasks)
 
     asyncio.run(play())
