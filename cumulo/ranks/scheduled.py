@@ -17,7 +17,7 @@ from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.measured import CollectiveProfile
 from cumulo.collectives.decide.schedule import COLLECTIVES, Collective, CollectiveSchedule
 from cumulo.collectives.decide.tuner import MachineCosts, ProtocolCosts, tune
-from cumulo.collectives.play.groups import LinkShaper, make_player
+from cumulo.collectives.play.groups import make_player
 from cumulo.collectives.play.messages import MessagePlayer
 from cumulo.ranks.groups import Group, world_store
 
@@ -32,7 +32,6 @@ class CollectiveChoices:
     algorithms: Mapping[Collective, str] = field(default_factory=dict)
     profile: CollectiveProfile | None = None  # what was measured decides for what has no algorithm of its own
     transport: str = ""  # empty: shared memory on one host, else messages of torch.distributed
-    shaper: LinkShaper | None = None  # with torch: the rank's card, slower than this host
 
 
 class ScheduledCollectives:
@@ -116,16 +115,7 @@ class ScheduledCollectives:
         name = f"{self._number} {group.group_name} {members} {started}"
         if not transport:
             transport = "shm" if len(self._hosts(group, name)) == 1 else "torch"
-        return make_player(
-            transport,
-            group.rank(),
-            group.size(),
-            world_store(),
-            self._timeout_s,
-            name,
-            group=group,
-            shaper=self._choices.shaper,
-        )
+        return make_player(transport, group.rank(), group.size(), world_store(), self._timeout_s, name, group)
 
     def _hosts(self, group: Group, name: str) -> set[str]:
         """By the store: the group's own messages have an order that a started collective is not in."""

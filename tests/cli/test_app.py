@@ -21,7 +21,7 @@ VERBS = [
     ("train",),
     ("data", "build"),
     ("data", "show"),
-    ("bench", "data"),
+    ("bench", "lora"),
     ("bench",),
     ("bench", "engine"),
     ("bench", "scheduler"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cumulo.collectives.decide.measured import parse_choices
-from cumulo.collectives.play.groups import LinkShaper
 from cumulo.errors import ConfigError
 from cumulo.ranks.collectives import (
     all_gather,
@@ -46,9 +45,9 @@ def _all(rank: int) -> list[torch.Tensor]:
 
 def _both(rank: int) -> list[list[torch.Tensor]]:
     found = []
-    shaped = CollectiveChoices({"all_to_all": "direct"}, transport="torch", shaper=LinkShaper(1e7))
+    messages = CollectiveChoices({"all_to_all": "direct"}, transport="torch")
     named = "all_reduce=tree,all_gather=bruck,reduce_scatter=ring,all_to_all=pairwise"
-    for choice in ("", named, "auto", shaped):
+    for choice in ("", named, "auto", messages):
         use_collectives(choice)
         found.append(_all(rank))
     use_collectives("")

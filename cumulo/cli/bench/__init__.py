@@ -6,4 +6,3 @@ from cumulo.cli.bench.verbs import app
 __all__ = ["app"]
 
 app.command("collectives", epilog=collectives.EXAMPLE)(collectives.collectives)
-app.command("overlap", epilog=collectives.OVERLAP_EXAMPLE)(collectives.overlap)

@@ -70,15 +70,6 @@ def scheduler(
     measure("scheduler", "scheduler, one core", json_file, repeats)
 
 
-@app.command(epilog="Example: [bold]cumulo bench plans[/bold]")
-def plans(
-    repeats: int = typer.Option(5, min=1, help="Number of measurements."),
-    json_file: options.JsonOption = None,
-) -> None:
-    """Measure the time to send a step's plan to four ranks, through shared memory and over TCP."""
-    measure("plans", "plans to ranks", json_file, repeats)
-
-
 @app.command(epilog="Example: [bold]cumulo bench gateway --streams 200 --minutes 0.5[/bold]")
 def gateway(
     streams: int = typer.Option(1000, min=1, help="Number of concurrent streams."),
@@ -100,26 +91,6 @@ def checkpoint(
 ) -> None:
     """Measure how long an asynchronous checkpoint stops training, next to a synchronous one."""
     measure("checkpoint", "checkpoints, one process", json_file, mebibytes, repeats, folder)
-
-
-@app.command(epilog="Example: [bold]cumulo bench data[/bold]")
-def data(
-    repeats: int = typer.Option(3, min=1, help="Number of measurements."),
-    json_file: options.JsonOption = None,
-) -> None:
-    """Measure how fast training batches are read from a memory-mapped dataset on one core."""
-    measure("data", "data, one core", json_file, repeats)
-
-
-@app.command(epilog="Example: [bold]cumulo bench ddp[/bold]")
-def ddp(
-    processes: int = typer.Option(4, min=2, help="Number of processes."),
-    rounds: int = typer.Option(7, min=1, help="Number of measurements of both sides."),
-    steps: int = typer.Option(4, min=1, help="Steps per measurement."),
-    json_file: options.JsonOption = None,
-) -> None:
-    """Measure data-parallel training over gloo against torch's DistributedDataParallel."""
-    measure("ddp", f"data parallel, {processes} processes", json_file, processes, rounds, steps)
 
 
 @app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")

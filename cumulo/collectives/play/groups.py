@@ -1,9 +1,7 @@
 """A player by the name of its transport, for ranks that can reach a store. The command, benchmarks and `ranks`
 make one."""
 
-import threading
-import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, get_args
@@ -18,44 +16,13 @@ from cumulo.collectives.play.shared_memory import SharedMemoryExchange
 from cumulo.errors import ConfigError
 
 
-class LinkShaper:
-    """A network slower than this host: what a rank sends over torch.distributed leaves no faster than the network's
-    rate; waiting sleeps, so that it costs no core. The rate is that of the rank's card, which carries all its
-    connections, or of each connection, as where a window, a path or a queue pair bounds it. `cumulo bench overlap`
-    uses it."""
-
-    def __init__(self, bytes_per_s: float, each_connection: bool = False) -> None:
-        self.bytes_per_s, self.each_connection = bytes_per_s, each_connection
-        self._free_s: dict[Hashable, float] = {}  # when all that was given to a card or connection has left
-        self._lock = threading.Lock()
-
-    def hold(self, sizes: dict[Hashable, int]) -> None:
-        """Returns when so many bytes have left over each connection."""
-        until = 0.0
-        with self._lock:
-            for connection, size in sizes.items():
-                key = connection if self.each_connection else None
-                begin = max(self._free_s.get(key, 0.0), time.monotonic())
-                self._free_s[key] = begin + size / self.bytes_per_s
-                until = max(until, self._free_s[key])
-        time.sleep(max(0.0, until - time.monotonic()))
-
-
 class TorchExchange:
     """Messages over torch.distributed's send and receive: any backend that has them."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, timeout_s: float, shaper: LinkShaper | None = None
-    ) -> None:
-        self._group, self._timeout_s, self._shaper = group, timeout_s, shaper
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
 
     def exchange(self, number: int, standing: CollectiveStanding, sends: Parts, receives: Parts) -> Parts:
-        if self._shaper is not None:
-            sizes: dict[Hashable, int] = {}
-            for transfer, views in sends:
-                key = (id(self), transfer.peer, standing.channel)
-                sizes[key] = sizes.get(key, 0) + sum(view.nbytes for view in views)
-            self._shaper.hold(sizes)
         arrived = [(transfer, [empty_like(view) for view in views]) for transfer, views in receives]
         works: list[tuple[Transfer, dist.Work]] = []
         for call, parts in ((dist.irecv, arrived), (dist.isend, sends)):  # a missing message is named first
@@ -109,13 +76,12 @@ def make_player(
     timeout_s: float = 60.0,
     name: str = "world",
     group: ProcessGroup | None = None,
-    shaper: LinkShaper | None = None,
 ) -> MessagePlayer:
     """`nodes`: ranks, and switches that are played by processes. All of them call it. `group`: whose members
-    messages of torch.distributed go to; None: all ranks. `shaper`: the card that these messages pass."""
+    messages of torch.distributed go to; None: all ranks."""
     if transport == "shm":
         own = PrefixStore(f"collectives {name}", store)
         return MessagePlayer(rank, SharedMemoryExchange(rank, nodes, own, timeout_s))
     if transport == "torch":
-        return MessagePlayer(rank, TorchExchange(group, timeout_s, shaper))
+        return MessagePlayer(rank, TorchExchange(group, timeout_s))
     raise ConfigError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
