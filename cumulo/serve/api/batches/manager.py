@@ -173,4 +173,4 @@ class Batches:
     def _show(self) -> None:
         counts = Counter(record.status for record in self._records.values())
         for status in get_args(Status):
-            self.service.metrics.batches(status).set(counts[status])
+            self.service.metrics.of("batches", status).set(counts[status])

@@ -220,7 +220,7 @@ class BatchRun:
         content = {**_head(line.custom_id), "response": response, "error": None}
         await asyncio.to_thread(results.write, content, good)
         self.record.completed, self.record.failed = results.completed, results.failed
-        self._service.metrics.batch_requests("completed" if good else "failed").inc()
+        self._service.metrics.of("batch_requests", "completed" if good else "failed").inc()
 
     def _write_expired(self, results: Results) -> None:
         """Every request that was not answered in time is told so. Blocks: called in a thread."""
