@@ -34,12 +34,6 @@ def test_jobs_that_never_fit_are_told_and_nothing_breaks() -> None:
     )
 
 
-def test_a_mix_that_is_not_known_is_named() -> None:
-    trace = str(ROOT / "examples/cluster/gangs.csv")
-    found = CliRunner().invoke(app, ["simulate", "cluster", trace, "--fill", "--mix", "shares=2"])
-    assert found.exit_code != 0
-
-
 def test_what_decisions_cost_is_told_for_every_policy(tmp_path: Path) -> None:
     file = tmp_path / "runs.json"
     words = ["simulate", "cluster", "--synthetic", "60", "--policy", "backfill,las", "--json", str(file)]

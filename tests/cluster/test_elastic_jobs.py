@@ -13,7 +13,7 @@ from cumulo.cluster.simulate.job_speed import ElasticSpeed, TraceJob
 from cumulo.cluster.simulate.play import PlayOptions, play
 from cumulo.cluster.simulate.synthetic import synthetic_trace, uniform_nodes
 
-ELASTIC = ("elastic", "goodput", "attained")
+ELASTIC = ("elastic", "goodput")
 TABLE = SpeedTable(
     tuple(size / (1 + 0.05 * size) for size in range(1, 9)), tuple(0.8 * size for size in range(1, 17))
 )
@@ -61,18 +61,6 @@ def test_las_preempts_nobody_for_a_job_that_its_tenants_limit_refuses():
     assert decided == [Waits("more0", "tenant full has 4 GPUs, its limit is 4")]
     free_to_start = policy_named("las").decide(snapshot_of(60.0, nodes, waiting, running))
     assert Counter(type(one) for one in free_to_start) == {Eviction: 1, JobPlacement: 1}
-
-
-def test_attained_does_not_let_jobs_take_turns_at_every_decision():
-    """Twelve equal jobs on eight GPUs: those that wait have had less GPU time a minute later."""
-    jobs = [
-        TraceJob(JobRequest(f"j{number}", min_tasks=1, max_tasks=1, speed=TABLE, checkpoint_s=30.0), 3600.0)
-        for number in range(12)
-    ]
-    options = PlayOptions(interval_s=60.0, always_decide=True)
-    run = play(uniform_nodes(1, 8), jobs, policy_named("attained").decide, ElasticSpeed(), options)
-    assert len(run.outcomes) == 12
-    assert 4 <= run.evictions <= 24
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from tests.cluster.test_policy_rules import random_job
 
 NAMES = (
     *ORDERS, "las+emptiest", "backfill+topology", "fair+topology", "las+topology", "conservative+topology",
-    "priority+topology+defrag+cordon", "fifo+defrag", "shortest+cordon", "backfill+emptiest+defrag",
+    "priority+topology+cordon", "shortest+cordon", "backfill+emptiest",
 )  # fmt: skip
 
 

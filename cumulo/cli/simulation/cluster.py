@@ -22,7 +22,7 @@ from cumulo.cluster.decide.nodes import ClusterNode
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import TenantQuota
 from cumulo.cluster.decide.step_time import leaf_fabric
-from cumulo.cluster.simulate.fill import RULES, fill, variant
+from cumulo.cluster.simulate.fill import RULES, fill
 from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, TraceJob, elastic_jobs
 from cumulo.cluster.simulate.page import page
 from cumulo.cluster.simulate.play import ROUND_S, PlayOptions, play, usual_interval_s
@@ -81,24 +81,19 @@ class ClusterRunOptions:
         "A tenant's quota, as TENANT=GPUS or TENANT=GPUS+BORROWED. Repeat it.", (), metavar="QUOTA"
     )
     policy: str = _JOBS(
-        "Policies to compare, separated by commas: ORDER[+PLACEMENT][+cordon][+defrag], or FILE.py:FUNCTION. "
-        "Orders: fifo, backfill, conservative, shortest, las, fair, priority, elastic, goodput, attained. "
+        "Policies to compare, separated by commas: ORDER[+PLACEMENT][+cordon], or FILE.py:FUNCTION. "
+        "Orders: fifo, backfill, conservative, shortest, las, fair, priority, elastic, goodput. "
         "Placements: pack, topology, emptiest.",
         "fifo,backfill",
     )
     interval: float | None = _JOBS(
         "Decide every so many seconds; 0: at every event. Without it: 60 for Pollux' workloads, and for las, "
-        "elastic, goodput and attained with 10,000 jobs or more; else 0.",
+        "elastic and goodput with 10,000 jobs or more; else 0.",
         None,
         min=0,
     )
     fill: bool = _JOBS.flag(
         "Instead of time: how full the cluster gets when tasks arrive and stay, as the FGD paper measures it."
-    )
-    mix: str = _JOBS(
-        "With --fill: another mix of the trace's tasks, as KIND=SHARE: shares=0.6, multi-gpu=0.5, cpu=0.4 or "
-        "device=0.3.",
-        "",
     )
     seeds: int = _JOBS("With --fill: number of random orders.", 3, min=1)
     explain: str = _REPORT(
@@ -276,13 +271,11 @@ def _fill(chosen: ClusterRunOptions, nodes: list[ClusterNode], jobs: list[TraceJ
     requests = [job.request for job in jobs]
     if any(job.tasks > 1 for job in requests):
         raise ConfigError("--fill needs jobs of one task each: gangs are not packed")
-    if chosen.mix:
-        requests = variant(requests, nodes, chosen.mix, chosen.seed)
     found = []
     with working("filling") as tell:
         for name in names:
             tell(name)
             found.append(fill(nodes, requests, name, range(chosen.seed, chosen.seed + chosen.seeds)))
-    figures, named = view.fillings(bool(chosen.mix)), [(one.policy, one) for one in found]
-    rows = [row for name, one in named for row in figure_rows(name, one, figures)]
-    present(rows, chosen.json_file, figure_table("packing rule", named, figures))
+    named = [(one.policy, one) for one in found]
+    rows = [row for name, one in named for row in figure_rows(name, one, view.FILLINGS)]
+    present(rows, chosen.json_file, figure_table("packing rule", named, view.FILLINGS))

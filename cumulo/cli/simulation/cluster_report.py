@@ -4,6 +4,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from rich.table import Table
 
@@ -150,20 +151,25 @@ def explanation(job_id: str, runs: Runs, steps: Sequence[tuple[str, Steps]]) -> 
     return "\n".join(lines)
 
 
-def fillings(mixed: bool) -> tuple[RunFigure, ...]:
-    """How full the cluster got, next to what was published; `mixed`: of a mix for which nothing was."""
-    known = {} if mixed else PUBLISHED
-    at_100, at_130 = (f"GPUs allocated at {load}% load" for load in (100, 130))
+def _published(place: int) -> Callable[[Filling], float | None]:
+    return lambda one: PUBLISHED[one.policy][place] if one.policy in PUBLISHED else None
 
-    def published(place: int) -> Callable[[Filling], float | None]:
-        return lambda one: known[one.policy][place] if one.policy in known else None
 
-    return (
-        RunFigure(at_100, lambda one: one.mean_at_100, "%", heading="at 100% load", shown="{:.2f} %"),
-        RunFigure(f"{at_100}, published", published(0), "%", heading="published", shown="{:.2f} %"),
-        RunFigure(at_130, lambda one: one.mean_at_130, "%", heading="at 130% load", shown="{:.2f} %"),
-        RunFigure(f"{at_130}, published", published(1), "%", heading="published", shown="{:.2f} %"),
+# How full the cluster got, next to what was published.
+FILLINGS = tuple(
+    figure
+    for place, load in enumerate((100, 130))
+    for figure in (
+        RunFigure(
+            f"GPUs allocated at {load}% load", attrgetter(f"mean_at_{load}"), "%", heading=f"at {load}% load",
+            shown="{:.2f} %",
+        ),
+        RunFigure(
+            f"GPUs allocated at {load}% load, published", _published(place), "%", heading="published",
+            shown="{:.2f} %",
+        ),
     )
+)  # fmt: skip
 
 
 def log_text(run: ClusterRun) -> str:

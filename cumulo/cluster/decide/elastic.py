@@ -27,18 +27,14 @@ _ALL_NODES = (
 )
 _UNKNOWN_S = 3600.0  # a job of unknown duration counts as an hour
 _SHORT_S = 60.0  # jobs that are shorter count alike
-# GPU time from which on a job counts less. If it counted a little less at every decision, jobs that wait would take
-# turns with those that run (Tiresias has queues for this: Gu et al., 2019).
-_QUEUES_S: Floats = np.array([_SHORT_S * 4.0**queue for queue in range(21)])
 
 SizeChange = tuple[JobRequest, Places, int]  # a job, the places it has, and the size it gets
 
 
-def elastic(restart_s: float = 30.0, short_first: float = 0.0, predicted: bool = True) -> Policy:
+def elastic(restart_s: float = 30.0, short_first: float = 0.0) -> Policy:
     """`restart_s`: the least that a restart costs; a job's `checkpoint_s` may be more. `short_first`: by what
-    power shorter jobs count more: by their predicted remaining time or, if nothing is `predicted`, by the GPU time
-    they have had, in steps. Tasks are of one GPU. Sizes: within a node any, beyond it whole nodes, so that no two
-    distributed jobs share a node's network. Jobs without a speed table keep the size
+    power jobs with less predicted remaining time count more. Tasks are of one GPU. Sizes: within a node any, beyond
+    it whole nodes, so that no two distributed jobs share a node's network. Jobs without a speed table keep the size
     they ask for."""
 
     def policy(snapshot: Snapshot) -> list[Decision]:
@@ -60,7 +56,7 @@ def elastic(restart_s: float = 30.0, short_first: float = 0.0, predicted: bool =
         options = possible_sizes(node_gpus, jobs.most, jobs.current)
         costs = _costs(jobs, restart_s, options, node_gpus, max(1, -(-gpus // len(jobs.requests))))
         if short_first:
-            costs *= _weights(jobs, short_first, predicted)[:, None]
+            costs *= ((3600.0 / np.maximum(jobs.predicted_s, _SHORT_S)) ** short_first)[:, None]
         tenants = [job.tenant for job in jobs.requests]
         room = {name: max(book.left_to(name), 0.0) for name in tenants}
         for name, has in zip(tenants, jobs.current.tolist(), strict=True):
@@ -100,9 +96,6 @@ class _Jobs:
         self.checkpoint_s = np.array([job.checkpoint_s for job in self.requests])
         self.age_s = np.maximum(1.0, snapshot.now_s - self.arrival_s)
         self.predicted_s = np.array([job.predicted_s or _UNKNOWN_S for job in self.requests])
-        started_s = np.array([*nothing, *(one.started_s for one in running)])
-        had = np.array([job.attained_gpu_s for job in self.requests])
-        self.attained_gpu_s = had + self.current * (snapshot.now_s - started_s)
 
 
 def _costs(jobs: _Jobs, restart_s: float, options: Ints, node_gpus: int, share: int) -> Floats:
@@ -135,15 +128,6 @@ def _speedups(speed: SpeedTable, options: Ints, node_gpus: int, share: int) -> F
     within = (speed.goodput(size, -(-size // node_gpus)) for size in range(min(share, largest), 0, -1))
     fair = next((goodput for goodput in within if goodput > 0), 1.0)
     return np.array([speed.goodput(size, -(-size // node_gpus)) for size in options.tolist()]) / fair
-
-
-def _weights(jobs: _Jobs, power: float, predicted: bool) -> Floats:
-    """Shorter jobs count more: by the time they are predicted to take, or by the GPU time that they have had."""
-    seconds = np.maximum(jobs.predicted_s, _SHORT_S)
-    if not predicted:
-        seconds = _QUEUES_S[np.searchsorted(_QUEUES_S[1:], jobs.attained_gpu_s, side="right")]
-    weights: Floats = (3600.0 / seconds) ** power
-    return weights
 
 
 def possible_sizes(node_gpus: int, most: Ints, current: Ints) -> Ints:

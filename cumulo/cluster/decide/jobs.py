@@ -103,10 +103,6 @@ class JobRequest:
         """The same job, as it waits again: with the GPU time it has had, and the seconds that are left."""
         return replace(self, attained_gpu_s=attained_gpu_s, predicted_s=predicted_s)
 
-    def resized(self, tasks: int) -> "JobRequest":
-        return replace(self, tasks=tasks, min_tasks=min(self.min_tasks or tasks, tasks),
-                       max_tasks=max(self.max_tasks or tasks, tasks))  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class TaskPlace:

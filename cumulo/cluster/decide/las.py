@@ -2,7 +2,6 @@
 predicted: jobs that have had little GPU time go before those that have had much, which are preempted for them."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from cumulo.cluster.decide.decisions import Decision, Eviction, JobPlacement, Waits
 from cumulo.cluster.decide.fit import PlacerOf, why_not
@@ -11,24 +10,23 @@ from cumulo.cluster.decide.queueing import MOST_REASONS
 from cumulo.cluster.decide.quotas import QuotaBook
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
-# The queue of a job, its arrival, whether it runs, its place among equals, and the job.
-_Entry = tuple[int, float, int, str, JobRequest | RunningJob]
+# Whether a job is in the second queue, its arrival, whether it runs, its place among equals, and the job.
+_Entry = tuple[bool, float, int, str, JobRequest | RunningJob]
 
 
-def least_attained_service(place: PlacerOf, threshold_gpu_s: float = 16 * 3600.0, queues: int = 2) -> Policy:
+def least_attained_service(place: PlacerOf, threshold_gpu_s: float = 16 * 3600.0) -> Policy:
     """`threshold_gpu_s`: GPU seconds after which a job goes to the second queue (the published default: 16
-    hours); each further queue begins at twice that. Jobs that their tenants' limits refuse are passed over: no
+    hours). Jobs that their tenants' limits refuse are passed over: no
     other job is preempted for them."""
-    rank = partial(_rank, threshold_gpu_s, queues)
 
     def policy(snapshot: Snapshot) -> list[Decision]:
         now_s = snapshot.now_s
         entries: list[_Entry] = [
-            (rank(job.attained_gpu_s), job.arrival_s, 0, f"{number:09}", job)
+            (job.attained_gpu_s >= threshold_gpu_s, job.arrival_s, 0, f"{number:09}", job)
             for number, job in enumerate(snapshot.waiting)
         ]
         entries += [
-            (rank(one.attained_gpu_s(now_s)), one.request.arrival_s, 1, one.job_id, one)
+            (one.attained_gpu_s(now_s) >= threshold_gpu_s, one.request.arrival_s, 1, one.job_id, one)
             for one in snapshot.running.values()
             if one.request.preemptible
         ]
@@ -37,14 +35,6 @@ def least_attained_service(place: PlacerOf, threshold_gpu_s: float = 16 * 3600.0
         return [*refused[:MOST_REASONS], *_moves(snapshot, place, stopping, starting)]
 
     return policy
-
-
-def _rank(threshold_gpu_s: float, queues: int, attained_gpu_s: float) -> int:
-    """Which queue a job of so much GPU time is in."""
-    level = 0
-    while level + 1 < queues and attained_gpu_s >= threshold_gpu_s * 2**level:
-        level += 1
-    return level
 
 
 def _within(

@@ -20,12 +20,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cumulo.cluster.decide.decisions import Decision, JobPlacement, Waits
-from cumulo.cluster.decide.fit import task_places, tasks_that_fit, why_not
+from cumulo.cluster.decide.fit import task_places, tasks_that_fit
 from cumulo.cluster.decide.jobs import WHOLE_GPU, JobRequest, TaskPlace
 from cumulo.cluster.decide.nodes import FreeCapacity, Ints
-from cumulo.cluster.decide.quotas import QuotaBook
-from cumulo.cluster.decide.snapshot import Policy, Snapshot
 
 Floats = NDArray[np.float64]
 
@@ -132,52 +129,25 @@ Scorer = Callable[
 ]  # scores, and the GPU for a share
 
 
-def packing_policy(scorer: Scorer, name: str, seed: int = 0, any_gpu: bool = False) -> Policy:
-    """Jobs in order of arrival, each task on the node with the best score; one that does not fit does not hold up
-    the others. `any_gpu`: shares go on any GPU with room, not on the fullest."""
-
-    def policy(snapshot: Snapshot) -> list[Decision]:
-        decided: list[Decision] = []
-        free, book = snapshot.free, QuotaBook(snapshot)
-        for job in snapshot.waiting:
-            trial = free.copy()
-            places = _place(job, trial, scorer, seed, any_gpu)
-            refused = why_not(job, free) if places is None else book.refuses(job)
-            if places is None or refused is not None:
-                decided.append(Waits(job.job_id, refused or ""))
-                continue
-            decided.append(JobPlacement(job.job_id, places, f"best score by {name}"))
-            book.count(job, job.gpus)
-            free = trial
-        return decided
-
-    return policy
-
-
-def _place(
-    job: JobRequest, free: FreeCapacity, scorer: Scorer, seed: int, any_gpu: bool
-) -> tuple[TaskPlace, ...] | None:
-    """All tasks, one after another; takes them from `free`."""
-    places: list[TaskPlace] = []
-    order = _order(len(free.nodes), seed)
+def place_by_score(
+    job: JobRequest, free: FreeCapacity, scorer: Scorer, seed: int, any_gpu: bool = False
+) -> TaskPlace | None:
+    """The place of a job's only task: the node with the best score; None: it fits nowhere. `any_gpu`: among equals
+    any node, and shares go on any GPU with room, not on the fullest."""
+    able = np.flatnonzero(tasks_that_fit(job, free))
+    if not len(able):
+        return None
     draw = np.random.Generator(np.random.PCG64(zlib.crc32(f"{seed} {job.job_id}".encode())))
-    for _ in range(job.tasks):
-        able = np.flatnonzero(tasks_that_fit(job, free))
-        if not len(able):
-            return None
-        scores, gpus = scorer(job, free, able)
-        best = np.flatnonzero(scores == scores.max())
-        chosen = int(best[draw.integers(len(best))]) if any_gpu else int(best[order[able[best]].argmin()])
-        node = int(able[chosen])
-        if job.fractional and (gpus is not None or any_gpu):
-            room = np.flatnonzero(free.gpu_milli[node] >= job.gpu_milli)
-            gpu = int(gpus[chosen]) if gpus is not None else int(room[draw.integers(len(room))])
-            place = TaskPlace(free.nodes[node].name, (gpu,))
-        else:
-            (place,) = task_places(job, free, [(node, 1)])
-        places.append(place)
-        free.allocate(job, [place])
-    return tuple(places)
+    scores, gpus = scorer(job, free, able)
+    best = np.flatnonzero(scores == scores.max())
+    order = _order(len(free.nodes), seed)
+    chosen = int(best[draw.integers(len(best))]) if any_gpu else int(best[order[able[best]].argmin()])
+    node = int(able[chosen])
+    if job.fractional and (gpus is not None or any_gpu):
+        room = np.flatnonzero(free.gpu_milli[node] >= job.gpu_milli)
+        gpu = int(gpus[chosen]) if gpus is not None else int(room[draw.integers(len(room))])
+        return TaskPlace(free.nodes[node].name, (gpu,))
+    return task_places(job, free, [(node, 1)])[0]
 
 
 @lru_cache(maxsize=16)

@@ -1,7 +1,7 @@
 """Policies by name, as `--policy` takes them, and a user's own from a file.
 
 A name is an order, and optionally where gangs are placed and what else is done: `fair`, `backfill+topology`,
-`priority+defrag+cordon`.
+`priority+topology+cordon`.
 """
 
 import importlib.util
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cumulo.base.nearest import did_you_mean
+from cumulo.cluster.decide.decisions import Cordon, Decision
 from cumulo.cluster.decide.elastic import elastic
 from cumulo.cluster.decide.fair import fair
 from cumulo.cluster.decide.fit import PlacerOf, emptiest, packed
 from cumulo.cluster.decide.las import least_attained_service
 from cumulo.cluster.decide.preemption import preempting
 from cumulo.cluster.decide.queueing import by_arrival, by_prediction, queue_policy
-from cumulo.cluster.decide.snapshot import Policy
+from cumulo.cluster.decide.snapshot import Policy, Snapshot
 from cumulo.cluster.decide.topology import TopologyPlacer
-from cumulo.cluster.decide.upkeep import cordoning, defragmenting
 from cumulo.errors import ConfigError
 
 
@@ -42,14 +42,28 @@ ORDERS: dict[str, Callable[[PlacerOf], Policy]] = {
     "las": least_attained_service,
     "fair": fair,
     "priority": preempting,
-    # Elastic jobs resized by marginal goodput (Pollux); short jobs count more, or those that had little GPU time.
+    # Elastic jobs resized by marginal goodput (Pollux); in the second one short jobs count more.
     "elastic": lambda place: elastic(),
     "goodput": lambda place: elastic(short_first=0.3),
-    "attained": lambda place: elastic(short_first=0.3, predicted=False),
 }
-_RESIZING = ("elastic", "goodput", "attained")
+_RESIZING = ("elastic", "goodput")
 PLACERS: dict[str, PlacerOf] = {"pack": packed, "topology": TopologyPlacer, "emptiest": emptiest}
-_UPKEEP: dict[str, Callable[[Policy], Policy]] = {"cordon": cordoning, "defrag": defragmenting}
+
+
+def cordoning(policy: Policy, failures: int = 3, at_most: float = 0.05) -> Policy:
+    """Nodes with so many recent failures get no more tasks; never more than `at_most` of all nodes."""
+
+    def wrapped(snapshot: Snapshot) -> list[Decision]:
+        bad = [node for node in snapshot.nodes if node.failures >= failures and node.health == "ready"]
+        if bad:
+            out = sum(node.health != "ready" for node in snapshot.nodes)
+            bad.sort(key=lambda node: -node.failures)
+            bad = bad[: max(0, int(at_most * len(snapshot.nodes)) - out)]
+        if bad:  # the next decision sees them cordoned
+            return [Cordon(node.name, f"it failed {node.failures} times") for node in bad]
+        return policy(snapshot)
+
+    return wrapped
 
 
 def policy_named(name: str) -> NamedPolicy:
@@ -60,17 +74,14 @@ def policy_named(name: str) -> NamedPolicy:
         raise ConfigError(
             f"there is no policy {order!r}{did_you_mean(order, ORDERS)} (or FILE.py:FUNCTION, a policy of your own)"
         )
-    place, upkeep = PLACERS["pack"], []
+    place = PLACERS["pack"]
     for part in more:
-        if part in PLACERS:
-            place = PLACERS[part]
-        elif part in _UPKEEP:
-            upkeep.append(_UPKEEP[part])
-        else:
-            raise ConfigError(f"there is no placement {part!r}{did_you_mean(part, [*PLACERS, *_UPKEEP])}")
+        if part != "cordon" and part not in PLACERS:
+            raise ConfigError(f"there is no placement {part!r}{did_you_mean(part, [*PLACERS, 'cordon'])}")
+        place = PLACERS.get(part, place)
     decide = ORDERS[order](place)
-    for wrap in upkeep:
-        decide = wrap(decide)
+    if "cordon" in more:
+        decide = cordoning(decide)
     resizes = order in _RESIZING
     return NamedPolicy(name, decide, resizes, resizes, in_rounds=resizes or order == "las")
 
