@@ -8,7 +8,7 @@ from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.sharing.step_shares import Turns, Want, by_share, shared_step_tokens
+from cumulo.engine.decide.sharing.step_shares import Want, by_share, shared_step_tokens
 from cumulo.engine.decide.sharing.tenants import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
 from tests import thorough
 
@@ -19,17 +19,20 @@ def tenant(name: str, served: int = 0) -> Tenant:
     return made
 
 
-def split(wants: list[Want], bound: int, turns: Turns | None = None) -> list[int]:
-    return by_share(wants, 512, bound, 0.0, turns or Turns())
+def split(wants: list[Want], bound: int) -> list[int]:
+    return by_share(wants, 512, bound, 0.0)
 
 
-def test_a_short_prompt_has_steps_of_its_own_and_the_others_one_after_it() -> None:
-    heavy, light, turns = tenant("heavy", 3500), tenant("light", 40), Turns()
-    long = Want(heavy, 3500)
-    assert split([long, Want(light, 60, is_short=True)], 8, turns) == [0, 24]
-    assert split([long, Want(light, 36, is_short=True)], 8, turns) == [0, 36]  # half a step more
-    assert split([long, Want(light, 20, is_short=True)], 8, turns) == [8, 0]  # the next one of light's
-    assert split([long, Want(light, 20, is_short=True)], 8, turns) == [0, 20]
+def short(of: Tenant, tokens: int) -> Want:
+    return Want(of, tokens, is_one_of_few=True, is_short=True)
+
+
+def test_a_short_prompt_goes_first_with_several_steps_worth_and_others_still_get_on() -> None:
+    heavy, light = tenant("heavy", 3500), tenant("light", 40)
+    assert split([Want(heavy, 3500), short(light, 60)], 8) == [2, 32]
+    assert split([Want(heavy, 3500), short(light, 20)], 8) == [2, 20]
+    assert split([Want(heavy, 3500), short(light, 5)], 8) == [3, 5]
+    assert split([short(light, 20)], 8) == [20]
 
 
 def test_tenants_split_a_step_evenly_and_leave_what_they_do_not_need() -> None:
@@ -38,26 +41,26 @@ def test_tenants_split_a_step_evenly_and_leave_what_they_do_not_need() -> None:
     assert split([Want(tenant("a", 900), 3), *wants[1:]], 31) == [3, 14, 14]
 
 
-def test_a_prompt_much_shorter_than_the_others_gets_most_of_a_step() -> None:
+def test_the_shortest_prompt_of_one_who_asks_for_little_gets_most_of_a_step() -> None:
     long, medium, greedy = tenant("long", 1800), tenant("medium", 1300), tenant("greedy", 4000)
-    assert split([Want(long, 3000), Want(medium, 300)], 16) == [4, 12]
-    assert split([Want(long, 3000), Want(greedy, 300)], 16) == [8, 8]  # it was served much more
-    medium.waiting = 9
+    few = Want(medium, 300, is_one_of_few=True)
+    assert split([Want(long, 3000), few], 16) == [4, 12]
+    assert split([Want(long, 3000), Want(greedy, 300, is_one_of_few=True)], 16) == [8, 8]  # served much more
     assert split([Want(long, 3000), Want(medium, 300)], 16) == [8, 8]  # it has many of them
+    assert split([few], 16) == [16]
 
 
 def test_of_several_short_prompts_the_shortest_goes_first_unless_its_tenant_had_much_more() -> None:
     a, b, c = tenant("a", 1300), tenant("b", 1000), tenant("c", 1200)
-    wants = [Want(a, 32, is_short=True), Want(b, 40, is_short=True), Want(c, 9, is_short=True)]
-    assert split(wants, 8) == [0, 0, 9]
+    wants = [short(a, 32), short(b, 40), short(c, 9)]
+    assert split(wants, 8) == [1, 1, 9]
     c.computed_tokens = 2100
-    assert split(wants, 8) == [32, 0, 0]
+    assert split(wants, 8) == [32, 1, 1]
 
 
-def test_a_tenant_with_two_short_prompts_has_one_turn_at_a_time() -> None:
+def test_a_tenant_with_two_short_prompts_has_one_at_a_time() -> None:
     a, b = tenant("a", 100), tenant("b", 100)
-    wants = [Want(a, 10, is_short=True), Want(a, 11, is_short=True), Want(b, 30, is_short=True)]
-    assert split(wants, 8) == [10, 0, 0]
+    assert split([short(a, 10), short(a, 11), short(b, 30)], 8) == [10, 0, 2]
 
 
 def test_what_was_served_long_ago_does_not_count() -> None:
@@ -81,17 +84,18 @@ def test_more_important_prompts_go_before_shares() -> None:
     ),
     bound=st.integers(1, 512),
     spare=st.integers(0, 512),
-    others_wait=st.booleans(),
 )
 def test_a_split_stays_within_its_bounds_and_always_gets_on(
-    served: list[int], tokens: list[tuple[int, int, bool]], bound: int, spare: int, others_wait: bool
+    served: list[int], tokens: list[tuple[int, int, bool]], bound: int, spare: int
 ) -> None:
     tenants = [tenant(str(number), amount) for number, amount in enumerate(served)]
-    wants = [Want(tenants[number % len(tenants)], count, short) for number, count, short in tokens]
-    given_tokens = by_share(wants, bound + spare, bound, 0.0, Turns(others_wait))
+    wants = [
+        Want(tenants[number % len(tenants)], count, few, few and count < 100) for number, count, few in tokens
+    ]
+    given_tokens = by_share(wants, bound + spare, bound, 0.0)
     assert all(0 <= count <= want.tokens for count, want in zip(given_tokens, wants, strict=True))
     total = sum(given_tokens)
-    assert 0 < total <= min(bound + spare, 3 * bound + 3 * bound // 2)
+    assert 0 < total <= min(bound + spare, 4 * bound + bound // 4 + len(tenants))
     if not any(want.is_short for want in wants):
         assert total >= min(bound, sum(want.tokens for want in wants))
 
@@ -169,7 +173,7 @@ def test_a_long_prompt_does_not_keep_another_tenant_waiting() -> None:
     assert step(scheduler, 0.0).counts == [32]  # alone: two shared steps' worth, for another key may come
     short = ask(scheduler, "short", "light", 30, 1.0)
     plan = step(scheduler, 1.0)
-    assert plan.counts == [30] and short.story.first_token_s == 1.0
+    assert plan.counts == [4, 30] and short.story.first_token_s == 1.0
     while "short" in scheduler.requests:
         assert step(scheduler, 1.5).tokens <= 17
     # Steps stay short for a while: another one may come at any time.

@@ -18,14 +18,13 @@ from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.step_shares import (
-    Turns,
     Want,
     by_share,
     decoding,
+    first_of,
     rows_to_leave_out,
     shared_step_tokens,
     short_tokens,
-    whose_turn,
 )
 from cumulo.engine.decide.sharing.tenants import FairShares, Tenant
 
@@ -147,7 +146,7 @@ _by_counter = attrgetter("request.usage.counter")
 _ALONE = 2.0  # times shared_step_s, for a key whose steps nobody shares at present
 _LEAST_FOR_PROMPTS = 4  # a quarter of a step, however many sequences draw tokens
 _ROWS_WITH_PROMPTS = 0.5  # of a step's time that has prompts, too,
-_ROWS_IN_A_TURN = 0.25  # ... or a short prompt that others wait for
+_ROWS_WITH_SHORT = 0.25  # ... or a short prompt that goes first
 _FEW_REQUESTS = 2  # of a tenant: with more, none of them is urgent because it is short
 _MOST_NEWCOMERS = 4  # whose prompts are looked at when a step's rows are chosen
 
@@ -158,7 +157,7 @@ class Sharing(Extension):
         self.places = Places(batch, shares, queue)
         self._cost = batch.kv.costs
         self.bounds_steps = True  # not where an SLO does
-        self._batch, self._turns = batch, Turns()
+        self._batch = batch
         self._several, self._most_s = False, batch.config.shared_step_s  # of the step that is planned
         self._bounded = False
 
@@ -210,9 +209,10 @@ class Sharing(Extension):
         self.places.make_room(plan, now_s)
         running = self._batch.running
         prompts = self._prompts_wanted()
-        turn = None if self._turns.others_wait else whose_turn(prompts, now_s)
-        part = _ROWS_IN_A_TURN if turn is not None else _ROWS_WITH_PROMPTS if prompts else 1.0
-        newcomer = None if turn is None else turn.tenant
+        first = first_of(prompts, now_s)
+        is_short = first is not None and first.is_short
+        part = _ROWS_WITH_SHORT if is_short else _ROWS_WITH_PROMPTS if prompts else 1.0
+        newcomer = first.tenant if first is not None and is_short else None
         left_out = rows_to_leave_out(
             decoding(running), self._cost.rows_in(part * self._most_s), newcomer, now_s
         )
@@ -241,14 +241,10 @@ class Sharing(Extension):
 
     def _want(self, sequence: Sequence, tokens: int) -> Want:
         request = sequence.request
-        # From the beginning: the end of a long prompt is not short.
+        is_one_of_few = request.params.samples == 1 and request.usage.requests <= _FEW_REQUESTS
         whole = max(tokens, sequence.prompt_length - request.story.cached_tokens)
-        is_short = (
-            0 < tokens <= whole <= short_tokens(self._tokens(0))
-            and request.params.samples == 1
-            and request.usage.requests <= _FEW_REQUESTS
-        )
-        return Want(request.usage, tokens, is_short, request.priority)
+        is_short = tokens > 0 and whole <= short_tokens(self._tokens(0))
+        return Want(request.usage, tokens, is_one_of_few, is_short, request.priority)
 
     def _tokens(self, rows: int) -> int:
         """Prompt tokens for which a step with so many rows has time."""
@@ -277,7 +273,7 @@ class Sharing(Extension):
             served.add(newcomer.request.usage)
             new += newcomer.to_compute
         wants = [self._want(sequence, sequence.to_compute) for sequence in seated]
-        given = by_share(wants, budget, bound, now_s, self._turns)
+        given = by_share(wants, budget, bound, now_s)
         chunks = [
             PromptChunk(sequence, count, count < min(sequence.to_compute, budget))
             for sequence, count in zip(seated, given, strict=True)
