@@ -12,7 +12,6 @@ Clients never see seals. A gateway that has lost a server in mid-answer sends an
 tokens of the batches that its client has.
 """
 
-import base64
 import os
 from pathlib import Path
 
@@ -28,7 +27,6 @@ STATE_PATH = "/internal/fleet/state"
 STATE_TYPE = "application/x-ndjson"  # what a server of ours answers there: some have an answer for every path
 RESUME_PATH = "/internal/fleet/resume"
 SEAL = b"\n\n: "  # between a batch's events and its seal; JSON has no line ends, so it is nowhere else
-HASH_BYTES = 8  # of a block's hash: enough to tell the blocks of a fleet apart
 
 
 class FleetCaller(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,7 +54,6 @@ class PromptTold(msgspec.Struct, frozen=True, omit_defaults=True):
 
     tokens: int
     cached: int | None = None  # None: not known yet
-    hashes: str = ""  # of its full blocks, HASH_BYTES each, as base64
 
 
 class ResumeBody(msgspec.Struct, frozen=True):
@@ -78,7 +75,6 @@ class FleetIdentity(msgspec.Struct, frozen=True):
     model: str  # as clients call it
     fingerprint: str  # of weights, configuration and tokenizer
     tokenizer: str  # fingerprint of the tokenizer alone
-    block_size: int
     max_context: int
     max_running: int
 
@@ -95,19 +91,7 @@ class FleetNews(msgspec.Struct, frozen=True, omit_defaults=True):
     steps: int = 0
     prompt_tok_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0
-    added: str = ""  # hashes of KV blocks that came, HASH_BYTES each, as base64
-    removed: str = ""
-    reset: bool = False  # forget all blocks first
     adapters: dict[str, str] | None = None  # those that are loaded, with their fingerprints; None: as before
-
-
-def packed_hashes(hashes: "list[bytes]") -> str:
-    return base64.b64encode(b"".join(one[:HASH_BYTES] for one in hashes)).decode()
-
-
-def unpacked_hashes(packed: str) -> list[bytes]:
-    whole = base64.b64decode(packed)
-    return [whole[start : start + HASH_BYTES] for start in range(0, len(whole), HASH_BYTES)]
 
 
 read_ask = msgspec.json.Decoder(FleetAsk).decode

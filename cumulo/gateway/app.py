@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from cumulo.fleet.decide.prefix_memory import peek
+from cumulo.fleet.decide.prompt_text import peek
 from cumulo.fleet.remote.replicas import NoReplica, PromptHint, Replicas, UnknownModel
 from cumulo.fleet.remote.watch import LOOP_STATUS
 from cumulo.fleet.wire import VIA_HEADER, FleetAsk
@@ -81,7 +81,7 @@ class GatewayApp:
                 asked.model, asked.chain(_cache_scope(caller, scope)), len(asked.text),
                 asked.session or _session(scope), caller.name, asked.priority or 0,
             )  # fmt: skip
-            self.gate.limits.charge_prompt(caller, self.fleet.memory(asked.model).tokens(len(asked.text)))
+            self.gate.limits.charge_prompt(caller, self.fleet.prompt_tokens(asked.model, len(asked.text)))
             ask = FleetAsk(
                 record.id, int(time.time()), secrets.randbits(_SEED_BITS), self.gate.fleet_caller(caller)
             )

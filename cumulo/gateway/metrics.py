@@ -29,8 +29,6 @@ _PER_REPLICA: tuple[tuple[str, type[Any], str, Callable[[UpstreamReplica], float
     ("replica_waiting", GaugeMetricFamily, "Sequences that wait for room.", lambda one: one.news.waiting),
     ("replica_waiting_tokens", GaugeMetricFamily, "Prompt tokens that are not computed yet.",
      lambda one: max(one.waiting_tokens, one.news.waiting_tokens)),
-    ("replica_cached_blocks", GaugeMetricFamily, "KV blocks that hold a prefix worth sharing.",
-     lambda one: len(one.blocks)),
     ("replica_requests", CounterMetricFamily, "Requests that it was given.", lambda one: one.requests),
     ("gateway_replica_in_flight", GaugeMetricFamily, "Requests of this gateway there.",
      lambda one: len(one.works)),

@@ -292,7 +292,6 @@ def _described(replica: UpstreamReplica) -> dict[str, Any]:
         "waiting": news.waiting,
         "prompt_tok_s": news.prompt_tok_s or None,
         "step_ms": news.step_s * 1e3 if news.step_s else None,
-        "known_blocks": len(replica.blocks),
         "breaker": replica.breaker.state(now_s),
         "requests": replica.requests,
         "failures": replica.failures,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from starlette.types import Receive, Scope, Send
 
 from cumulo.engine.decide.routing import NoReplica
-from cumulo.fleet.decide.prefix_memory import Peek
+from cumulo.fleet.decide.prompt_text import Peek
 from cumulo.fleet.decide.sealed_stream import SealedStream
 from cumulo.fleet.remote.replica import ReplicaWork, UpstreamReplica
 from cumulo.fleet.remote.replicas import ChosenReplica, PromptHint, Replicas
@@ -26,7 +26,6 @@ from cumulo.fleet.wire import (
     VIA_HEADER,
     FleetAsk,
     read_told,
-    unpacked_hashes,
     written,
 )
 from cumulo.gateway.stories import ProxiedRecord
@@ -211,7 +210,7 @@ class ProxiedRequest:
                 await self._relay(work)
                 return True
             whole = await self._whole(work)
-            self._learn(replica, response)
+            self._learn(response)
             if self._pinned is None and (
                 is_worth_retrying(response.status, whole) or self._is_elsewhere(response)
             ):
@@ -253,17 +252,14 @@ class ProxiedRequest:
                 body, path = self._stream.resume_body(self._scope["path"], body), RESUME_PATH
         return replica.upstream.request("GET" if method == "HEAD" else method, path, headers, body)
 
-    def _learn(self, replica: UpstreamReplica, response: Response) -> None:
+    def _learn(self, response: Response) -> None:
         """What the replica told of the prompt, when the client has the first byte of its answer."""
         told = response.headers.get(_PROMPT)
         if told is None:
             return
         prompt = read_told(told)
         self.record.note_prompt(prompt.tokens, prompt.cached)
-        hashes = unpacked_hashes(prompt.hashes)
-        replica.promise(hashes)
-        memory = self._fleet.memory(self._prompt.model)
-        memory.learn(self._prompt.chain, self._prompt.text_bytes, prompt.tokens, hashes)
+        self._fleet.learn(self._prompt.model, self._prompt.text_bytes, prompt.tokens)
 
     # -- answers ------------------------------------------------------------------------------------------
     async def _relay(self, work: ReplicaWork) -> None:
@@ -284,7 +280,7 @@ class ProxiedRequest:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if not learnt:
                 learnt = True
-                self._learn(replica, exchange.response)
+                self._learn(exchange.response)
             if self._gone:
                 raise ClientGone
         if sealed:

@@ -15,9 +15,9 @@ from typing import Any
 
 from starlette.requests import Request
 
-from cumulo.engine.decide.adapters import salted
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.outputs import Delta
+from cumulo.engine.decide.plan import TokenLogprobs
+from cumulo.engine.outputs import Delta, Sample
 from cumulo.serve.access.keys import caller_of
 from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.in_flight import Inbox
@@ -122,8 +122,7 @@ class Call:
         self._adapter = adapter = self.service.hold_adapter(self.model)
         forwarded, own_seed, resumed = self.forwarded, params.seed is not None, b""
         if forwarded is not None:
-            hashed = salt if adapter is None else salted(salt, adapter.fingerprint)
-            params = forwarded.begin(prompts, params, hashed, self.service.info.block_size)
+            params = forwarded.begin(prompts, params)
             resumed = forwarded.resumed
         session = f"{self.caller.name}\0{session}" if session else ""
         self.params = params
@@ -215,6 +214,15 @@ class Call:
             self._watcher.cancel()
 
     # -- answers ------------------------------------------------------------------------------------------
+    def spoken(self, made: Delta | Sample) -> list[TokenLogprobs]:
+        """The log-probabilities of what was made, without the token that ended it: that is not part of the text."""
+        entries = made.logprobs
+        if made.finish_reason == "stop" and entries:
+            last = entries[-1].token
+            if last in self.params.stop_token_ids or last in self.service.info.eos_ids:
+                return entries[:-1]
+        return entries
+
     @property
     def complete(self) -> bool:
         """Every request has finished well: nothing more will come."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from cumulo.base.nearest import did_you_mean
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
-from cumulo.fleet.block_log import BlockLog
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.models.adapters.config import greatest_rank
 from cumulo.ranks.rank_meter import RankState
@@ -91,7 +90,6 @@ class Service:
             )
         if options.engine.layout.world > 1:
             rank_metrics(self.metrics.registry, model_name, self.rank_states)
-        self.block_log = BlockLog()
         self.stories = Stories(options.stories)
         self.rejections = Rejections(options.stories)
         self.step_history = StepHistory()
@@ -251,8 +249,6 @@ class Service:
         self.recent_steps.extend(stats.records)
         self.step_history.note(stats, time.perf_counter())
         self.metrics.on_progress(stats)
-        if stats.routing is not None:  # of a single engine; a fleet's engines are asked together
-            self.block_log.note(stats.routing.came, stats.routing.went, self.engine.restarts)
         if stats.fairness is not None:
             self.fairness_index = stats.fairness.index
         if self.engine.info is not None:

@@ -117,7 +117,7 @@ def test_a_fleet_that_cannot_work_is_refused_with_what_would(
     assert "given twice" in refused(first.url, first.url)
     assert "MODEL=URL" in refused("--pool", first.url)
     identity = {"version": "9.9", "model": NAME, "fingerprint": "f", "tokenizer": "t",
-                "block_size": 16, "max_context": 99, "max_running": 9}  # fmt: skip
+                "max_context": 99, "max_running": 9}  # fmt: skip
     with other_server(state={"identity": identity}) as (url, _):
         assert "runs Cumulo 9.9 and this gateway" in refused(url, "--fleet-key-file", key)
 

@@ -2,17 +2,14 @@
 doing."""
 
 import time
-from collections.abc import Sequence
 
-from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.engine.decide.routing import ReplicaView
 from cumulo.fleet.decide.choosing import Breaker, Pace, Told
 from cumulo.fleet.remote.options import PoolMember, RemoteOptions
-from cumulo.fleet.wire import FleetIdentity, FleetNews, unpacked_hashes
+from cumulo.fleet.wire import FleetIdentity, FleetNews
 from cumulo.load.connection import Pool, UpstreamExchange
 
 _MOST_IDLE = 256  # connections to one replica
-_LINES_TO_KEEP_A_PROMISE = 5  # of its state
 
 
 class ReplicaWork:
@@ -48,12 +45,6 @@ class UpstreamReplica:
         self.identity: FleetIdentity | None = None  # of a Cumulo server that let us in
         self.news = FleetNews(ready=False)
         self.adapters: dict[str, str] = {}  # fingerprints by name, of a Cumulo server
-        self.blocks: set[BlockHash] = set()
-        self._promised: list[set[BlockHash]] = [
-            set(),
-            set(),
-        ]  # of the blocks, those it has not told of; older first
-        self._lines = 0
         self.trouble = "has not answered yet"  # why it takes no requests; empty: it takes them
         self.refused = False  # it answers, but cannot be a replica here: the trouble says why
         self.draining = False  # an operator's wish
@@ -96,7 +87,7 @@ class UpstreamReplica:
         return Pace(self.news.prompt_tok_s, self.news.step_s)
 
     def view(self, usual: Pace, now_s: float, block_tokens: int) -> ReplicaView:
-        """`block_tokens`: of a block of text, which servers that are not Cumulo's are told apart by."""
+        """`block_tokens`: of a block of text, the unit in which the router remembers what it sent there."""
         news, identity = self.news, self.identity
         return ReplicaView(
             self.name,
@@ -105,8 +96,7 @@ class UpstreamReplica:
             max_running=identity.max_running if identity is not None else 256,
             prompt_tok_s=news.prompt_tok_s or usual.prompt_tok_s,
             step_s=news.step_s or usual.step_s,
-            block_size=identity.block_size if identity is not None else block_tokens,
-            blocks=self.blocks,
+            block_size=block_tokens,
             refuses=self.refuses(now_s),
         )
 
@@ -115,30 +105,10 @@ class UpstreamReplica:
         self.news = news
         if news.adapters is not None:
             self.adapters = news.adapters
-        if news.reset:
-            self.blocks.clear()
-        if news.added or news.removed:
-            added = unpacked_hashes(news.added)
-            self.blocks.difference_update(unpacked_hashes(news.removed))
-            self.blocks.update(added)
-            for promised in self._promised:
-                promised.difference_update(added)
-        self._lines += 1
-        if self._lines % _LINES_TO_KEEP_A_PROMISE == 0:
-            broken = self._promised.pop(0)
-            self._promised.append(set())
-            self.blocks.difference_update(broken)
-
-    def promise(self, hashes: Sequence[BlockHash]) -> None:
-        """It has just computed these blocks, and will say so; until then they count as held."""
-        new = [one for one in hashes if one not in self.blocks]
-        self.blocks.update(new)
-        self._promised[-1].update(new)
 
     def lose(self, trouble: str) -> None:
         """It is dead, or as good as dead: whoever waits for it need not."""
         self.trouble = trouble
-        self.blocks.clear()
         self.news = FleetNews(ready=False)
         self.upstream.close()
         for work in list(self.works):

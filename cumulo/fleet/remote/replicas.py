@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from cumulo.engine.decide.routing import Ask, NoReplica, Route
 from cumulo.errors import CumuloError
 from cumulo.fleet.decide.choosing import Chooser, usual_pace
-from cumulo.fleet.decide.prefix_memory import TEXT_BLOCK, PrefixMemory
+from cumulo.fleet.decide.prompt_text import TEXT_BLOCK
 from cumulo.fleet.remote.options import PoolMember, RemoteOptions
 from cumulo.fleet.remote.replica import UpstreamReplica
 from cumulo.fleet.remote.watch import Watch
 
 log = logging.getLogger(__name__)
+_USUAL_TOKENS_PER_BYTE = 0.25
+_LEARNING = 0.1  # the weight of a new prompt in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,7 @@ class Replicas:
         self.replicas: dict[str, UpstreamReplica] = {}
         self._watches: dict[str, tuple[Watch, asyncio.Task[None]]] = {}
         self._choosers: dict[str | None, Chooser] = {}
-        self._memories: dict[str | None, PrefixMemory] = {}
-        self._unknown = PrefixMemory(1)
+        self._tokens_per_byte: dict[str | None, float] = {}  # by model
         self.ended = False
         self._changed: asyncio.Future[None] | None = None
 
@@ -156,15 +157,15 @@ class Replicas:
             )
         return found
 
-    def memory(self, model: str | None) -> PrefixMemory:
-        found = self._memories.get(model)
-        if found is None:
-            # Names that clients make up are not kept.
-            known = any(model in replica.models for replica in self.replicas.values())
-            found = PrefixMemory() if known else self._unknown
-            if known:
-                self._memories[model] = found
-        return found
+    def prompt_tokens(self, model: str | None, text_bytes: int) -> int:
+        """About how many tokens a prompt of so much text has."""
+        return max(1, round(text_bytes * self._tokens_per_byte.get(model, _USUAL_TOKENS_PER_BYTE)))
+
+    def learn(self, model: str | None, text_bytes: int, tokens: int) -> None:
+        """A replica has counted the tokens of a prompt."""
+        if text_bytes and tokens:
+            known = self._tokens_per_byte.get(model, _USUAL_TOKENS_PER_BYTE)
+            self._tokens_per_byte[model] = known + _LEARNING * (tokens / text_bytes - known)
 
     def choose(
         self,
@@ -175,25 +176,18 @@ class Replicas:
     ) -> ChosenReplica:
         """Raises NoReplica or UnknownModel. `like`: the likeness of the replica that has begun the answer.
         `pinned`: the only replica that can answer."""
-        pool, memory, now_s = self.pool(prompt.model), self.memory(prompt.model), time.monotonic()
+        pool, now_s = self.pool(prompt.model), time.monotonic()
         if pinned is not None:
             pool = [one for one in self.replicas.values() if one.name == pinned]
         if like:
             pool = [one for one in pool if one.likeness(prompt.model) == like]
-        tokens = memory.tokens(prompt.text_bytes)
-        by_tokens = all(replica.is_cumulo for replica in pool)
-        ask = Ask(
-            tokens,
-            memory.hashes(prompt.chain) if by_tokens else prompt.chain,
-            prompt.session,
-            prompt.tenant,
-            prompt.priority,
-            tried,
-        )
+        tokens = self.prompt_tokens(prompt.model, prompt.text_bytes)
+        ask = Ask(tokens, prompt.chain, prompt.session, prompt.tenant, prompt.priority, tried)
         chooser = self._choosers.get(prompt.model)
         if chooser is None:
             chooser = self._choosers[prompt.model] = Chooser(self.options.router)
-        usual, block_tokens = usual_pace(one.pace for one in pool), memory.tokens(TEXT_BLOCK)
+        usual = usual_pace(one.pace for one in pool)
+        block_tokens = self.prompt_tokens(prompt.model, TEXT_BLOCK)
         views = [replica.view(usual, now_s, block_tokens) for replica in pool]
         route = chooser.choose(ask, views, {replica.name: replica.member.weight for replica in pool})
         replica = self.replicas[route.replica]

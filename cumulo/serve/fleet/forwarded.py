@@ -11,16 +11,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cumulo.engine.decide.core.block_pool import chain_hashes, root_hash
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta, TextStream
-from cumulo.fleet.wire import FleetAsk, PromptTold, ResumeBody, packed_hashes, written
+from cumulo.fleet.wire import FleetAsk, PromptTold, ResumeBody, written
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.engine_link.messages import Finished
 
 FORWARDED = "forwarded"  # in the state of a request's scope
-_MOST_TOLD_BLOCKS = 4096  # of a prompt: they go in a header
 _SEED_BITS = (1 << 63) - 1
 _read_logprobs = msgspec.json.Decoder(list[TokenLogprobs]).decode
 
@@ -37,16 +35,10 @@ class ForwardedRequest:
         self._unsealed: list[Delta] = []
 
     # -- asking -------------------------------------------------------------------------------------------
-    def begin(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: str, block_size: int
-    ) -> SamplingParams:
+    def begin(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SamplingParams:
         """Note what is asked; returns how tokens are drawn."""
         self._one_line = len(prompts) == 1 and params.can_resume and params.prompt_logprobs is None
-        hashes: list[bytes] = []
-        if len(prompts) == 1 and block_size:
-            full = min(len(prompts[0]) // block_size, _MOST_TOLD_BLOCKS) * block_size
-            hashes = chain_hashes(root_hash(salt), array("i", prompts[0][:full]), block_size)
-        self.prompt = PromptTold(sum(map(len, prompts)), hashes=packed_hashes(hashes))
+        self.prompt = PromptTold(sum(map(len, prompts)))
         if params.seed is None and params.pooling is None and not params.greedy:
             return dataclasses.replace(params, seed=self.ask.seed)
         return params

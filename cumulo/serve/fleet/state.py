@@ -38,29 +38,22 @@ async def fleet_state(request: Request) -> Response:
 
 async def _lines(service: Service, identity: FleetIdentity) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
-    told_s, ticks, version, speeds = 0.0, 0, None, (0.0, 0.0)
+    told_s, ticks, speeds = 0.0, 0, (0.0, 0.0)
     told: FleetNews | None = None
     told_adapters: dict[str, str] | None = None
     first: FleetIdentity | None = identity
     while True:
         if ticks % _RARELY_TICKS == 0:
             speeds = measured_speeds(service.recent_steps)
-            if service.fleet is not None:
-                service.block_log.become(
-                    frozenset().union(*(one.blocks for one in service.fleet.replicas.values()))
-                )
         ticks += 1
         news = _news(service, *speeds)
-        now, reset, added, removed = service.block_log.since(version)
         adapters = {one.name: one.fingerprint for one in service.adapters.served.values()}
-        changed = news != told or now != version or adapters != told_adapters
-        if changed or loop.time() - told_s >= _LONGEST_SILENCE_S:
+        if news != told or adapters != told_adapters or loop.time() - told_s >= _LONGEST_SILENCE_S:
             told, told_s = news, loop.time()
-            blocks = {"reset": reset, "added": added, "removed": removed}
             loaded = adapters if adapters != told_adapters else None
-            line = msgspec.structs.replace(news, identity=first, adapters=loaded, **blocks)
+            line = msgspec.structs.replace(news, identity=first, adapters=loaded)
             yield written(line) + b"\n"
-            version, first, told_adapters = now, None, adapters
+            first, told_adapters = None, adapters
         if service.draining and not service.engine.in_flight and not service.unsent:
             return
         await asyncio.sleep(_TICK_S)
@@ -123,7 +116,6 @@ def fleet_identity(service: Service) -> FleetIdentity:
         model=service.model_name,
         fingerprint=whole.hexdigest()[:16],
         tokenizer=tokenizer.hexdigest()[:16],
-        block_size=info.block_size,
         max_context=info.max_context,
         max_running=info.max_running,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from cumulo.engine.decide.routing import Ask, NoReplica, ReplicaView
 from cumulo.fleet.decide.choosing import Breaker, Chooser, Told, refusal, stray
-from cumulo.fleet.decide.prefix_memory import TEXT_BLOCK, PrefixMemory, peek
+from cumulo.fleet.decide.prompt_text import TEXT_BLOCK, peek
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_lets_one_try() -> None:
@@ -61,25 +61,16 @@ def test_servers_that_do_not_belong_together_are_refused_with_what_would_work() 
     assert "--pool chat=u --pool small=v" in stray("v", Told(("small",)), [("u", told)])
 
 
-def test_the_blocks_of_a_prompt_are_known_by_its_text() -> None:
-    memory = PrefixMemory(most=100)
-    hashes = [bytes([number]) * 8 for number in range(40)]
-    first = peek(b'{"prompt": "' + b"x" * (8 * TEXT_BLOCK) + b'first"}')
-    memory.learn(first.chain(""), len(first.text), 640, hashes)
-    again = peek(b'{"prompt": "' + b"x" * (8 * TEXT_BLOCK) + b'another"}')
-    found = memory.hashes(again.chain(""))
-    assert found == hashes[: len(found)] and 36 <= len(found) <= 40
-    assert memory.hashes(again.chain("another caller")) == []
+def test_prompts_that_begin_alike_have_hashes_that_begin_alike() -> None:
+    first, again = (
+        peek(b'{"prompt": "' + b"x" * (8 * TEXT_BLOCK) + end + b'"}') for end in (b"first", b"other")
+    )
+    assert len(first.chain("")) == 8 and first.chain("") == again.chain("")
+    assert not set(first.chain("")) & set(again.chain("another caller"))
     half = peek(b'{"prompt": "' + b"x" * (4 * TEXT_BLOCK) + b'"}')
-    assert 16 <= len(memory.hashes(half.chain(""))) <= 20
-    longer = peek(b'{"prompt": "' + b"x" * (16 * TEXT_BLOCK) + b'"}')
-    memory.learn(longer.chain(""), len(longer.text), 1280, hashes + [bytes([99]) * 8] * 40)
-    assert memory.hashes(longer.chain(""))[:40] == hashes
-    for number in range(200):  # what is old is forgotten
-        text = peek(b'{"prompt": "' + str(number).encode() * 400 + b'"}')
-        memory.learn(text.chain(""), len(text.text), 100, hashes)
-    assert len(memory) <= 100
-    assert memory.hashes(again.chain("")) == []
+    assert half.chain("") == first.chain("")[: len(half.chain(""))]
+    prefixed = peek(b'{"tools": [1], "prompt": "' + b"x" * (8 * TEXT_BLOCK) + b'"}')
+    assert not set(prefixed.chain("")) & set(first.chain(""))
 
 
 def test_a_body_that_cannot_be_read_is_left_to_the_server() -> None:
