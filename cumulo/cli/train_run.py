@@ -248,11 +248,10 @@ def train_head(config: HeadConfig, json_file: Path | None) -> None:
         result = HeadTrainer(config, tell).run()
     rows = [
         Row(
-            f"{name}: proposal {index}, right", shares[0], "of 1",
-            note=f"those before it being right; among two choices {shares[1]:.0%}, among four {shares[3]:.0%}",
+            f"{name}: proposal {index}, right", share, "of 1", note="those before it being right",
         )
         for name, proposals in result.right.items()
-        for index, shares in enumerate(proposals, 1)
+        for index, share in enumerate(proposals, 1)
     ]  # fmt: skip
     rows += [
         Row("tokens the head can propose", result.known_share, "of 1"),

@@ -142,7 +142,7 @@ def assemble(
     engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)
     if draft is not None:
         check_tokenizer(draft, loaded.tokenizer)
-        attach_draft(draft, player.runner, loaded.decoder, config.draft_tree)
+        attach_draft(draft, player.runner, loaded.decoder)
     _serve_adapters(engine, player, config, files.spec)
     if config.device == "cuda":
         _compile_first(engine, tell)

@@ -107,12 +107,6 @@ class EngineConfig(SchedulingOptions):
         for name, least in (("max_loras", 0), ("max_lora_rank", 1)):
             if not least <= getattr(self, name) <= 4096:
                 raise CumuloError(f"{name} must be {least} to 4096, got {getattr(self, name)}")
-        if self.draft_tree not in (0, 2, 3, 4):
-            raise CumuloError(f"draft_tree must be 2, 3 or 4 levels, or 0 for chains; got {self.draft_tree}")
-        if self.draft_tree and self.speculate in ("", "ngram", "mtp"):
-            raise CumuloError(
-                "draft_tree needs speculate with the folder of an EAGLE-3 head; omit draft_tree"
-            )
         if not 0 <= self.invariant_tp <= 64:
             raise CumuloError(f"invariant_tp must be 1 to 64 ranks, or 0 for 4; got {self.invariant_tp}")
         if self.invariant_tp and not self.batch_invariant:
@@ -191,8 +185,6 @@ class EngineConfig(SchedulingOptions):
                 raise CumuloError(f"weights={self.weights} needs a GPU; on a CPU, omit weights")
             if self.batch_invariant:
                 raise CumuloError("batch_invariant needs a GPU; on a CPU, omit it")
-            if self.draft_tree:
-                raise CumuloError("draft_tree needs a GPU; on a CPU, omit it: drafts are chains there")
         elif self.kv_dtype == "int8":
             raise CumuloError("kv_dtype=int8 is for the CPU engine; on a GPU, choose fp8")
         elif settled.block_size < 16 or settled.block_size & (settled.block_size - 1):

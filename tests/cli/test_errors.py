@@ -23,7 +23,6 @@ from tests.cli.conftest import Run
         (["--kv-memory-gib", "inf"], "--kv-memory-gib must be more than 0 and finite, got inf"),
         (["--dtype", "float8"], "--dtype must be float64, float32, float16 or bfloat16, got 'float8'"),
         (["--batch-invariant", "--device", "cpu"], "batch_invariant needs a GPU; on a CPU, omit it"),
-        (["--draft-tree", "3"], "draft_tree needs speculate with the folder of an EAGLE-3 head"),
         (["--speculate", "ngrma"], "there is nothing at 'ngrma'; did you mean ngram?"),
     ],
 )

@@ -229,7 +229,7 @@ def test_a_plan_serves_longer_requests_than_its_sample_has(
         (["--weights", "int3"], "weights must be one of bfloat16"),
         (["--device", "cpu"], "no measured products of bfloat16"),
         (["--find-capacity"], "add --slo"),
-        (["--slo", "e2e=1s"], "can bound only ttft and itl"),
+        (["--slo", "e2e=1s"], "can promise ttft and itl"),
         (["--slo", "ttft=0s"], "more than 0 s"),
         (["--requests", "1"], "2 or more"),
         (["--input", "200000"], "131,072"),
@@ -270,24 +270,20 @@ def test_every_option_of_the_engine_can_be_simulated() -> None:
     ]
     text = run("simulate", "serve", "llama-3.1-8b", *FAST, *tiers)
     assert "float8 KV, --kv-host-gib 1, --kv-disk /nowhere:1, --swap-gib 1" in " ".join(text.split())
-    head = ["--acceptance", "0.6", "--speculate", "head", "--draft-tree", "3"]
-    with pytest.raises(CumuloError, match="add --draft-choices"):
-        run("simulate", "serve", "llama-3.1-8b", *FAST, *head)
-    text = run("simulate", "serve", "llama-3.1-8b", *FAST, *head, "--draft-choices", "0.1,0.05")
-    assert "--speculate head, --draft-tree 3" in " ".join(text.split())
+    head = ["--acceptance", "0.6", "--speculate", "head"]
+    text = run("simulate", "serve", "llama-3.1-8b", *FAST, *head)
+    assert "--speculate head" in " ".join(text.split())
     with pytest.raises(CumuloError, match="more than 0 GB/s"):
         run("simulate", "serve", "llama-3.1-8b", *FAST, "--disk-gb-s", "0")
 
 
 def test_a_plan_says_why_each_option_is_chosen_or_not(tmp_path: Path, plan_app: typer.Typer) -> None:
-    asked = ["--kv-disk", "/var/cache/kv:9", "--swap-gib", "4", "--acceptance", "0.6", "--speculate", "head",
-             "--draft-choices", "0.1,0.05"]  # fmt: skip
+    asked = ["--kv-disk", "/var/cache/kv:9", "--swap-gib", "4", "--acceptance", "0.6", "--speculate", "head"]
     words = ["serve", "qwen3-0.6b", "--rate", "1", "--slo", "ttft=2s,itl=100ms", "--devices", "l40s", "--together",
              "--weights", "bfloat16,float8", *asked]  # fmt: skip
     found = report_of(tmp_path / "plan.json", *words, *FAST, of=plan_app)
     told = {one["option"]: one for one in found["options"]}
     assert {"--kv-disk /var/cache/kv:9", "--swap-gib 4", "speculation", "no speculation"} <= told.keys()
-    assert any(name.startswith("--draft-tree") for name in told)
     assert sum(told[name]["chosen"] for name in ("bfloat16 weights", "float8 weights")) == 1
     assert all(one["why"] for one in told.values())
 

@@ -54,11 +54,10 @@ def make_head() -> EagleHead:
     return head
 
 
-def engine_with_head(decoder, drafts: int | None = 3, levels: int = 0, **options):
-    engine = make_engine(decoder, on_kernels=True, speculate="rounds", draft_tree=levels, **options)
-    attach_rounds(DraftSource("head", SPEC, head=make_head()), engine.runner, levels)
+def engine_with_head(decoder, drafts: int | None = 3, **options):
+    engine = make_engine(decoder, on_kernels=True, speculate="rounds", **options)
+    attach_rounds(DraftSource("head", SPEC, head=make_head()), engine.runner)
     engine.scheduler.speculation.fixed_count = drafts
-    engine.scheduler.speculation.fixed_levels = levels
     return engine
 
 
@@ -260,9 +259,8 @@ def test_accepting_and_proposing_follow_their_references() -> None:
     assert rows.chain_starts[:4].tolist() == (rows.starts[:4] + 1).tolist()
 
 
-def round_policy(levels: int = 0) -> RoundPolicy:
-    """The policy of an engine whose head may grow trees of so many levels."""
-    config = SchedulerConfig(blocks=64, max_context=1000, speculate="rounds", draft_tree=levels)
+def round_policy() -> RoundPolicy:
+    config = SchedulerConfig(blocks=64, max_context=1000, speculate="rounds")
     return RoundPolicy(RequestBatch(config, WaitingQueue()))
 
 
@@ -325,10 +323,9 @@ def test_the_ledger_knows_what_a_head_holds() -> None:
 def test_every_shape_of_rounds_is_compiled_before_the_first_request() -> None:
     """Of any number of rows that may share a step; three with seven drafts have a shape of their own."""
     most = StepShape(512, 64, 64)
-    kinds = rounds.kinds_of_rounds(3)
-    warm = cuda_rounds.warm_rounds(most, kinds)
+    warm = cuda_rounds.warm_rounds(most)
     assert len(set(warm)) == len(warm)
-    for kind in kinds:
+    for kind in (Rounds(1, drafts) for drafts in DRAFTS):
         for rows in range(1, rounds.MOST_ROWS + 1):
             assert cuda_rounds.round_shape(rows, kind, most, False) in warm
     assert StepShape(24, 24, 24, True, False, rounds=Rounds(1, 7)) in warm

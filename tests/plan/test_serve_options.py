@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from cumulo.cli.shared.plan_options import DraftOptions
-from cumulo.engine.simulate.drafts import tree_rates
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import Capacity, play
-from cumulo.plan.serve.kinds import ReplicaChoices, kinds, obstacle
+from cumulo.plan.serve.kinds import ReplicaChoices, kinds
 from cumulo.plan.serve.options import OptionVerdict, weigh
 from cumulo.plan.serve.plan_file import plan_file
 from cumulo.plan.serve.replica import Replica
@@ -117,24 +116,6 @@ def test_a_disk_needs_host_memory_for_a_prefix_to_pass_through() -> None:
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------
-def tokens_of_a_round(choices: tuple[float, ...], levels: int) -> float:
-    tokens = chance = 1.0
-    for rate in tree_rates(choices, levels):
-        tokens += (chance := chance * rate)
-    return tokens
-
-
-@pytest.mark.parametrize(("levels", "replayed"), [(2, 2.20), (3, 2.34), (4, 2.37)])
-def test_a_tree_keeps_as_many_tokens_as_a_head_kept_in_replayed_answers(levels: int, replayed: float) -> None:
-    """docs/speculation.md: how often each choice was right, and tokens of a round."""
-    assert tokens_of_a_round((0.548, 0.124, 0.060, 0.036), levels) == pytest.approx(replayed, rel=0.02)
-
-
-def test_a_tree_of_one_choice_is_a_chain() -> None:
-    assert tree_rates((0.6,), 4) == pytest.approx((0.6,) * 4)
-    assert tree_rates((0.9, 0.1), 2) == pytest.approx((1.0, 1.0))
-
-
 def speed(one: Replica, requests: int = 1) -> float:
     report = play(one, Traffic(tuple(Arrival(1e-4 * i, 300, 300) for i in range(requests))))
     return report.output_tok_s
@@ -146,49 +127,22 @@ def test_looked_up_drafts_pay_where_text_repeats_and_hardly_cost_where_it_does_n
     assert gains[0.2] > 0.95 and gains[0.9] > 1.5 and gains[0.98] > 1.3 * gains[0.9]
 
 
-def test_a_heads_drafts_cost_its_time_and_trees_bring_more_where_second_choices_are_right() -> None:
+def test_a_heads_drafts_cost_its_time_and_bring_more() -> None:
     plain = replica("h200", "qwen3-0.6b")
-    head = replace(plain, acceptance=0.6, speculate="/models/head", draft_choices=(0.25, 0.05, 0.03))
-    assert head.head is not None and head.head.pass_s > plain.profile.layer_s
+    head = replace(plain, acceptance=0.6, speculate="/models/head")
+    assert head.head_pass_s > plain.profile.layer_s
     assert speed(head) > 1.2 * speed(plain)
-    assert speed(replace(head, draft_tree=3)) > 1.1 * speed(head)
-    poor = replace(head, draft_choices=(0.0, 0.0, 0.0))
-    assert speed(replace(poor, draft_tree=3)) == pytest.approx(speed(poor), rel=0.1)
-    assert speed(replace(head, draft_tree=3), 16) == pytest.approx(
-        speed(plain, 16), rel=0.05
-    )  # not in batches
+    assert speed(head, 16) == pytest.approx(speed(plain, 16), rel=0.05)  # not in batches
 
 
-def test_a_plan_names_what_drafts_and_why_there_are_trees_or_not() -> None:
-    head = {"acceptance": 0.6, "speculate": "/models/head", "draft_choices": (0.25, 0.05, 0.03)}
+def test_a_plan_names_what_drafts() -> None:
+    head = {"acceptance": 0.6, "speculate": "/models/head"}
     slo = Slo(ttft_s=2.0, itl_s=0.1, share=0.9)
-    _, verdicts = planned(some_traffic(12), slo, 0.2, **head)
-    assert "nothing is drafted" in verdicts["--draft-tree"].why and not verdicts["--draft-tree"].chosen
     plan, verdicts = planned(some_traffic(12), slo, 0.2, kind=1, **head)
-    assert all(f"--draft-tree {levels}" in verdicts for levels in (2, 3, 4))
-    assert (
-        "an answer takes" in verdicts["--draft-tree 3"].why
-        and "of drafts kept" in verdicts["--draft-tree 3"].why
-    )
-    written = plan_file(
-        replace(plan.best, replica=replace(plan.best.replica, draft_tree=3)), "llama-3.1-8b", slo
-    )
-    assert (written.speculate, written.draft_tree) == ("/models/head", 3)
-    assert obstacle(replace(replica("cpu"), weights="float32", acceptance=0.5, draft_tree=3)) == (
-        "trees of drafts need a GPU"
-    )
+    assert verdicts["speculation"].chosen and not verdicts["no speculation"].chosen
+    assert plan_file(plan.best, "llama-3.1-8b", slo).speculate == "/models/head"
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"draft_choices": "0.1"}, "describes a head"),
-        ({"acceptance": 0.5, "draft_choices": "0.1"}, "describes a head"),
-        ({"acceptance": 0.5, "speculate": "head", "draft_choices": "0.4,0.2"}, "add up to at most 1"),
-        ({"acceptance": 0.5, "speculate": "head", "draft_choices": "many"}, "up to three shares"),
-        ({"speculate": ""}, "omit --acceptance"),
-    ],
-)
-def test_nonsense_about_drafts_is_refused(given: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        DraftOptions(**given).fields()  # type: ignore[arg-type]
+def test_nonsense_about_drafts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="omit --acceptance"):
+        DraftOptions(speculate="").fields()

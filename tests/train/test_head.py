@@ -49,7 +49,7 @@ def trained(answers, tmp_path_factory):
     trainer = HeadTrainer(config, lambda *_: None)
     head = new_head(config, DECODER, answers)
     examples = examples_of(answers, config.unroll, "cpu")
-    before = trainer.accuracy(head, DECODER, examples)
+    before = trainer.accuracy(head, DECODER, examples, 2)
     trainer._train(head, DECODER, examples)
     folder = tmp_path_factory.mktemp("head")
     save_eagle(folder, head)
@@ -73,7 +73,7 @@ def test_states_for_training_are_those_that_a_step_sees(answers):
 @pytest.mark.long
 def test_training_makes_proposals_right(trained):
     trainer, head, examples, before, _ = trained
-    after = trainer.accuracy(head, DECODER, examples)
+    after = trainer.accuracy(head, DECODER, examples, 2)
     assert after[0] > before[0] + 0.3
 
 
@@ -165,20 +165,16 @@ def test_every_answer_is_in_one_batch_of_a_round(answers):
     assert sorted(seen) == sorted(id(one) for one in examples)
 
 
-def test_the_share_of_right_proposals_grows_with_the_choices(trained):
+def test_the_share_of_right_proposals_is_counted_place_by_place(trained):
     trainer, head, examples, _, _ = trained
-    shares = trainer.shares(head, DECODER, examples, 2)
-    assert [row[0] for row in shares] == trainer.accuracy(head, DECODER, examples)
-    assert all(row == sorted(row) for row in shares)
-    first, hits = [], []
-    for example in examples:  # counted place by place
+    shares = trainer.accuracy(head, DECODER, examples, 2)
+    first = []
+    for example in examples:
         logits = _unrolled_logits(trainer, head, example)[0]
         batch = together(DECODER, [example], 2)
         wanted = batch.tokens[batch.rows, batch.places + 2]
-        chosen = head.token_of[logits.topk(4).indices]
-        first += (chosen[:, 0] == wanted).tolist()
-        hits += (chosen == wanted[:, None]).any(-1).tolist()
-    assert shares[0][0] == pytest.approx(np.mean(first)) and shares[0][3] == pytest.approx(np.mean(hits))
+        first += (head.token_of[logits.argmax(-1)] == wanted).tolist()
+    assert shares[0] == pytest.approx(np.mean(first)) and shares[0] >= shares[1]
 
 
 @pytest.mark.parametrize("settings", [{"ffn_hidden": 96}, {"minutes": 0.002}])

@@ -64,8 +64,6 @@ class PlanServeOptions:
         helps={
             "acceptance": "Also consider speculation: how often a drafted token is right, those before it being "
             "right, 0 to 1.",
-            "draft_choices": "With --speculate DIR: also consider trees of drafts (`cumulo serve --draft-tree`): "
-            "how often the head's second, third and fourth choice is right, for example 0.12,0.06,0.04.",
         },
     )
     stores: TierOptions = group(

@@ -76,11 +76,6 @@ class EngineOptions:
         None,
         metavar="ngram|mtp|MODEL|DIR",
     )
-    draft_tree: int | None = option(
-        "With --speculate DIR on a GPU: also draft trees of this many levels, 2 to 4, where they pay. Default: 0, "
-        "chains only.",
-        None,
-    )
 
     tp: int | None = option(
         "Tensor parallel: cut heads, feed-forward width and vocabulary over this many processes.", None

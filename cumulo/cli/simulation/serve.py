@@ -70,16 +70,11 @@ class SimulateOptions:
     max_lora_rank: int = _WHERE("With --max-loras: their highest rank.", 16, min=1, max=4096)
     front_door: str = _WHERE(
         "Time of a request outside the engine (HTTP, tokenization, to the engine and back), part of TTFT. A "
-        "gateway in front adds about 1 ms. `cumulo bench overhead` and `cumulo bench gateway` measure both.",
+        "gateway in front adds about 1 ms. `cumulo bench overhead` measures it.",
         "2ms",
     )
     steps: options.StepOptions = options.StepOptions()
     drafts: DraftOptions = DraftOptions()
-    draft_tree: int = DraftOptions.PANEL(
-        "With --draft-choices: also draft trees of this many levels, 2 to 4, where they pay. Default: 0, chains "
-        "only.",
-        0,
-    )
     stores: TierOptions = group(
         TierOptions(),
         helps={"kv_disk": "Folder, which is not used, and size in GiB for prefixes that leave host memory."},
@@ -117,7 +112,7 @@ def serve(chosen: SimulateOptions) -> None:
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, pp=chosen.pp,
         prefix_cache=chosen.prefix_cache, **vars(chosen.steps),
-        max_loras=chosen.max_loras, max_lora_rank=chosen.max_lora_rank, draft_tree=_levels(chosen),
+        max_loras=chosen.max_loras, max_lora_rank=chosen.max_lora_rank,
         kv=shared.kv_format(chosen.kv), **chosen.drafts.fields(),
         **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
         front_door_s=parse_duration_s(chosen.front_door, "--front-door"),
@@ -176,15 +171,6 @@ def serve(chosen: SimulateOptions) -> None:
         rows, chosen.json_file, marked("[bold]{}[/bold] on [bold]{}[/bold]", model, replica), *sweep,
         reports.table("", rows), dim(f"evidence: {evidence}"), evidence=evidence, trials=told,
     )  # fmt: skip
-
-
-def _levels(chosen: SimulateOptions) -> int:
-    if chosen.draft_tree and not chosen.drafts.draft_choices:
-        raise ConfigError(
-            "--draft-tree needs to know how often a head's further choices are right: add --draft-choices, for "
-            "example --acceptance 0.55 --speculate DIR --draft-choices 0.12,0.06,0.04"
-        )
-    return chosen.draft_tree
 
 
 def _with_trace(chosen: SimulateOptions) -> SimulateOptions:

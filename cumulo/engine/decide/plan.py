@@ -40,17 +40,10 @@ class Draft(NamedTuple):
 
 class Rounds(NamedTuple):
     """Every row, one known token each, is verified with as many `drafts` of the runner's own head behind it; those
-    that agree are kept, the head drafts again behind them, and so on: `times` in one step. The drafts are one
-    continuation, or with `levels` a tree of them, so many tokens deep."""
+    that agree are kept, the head drafts again behind them, and so on: `times` in one step."""
 
     times: int
     drafts: int
-    levels: int = 0
-
-    @property
-    def depth(self) -> int:
-        """Drafts that a round may keep."""
-        return self.levels or self.drafts
 
 
 class Send(NamedTuple):

@@ -10,13 +10,13 @@ import torch
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.plan import Runner
 from cumulo.engine.memory.needs import DraftNeeds
-from cumulo.engine.play.drafter import Drafter, DraftModel, WholeDraftModel
+from cumulo.engine.play.drafter import Drafter, DraftModel, EagleDraft, WholeDraftModel
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, load_model
-from cumulo.models.heads.eagle import EagleDraft, EagleHead, StreamTap, eagle_layers
+from cumulo.models.heads.eagle import EagleHead, StreamTap, eagle_layers
 from cumulo.models.heads.files import is_eagle_folder, load_eagle
 from cumulo.models.heads.mtp import MtpHead, load_mtp
 from cumulo.models.play.fused import FusedDecoder, why_not
@@ -102,8 +102,8 @@ def check_tokenizer(source: DraftSource, tokenizer: Tokenizer | None) -> None:
             )
 
 
-def attach_rounds(source: DraftSource, runner: Runner, levels: int = 0) -> None:
-    """Give a GPU's runner a head, which drafts in rounds; with `levels` also trees of that depth."""
+def attach_rounds(source: DraftSource, runner: Runner) -> None:
+    """Give a GPU's runner a head, which drafts in rounds."""
     from cumulo.engine.play.cuda.rounds import HeadRounds
     from cumulo.engine.play.runner_cuda import CudaRunner
     from cumulo.models.play.cuda_eagle import CudaEagle
@@ -112,21 +112,16 @@ def attach_rounds(source: DraftSource, runner: Runner, levels: int = 0) -> None:
     model, cache, head = runner.model, runner.cache, source.head
     head.rotary.serve(runner.table.max_context)
     head = head.to(model.device)
-    if levels and (model.invariant or model.windows != (None,)):
-        raise ConfigError(
-            "draft_tree needs full attention in every layer, and batch_invariant off: omit draft_tree, and drafts "
-            "are chains"
-        )
     own = KVCache(head.spec, cache.blocks, cache.block_size, cache.key_storage.dtype, model.device)
     model.tap(source.taps)
     eagle = CudaEagle(head, model, len(runner.slots.contexts))
-    runner.head = HeadRounds(eagle, own, model, cache, runner.slots, levels)
+    runner.head = HeadRounds(eagle, own, model, runner.slots)
 
 
-def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder, levels: int = 0) -> None:
-    """Give the runner a drafter, whose cache has as many blocks as the runner's. `levels`: of trees, on a GPU."""
+def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:
+    """Give the runner a drafter, whose cache has as many blocks as the runner's."""
     if not isinstance(runner, TorchRunner):
-        attach_rounds(source, runner, levels)
+        attach_rounds(source, runner)
         return
     cache, dtype = runner.cache, decoder.dtype
     context = runner.table.max_context

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import Rounds, Send, StepPlan
-from cumulo.engine.decide.speculation.rounds import kinds_of_rounds
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.cuda.device_slots import DeviceSlots
 from cumulo.engine.play.cuda.host_reads import HiddenReader, LayerEvents, Tell, need_host
@@ -136,9 +135,7 @@ class CudaRunner:
         shapes = warm_shapes(self._most, self.model.adapters is not None)
         if self.head is not None:
             shapes = [replace(shape, follows=True) for shape in shapes]
-            shapes += warm_rounds(
-                self._most, kinds_of_rounds(self.head.levels), self.head.draws_without_logits
-            )
+            shapes += warm_rounds(self._most, self.head.draws_without_logits)
         adapters = self.model.adapters
         with (
             self.model.one_layer_of_each_kind(),

@@ -6,27 +6,16 @@ answer repeats its prompt, and where a draft is to be wrong it has a token of it
 two tokens behind a wrong draft, as in a real text.
 """
 
-import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
-from cumulo.engine.decide.speculation.rounds import TREE_DRAFTS
 from cumulo.engine.simulate.run import Arrival, StepClock, StepTime
 
 _PROPOSED, _DRAWN = 1, 0  # a proposed token, and the one that is drawn where it is wrong
 _NEW_TOKEN = 1 << 24  # from here on tokens that a text has once
 _MASK = (1 << 64) - 1
-_FOLLOWED = 2  # nodes of a tree's level behind which a head proposes
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedHead:
-    """A draft head."""
-
-    pass_s: float = 0.0  # that it takes to propose behind one place, or behind a level of a tree
-    choices: tuple[float, ...] = ()  # how often its second, third, ... choice is right
 
 
 def drafted_result(
@@ -36,7 +25,6 @@ def drafted_result(
     acceptance: float,
     *,
     by_lookup: bool = False,
-    head: SimulatedHead | None = None,
 ) -> StepResult:
     """What a runner would return. Verifying takes time, and a head's proposals (`rounds_time`)."""
     result = StepResult([_DRAWN] * len(draws))
@@ -58,11 +46,9 @@ def drafted_result(
             place = plan.starts[row] + plan.counts[row] - wrong.get(row, 0)
             result.tokens[draw] = _text(sequence, place, acceptance)
     if plan.rounds is not None:
-        levels = plan.rounds.levels
-        rates = tree_rates((acceptance, *(head.choices if head else ())), levels) if levels else ()
         for row, sequence in enumerate(rows):
             result.round_hits[row] = hits = _kept(
-                int(sequence.request.id), plan.starts[row], plan.rounds, acceptance, rates
+                int(sequence.request.id), plan.starts[row], plan.rounds, acceptance
             )
             result.accepted[row] = [_PROPOSED] * (sum(hits) + len(hits) - 1)
     for draw, count in plan.proposals:
@@ -81,33 +67,12 @@ def _text(sequence: Sequence, place: int, acceptance: float) -> int:
     return sequence.tokens[length - own + (place - length) % own]
 
 
-def tree_rates(choices: tuple[float, ...], levels: int) -> tuple[float, ...]:
-    """How often one of a tree's drafts is right on each level, those above being right. `choices`: how often a
-    head's first, second, ... choice is. The tree has the drafts whose chance to be reached is greatest (EAGLE-2, Li
-    et al. 2024), of those proposed behind the likeliest nodes of each level."""
-    proposed: list[tuple[float, int]] = []  # chance and level
-    nodes = [1.0]
-    for level in range(levels):
-        behind = sorted((node * right for node in nodes for right in choices), reverse=True)
-        proposed += [(chance, level) for chance in behind]
-        nodes = behind[:_FOLLOWED]
-    reached = [0.0] * levels
-    for chance, level in heapq.nlargest(TREE_DRAFTS, proposed):
-        reached[level] += chance
-    above = [1.0, *reached[:-1]]
-    return tuple(
-        min(1.0, here / before) if before else 0.0 for here, before in zip(reached, above, strict=True)
-    )
-
-
-def _kept(number: int, start: int, rounds: Rounds, acceptance: float, rates: tuple[float, ...]) -> list[int]:
-    """Drafts that are kept in each round. `rates`: of each level of a tree."""
+def _kept(number: int, start: int, rounds: Rounds, acceptance: float) -> list[int]:
+    """Drafts that are kept in each round."""
     hits = []
     for _ in range(rounds.times):
         right = 0
-        while right < rounds.depth and _uniform(number, start + 1 + right) < (
-            rates[right] if rates else acceptance
-        ):
+        while right < rounds.drafts and _uniform(number, start + 1 + right) < acceptance:
             right += 1
         hits.append(right)
         start += right + 1
@@ -115,12 +80,12 @@ def _kept(number: int, start: int, rounds: Rounds, acceptance: float, rates: tup
 
 
 def rounds_time(
-    plan: StepPlan, rounds: Rounds, cost: StepClock, shared: Mapping[int, int], head: SimulatedHead | None
+    plan: StepPlan, rounds: Rounds, cost: StepClock, shared: Mapping[int, int], head_pass_s: float
 ) -> StepTime:
-    """A round computes every row with its drafts, and its head proposes them one after the other, or a level of a
-    tree at a time."""
+    """A round computes every row with its drafts, and its head proposes them one after the other, in `head_pass_s`
+    each."""
     once = cost.time_of(replace(plan, counts=[rounds.drafts + 1] * len(plan.slots)), shared)
-    proposing_s = rounds.depth * head.pass_s if head else 0.0
+    proposing_s = rounds.drafts * head_pass_s
     return StepTime(once.submit_s, (once.device_s + proposing_s) * rounds.times, once.apply_s)
 
 

@@ -19,7 +19,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.disk import SimulatedDisk
-from cumulo.engine.simulate.drafts import SimulatedHead, drafted_result, rounds_time
+from cumulo.engine.simulate.drafts import drafted_result, rounds_time
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock, StepInFlight, StepTime
 from cumulo.errors import InvalidRequest
 
@@ -35,14 +35,19 @@ def simulate(
     stop_s: float = float("inf"),
     step_by_step: bool = False,
     acceptance: float = 0.0,
-    head: SimulatedHead | None = None,
+    head_pass_s: float = 0.0,
     itl_bound_s: float | None = None,
 ) -> Run:
     """Serve all arrivals, given in order of time. Ends when the last is answered or, unfinished, at `stop_s`.
     `acceptance`: with a scheduler that speculates, how often a drafted token is right. `itl_bound_s`: by which
     requests will be judged."""
     engine = SimulatedEngine(
-        scheduler, cost, overlap=overlap, step_by_step=step_by_step, acceptance=acceptance, head=head
+        scheduler,
+        cost,
+        overlap=overlap,
+        step_by_step=step_by_step,
+        acceptance=acceptance,
+        head_pass_s=head_pass_s,
     )
     engine.arrivals, engine.run.itl_bound_s = list(arrivals), itl_bound_s
     engine.advance(stop_s)
@@ -64,13 +69,13 @@ class SimulatedEngine:
         overlap: bool = True,
         step_by_step: bool = False,
         acceptance: float = 0.0,
-        head: SimulatedHead | None = None,
+        head_pass_s: float = 0.0,
         disk: SimulatedDisk | None = None,
     ) -> None:
-        """`acceptance` and `head`: of drafts, with a scheduler that speculates. `disk`: of the KV tier, with one
-        that has it."""
+        """`acceptance` and `head_pass_s`: of drafts, with a scheduler that speculates. `disk`: of the KV tier, with
+        one that has it."""
         self.scheduler, self.cost, self.overlap = scheduler, cost, overlap
-        self.acceptance, self.head = acceptance, head
+        self.acceptance, self.head_pass_s = acceptance, head_pass_s
         self.disk, self._until_s = disk, float("inf")
         self.run = Run()
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
@@ -129,7 +134,7 @@ class SimulatedEngine:
             if plan.rounds is None:
                 time = self.cost.time_of(plan, self._shared)
             else:
-                time = rounds_time(plan, plan.rounds, self.cost, self._shared, self.head)
+                time = rounds_time(plan, plan.rounds, self.cost, self._shared, self.head_pass_s)
             self.clock_s += time.submit_s
             in_flight.append(StepInFlight(plan, time, self._pass_stages(time.device_s)))
             run.count_step(len(plan.slots), plan.tokens, time.device_s)
@@ -168,9 +173,7 @@ class SimulatedEngine:
         scheduler.observe(ready.plan, StepTiming(ready.time.device_s), now_s)
         flight = scheduler.batch.in_flight[ready.plan.index]
         by_lookup = scheduler.config.speculate == "ngram"
-        result = drafted_result(
-            ready.plan, flight.rows, flight.draws, self.acceptance, by_lookup=by_lookup, head=self.head
-        )
+        result = drafted_result(ready.plan, flight.rows, flight.draws, self.acceptance, by_lookup=by_lookup)
         advanced = scheduler.apply(ready.plan, result, now_s)
         gaps: Counter[float] = Counter()
         if ready.plan.may_accept:  # tokens that came together with the next one

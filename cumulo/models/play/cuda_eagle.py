@@ -14,7 +14,7 @@ from cumulo.kernels.cuda.linear import few_dot
 from cumulo.kernels.cuda.linear.linear import choose, linear
 from cumulo.kernels.cuda.linear.product import PagedRotation
 from cumulo.kernels.cuda.sampling.greedy_rounds import fits_tiles, likeliest_tiles, tile_parts
-from cumulo.kernels.cuda.sampling.tree_growth import PART, logit_parts
+from cumulo.kernels.cuda.sampling.rounds import PART, logit_parts
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.play.cuda_decoder import CudaDecoder
@@ -61,13 +61,11 @@ class CudaEagle:
         parts = (max_rows, -(-len(self.token_of) // PART))
         self._best = torch.empty(parts, dtype=torch.float32, device=device)
         self._places = torch.empty(parts, dtype=torch.int32, device=device)
-        self._masses = torch.empty(parts, dtype=torch.float32, device=device)
 
     @property
     def nbytes(self) -> int:
         own = (self.stream, self.paired, self.qkv, self.mixed, self.rows_stream, self.rows_normed,
-               self.rows_mixed, self.gate_up, self.activated, self.logits, self._best, self._places,
-               self._masses)  # fmt: skip
+               self.rows_mixed, self.gate_up, self.activated, self.logits, self._best, self._places)  # fmt: skip
         return sum(one.nbytes for one in own)
 
     def see(
@@ -143,25 +141,15 @@ class CudaEagle:
 
     def likeliest(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """Of each part of the head's own tokens the largest logit [R, parts], and whose it is."""
-        norm, weight = self.head.final_norm.weight, self.head.head.weight
-        if not fits_tiles(len(stream), self.spec.hidden):
-            return self.proposals(stream)[:2]
-        best, places, _ = self._parts_of(len(stream), tile_parts(len(weight)))
-        likeliest_tiles(stream, weight, norm, self.spec.norm_eps, best, places)
+        norm, weight, rows = self.head.final_norm.weight, self.head.head.weight, len(stream)
+        tiled = fits_tiles(rows, self.spec.hidden)
+        parts = tile_parts(len(weight)) if tiled else self._best.shape[1]
+        best, places = (one.view(-1)[: rows * parts].view(rows, parts) for one in (self._best, self._places))
+        if tiled:
+            likeliest_tiles(stream, weight, norm, self.spec.norm_eps, best, places)
+        else:
+            logit_parts(self.logits_of(stream), best, places)
         return best, places
-
-    def proposals(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same in smaller parts, and each part's mass: what a tree grows from. Each part offers only its
-        largest, and a second choice may be next to the first."""
-        parts = self._parts_of(len(stream), -(-len(self.token_of) // PART))
-        logit_parts(self.logits_of(stream), *parts)
-        return parts
-
-    def _parts_of(self, rows: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for the largest logits of fewer parts than there are at most."""
-        own = (self._best, self._places, self._masses)
-        best, places, masses = (one.view(-1)[: rows * parts].view(rows, parts) for one in own)
-        return best, places, masses
 
     def logits_of(self, stream: Tensor) -> Tensor:
         """Over the head's own tokens."""

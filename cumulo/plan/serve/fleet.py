@@ -67,7 +67,7 @@ def play_split(
         SplitDecode(one, replica.scheduler(), replica.cost(), replica.spec.layers) for one in range(decode)
     ]
     for engine in engines:
-        engine.acceptance, engine.head = replica.acceptance, replica.head
+        engine.acceptance, engine.head_pass_s = replica.acceptance, replica.head_pass_s
     fleet = SplitFleet(
         [SplitPrefill(f"prefill-{one}", replica.scheduler(), replica.cost()) for one in range(prefill)],
         engines,

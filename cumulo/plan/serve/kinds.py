@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from cumulo.engine.decide.speculation.rounds import MOST_LEVELS
 from cumulo.errors import OutOfMemory
 from cumulo.layout.serving import ServingLayout, serving_problems
 from cumulo.plan.serve.deployment import Candidate, candidate
@@ -27,10 +26,6 @@ def obstacle(replica: Replica, split: bool = False) -> str:
         return "prefill and decode apart need engines without a pipeline"
     if replica.acceptance and replica.ranks > 1:
         return "speculation runs on one rank"
-    if replica.draft_tree and device.generation == "cpu":
-        return "trees of drafts need a GPU"
-    if replica.draft_tree and spec.sliding_window is not None:
-        return "trees of drafts need full attention in every layer"
     if replica.kv_disk and replica.ranks > 1:
         return "prefixes are kept on disk by engines on one rank"
     if device.generation == "cpu":
@@ -70,9 +65,6 @@ class ReplicaChoices:
     hypothetical: bool = False  # also what `cumulo serve` cannot run, as other engines do
     acceptance: float = 0.0  # share of drafted tokens that would be right; 0: no speculation is considered
     speculate: str = "ngram"  # what would draft, or the folder of a head
-    draft_choices: tuple[
-        float, ...
-    ] = ()  # how often a head's second, ... choice is right: for trees of drafts
     kv_host_gib: float = 0.0  # host memory that prefixes could go to
     max_loras: int = 0  # adapters that every replica must have room for
     max_lora_rank: int = 16
@@ -124,10 +116,7 @@ def _variants(plain: Replica, choices: ReplicaChoices) -> Iterator[Replica]:
             replica = replace(plain, kv=kv)
             yield replica
             if choices.acceptance:
-                yield replace(
-                    replica, acceptance=choices.acceptance, speculate=choices.speculate,
-                    draft_choices=choices.draft_choices,
-                )  # fmt: skip
+                yield replace(replica, acceptance=choices.acceptance, speculate=choices.speculate)
     if choices.hypothetical and not on_cpu and plain.weights in ("float8", "float4", "bfloat16"):
         yield replace(plain, engine=TENSORRT_LLM, kv="float8", max_running=_MOST_RUNNING)
 
@@ -141,15 +130,7 @@ def _candidate(
     found = candidate(replica, apart, traffic, slo)
     if not found.fits:
         return found
-    trees = (more for more in with_trees(replica) if choices.hypothetical or not obstacle(more, apart))
-    return replace(found, options=(*trees, *_with_stores(replica, apart, choices)))
-
-
-def with_trees(replica: Replica) -> Iterator[Replica]:
-    """A replica whose head drafts, with trees of each depth."""
-    if replica.acceptance and replica.draft_choices:
-        for levels in range(2, MOST_LEVELS + 1):
-            yield replace(replica, draft_tree=levels)
+    return replace(found, options=tuple(_with_stores(replica, apart, choices)))
 
 
 def _with_stores(replica: Replica, apart: bool, choices: ReplicaChoices) -> Iterator[Replica]:

@@ -13,7 +13,7 @@ from cumulo.base.quantities import quantity
 from cumulo.errors import OutOfMemory
 from cumulo.plan.serve.capacity import play
 from cumulo.plan.serve.deployment import Candidate, Deployment
-from cumulo.plan.serve.kinds import ReplicaChoices, obstacle, why_no_store, with_trees
+from cumulo.plan.serve.kinds import ReplicaChoices, why_no_store
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import ServeReport
 from cumulo.plan.serve.search import ServePlan, Wanted
@@ -36,7 +36,7 @@ class OptionVerdict:
 def weigh(plan: ServePlan, wanted: Wanted, choices: ReplicaChoices) -> tuple[OptionVerdict, ...]:
     """Every option that was considered, one line each."""
     stores = (_store(plan.best, wanted, option, fields) for option, fields in choices.stores.items())
-    return (*_kinds(plan), *_trees(plan.best, wanted, choices), *stores)
+    return (*_kinds(plan), *stores)
 
 
 # -- kinds of replica ------------------------------------------------------------------------------------------
@@ -75,37 +75,6 @@ def _price_of(plan: ServePlan, members: list[Candidate]) -> str:
         return "those that were simulated miss the SLO, or cost more than the second best"
     least = min(one.least_price(best.rate) for one in usable)
     return f"{quantity(least, 'USD/h')} at least, by a bound that needs no simulation"
-
-
-# -- trees of drafts -------------------------------------------------------------------------------------------
-def _trees(best: Deployment, wanted: Wanted, choices: ReplicaChoices) -> Iterator[OptionVerdict]:
-    """Compared by how long an answer takes, played with its share of the traffic."""
-    if not choices.draft_choices:
-        return
-    if not best.replica.acceptance or best.prefill_replicas:
-        yield OptionVerdict(
-            "--draft-tree", False, "nothing is drafted by the best deployment, or prefill is apart"
-        )
-        return
-    chains = _played(replace(best.replica, draft_tree=0), best, wanted)
-    for tree in with_trees(replace(best.replica, draft_tree=0)):
-        option, chosen = f"--draft-tree {tree.draft_tree}", tree.draft_tree == best.replica.draft_tree
-        if why := obstacle(tree):
-            yield OptionVerdict(option, False, why)
-            continue
-        there = _played(tree, best, wanted)
-        if chains.e2e_s is None or there.e2e_s is None:
-            continue
-        before, after = (quantity(one.p50, "s") for one in (chains.e2e_s, there.e2e_s))
-        fewer = "fewer replicas meet the SLO with it" if chosen else "as many replicas are needed with it"
-        effect = f"an answer takes {before} with chains and {after} with trees"
-        yield OptionVerdict(option, chosen, f"{fewer}; {effect}, {_drafted(there)}")
-
-
-def _drafted(report: ServeReport) -> str:
-    if not report.drafted_tokens:
-        return "but nothing pays to be drafted at this load"
-    return f"{report.accepted_tokens / report.drafted_tokens:.0%} of drafts kept"
 
 
 # -- KV blocks beyond the device -------------------------------------------------------------------------------

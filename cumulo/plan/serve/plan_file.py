@@ -64,7 +64,6 @@ class ServePlanFile(BatchLimits):
     kv_disk: str = ""
     swap_gib: float = 0.0
     speculate: str | None = None
-    draft_tree: int | None = None
     max_loras: int | None = None
     max_lora_rank: int | None = None
     slo: str = ""  # that the server promises
@@ -120,7 +119,6 @@ def plan_file(best: Deployment, model: str, slo: Slo, promise: Promised | None =
         kv_disk=f"{replica.kv_disk}:{replica.kv_disk_gib:g}" if replica.kv_disk else "",
         swap_gib=replica.swap_gib,
         speculate=replica.speculate if replica.acceptance else None,
-        draft_tree=replica.draft_tree or None,
         max_loras=replica.max_loras or None,
         max_lora_rank=replica.max_lora_rank if replica.max_loras else None,
         slo="" if promise is None else slo.text,

@@ -13,7 +13,6 @@ from cumulo.engine.decide.core.config import BatchLimits
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, plan_rank_memory, scheduler_config
 from cumulo.engine.simulate.disk import SimulatedDisk
-from cumulo.engine.simulate.drafts import SimulatedHead
 from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError, OutOfMemory
@@ -58,7 +57,7 @@ FORMATS = {
 # Of a replica as of its engine.
 _ENGINE_OPTIONS = (
     "max_context", "max_running", "max_tokens_per_step", "prefix_cache", "kv_host_gib", "kv_disk", "kv_disk_gib",
-    "swap_gib", "pp", "draft_tree", "max_loras", "max_lora_rank",
+    "swap_gib", "pp", "max_loras", "max_lora_rank",
 )  # fmt: skip
 
 
@@ -82,8 +81,6 @@ class Replica(BatchLimits):
     pp: int = 1  # layers over this many stages, of tp ranks each
     acceptance: float = 0.0  # speculation: how often a drafted token is right; 0: none are drafted
     speculate: str = "ngram"  # with acceptance: what drafts, or the folder of a head
-    draft_choices: tuple[float, ...] = ()  # how often a head's second, third and fourth choice is right
-    draft_tree: int = 0  # levels of the trees that such a head may draft; 0: chains only
     max_loras: int = 0  # adapters in memory, asked for equally often
     max_lora_rank: int = 16
     front_door_s: float = 0.0  # of a request outside the engine: HTTP, tokenization, to the engine and back
@@ -195,19 +192,17 @@ class Replica(BatchLimits):
             read_s = self.block_bytes / self.disk_bytes_per_s
             most = int(self.kv_disk_gib * GIB / self.block_bytes)
             disk = SimulatedDisk(read_s, _WRITING_TAKES * read_s, most)
-        return SimulatedEngine(scheduler, cost, acceptance=self.acceptance, head=self.head, disk=disk)
+        return SimulatedEngine(
+            scheduler, cost, acceptance=self.acceptance, head_pass_s=self.head_pass_s, disk=disk
+        )
 
     @property
-    def head(self) -> SimulatedHead | None:
-        """What drafts in rounds, on a GPU."""
+    def head_pass_s(self) -> float:
+        """The time of a head that drafts in rounds, on a GPU, for one place; 0 without one. An EAGLE-3 head (Li et
+        al. 2025) is one layer, whose attention sees hidden state and token side by side, and an output matrix of
+        the most frequent tokens, all in 16 bits. For one place all of it is read once."""
         if not self.acceptance or self.speculate == "ngram":
-            return None
-        return SimulatedHead(self._head_pass_s(), self.draft_choices)
-
-    def _head_pass_s(self) -> float:
-        """An EAGLE-3 head (Li et al. 2025) is one layer, whose attention sees hidden state and token side by
-        side, and an output matrix of the most frequent tokens, all in 16 bits. For one place all of it is read
-        once."""
+            return 0.0
         spec, profile = self.spec, self.profile
         width = spec.heads * spec.head_dim
         attention = 2 * spec.hidden * (width + 2 * spec.kv_heads * spec.head_dim) + width * spec.hidden
@@ -261,11 +256,15 @@ class Replica(BatchLimits):
         return replace(self, kv_disk_gib=self.kv_disk_gib / on_host) if self.kv_disk else self
 
     def without_options(self) -> "Replica":
-        """Chains of drafts only, and no KV blocks beyond the device."""
+        """No KV blocks beyond the device."""
         return replace(
-            self, kv_host_gib=0.0, kv_disk="", kv_disk_gib=0.0, disk_bytes_per_s=DISK_BYTES_PER_S, swap_gib=0.0,
-            draft_tree=0,
-        )  # fmt: skip
+            self,
+            kv_host_gib=0.0,
+            kv_disk="",
+            kv_disk_gib=0.0,
+            disk_bytes_per_s=DISK_BYTES_PER_S,
+            swap_gib=0.0,
+        )
 
     def with_context_for(self, arrivals: tuple[Arrival, ...]) -> "Replica":
         """With room for the longest request, so that none is refused and no memory is planned for longer ones."""
@@ -296,7 +295,6 @@ class Replica(BatchLimits):
             "--kv-disk": self.kv_disk and f"{self.kv_disk}:{self.kv_disk_gib:g}",
             "--swap-gib": f"{self.swap_gib:g}" if self.swap_gib else "",
             "--speculate": self.speculate if self.acceptance else "",
-            "--draft-tree": str(self.draft_tree or ""),
         }
         return tuple(f"{name} {value}" for name, value in named.items() if value)
 

@@ -61,7 +61,7 @@ def decode(
     blocks = replica.memory().kv_blocks
     scheduler = replica.scheduler(host_blocks=landing_blocks(replica, traffic))
     cost = replica.cost(swap_bytes_per_s=float("inf"), slower=slower)  # the transfer was counted on the way
-    run = simulate(arrivals, scheduler, cost, acceptance=replica.acceptance, head=replica.head)
+    run = simulate(arrivals, scheduler, cost, acceptance=replica.acceptance, head_pass_s=replica.head_pass_s)
     result = report(run, blocks, cost.spent(run), percentile)
     return replace(
         result,

@@ -40,7 +40,6 @@ _SAVE_EVERY_S = 100.0
 _CONTEXT = 2048
 _TOGETHER = 16  # answers that are judged at once
 _JUDGED = 5  # proposals behind each other
-_CHOICES = 4  # that are counted as right: the likeliest token, the first two, ...
 _LEAST_RATE = 0.05  # of the learning rate, at the end
 
 
@@ -52,14 +51,14 @@ class HeadResult:
     answers: int
     tokens: int
     loss: float
-    # By set of answers that were not trained on: how often the model's token is among the first, the first two, ...
-    # choices of the first, second, ... proposal, those before it being right.
-    right: dict[str, list[list[float]]]
+    # By set of answers that were not trained on: how often the first, second, ... proposal is the model's token,
+    # those before it being right.
+    right: dict[str, list[float]]
     known_share: float  # of the answers' tokens that the head can propose at all
 
     @property
     def accuracy(self) -> list[float]:
-        return [shares[0] for shares in self.right["held-out answers"]]
+        return self.right["held-out answers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class HeadTrainer:
         examples = with_states(examples, decoder)
         steps, loss = self._train(head, decoder, examples)
         right = {
-            name: self.shares(head, decoder, examples_of(some, _JUDGED, device), _JUDGED)
+            name: self.accuracy(head, decoder, examples_of(some, _JUDGED, device), _JUDGED)
             for name, some in judged.items()
         }
         save_eagle(folder, head.to("cpu"))
@@ -178,29 +177,21 @@ class HeadTrainer:
         return torch.stack(losses).mean()
 
     @torch.no_grad()
-    def shares(
+    def accuracy(
         self, head: EagleHead, decoder: Decoder, examples: Sequence[Example], depth: int
-    ) -> list[list[float]]:
-        """How often the model's own token is among the first, the first two, ... choices of the first, second, ...
-        proposal, those before it being right."""
-        right, tried = np.zeros((depth, _CHOICES)), np.zeros(depth)
+    ) -> list[float]:
+        """How often the first, second, ... proposal is the model's own token, those before it being right."""
+        right, tried = np.zeros(depth), np.zeros(depth)
         number_of = self._known_tokens(head, decoder).number_of
         for first in range(0, len(examples), _TOGETHER):
             batch = together(decoder, examples[first : first + _TOGETHER], depth)
             reached = torch.ones_like(batch.places, dtype=torch.bool)
             for ahead, stream in enumerate(self.unrolled(head, decoder, batch)):
                 wanted = number_of[batch.tokens[batch.rows, batch.places + 2 + ahead]]
-                logits = head.logits(stream)
-                likelier = (logits > logits.gather(1, wanted.clamp(min=0)[:, None])).sum(dim=-1)
-                rank = torch.where(wanted >= 0, likelier, _CHOICES)
                 tried[ahead] += int(reached.sum())
-                right[ahead] += [int((reached & (rank <= choice)).sum()) for choice in range(_CHOICES)]
-                reached = reached & (rank == 0)
-        return [[float(share) for share in row] for row in right / np.maximum(tried, 1)[:, None]]
-
-    def accuracy(self, head: EagleHead, decoder: Decoder, examples: Sequence[Example]) -> list[float]:
-        """How often the first, second, ... proposal is the model's own token, those before it being right."""
-        return [shares[0] for shares in self.shares(head, decoder, examples, self.config.unroll)]
+                reached = reached & (head.logits(stream).argmax(dim=-1) == wanted)
+                right[ahead] += int(reached.sum())
+        return [float(share) for share in right / np.maximum(tried, 1)]
 
     def unrolled(self, head: EagleHead, decoder: Decoder, batch: HeadBatch) -> Iterator[Tensor]:
         """By proposal: the head's stream at the places that are trained."""

@@ -127,14 +127,14 @@ TYPES = POINTERS | SCALARS | STRIDES
 PLAIN = {"HAS_WINDOW": False, "HAS_CAP": False, "HAS_LSE": True}
 
 
-def decode_case(config: DecodeConfig, group: int = 4, trees: bool = False) -> Case:
+def decode_case(config: DecodeConfig, group: int = 4) -> Case:
     at_once = max(1, min(16, config.merge_registers * 32 * config.num_warps // (group * 128)))
     constants = dict(KV_HEADS=8, GROUP=group, ROWS=16, DIM=128, COLUMNS=128, PAGE=64, TILE=config.key_tile,
-                     MERGE_ROWS=group, MERGE_AT_ONCE=at_once, HAS_TREE=trees, **PLAIN)  # fmt: skip
+                     MERGE_ROWS=group, MERGE_AT_ONCE=at_once, **PLAIN)  # fmt: skip
     return Case(
         "cumulo.kernels.cuda.attention.paged_attention_decode:_decode",
-        TYPES | ({"trees": "*i32"} if trees else {}),
-        constants if trees else constants | {"trees": None},
+        TYPES,
+        constants,
         config.num_warps,
         config.num_stages,
     )
@@ -175,7 +175,6 @@ def test_default_configurations_fit_a_hopper_multiprocessor() -> None:
             chunk_case(chunk_config(4, 128, torch.bfloat16, 64, invariant=False)),
             chunk_case(ChunkConfig(key_tile=64, num_stages=3, descriptors=True)),
             work_list,
-            decode_case(few, trees=True),
             mla,
         ]
     )

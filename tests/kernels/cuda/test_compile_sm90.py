@@ -32,7 +32,6 @@ def compiled(tmp_path: Path, *groups: str) -> list[tuple[Case, Compiled]]:
         pytest.param("draws, bfloat16", marks=pytest.mark.long),
         pytest.param("draws, float32", marks=pytest.mark.thorough),
         pytest.param("small steps", marks=pytest.mark.thorough),
-        pytest.param("trees of drafts", marks=pytest.mark.thorough),
     ],
 )
 def test_the_small_kernels_of_a_step_fit(group: str, tmp_path: Path) -> None:

@@ -38,8 +38,6 @@ class SchedulingOptions(BatchLimits):
     slo: Slo | None = None
     # What becomes of a request whose promise cannot be kept; queue: it is answered without a promise
     slo_late: Literal["refuse", "queue"] = "refuse"
-    # A head on a GPU may draft trees of so many levels, 2 to 4, where they are measured to pay; 0: chains only
-    draft_tree: int = 0
     max_loras: int = 0  # low-rank adapters that can be loaded at the same time; 0: none are served
     pp: int = 1  # pipeline parallel: layers in this many stages
     dp: int = 1  # data-parallel attention: each sequence's KV cache on one of this many ranks

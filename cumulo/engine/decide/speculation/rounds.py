@@ -6,8 +6,7 @@ behind that, and goes on; the host sees the tokens of all rounds at once. While 
 the first rounds of the next step (`rounds_ahead`). An extension of the scheduler, in
 the place of `Speculation` where the runner has a head on a GPU.
 
-Drafts are a chain, or, where the runner was told to grow some, a tree of the head's likeliest continuations. What a
-round takes is learnt for each kind; how often a draft is right, place by place, in trees level by level.
+What a round takes is learnt for each number of drafts; how often a draft is right, place by place.
 """
 
 from collections.abc import Iterable
@@ -20,7 +19,6 @@ from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
 from cumulo.engine.decide.speculation.accepted import draft_budget, enter_accepted
 
 DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made for such numbers
-TREE_DRAFTS, MOST_LEVELS = 7, 4  # of a tree
 MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
 _SEEN = 4  # steps of a kind: the first may have compiled or captured something
 _ROUNDS = (4, 2, 1)  # with more, more is drawn behind the end of an answer
@@ -35,24 +33,17 @@ _MEMORY = 0.995
 _LIKELY = (3.0, 5.0)  # before anything is known: hits, tries
 
 
-def kinds_of_rounds(levels: int) -> list[Rounds]:
-    """What is chosen from. `levels`: of trees; 0: chains only."""
-    chains = [Rounds(1, drafts) for drafts in DRAFTS]
-    return [*chains, Rounds(1, TREE_DRAFTS, levels)] if levels else chains
-
-
 class _Learnt:
     """What is known of steps with about so many rows."""
 
     def __init__(self) -> None:
         self.plain = [0.0, 0]  # seconds, steps seen
-        # By drafts and, of a tree, levels: seconds of a round, steps seen.
-        self.rounds: dict[tuple[int, int], list[float]] = {}
+        self.rounds: dict[int, list[float]] = {}  # by drafts: seconds of a round, steps seen
         self.idle = 0  # steps without drafts since they were last worth it
         self.hopeless = False
 
-    def see(self, drafts: int, seconds: float, levels: int = 0) -> None:
-        known = self.plain if not drafts else self.rounds.setdefault((drafts, levels), [0.0, 0])
+    def see(self, drafts: int, seconds: float) -> None:
+        known = self.plain if not drafts else self.rounds.setdefault(drafts, [0.0, 0])
         known[1] += 1
         # The first steps of a kind may compile or capture something, or wait for a prompt's result.
         if known[1] == 1 or seconds < 0.6 * known[0]:
@@ -62,26 +53,22 @@ class _Learnt:
         else:
             known[0] += (_NEWS if seconds < 1.5 * known[0] else _ODD_NEWS) * (seconds - known[0])
 
-    def round_s(self, kind: Rounds) -> float | None:
+    def round_s(self, drafts: int) -> float | None:
         """Seconds of a round, if enough were seen."""
-        seconds, steps = self.rounds.get(kind[1:], (0.0, 0))
+        seconds, steps = self.rounds.get(drafts, (0.0, 0))
         return seconds if steps >= _SEEN else None
 
 
 class RoundPolicy(Extension):
     def __init__(self, batch: RequestBatch) -> None:
         self._batch = batch
-        self._ahead: tuple[int, tuple[int, int], list[int], int] | None = None  # plan, kind, slots, rounds
-        self.max_context, self._kinds = batch.config.max_context, kinds_of_rounds(batch.config.draft_tree)
+        self._ahead: tuple[int, int, list[int], int] | None = None  # plan, drafts, slots, rounds
+        self.max_context = batch.config.max_context
         self._by_rows: dict[int, _Learnt] = {}
         self._right = [list(_LIKELY) for _ in range(MOST_DRAFTS)]  # by place: hits, tries
-        self._right_in_trees = [list(_LIKELY) for _ in range(MOST_LEVELS)]  # by level
-        self._before: tuple[tuple[int, int, int] | None, int, float] | None = (
-            None  # kind, index and end of the last step
-        )
-        # For measurements: drafts of every row, in trees of so many levels (0: chains); None: as many as pay.
-        self.fixed_count: int | None = None
-        self.fixed_levels = 0
+        # Rows and drafts, index and end of the last step.
+        self._before: tuple[tuple[int, int] | None, int, float] | None = None
+        self.fixed_count: int | None = None  # drafts of every row, for measurements; None: as many as pay
 
     @property
     def step_s(self) -> float:
@@ -89,16 +76,16 @@ class RoundPolicy(Extension):
         return min(STEP_S, self._batch.longest_step_s)
 
     # -- what a step brings -----------------------------------------------------------------------------------
-    def rate(self, place: int, levels: int = 0) -> float:
-        """How often the draft at a place is right, those before it being right; of a tree, one at that level."""
-        hits, tries = (self._right_in_trees if levels else self._right)[place]
+    def rate(self, place: int) -> float:
+        """How often the draft at a place is right, those before it being right."""
+        hits, tries = self._right[place]
         return hits / tries
 
-    def expected(self, drafts: int, levels: int = 0) -> float:
+    def expected(self, drafts: int) -> float:
         """Tokens of a round (Leviathan et al. 2023, eq. 1, with a rate for each place)."""
         tokens = chance = 1.0
-        for place in range(levels or drafts):
-            chance *= self.rate(place, levels)
+        for place in range(drafts):
+            chance *= self.rate(place)
             tokens += chance
         return tokens
 
@@ -106,35 +93,33 @@ class RoundPolicy(Extension):
         """The rounds that yield most tokens per second, and how many times as many as steps without."""
         learnt = self._learnt(rows)
         found: tuple[float, Rounds] | None = None
-        for kind in self._kinds:
-            if (round_s := learnt.round_s(kind)) is None:
+        for drafts in DRAFTS:
+            if (round_s := learnt.round_s(drafts)) is None:
                 continue
-            count = self._rounds_within(round_s)
-            rate = self.expected(*kind[1:]) / round_s
+            rate = self.expected(drafts) / round_s
             if found is None or rate > found[0]:
-                found = rate, kind._replace(times=count)
+                found = rate, Rounds(self._rounds_within(round_s), drafts)
         assert found is not None
         return found[1], found[0] * learnt.plain[0]
 
     def _rounds_within(self, round_s: float) -> int:
         return next((count for count in _ROUNDS if count * round_s <= self.step_s), 1)
 
-    def _worth_trying(self, learnt: _Learnt) -> Rounds | None:
-        """A kind of which too few steps were seen. A longer chain is passed over if it would lose even if each
-        further draft took half as long as those that are known: to capture a round that is not used costs time."""
-        chains: list[tuple[int, float]] = []  # drafts and seconds, known so far
-        for kind in self._kinds:
-            if (round_s := learnt.round_s(kind)) is not None:
-                if not kind.levels:
-                    chains.append((kind.drafts, round_s))
+    def _worth_trying(self, learnt: _Learnt) -> int | None:
+        """Drafts of which too few steps were seen. More are passed over if they would lose even if each further
+        draft took half as long as those that are known: to capture a round that is not used costs time."""
+        known: list[tuple[int, float]] = []  # drafts and seconds, so far
+        for drafts in DRAFTS:
+            if (round_s := learnt.round_s(drafts)) is not None:
+                known.append((drafts, round_s))
                 continue
-            if not kind.levels and len(chains) > 1:
-                (few, few_s), (more, more_s) = chains[-2:]
+            if len(known) > 1:
+                (few, few_s), (more, more_s) = known[-2:]
                 draft_s = max(0.0, (more_s - few_s) / (more - few))
-                hoped_s = more_s + 0.5 * draft_s * (kind.drafts - more)
-                if self.expected(kind.drafts) / hoped_s < self.expected(more) / more_s:
+                hoped_s = more_s + 0.5 * draft_s * (drafts - more)
+                if self.expected(drafts) / hoped_s < self.expected(more) / more_s:
                     continue
-            return kind
+            return drafts
         return None
 
     def _learnt(self, rows: int) -> _Learnt:
@@ -143,7 +128,7 @@ class RoundPolicy(Extension):
     def _choose(self, rows: int) -> Rounds | None:
         if self.fixed_count is not None:
             drafts = min(self.fixed_count, MOST_DRAFTS)
-            return Rounds(_ROUNDS[0], drafts, self.fixed_levels) if drafts else None
+            return Rounds(_ROUNDS[0], drafts) if drafts else None
         learnt = self._learnt(rows)
         if rows > MOST_ROWS:
             learnt.hopeless = rows > 2 * MOST_ROWS  # when some have ended, the head can continue
@@ -151,7 +136,7 @@ class RoundPolicy(Extension):
         if learnt.plain[1] < _SEEN:
             return None
         if (unknown := self._worth_trying(learnt)) is not None:
-            return unknown._replace(times=self._rounds_within(_UNKNOWN_ROUND * learnt.plain[0]))
+            return Rounds(self._rounds_within(_UNKNOWN_ROUND * learnt.plain[0]), unknown)
         chosen, gain = self.best(rows)
         learnt.hopeless = gain < _LEAST_GAIN and learnt.idle < _TRY_AGAIN
         return None if learnt.hopeless else chosen
@@ -175,20 +160,20 @@ class RoundPolicy(Extension):
             self._learnt(len(rows)).idle += 1
             plan.feeds_head = not self._learnt(len(rows)).hopeless
             return
-        count, drafts, levels = chosen
+        count, drafts = chosen
         if len(rows) * drafts > budget or not all(map(_drawn_on_device, rows)):
             return
         if any(start != len(sequence.tokens) - 1 or sequence.shares_tail
                for sequence, start in zip(rows, plan.starts, strict=True)):  # fmt: skip
             return
         wanted = max(sequence.limit - len(sequence.tokens) for sequence in rows)
-        needed = ceil(wanted / self.expected(drafts, levels))  # what lies behind the end is wasted
+        needed = ceil(wanted / self.expected(drafts))  # what lies behind the end is wasted
         count = max(1, min(count, needed))
-        if self._ahead is not None and self._ahead[:3] == (plan.index - 1, (drafts, levels), plan.slots):
+        if self._ahead is not None and self._ahead[:3] == (plan.index - 1, drafts, plan.slots):
             count = max(
                 count, self._ahead[3] + 1
             )  # those are under way, and only a step with more can take them
-        ahead = self._rounds_ahead(count, needed, chosen, len(rows))
+        ahead = self._rounds_ahead(count, needed, drafts, len(rows))
         for sequence, start in zip(rows, plan.starts, strict=True):
             # Behind the last round's tokens lie the drafts for the next step.
             most = min((count + ahead + 1) * (drafts + 1), self.max_context - 1 - start)
@@ -199,23 +184,23 @@ class RoundPolicy(Extension):
                 count = count // 2
         if not count:
             return
-        plan.rounds, plan.rounds_ahead = Rounds(count, drafts, levels), ahead
-        self._ahead = (plan.index, (drafts, levels), plan.slots[:], ahead) if ahead else None
+        plan.rounds, plan.rounds_ahead = Rounds(count, drafts), ahead
+        self._ahead = (plan.index, drafts, plan.slots[:], ahead) if ahead else None
         self._learnt(len(rows)).idle = 0
         for sequence in rows:
             story = sequence.request.story
             if not story.drafted_tokens:
-                rate = f"{self.rate(0, levels):.0%}"
+                rate = f"{self.rate(0):.0%}"
                 story.add(now_s, "drafting", step=plan.index, count=count * drafts, rate=rate)
             story.drafted_tokens += count * drafts
 
-    def _rounds_ahead(self, count: int, needed: int, chosen: Rounds, rows: int) -> int:
+    def _rounds_ahead(self, count: int, needed: int, drafts: int, rows: int) -> int:
         """How many rounds the device may play behind a step of `count`, of which the answers need so many. None
         where others than the device write into blocks that an answer has left."""
         if needed <= count or self._batch.kv.written_by_others:
             return 0
         learnt = self._learnt(rows)
-        round_s = learnt.rounds.get(chosen[1:], [0.0])[0] or _UNKNOWN_ROUND * learnt.plain[0]
+        round_s = learnt.rounds.get(drafts, [0.0])[0] or _UNKNOWN_ROUND * learnt.plain[0]
         return min(_AHEAD, needed - count, max(0, int(self.step_s / round_s) - count) if round_s else _AHEAD)
 
     def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
@@ -223,12 +208,12 @@ class RoundPolicy(Extension):
         the device waits for it. Never less than the device's own seconds (of one round): where the host was
         late, the results of several steps are there at once."""
         rows, before = len(plan.slots), self._before
-        _, drafts, levels = plan.rounds or (1, 0, 0)
-        kind = (rows, drafts, levels) if rows and plan.tokens == rows else None
+        _, drafts = plan.rounds or (1, 0)
+        kind = (rows, drafts) if rows and plan.tokens == rows else None
         if kind is not None and before is not None and before[:2] == (kind, plan.index - 1):
             times = 1 if plan.rounds is None else plan.rounds.times
             seconds = max(timing.seconds, now_s - before[2])
-            self._learnt(rows).see(drafts, seconds / times, levels)
+            self._learnt(rows).see(drafts, seconds / times)
         self._before = (kind, plan.index, now_s)
 
     def before_result(
@@ -240,11 +225,10 @@ class RoundPolicy(Extension):
         """How many drafts of each round were right."""
         if plan.rounds is None:
             return
-        right = self._right_in_trees if plan.rounds.levels else self._right
         for hits_of_rounds in result.round_hits.values():
             for hits in hits_of_rounds:
-                for place in range(min(hits + 1, plan.rounds.depth)):
-                    known = right[place]
+                for place in range(min(hits + 1, plan.rounds.drafts)):
+                    known = self._right[place]
                     known[0] = _MEMORY * known[0] + (place < hits)
                     known[1] = _MEMORY * known[1] + 1
 

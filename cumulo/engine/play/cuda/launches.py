@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult, TokenLogprobs
 from cumulo.engine.play.cuda.device_slots import DeviceSlots
-from cumulo.engine.play.cuda.rounds import HeadRounds, RoundsAhead
+from cumulo.engine.play.cuda.rounds import HeadRounds, RoundsAhead, rows_of
 from cumulo.engine.play.cuda.step_words import StepShape
 from cumulo.engine.play.slot_table import SlotTable
 from cumulo.engine.play.verify import StepDraws, take_accepted, take_rounds
@@ -245,7 +245,7 @@ class StepLaunches:
                 self.head.follow(shape)
             return
         assert self.head is not None
-        count = self.head.lanes(shape, shape.rounds)
+        count = rows_of(shape, shape.rounds)
         chain = self._attention(StepShape(count, count, 0, decodes_only=True))
         attention = self._launch_model(shape)
         assert isinstance(chain, AttentionPlan) and isinstance(attention, AttentionPlan)
@@ -262,8 +262,6 @@ class StepLaunches:
             attention.prepare(
                 slots.query_starts(shape), slots.contexts[: shape.rows], slots.step_tables[: shape.rows]
             )
-        if self.head is not None and isinstance(attention, AttentionPlan):
-            self.head.begin_round(shape, attention)
         logit_rows, draws = slots.views(shape)
         tokens = shape.tokens
         step = StepTensors(

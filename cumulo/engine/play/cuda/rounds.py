@@ -2,7 +2,6 @@
 
 Of a step without drafts it keeps keys and values, so that it can continue at any time. In a step of rounds, each
 round ends here: what agrees with the drafts is kept, and the next ones are written behind it, without the host.
-Drafts are a chain, or a tree whose nodes are the head's likeliest continuations (EAGLE-2, Li et al. 2024).
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cumulo.engine.decide.plan import Rounds, StepPlan
-from cumulo.engine.decide.speculation.rounds import MOST_DRAFTS, MOST_ROUNDS, MOST_ROWS
+from cumulo.engine.decide.speculation.rounds import DRAFTS, MOST_DRAFTS, MOST_ROUNDS, MOST_ROWS
 from cumulo.engine.play.cuda.device_slots import DeviceSlots
 from cumulo.engine.play.cuda.step_words import StepShape, round_rows
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
@@ -33,54 +32,20 @@ from cumulo.kernels.cuda.sampling.rounds import (
     propose_next,
     round_inputs,
 )
-from cumulo.kernels.cuda.sampling.tree_growth import WIDTH, Growth, grow
-from cumulo.kernels.cuda.sampling.trees import MOST_PLACES, accept_tree, settle, tree_inputs, tree_words
 from cumulo.models.batch import KVCache
 from cumulo.models.play.cuda_decoder import CudaDecoder
 from cumulo.models.play.cuda_eagle import CudaEagle
 
 
-class DraftTrees:
-    """The trees of all slots, and what verifying and growing them needs besides a chain's."""
-
-    def __init__(self, slots: DeviceSlots, head: CudaEagle) -> None:
-        lanes, device = len(slots.contexts), slots.device
-        self._slots = slots
-        chain = torch.tensor(tree_words([0, *range(MOST_PLACES - 1)]), dtype=torch.int32, device=device)
-        self.of_slots = chain.repeat(len(slots.tokens), 1)
-        self.words = torch.zeros(lanes, dtype=torch.int32, device=device)
-        self.moves = torch.full((lanes + MOST_PLACES,), -1, dtype=torch.int32, device=device)
-        self.growth = Growth.empty(lanes // WIDTH, head.spec.hidden, head.stream.dtype, device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.of_slots.nbytes + self.words.nbytes + self.moves.nbytes + self.growth.nbytes
-
-    def enter(self, shape: StepShape, rounds: Rounds) -> Tensor:
-        slots, lanes, words = self._slots, shape.rows, self._slots.words
-        tree_inputs(
-            words[:lanes], words[lanes : 2 * lanes], slots.views(shape)[1], self.of_slots, slots.positions,
-            self.words, rounds.drafts + 1,
-        )  # fmt: skip
-        return self.words[:lanes]
-
-
 class HeadRounds:
-    def __init__(
-        self, head: CudaEagle, cache: KVCache, model: CudaDecoder, model_cache: KVCache, slots: DeviceSlots,
-        levels: int = 0,
-    ) -> None:  # fmt: skip
-        """`levels`: of the trees that rounds may have; 0: chains only."""
+    def __init__(self, head: CudaEagle, cache: KVCache, model: CudaDecoder, slots: DeviceSlots) -> None:
         self.head, self.cache, self.model, self.slots = head, cache, model, slots
-        self.model_cache = model_cache
         count, device = len(slots.contexts), slots.device
         self._next_tokens = torch.zeros(model.max_tokens, dtype=torch.int32, device=device)
         self._no_blocks = torch.full((len(slots.contexts),), -1, dtype=torch.int32, device=device)
         self.rows = RoundRows.zeros(count, MOST_ROUNDS * (MOST_DRAFTS + 2), device)
         on_gpu = device.type == "cuda"
         self._arrived = torch.zeros(self.rows.told.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self.levels = levels
-        self.trees = DraftTrees(slots, head) if levels else None
         # Of greedy draws: each part's largest logit, and whose it is.
         parts = (MOST_TILED, tile_parts(model.vocab_size))
         self._best = torch.empty(parts, dtype=torch.float32, device=device)
@@ -89,9 +54,8 @@ class HeadRounds:
     @property
     def nbytes(self) -> int:
         tapped = 0 if self.model.tapped is None else self.model.tapped.nbytes
-        trees = 0 if self.trees is None else self.trees.nbytes
         own = (self.rows.told, self._next_tokens, self._best, self._places)
-        return self.head.nbytes + tapped + sum(one.nbytes for one in own) + trees
+        return self.head.nbytes + tapped + sum(one.nbytes for one in own)
 
     def memory_bytes(self) -> dict[str, int]:
         return {
@@ -110,12 +74,6 @@ class HeadRounds:
     def begin(self) -> None:
         """Before a step's first round."""
         self.rows.turns.zero_()
-
-    def begin_round(self, shape: StepShape, attention: AttentionPlan) -> None:
-        """Between a round's inputs and its attention: where the lanes of trees stand, and what they see."""
-        attention.trees = None
-        if self.trees is not None and shape.rounds is not None and shape.rounds.levels:
-            attention.trees = self.trees.enter(shape, shape.rounds)
 
     def enter_round(self, shape: StepShape, attention: AttentionPlan) -> bool:
         """Everything that the first layer of a round reads, in one launch, where that is possible."""
@@ -144,10 +102,6 @@ class HeadRounds:
         alone = model.slice is None and model.stage is None and model.rows is None and not model.invariant
         return plain and alone and fits_tiles(1, model.spec.hidden)
 
-    def lanes(self, shape: StepShape, rounds: Rounds) -> int:
-        """Tokens of the head's own steps."""
-        return rows_of(shape, rounds) * (WIDTH if rounds.levels else 1)
-
     def end_round(
         self, shape: StepShape, rounds: Rounds, picked: Tensor, attention: AttentionPlan, chain: AttentionPlan
     ) -> None:
@@ -156,10 +110,6 @@ class HeadRounds:
         slots, lanes, head, words = self.slots, shape.rows, self.head, self.slots.words
         rows = self.rows.first(rows_of(shape, rounds))
         count = len(rows.slots)
-        chain.trees = None
-        if rounds.levels:
-            self._end_tree_round(shape, rounds, rows, picked, attention, chain)
-            return
         plan = (words[:lanes], words[lanes : 2 * lanes], slots.query_starts(shape), slots.views(shape)[1])
         if shape.greedy:
             best, places = self._likeliest_of_lanes(lanes)
@@ -206,42 +156,10 @@ class HeadRounds:
         )  # fmt: skip
         return best, places
 
-    def _end_tree_round(
-        self, shape: StepShape, rounds: Rounds, rows: RoundRows, picked: Tensor, attention: AttentionPlan,
-        chain: AttentionPlan,
-    ) -> None:  # fmt: skip
-        slots, lanes, head, trees, words = self.slots, shape.rows, self.head, self.trees, self.slots.words
-        assert trees is not None
-        count, drafts = len(rows.slots), rounds.drafts
-        accept_tree(
-            words[:lanes], words[lanes : 2 * lanes], picked, slots.token_ids, trees.words, self._next_tokens,
-            slots.tokens, rows, trees.moves, drafts,
-        )  # fmt: skip
-        stream, qkv = self._see(shape.tokens)
-        stream = head.output(stream, qkv, attention, self.cache, rows.kept)
-        for cache in (self.model_cache, self.cache):
-            settle(cache.key_storage, cache.value_storage, slots.kv_slots, trees.moves, drafts, count)
-        growth, followed = trees.growth, count * WIDTH
-        inputs = self._inputs_of(followed, chain)
-        streams = growth.streams[:followed]
-        for level in range(1, rounds.levels + 1):
-            if level > 1:
-                chain.trees = growth.words[level - 2]
-                qkv = head.see_own(
-                    streams, inputs.tokens, inputs.positions, inputs.kv_slots, self.cache
-                )  # fmt: skip
-                stream = head.output(streams, qkv, chain, self.cache, None)
-            grow(
-                *head.proposals(stream), head.token_of, rows, growth, stream, slots.tokens, slots.tables,
-                trees.of_slots, slots.block_size, level, drafts, inputs if level < rounds.levels else None,
-            )  # fmt: skip
-
     def _next_inputs(self, count: int, chain: AttentionPlan) -> NextInputs | None:
         """Where a proposal leaves what the head's next step reads; None where other launches fill it in."""
-        return None if chain.items is None or not self.head.fits(count) else self._inputs_of(count, chain)
-
-    def _inputs_of(self, count: int, chain: AttentionPlan) -> NextInputs:
-        assert chain.items is not None
+        if chain.items is None or not self.head.fits(count):
+            return None
         slots = self.slots
         chain.tables = slots.step_tables[:count]
         return NextInputs(
@@ -311,7 +229,7 @@ def round_shape(rows: int, rounds: Rounds, most: StepShape, cuts: bool, greedy: 
     """The shape of one round: every token that is verified is a row of its own, as if it were decoded alone.
     `greedy`: all draws are, and need no logits if they are few."""
     lanes = min(round_rows(rows * (rounds.drafts + 1)), most.rows, most.tokens, most.draws)
-    greedy = greedy and not rounds.levels and lanes <= MOST_TILED
+    greedy = greedy and lanes <= MOST_TILED
     return StepShape(lanes, lanes, lanes, True, cuts, rounds=rounds._replace(times=1), greedy=greedy)
 
 
@@ -320,10 +238,10 @@ def rows_of(shape: StepShape, rounds: Rounds) -> int:
     return -(-shape.rows // (rounds.drafts + 1))
 
 
-def warm_rounds(most: StepShape, kinds: list[Rounds], greedy: bool = False) -> list[StepShape]:
+def warm_rounds(most: StepShape, greedy: bool = False) -> list[StepShape]:
     """Every shape that a round may have. `greedy`: those of greedy draws may need no logits."""
     found = []
-    for rounds in kinds:
+    for rounds in (Rounds(1, drafts) for drafts in DRAFTS):
         for rows in range(1, MOST_ROWS + 1):
             if rows <= most.rows and rows * (rounds.drafts + 1) <= most.draws:
                 found += [round_shape(rows, rounds, most, cuts) for cuts in (False, True)]

@@ -83,8 +83,6 @@ class AttentionPlan:
             )
         self._allocate(share_scratch_with, sequences, heads, kv_heads, head_dim, device)
         self.tables: Tensor | None = None
-        # [sequences] int32, where new tokens are nodes of trees: whose keys each sees (sampling/trees.py).
-        self.trees: Tensor | None = None
 
     def _most_items(self, sequences: int, kv_heads: int, longest: int, multiprocessors: int) -> int:
         most_tiles = -(-longest // self.decode.key_tile) + 1
@@ -192,7 +190,6 @@ class AttentionPlan:
                 window,
                 soft_cap,
                 self.decode,
-                self.trees,
             )
         if self.tiles is not None:
             launch_chunks(

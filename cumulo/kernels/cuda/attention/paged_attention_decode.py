@@ -35,13 +35,13 @@ class DecodeConfig:
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items, tables, trees, scale, v_scale,
+def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items, tables, scale, v_scale,
             soft_cap, window, query_token_stride, query_head_stride, out_token_stride, out_head_stride,
             lse_token_stride, key_block_stride, key_head_stride, key_stride, value_block_stride,
             value_head_stride, value_stride, table_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
             ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
             TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
-            HAS_TREE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr,
+            MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr,
             EARLY: tl.constexpr = False):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -83,17 +83,11 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
     last = first + count - 1
     if TILE <= PAGE:
         page = tl.load(record + 7)
-    if HAS_TREE:  # of the last positions only some are this token's past
-        tree = tl.load(trees + sequence)
-        root = context - 1 - (tree >> 16)
     for tile in tl.range(first, last + 1):
         position = tile * TILE + position_in_tile
         visible = position < context
         if HAS_WINDOW:
             visible = visible & (position >= context - window)
-        if HAS_TREE:
-            behind = tl.minimum(tl.maximum(position - root, 0), 15)
-            visible = visible & ((position <= root) | (((tree >> behind) & 1) != 0))
         if TILE <= PAGE:
             within = tile * TILE % PAGE + position_in_tile
             key_offset = page.to(tl.int64) * key_block_stride + within * key_stride
@@ -193,9 +187,8 @@ def launch_decode(
     window: int | None,
     soft_cap: float | None,
     config: DecodeConfig,
-    trees: Tensor | None = None,
 ) -> None:
-    """One launch over all items; `scale` includes the keys' scale. `trees`: as AttentionPlan has them."""
+    """One launch over all items; `scale` includes the keys' scale."""
     heads, dim = query.shape[1], query.shape[2]
     kv_heads, page = keys.shape[1], keys.shape[2]
     group, columns = heads // kv_heads, max(16, triton.next_power_of_2(dim))
@@ -211,7 +204,6 @@ def launch_decode(
         arrivals,
         items,
         tables,
-        trees,
         scale,
         v_scale,
         soft_cap or 0.0,
@@ -238,7 +230,6 @@ def launch_decode(
         HAS_WINDOW=window is not None,
         HAS_CAP=soft_cap is not None,
         HAS_LSE=lse is not None,
-        HAS_TREE=trees is not None,
         MERGE_ROWS=merge_rows,
         MERGE_AT_ONCE=max(
             1, min(16, config.merge_registers * 32 * config.num_warps // (merge_rows * columns))

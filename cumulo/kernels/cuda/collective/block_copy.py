@@ -1,5 +1,5 @@
 """block_copy: KV blocks from one cache into another, any blocks of any layers in one launch. Engines of one GPU or
-host hand prompts over with it (engine/play/transfer_ways.py).
+host hand prompts over with it (engine/play/transfer_cuda.py).
 
 Must move: every byte once in and once out. A block is a hundred kilobytes or so, and a transfer has thousands: a
 copy each would take longer to launch than to do.

@@ -16,6 +16,7 @@ from cumulo.kernels.cuda.early import early
 from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
 
 _BLOCK = 4096
+PART = 32  # logits of which the largest is told
 
 
 def accepted_reference(drawn: Tensor, drafted: Tensor) -> Tensor:
@@ -156,6 +157,28 @@ def propose(logits: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, a
         logits, token_of, rows.slots, rows.starts, rows.chain_starts, tokens, logits.stride(0), tokens.stride(0),
         vocabulary, ahead, BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
     )  # fmt: skip
+
+
+@triton.jit
+def _logit_parts(logits, best, place, vocabulary, stride, parts, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
+    row = tl.program_id(0)
+    part = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    token = part[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocabulary,
+                    other=float("-inf")).to(tl.float32)  # fmt: skip
+    peak = tl.where(part < parts, tl.max(logit, 1), 0.0)
+    found = tl.min(tl.where(logit == peak[:, None], token, vocabulary - 1), 1)
+    tl.store(best + row * parts + part, peak, mask=part < parts)
+    tl.store(place + row * parts + part, found, mask=part < parts)
+
+
+def logit_parts(logits: Tensor, best: Tensor, place: Tensor) -> None:
+    """Of logits [rows, V] in parts of PART tokens: each part's largest, and whose it is."""
+    rows, vocabulary = logits.shape
+    parts = best.shape[1]
+    _logit_parts[(rows, triton.cdiv(parts, 64))](
+        logits, best, place, vocabulary, logits.stride(0), parts, SIZE=PART, AT_ONCE=64, num_warps=4
+    )
 
 
 @triton.jit
