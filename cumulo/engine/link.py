@@ -5,21 +5,17 @@ loop between two steps, so that the scheduler is changed by one thread only.
 from collections.abc import Callable
 
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.core.request import Request
-from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
-from cumulo.engine.decide.transfer.orders import LOAD_EVERY_S, Ordered, OrderFailed, named_addresses
+from cumulo.engine.decide.transfer.orders import LOAD_EVERY_S, Ordered, named_addresses
 from cumulo.engine.play.player import Player
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
 from cumulo.engine.play.transfer_wire import RankCaches, SentCache
-from cumulo.errors import ConfigError, InvalidRequest
+from cumulo.errors import ConfigError
 from cumulo.models.batch import KVCache
-
-_NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 
 
 def connect(
@@ -67,7 +63,7 @@ class PrefillLink:
         """Take news in, and hand out what the scheduler wants done."""
         for event in self._sender.news.take_all():
             if isinstance(event, Ordered):
-                self._accept(event, now_s)
+                self._scheduler.take_order(event.key, event.order, now_s)
             else:
                 self._scheduler.handover.release(event.key, now_s)
         transfers = self._scheduler.transfers
@@ -84,21 +80,6 @@ class PrefillLink:
             if self._before_told is not None:
                 self._before_told()
             self._sender.layer_teller(plan.sends)(self._layers - 1)
-
-    def _accept(self, event: Ordered, now_s: float) -> None:
-        order = event.order
-        try:
-            request = Request(
-                event.key, order.tokens, _NOTHING_DRAWN, seed=0, priority=order.priority,
-                cache_salt=order.cache_salt, tenant=order.tenant, arrived_s=now_s,
-                adapter=self._scheduler.adapters.of_print(order.adapter).slot if order.adapter else -1,
-            )  # fmt: skip
-            request.prefill_only = True
-            self._scheduler.add(request)
-        except InvalidRequest as error:
-            self._sender.give([(event.key, OrderFailed(order.number, str(error)))])
-        else:
-            self._scheduler.handover.accept(request.sequences[0], order.number)
 
     def fileno(self) -> int:
         """Readable when there may be news."""

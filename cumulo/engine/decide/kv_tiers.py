@@ -126,8 +126,8 @@ class Arriving(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Unplayed:
-    """The blocks that one plan moves."""
+class _Moves:
+    """The blocks that one plan moves, until it was played."""
 
     spilled: list[tuple[BlockHash, int]] = field(default_factory=list)
     arriving: list[Arriving] = field(default_factory=list)
@@ -168,7 +168,7 @@ class Tiers(Extension):
         self.orders: list[TierOrder] = []  # the mover empties it
         self.reading: dict[int, TierReading] = {}
         self.writing = 0
-        self._unplayed: dict[int, _Unplayed] = {}
+        self._moves: dict[int, _Moves] = {}
         self._numbers = 0
         self._evicted: list[tuple[BlockHash, int]] = []
         batch.pool.evicted = self._evicted
@@ -177,11 +177,47 @@ class Tiers(Extension):
     # -- the points of a step -----------------------------------------------------------------------------
     def hold_back(self, sequence: Sequence, now_s: float) -> bool:
         """Have the sequence's prefix read from disk where that is sooner than computing it."""
-        return (
-            bool(self.on_disk or self.reading)
-            and self._batch.pool.prefix_cache
-            and self._fetch(sequence, now_s)
-        )
+        batch, host, story = self._batch, self.host, sequence.request.story
+        if not (self.on_disk or self.reading) or not batch.pool.prefix_cache:
+            return False
+        size, costs = batch.config.block_size, batch.kv.costs
+        hashes = sequence.extend_hashes(batch.kv.usable_blocks(sequence), size)
+        wanted, held = list[BlockHash](), list[int]()
+        for block_hash in hashes[len(batch.pool.cached_prefix(hashes)) :]:
+            if (block := host.find(block_hash)) is not None:
+                held.append(block)
+                host.touch(block_hash)
+            elif block_hash in self.on_disk:
+                wanted.append(block_hash)
+            else:
+                break
+        if not wanted:
+            return False
+        for under_way in self.reading.values():
+            if wanted[0] in under_way.order.hashes:
+                under_way.waiters.append(sequence)
+                story.wait_for(now_s, "kv_fetch")
+                return True
+        tokens = len(wanted) * size
+        ahead = sum(len(one.order.blocks) for one in self.reading.values())  # blocks that are read before
+        fetch_s = (ahead + len(wanted)) * self.disk_s_per_block + len(wanted) * costs.swap_s_per_block
+        compute_s = tokens * costs.prompt_s_per_token
+        if fetch_s >= compute_s:
+            story.add(now_s, "not_fetched", tokens=tokens, fetch_ms=1e3 * fetch_s, compute_ms=1e3 * compute_s)
+            return False
+        for block in held:  # what is here already must not make room for what comes
+            host.pin(block)
+        blocks = [block for _ in wanted if (block := host.take_block()) is not None]
+        for block in held:
+            host.unpin(block)
+        if not blocks:
+            return False
+        self._numbers += 1
+        order = ReadFiles(self._numbers, tuple(wanted[: len(blocks)]), tuple(blocks))
+        self.reading[order.number] = TierReading(order, [sequence], compute_s)
+        self.orders.append(order)
+        story.wait_for(now_s, "kv_fetch")
+        return True
 
     def tokens_elsewhere(self, sequence: Sequence, cached: int) -> int:
         size = self._batch.pool.block_size
@@ -196,11 +232,25 @@ class Tiers(Extension):
         blocks = self._in_host_memory(sequence, first)
         if not blocks:
             return 0
-        self.hold(sequence, first, blocks, plan)
+        for block_hash, block in zip(sequence.hashes[first:], blocks, strict=False):
+            self.host.touch(block_hash)
+            self.host.pin(block)
+        self._of(plan).arriving.append(Arriving(sequence, first, blocks))
+        self.counts.fetched_blocks += len(blocks)
         plan.swap_in.extend(zip(blocks, sequence.blocks[first:], strict=False))
-        sequence.computed += len(blocks) * size
-        self._tell_fetched(sequence, len(blocks), now_s)
-        return len(blocks) * size
+        tokens = len(blocks) * size
+        sequence.computed += tokens
+        costs, story = self._batch.kv.costs, sequence.request.story
+        if not any(
+            event.kind == "fetched" for event in story.events
+        ):  # read from disk before that: it was told
+            self.counts.host_hit_tokens += tokens
+            story.add(
+                now_s, "fetched", where="in host memory", tokens=tokens,
+                fetch_ms=1e3 * len(blocks) * costs.swap_s_per_block,
+                compute_ms=1e3 * tokens * costs.prompt_s_per_token,
+            )  # fmt: skip
+        return tokens
 
     def end_step(self, plan: StepPlan, flight: Flight, now_s: float) -> None:
         if self._evicted:
@@ -208,17 +258,14 @@ class Tiers(Extension):
             self._evicted.clear()
 
     def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
-        """A step's copies between tiers are done: what came back can be shared."""
-        size = self._batch.pool.block_size
-        for sequence, first, blocks in self.played(plan.index):
-            end = (first + len(blocks)) * size
-            if sequence.state == State.RUNNING and sequence.computed >= end:
-                self._batch.kv.register_blocks(sequence, first * size, end)
+        self.played(plan.index)
 
     def step_failed(self, plan: StepPlan, now_s: float) -> None:
-        self.failed(plan.index)
+        moves = self._moves.pop(plan.index, _Moves())
+        for _, block in moves.spilled:
+            self.host.give_back(block)
+        self._unpin(moves)
 
-    # -- what a sequence gets -----------------------------------------------------------------------------
     def _in_host_memory(self, sequence: Sequence, cached: int) -> list[int]:
         """Host blocks that continue a sequence's cached ones, where moving them is sooner than computing them."""
         batch, size = self._batch, self._batch.pool.block_size
@@ -234,79 +281,21 @@ class Tiers(Extension):
             found.append(block)
         return found
 
-    def _tell_fetched(self, sequence: Sequence, blocks: int, now_s: float) -> None:
-        """What came from host memory; what was read from disk before that has been told."""
-        costs, story = self._batch.kv.costs, sequence.request.story
-        if any(event.kind == "fetched" for event in story.events):
-            return
-        tokens = blocks * self._batch.config.block_size
-        self.counts.host_hit_tokens += tokens
-        story.add(
-            now_s, "fetched", where="in host memory", tokens=tokens, fetch_ms=1e3 * blocks * costs.swap_s_per_block,
-            compute_ms=1e3 * tokens * costs.prompt_s_per_token,
-        )  # fmt: skip
-
-    def _fetch(self, sequence: Sequence, now_s: float) -> bool:
-        batch, host, story = self._batch, self.host, sequence.request.story
-        size = batch.config.block_size
-        hashes = sequence.extend_hashes(batch.kv.usable_blocks(sequence), size)
-        device = len(batch.pool.cached_prefix(hashes))
-        wanted, held = list[bytes](), list[int]()
-        for block_hash in hashes[device:]:
-            if (block := host.find(block_hash)) is not None:
-                held.append(block)
-                host.touch(block_hash)
-            elif block_hash in self.on_disk:
-                wanted.append(block_hash)
-            else:
-                break
-        if (joined := self._being_read(wanted)) is not None:
-            self.reading[joined].waiters.append(sequence)
-            story.wait_for(now_s, "kv_fetch")
-            return True
-        if not wanted:
-            return False
-        tokens, costs = len(wanted) * size, batch.kv.costs
-        ahead = sum(len(one.order.blocks) for one in self.reading.values())  # blocks that are read before
-        fetch_s = (ahead + len(wanted)) * self.disk_s_per_block + len(wanted) * costs.swap_s_per_block
-        compute_s = tokens * costs.prompt_s_per_token
-        if fetch_s >= compute_s:
-            story.add(now_s, "not_fetched", tokens=tokens, fetch_ms=1e3 * fetch_s, compute_ms=1e3 * compute_s)
-            return False
-        for block in held:  # what is here already must not make room for what comes
-            host.pin(block)
-        ordered = self._order_reading(wanted, sequence, compute_s)
-        for block in held:
-            host.unpin(block)
-        if ordered:
-            story.wait_for(now_s, "kv_fetch")
-        return ordered
-
-    def _being_read(self, wanted: list[BlockHash]) -> int | None:
-        """A reading under way that begins as this would."""
-        for number, one in self.reading.items():
-            if wanted and wanted[0] in one.order.hashes:
-                return number
-        return None
-
     # -- news of the disk ---------------------------------------------------------------------------------
     def enter_event(self, event: TierEvent, now_s: float) -> None:
-        if isinstance(event, FileWritten):
-            self._enter_written(event)
+        if isinstance(event, FilesRead):
+            self._enter_read(event, now_s)
         elif isinstance(event, FilesSeen):
             self.on_disk.update(event.came)
             self.on_disk.difference_update(event.went)
         else:
-            self._enter_read(event, now_s)
-
-    def _enter_written(self, event: FileWritten) -> None:
-        self.writing -= 1
-        self.host.unpin(event.block)
-        if event.ok:
-            self.counts.written_blocks += 1
-            self.on_disk.add(event.block_hash)
-        else:
-            self.counts.failed_writes += 1
+            self.writing -= 1
+            self.host.unpin(event.block)
+            if event.ok:
+                self.counts.written_blocks += 1
+                self.on_disk.add(event.block_hash)
+            else:
+                self.counts.failed_writes += 1
 
     def _enter_read(self, event: FilesRead, now_s: float) -> None:
         reading = self.reading.pop(event.number)
@@ -338,7 +327,7 @@ class Tiers(Extension):
             self._batch.queue.push(sequence)
             story.wait_for(now_s, "behind_others")
 
-    # -- device and host memory ---------------------------------------------------------------------------
+    # -- device, host memory and disk ---------------------------------------------------------------------
     def spill(self, evicted: list[tuple[BlockHash, int]], plan: StepPlan) -> None:
         """Device blocks that this plan overwrites go to host memory, unless they are there."""
         for block_hash, block in evicted:
@@ -348,66 +337,31 @@ class Tiers(Extension):
                 plan.swap_out.append((block, target))
                 self._of(plan).spilled.append((block_hash, target))
 
-    def hold(self, sequence: Sequence, first: int, blocks: list[int], plan: StepPlan) -> None:
-        """These host blocks are read by this plan."""
-        for block_hash, block in zip(sequence.hashes[first:], blocks, strict=False):
-            self.host.touch(block_hash)
-            self.host.pin(block)
-        self._of(plan).arriving.append(Arriving(sequence, first, blocks))
-        self.counts.fetched_blocks += len(blocks)
-
-    def played(self, index: int) -> list[Arriving]:
-        """A plan's copies are done; returns what the device holds since."""
-        done = self._unplayed.pop(index, None)
-        if done is None:
-            return []
-        for block_hash, block in done.spilled:
+    def played(self, index: int) -> None:
+        """A plan's copies are done: what they brought to either side can be found there, and goes on to disk."""
+        size, moves = self._batch.pool.block_size, self._moves.pop(index, _Moves())
+        for block_hash, block in moves.spilled:
             if self.host.put(block_hash, block):
                 self.counts.spilled_blocks += 1
-                self._write(block_hash, block)
-        self._release(done)
-        return done.arriving
+                if self.disk and block_hash not in self.on_disk and self.writing < _MOST_WRITES:
+                    self.writing += 1
+                    self.host.pin(block)
+                    self.orders.append(WriteFile(block_hash, block))
+        for sequence, first, blocks in moves.arriving:
+            end = (first + len(blocks)) * size
+            if sequence.state == State.RUNNING and sequence.computed >= end:
+                self._batch.kv.register_blocks(sequence, first * size, end)
+        self._unpin(moves)
 
-    def failed(self, index: int) -> None:
-        """The runner could not play a plan: nobody knows what its copies did."""
-        done = self._unplayed.pop(index, None)
-        if done is not None:
-            for _, block in done.spilled:
-                self.host.give_back(block)
-            self._release(done)
-
-    def _release(self, done: _Unplayed) -> None:
-        for arriving in done.arriving:
+    def _unpin(self, moves: _Moves) -> None:
+        for arriving in moves.arriving:
             for block in arriving.blocks:
                 self.host.unpin(block)
 
-    def _of(self, plan: StepPlan) -> _Unplayed:
-        return self._unplayed.setdefault(plan.index, _Unplayed())
-
-    # -- host memory and disk -----------------------------------------------------------------------------
-    def _write(self, block_hash: BlockHash, block: int) -> None:
-        if self.disk and block_hash not in self.on_disk and self.writing < _MOST_WRITES:
-            self.writing += 1
-            self.host.pin(block)
-            self.orders.append(WriteFile(block_hash, block))
-
-    def _order_reading(self, hashes: list[BlockHash], sequence: Sequence, compute_s: float) -> bool:
-        """Read these from disk for a sequence; False: host memory has no room for any."""
-        blocks = []
-        for _ in hashes:
-            block = self.host.take_block()
-            if block is None:
-                break
-            blocks.append(block)
-        if not blocks:
-            return False
-        self._numbers += 1
-        order = ReadFiles(self._numbers, tuple(hashes[: len(blocks)]), tuple(blocks))
-        self.reading[order.number] = TierReading(order, [sequence], compute_s)
-        self.orders.append(order)
-        return True
+    def _of(self, plan: StepPlan) -> _Moves:
+        return self._moves.setdefault(plan.index, _Moves())
 
     def problems(self, owned: list[list[int]]) -> list[str]:
-        taken = sum(len(one.spilled) for one in self._unplayed.values())
+        taken = sum(len(one.spilled) for one in self._moves.values())
         taken += sum(len(one.order.blocks) for one in self.reading.values())
         return self.host.problems(taken)

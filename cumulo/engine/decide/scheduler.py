@@ -4,12 +4,16 @@ It is the core with all extensions. An extension that is left out here is missed
 the rest works as before. At each point of a step they are called in the order of the list below.
 """
 
+from typing import Any
+
 from cumulo.engine.decide.adapters import AdapterSlots
 from cumulo.engine.decide.beams import Beams
 from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.extension import Extension
+from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.core.scheduler import CoreScheduler
 from cumulo.engine.decide.kv_tiers import Tiers
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.steps import Sharing
 from cumulo.engine.decide.sharing.tenants import FairShares
@@ -17,6 +21,10 @@ from cumulo.engine.decide.slo import SloScheduling
 from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.speculation.rounds import RoundPolicy
 from cumulo.engine.decide.transfer.handover import Handover
+from cumulo.engine.decide.transfer.orders import ComputeOrder, OrderFailed
+from cumulo.errors import InvalidRequest
+
+_NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 
 
 class Scheduler(CoreScheduler):
@@ -46,3 +54,19 @@ class Scheduler(CoreScheduler):
             Beams(batch),
         )
         self.extend(one for one in extensions if one is not None)
+
+    def take_order(self, key: str, order: ComputeOrder, now_s: float, tag: Any = None) -> bool:
+        """Queue what a decode engine orders, under this key, or answer why it can never run."""
+        try:
+            request = Request(
+                key, order.tokens, _NOTHING_DRAWN, seed=0, priority=order.priority, cache_salt=order.cache_salt,
+                tenant=order.tenant, arrived_s=now_s, tag=tag,
+                adapter=self.adapters.of_print(order.adapter).slot if order.adapter else -1,
+            )  # fmt: skip
+            request.prefill_only = True
+            self.add(request)
+        except InvalidRequest as error:
+            self.transfers.answers.append((key, OrderFailed(order.number, str(error))))
+            return False
+        self.handover.accept(request.sequences[0], order.number)
+        return True

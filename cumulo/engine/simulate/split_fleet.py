@@ -15,8 +15,6 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cumulo.engine.decide.core.request import Request
-from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.routing import Ask, ReplicaView, Router
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
@@ -25,16 +23,13 @@ from cumulo.engine.decide.transfer.orders import (
     FetchOrder,
     Landed,
     Order,
-    OrderFailed,
     ReceiverEvent,
     TransferPlan,
 )
 from cumulo.engine.simulate.engine import SimulatedEngine, take_in
 from cumulo.engine.simulate.fleet import PromptHashes
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock
-from cumulo.errors import InvalidRequest
 
-_NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 _NUMBERS = 1 << 20  # of one decode engine's requests: prompts of two engines must differ
 
 
@@ -104,23 +99,12 @@ class SplitPrefill(SplitEngine):
         self.on_chunk: Callable[[str], None] = lambda key: None
         self.ordered_tokens = 0
 
-    def accept(self, key: str, order: ComputeOrder) -> str | None:
-        """Queue an order; what is wrong with it, if it can never run."""
-        arrival = Arrival(self.clock_s, len(order.tokens), 1)
-        request = Request(
-            key, order.tokens, _NOTHING_DRAWN, seed=0, arrived_s=self.clock_s, tag=Served(arrival),
-            cache_salt=order.cache_salt, priority=order.priority, tenant=order.tenant,
-        )  # fmt: skip
-        request.prefill_only = True
-        self.clock_s += self.cost.arrival_s(len(order.tokens))
-        try:
-            self.scheduler.add(request)
-        except InvalidRequest as error:
-            return str(error)
-        self.scheduler.handover.accept(request.sequences[0], order.number)
-        self.chunks[key] = []
-        self.ordered_tokens += len(order.tokens)
-        return None
+    def accept(self, key: str, order: ComputeOrder) -> None:
+        arrived_s, tokens = self.clock_s, len(order.tokens)
+        self.clock_s += self.cost.arrival_s(tokens)
+        if self.scheduler.take_order(key, order, arrived_s, Served(Arrival(arrived_s, tokens, 1))):
+            self.chunks[key] = []
+            self.ordered_tokens += tokens
 
     def _step(self) -> None:
         super()._step()
@@ -215,7 +199,7 @@ class SplitFleet:
             key = f"{decode.name}.{order.number}"
             made = _Ordering(decode, prefill, order, key)
             self._orders[decode.name, order.number] = self._by_key[key] = made
-            prefill.post(then_s, lambda: self._accept(made))
+            prefill.post(then_s, lambda: prefill.accept(key, order))
         elif isinstance(order, FetchOrder):
             made = self._orders[decode.name, order.plan.number]
             made.plan, made.fetch_s = order.plan, decode.clock_s
@@ -225,11 +209,6 @@ class SplitFleet:
             del self._by_key[made.key]
             made.prefill.post(then_s, lambda: self._release(made))
             self._tell(made, CopyStopped(order.number, 0), decode.clock_s)
-
-    def _accept(self, made: _Ordering) -> None:
-        why = made.prefill.accept(made.key, made.order)
-        if why is not None:
-            self._tell(made, OrderFailed(made.order.number, why, made.prefill.name))
 
     def _release(self, made: _Ordering) -> None:
         made.prefill.chunks.pop(made.key, None)
