@@ -1,5 +1,5 @@
 """What is wrong with a job file: each problem with the setting it is about, so that the file's line can be named.
-`JobFile` asks for `problems`; `read_job` and `launch` also for `launch_problems`, which a stored job may keep.
+`read_job` and `launch` call `check_job`.
 
 Most rules are lines of a table: the form of a text, or the range of a number.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.nearest import nearest
-from cumulo.cluster.job_settings import DeviceGroup, JobSettings, ServeWork, memory_mib, seconds
+from cumulo.cluster.job_settings import DeviceGroup, JobFile, ServeWork, memory_mib, seconds
 from cumulo.errors import ConfigError
 from cumulo.spec.catalog import shipped
 
@@ -42,15 +42,6 @@ _FORMS: Forms = {
     "slurm.account": _SLURM_WORD,
     "slurm.qos": _SLURM_WORD,
     "ray.address": (_RAY_ADDRESS, "HOST:PORT, such as 10.0.0.7:6379"),
-}
-_RANGES: Ranges = {
-    "devices.count": (1, float("inf")),
-    "restart.most": (0, float("inf")),
-    "serve.port": (0, 65535),
-}
-_MOST, _MOST_PRIORITY, _MOST_WAIT_S = 1_000_000, 1_000_000_000, 30 * 86_400
-_LEAST = 1e-9  # for what must be more than 0
-_LAUNCH_FORMS: Forms = {
     "train.folder": (_PRINTABLE, "a folder's name"),
     "serve.model": (
         _PRINTABLE,
@@ -71,11 +62,14 @@ _LAUNCH_FORMS: Forms = {
     "kubernetes.prometheus": (_ADDRESS, "an address such as http://prometheus:9090"),
     "kubernetes.endpoint_picker": (rf"{_LABEL_NAME}(:\d{{1,5}})?", "a Service, as NAME or NAME:PORT"),
 }
-_LAUNCH_RANGES: Ranges = {
+_MOST, _MOST_PRIORITY, _MOST_WAIT_S = 1_000_000, 1_000_000_000, 30 * 86_400
+_LEAST = 1e-9  # for what must be more than 0
+_RANGES: Ranges = {
     "devices.count": (1, _MOST),
     "elastic.max": (1, _MOST),
     "restart.most": (0, _MOST),
     "priority": (-_MOST_PRIORITY, _MOST_PRIORITY),
+    "serve.port": (0, 65535),
     "serve.max_replicas": (1, _MOST),
     **{f"serve.autoscale.{name}": (_LEAST, _MOST_PRIORITY) for name in
        ("prompt_tok_s", "output_tok_s", "interval_s", "ttft_s", "itl_s")},
@@ -144,28 +138,28 @@ def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _against(job: JobSettings, forms: Forms, ranges: Ranges) -> Iterator[Problem]:
+def _against_tables(job: JobFile) -> Iterator[Problem]:
     for path, value in _settings(job):
         setting = re.sub(r"\[\d+\]", "", path)
-        form, words = forms.get(setting, ("", ""))
+        form, words = _FORMS.get(setting, ("", ""))
         if form and not re.fullmatch(form, value, re.A):
             yield path, f"{path} must be {words}; got {value!r}"
-        low, high = ranges.get(setting, (None, None))
+        low, high = _RANGES.get(setting, (None, None))
         if low is not None and high is not None and not low <= value <= high:
             least = "more than 0" if low == _LEAST else f"{low:,}"
-            wanted = (
-                least
-                if low == _LEAST
-                else f"{least} or more"
-                if high == float("inf")
-                else f"{least} to {high:,}"
-            )
+            wanted = least if low == _LEAST else f"{least} to {high:,}"
             yield path, f"{path} must be {wanted}, got {value:g}"
 
 
 # -- rules of several settings ------------------------------------------------------------------------------
-def problems(job: JobSettings) -> Iterator[Problem]:
-    yield from _against(job, _FORMS, _RANGES)
+def check_job(job: JobFile) -> None:
+    """Refuses what contradicts itself; then names that no target knows, and amounts that cannot be meant."""
+    for problems in (_against_tables, _contradictions, _unlikely):
+        if found := list(problems(job)):
+            raise JobFileError(found)
+
+
+def _contradictions(job: JobFile) -> Iterator[Problem]:
     if (job.train is None) == (job.serve is None):
         given = "both" if job.train is not None else "neither"
         yield "serve", f"a job has either `train:` or `serve:`, and this one has {given}"
@@ -192,7 +186,7 @@ def problems(job: JobSettings) -> Iterator[Problem]:
                 yield f"{name}.options[{number}]", text
 
 
-def _time_problems(job: JobSettings) -> Iterator[Problem]:
+def _time_problems(job: JobFile) -> Iterator[Problem]:
     for name in ("deadline", "time_limit", "save_before"):
         if (text := getattr(job, name)) is not None:
             try:
@@ -227,10 +221,9 @@ def _device_problems(group: DeviceGroup, where: str) -> Iterator[Problem]:
             yield f"{where}.memory", str(error)
 
 
-def launch_problems(job: JobSettings) -> Iterator[Problem]:
+def _unlikely(job: JobFile) -> Iterator[Problem]:
     """Names that no target and no command knows, and amounts and words with which a job would be refused or would
     never do what they say."""
-    yield from _against(job, _LAUNCH_FORMS, _LAUNCH_RANGES)
     for number, group in enumerate(job.devices):
         yield from _unknown_kind(group.kind, f"devices[{number}].kind")
         if group.memory is not None and group.memory_mib < 1:
@@ -285,7 +278,7 @@ def _unknown_kind(kind: str, where: str) -> Iterator[Problem]:
 
 def _uneven_replicas(replicas: int, group: DeviceGroup) -> Iterator[Problem]:
     """A gang of one task is what each replica gets (Ray); larger ones are divided between the replicas."""
-    if group.tasks > 1 < replicas and group.tasks % replicas:
+    if group.tasks > 1 < replicas and group.tasks % replicas and group.count % replicas:
         fewer = group.tasks // replicas * replicas
         devices = " or ".join(str(group.each * tasks) for tasks in (fewer, fewer + replicas) if tasks)
         text = f"serve.replicas {replicas} cannot share devices.count {group.count} equally"

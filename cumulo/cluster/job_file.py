@@ -9,53 +9,17 @@ in `job_settings`.
 """
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cumulo.base.strict import build, load_yaml, yaml_problem
-from cumulo.cluster.decide.jobs import JobRequest
-from cumulo.cluster.job_check import JobFileError, in_file, launch_problems, problems
-from cumulo.cluster.job_settings import JobSettings, seconds
+from cumulo.cluster.job_check import JobFileError, check_job, in_file
+from cumulo.cluster.job_settings import JobFile
 from cumulo.errors import ConfigError
 
 _ROOT = "the job"
-
-
-@dataclass(frozen=True, slots=True)
-class JobFile(JobSettings):
-    """Settings without a problem."""
-
-    def __post_init__(self) -> None:
-        if found := list(problems(self)):
-            raise JobFileError(found)
-
-    def request(self, job_id: str, arrival_s: float, predicted_s: float | None = None) -> JobRequest:
-        """The gang that a policy places. A task is what must be on one node."""
-        group = self.devices[0]
-        if len(self.devices) > 1:
-            raise ConfigError(
-                f"{self.name} asks for {len(self.devices)} kinds of devices, and Cumulo's own policies place "
-                "gangs of one kind: launch it --on slurm"
-            )
-        elastic = self.elastic
-        return JobRequest(
-            job_id,
-            tasks=group.tasks,
-            gpus_per_task=0 if group.on_cpu else group.each,
-            cpu_milli=1000 * group.each if group.on_cpu else 0,
-            memory_mib=group.memory_mib * group.each,
-            devices=() if group.kind in ("cpu", "gpu") else (group.kind,),
-            tenant=self.tenant,
-            priority=self.priority,
-            arrival_s=arrival_s,
-            deadline_s=None if self.deadline is None else arrival_s + seconds(self.deadline, "deadline"),
-            predicted_s=predicted_s,
-            min_tasks=None if elastic is None else elastic.min // group.each,
-            max_tasks=None if elastic is None else elastic.max // group.each,
-        )
 
 
 def read_job(path: Path) -> JobFile:
@@ -68,21 +32,19 @@ def read_job(path: Path) -> JobFile:
         raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     try:
         job = build(JobFile, content, _ROOT)
-        check_names(job)
+        check_job(job)
         return resolved(job, path.resolve().parent)
     except ConfigError as error:
         raise in_file(error, str(path), text, _ROOT) from None
 
 
-def check_names(job: JobFile) -> None:
-    """Refuses names and amounts that cannot be meant. A job that is stored already is read without it."""
-    if found := list(launch_problems(job)):
-        raise JobFileError(found)
-
-
-def job_from(content: Any, where: str = _ROOT) -> JobFile:
+def job_from(content: Any, where: str = _ROOT, checked: bool = True) -> JobFile:
+    """`checked`: also its names and amounts. A job that is stored already is read without that."""
     try:
-        return build(JobFile, content, where)
+        job = build(JobFile, content, where)
+        if checked:
+            check_job(job)
+        return job
     except ConfigError as error:
         text = str(error)
         raise error if where in text else ConfigError(f"{where}: {text}") from None

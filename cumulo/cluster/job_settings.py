@@ -1,4 +1,4 @@
-"""JobSettings: what a job file can say, setting by setting. `JobFile` checks it; `job_check` says what is wrong."""
+"""JobFile: what a job file can say, setting by setting. `job_check` says what is wrong with it."""
 
 import re
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cumulo.base.quantities import parse_duration_s
+from cumulo.cluster.decide.jobs import JobRequest
 from cumulo.errors import ConfigError
 
 
@@ -185,7 +186,7 @@ class RaySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class JobSettings:
+class JobFile:
     name: str
     train: TrainWork | None = None
     serve: ServeWork | None = None
@@ -208,3 +209,28 @@ class JobSettings:
     @property
     def kind(self) -> Literal["train", "serve"]:
         return "train" if self.train is not None else "serve"
+
+    def request(self, job_id: str, arrival_s: float, predicted_s: float | None = None) -> JobRequest:
+        """The gang that a policy places. A task is what must be on one node."""
+        group = self.devices[0]
+        if len(self.devices) > 1:
+            raise ConfigError(
+                f"{self.name} asks for {len(self.devices)} kinds of devices, and Cumulo's own policies place "
+                "gangs of one kind: launch it --on slurm"
+            )
+        elastic = self.elastic
+        return JobRequest(
+            job_id,
+            tasks=group.tasks,
+            gpus_per_task=0 if group.on_cpu else group.each,
+            cpu_milli=1000 * group.each if group.on_cpu else 0,
+            memory_mib=group.memory_mib * group.each,
+            devices=() if group.kind in ("cpu", "gpu") else (group.kind,),
+            tenant=self.tenant,
+            priority=self.priority,
+            arrival_s=arrival_s,
+            deadline_s=None if self.deadline is None else arrival_s + seconds(self.deadline, "deadline"),
+            predicted_s=predicted_s,
+            min_tasks=None if elastic is None else elastic.min // group.each,
+            max_tasks=None if elastic is None else elastic.max // group.each,
+        )

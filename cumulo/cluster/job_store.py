@@ -78,7 +78,7 @@ def folded(events: Iterable[Mapping[str, Any]]) -> dict[str, JobRecord]:
                 name,
                 event["key"],
                 event["target"],
-                job_from(event["job"], f"job {name} of the store"),
+                job_from(event["job"], f"job {name} of the store", checked=False),
                 event["folder"],
                 event["working_folder"],
                 event["time_s"],

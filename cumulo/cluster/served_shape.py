@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.strict import build
-from cumulo.cluster.job_settings import JobSettings
+from cumulo.cluster.job_settings import JobFile
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.plan_file import ServePlanFile
@@ -61,7 +61,7 @@ def size_option(options: tuple[str, ...], name: str) -> int | None:
     return None
 
 
-def served_shape(job: JobSettings) -> ServedShape:
+def served_shape(job: JobFile) -> ServedShape:
     serve = job.serve
     assert serve is not None
     if serve.plan is not None:
@@ -82,7 +82,7 @@ class ServerTasks:
     per_node: int | None  # servers on each node; None: wherever they fit
 
 
-def server_tasks(job: JobSettings) -> ServerTasks:
+def server_tasks(job: JobFile) -> ServerTasks:
     """Returns as many servers as the devices are enough for. A plan with prefill and decode apart is one
     server, which starts all of its engines."""
     shape, group = served_shape(job), job.devices[0]
@@ -108,7 +108,7 @@ def server_tasks(job: JobSettings) -> ServerTasks:
     return ServerTasks(servers, each, None if group.per_node is None else group.per_node // each)
 
 
-def replica_actor(job: JobSettings) -> tuple[dict[str, Any], int | None]:
+def replica_actor(job: JobFile) -> tuple[dict[str, Any], int | None]:
     """Options of its actor, and how many replicas a node may have at most; None: as many as fit. An actor lies on
     one node and has a GPU for each of the replica's ranks."""
     group, shape = job.devices[0], served_shape(job)

@@ -303,7 +303,7 @@ def test_what_the_nodes_or_the_quota_cannot_hold_is_refused(
     base: dict[str, Any], settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        job_manifests(kubernetes(base, **settings))
+        job_manifests(job_from(base | {"kubernetes": settings}, checked=False))
 
 
 def test_kubernetes_settings_survive_the_job_store() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from cumulo.cluster.job_file import JobFile, check_names
-from cumulo.cluster.job_settings import ServeWork
+from cumulo.cluster.job_check import check_job
+from cumulo.cluster.job_settings import JobFile, ServeWork
 from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import ConfigError
 from cumulo.train.decide.config import load_config
@@ -93,7 +93,7 @@ def planned_ranks(job: JobFile) -> int:
 
 def check_work(job: JobFile) -> None:
     """Refuse what the devices cannot run before anything is submitted."""
-    check_names(job)
+    check_job(job)
     train = job.train
     if train is None or _is_head(train.source):
         return

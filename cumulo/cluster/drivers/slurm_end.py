@@ -28,7 +28,7 @@ _NOTICE_S = 600.0  # Slurm has requeued the job long before
 
 
 def main(folder: Path, code: int) -> int:
-    job = job_from(yaml.safe_load((folder / "job.yaml").read_text("utf-8")))
+    job = job_from(yaml.safe_load((folder / "job.yaml").read_text("utf-8")), checked=False)
     if code and (lost := lost_nodes()):
         return _leave_to_slurm(lost, code)
     before = read_end(folder)
