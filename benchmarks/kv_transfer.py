@@ -1,6 +1,6 @@
 """How fast KV goes from one engine's cache to another's, next to the plain copy rate of the same memory.
 
-    python benchmarks/kv_transfer.py                                # shared memory and TCP, this host
+    python benchmarks/kv_transfer.py                                # a Unix socket and TCP, this host
     python benchmarks/kv_transfer.py --device cuda                  # CUDA IPC, one GPU, two processes
 
 Two processes, each with a KV cache of the model's shape; the real sender, receiver and words between them. All bits
@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="llama-3.1-8b", help="a name of the catalogue")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=0, help="0: 16 on a CPU, 64 on a GPU")
-    parser.add_argument("--ways", default="shared,tcp", help="on a CPU")
+    parser.add_argument("--ways", default="unix,tcp", help="on a CPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
@@ -72,10 +72,10 @@ def _arguments() -> argparse.Namespace:
     return chosen
 
 
-def _cache(chosen: argparse.Namespace, shared: bool) -> KVCache:
+def _cache(chosen: argparse.Namespace) -> KVCache:
     spec = shipped().model(chosen.model)
     blocks = -(-chosen.tokens // chosen.block_size) + 8
-    return KVCache(spec, blocks, chosen.block_size, torch.bfloat16, chosen.device, shared=shared)
+    return KVCache(spec, blocks, chosen.block_size, torch.bfloat16, chosen.device)
 
 
 def _contents(storage: torch.Tensor, layer: int) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _contents(storage: torch.Tensor, layer: int) -> torch.Tensor:
 # -- the sender's process -------------------------------------------------------------------------------------
 def _serve(chosen: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    cache = _cache(chosen, shared=chosen.serve.startswith("unix:"))
+    cache = _cache(chosen)
     for storage in (cache.key_storage, cache.value_storage):
         for layer in range(cache.spec.layers):
             storage[layer].view(torch.int16).copy_(_contents(storage, layer))
@@ -125,7 +125,7 @@ def _measure(chosen: argparse.Namespace, way: str) -> list[Row]:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
-            cache = _cache(chosen, shared=False)
+            cache = _cache(chosen)
             receiver = TransferReceiver(cache, chosen.model, [("sender", address)])
             rows = []
             for layout in ("in a row", "scattered"):
@@ -147,7 +147,7 @@ def _measure(chosen: argparse.Namespace, way: str) -> list[Row]:
 
 
 def _must(way: str) -> float | None:
-    return MUST if way != "tcp" else None
+    return MUST if way == "cuda" else None
 
 
 def _best(

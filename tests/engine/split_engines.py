@@ -99,7 +99,7 @@ def run_split(engine: Engine, between: Callable[[int], None] | None = None) -> d
 
 
 def address_in(folder: Path, transport: str, name: str = "prefill") -> str:
-    return f"unix:{folder}/{name}.sock" if transport == "shared" else "tcp:127.0.0.1:0"
+    return f"unix:{folder}/{name}.sock" if transport == "unix" else "tcp:127.0.0.1:0"
 
 
 def close(engine: Engine) -> None:

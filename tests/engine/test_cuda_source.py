@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from cumulo.engine.decide.transfer.orders import BlockRuns
-from cumulo.engine.play import transfer_ways
-from cumulo.engine.play.transfer_ways import CudaSource
+from cumulo.engine.play import transfer_cuda
+from cumulo.engine.play.transfer_cuda import CudaSource
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.models.batch import KVCache
 from tests.engine.tiny_engine import SPECS
@@ -36,9 +36,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, KVCache]:
 
     def open_one(handles: str, like: KVCache, blocks: int) -> Any:
         assert found[handles].blocks == blocks
-        return transfer_ways._words_of(found[handles])
+        return transfer_cuda._words_of(found[handles])
 
-    monkeypatch.setattr(transfer_ways, "_opened", open_one)
+    monkeypatch.setattr(transfer_cuda, "_opened", open_one)
     return found
 
 

@@ -73,7 +73,7 @@ def ask(engine: Engine, requests: list[Request]) -> None:
 
 def compare(model: Path, folder: Path, transport: str, **layout: int) -> None:
     requests = draw_requests(random.Random(5), 10, VOCAB - 3, Lengths(prefix=30, own=15, answer=8))
-    address = f"unix:{folder}/prefill.sock" if transport == "shared" else "tcp:127.0.0.1:0"
+    address = f"unix:{folder}/prefill.sock" if transport == "unix" else "tcp:127.0.0.1:0"
     with started(model) as one:
         ask(one.engine, requests)
         expected: dict[str, RequestOutput] = {}
@@ -98,11 +98,11 @@ def compare(model: Path, folder: Path, transport: str, **layout: int) -> None:
 
 
 def test_engines_with_roles_over_two_ranks_say_what_one_says(tmp_path: Path) -> None:
-    compare(save_model("dense", tmp_path), tmp_path, "shared", tp=2)
+    compare(save_model("dense", tmp_path), tmp_path, "unix", tp=2)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
 @pytest.mark.parametrize(
     ("model", "layout"), [*((name, {"tp": 2}) for name in CONFIGS), ("experts", {"ep": 2})], ids=str
 )

@@ -3,7 +3,6 @@
 import random
 from array import array
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.routing import Ask, PrefixAware, ReplicaView
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
-    BlockRuns,
     ComputeOrder,
     CopyStopped,
     FetchOrder,
@@ -32,7 +30,6 @@ from cumulo.engine.decide.transfer.orders import (
     parse_address,
 )
 from cumulo.engine.decide.transfer.under_way import Peer, choose_prefill
-from cumulo.engine.play.transfer_ways import copy_runs
 from cumulo.errors import CumuloError
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
 from tests.engine.tiny_engine import run as run_engine
@@ -103,25 +100,6 @@ def _blocks_of(
                 assert min(tokens, (index + 1) * size) <= computed[layer]
                 found.append((layer, index, run.target + offset))
     return found
-
-
-def test_runs_of_blocks_are_copied_as_slices_would_be_and_blocks_that_do_not_exist_are_refused() -> None:
-    rng = np.random.default_rng(0)
-    source, target = (rng.integers(0, 256, (40, 4097), dtype=np.uint8) for _ in range(2))
-    for pairs in (
-        [(3, 7), (4, 8), (5, 9)],
-        list(zip(rng.permutation(40).tolist(), rng.permutation(40).tolist(), strict=True)),
-    ):
-        expected = target.copy()
-        for first, to in pairs:
-            expected[to] = source[first]
-        runs = BlockRuns.joined(pairs)
-        assert copy_runs(source, target, runs) == len(pairs) * 4097
-        assert (target == expected).all()
-        assert len(runs.runs) < len(pairs) or len(pairs) == 40
-    for wrong in ((40, 0), (0, 40), (-1, 0), (0, -1)):
-        with pytest.raises(OSError, match="do not exist"):
-            copy_runs(source, target, BlockRuns.joined([wrong]))
 
 
 # -- where a prompt is computed -------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def told(mailbox, kind, before=lambda: None):
 
 
 def test_the_caches_of_many_ranks_are_opened_through_one_socket(tmp_path) -> None:
-    spec, address = make_decoder("dense").spec, address_in(tmp_path, "shared")
-    theirs, ours = ([KVCache(spec, 3, 4, torch.float64, shared=True) for _ in range(8)] for _ in range(2))
+    spec, address = make_decoder("dense").spec, address_in(tmp_path, "unix")
+    theirs, ours = ([KVCache(spec, 3, 4, torch.float64) for _ in range(8)] for _ in range(2))
     for rank, cache in enumerate(theirs):
         cache.key_storage.fill_(rank + 1.0)
     sender, load = TransferSender(RankCaches(theirs), "tiny", address), PeerLoad(0, 0, 1000.0, 8)
@@ -65,10 +65,10 @@ def test_the_caches_of_many_ranks_are_opened_through_one_socket(tmp_path) -> Non
 
 
 def test_an_engine_in_the_place_of_a_lost_one_is_not_read_for_its_orders(tmp_path) -> None:
-    spec, address = make_decoder("dense").spec, address_in(tmp_path, "shared")
+    spec, address = make_decoder("dense").spec, address_in(tmp_path, "unix")
 
     def cache(value: float) -> KVCache:
-        made = KVCache(spec, 4, 4, torch.float64, shared=True)
+        made = KVCache(spec, 4, 4, torch.float64)
         made.key_storage.fill_(value)
         made.value_storage.fill_(value)
         return made
@@ -111,7 +111,7 @@ def _compare(model: str, seed: int, outputs, requests, aborted=frozenset()) -> N
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "transport"),
-    [("dense", "shared"), ("dense", "tcp"), ("experts", "shared"), ("latent", "shared"), ("window", "tcp")],
+    [("dense", "unix"), ("dense", "tcp"), ("experts", "unix"), ("latent", "unix"), ("window", "tcp")],
 )
 def test_split_roles_say_the_same_as_one_engine(model: str, transport: str, tmp_path) -> None:
     rng = random.Random(7)
@@ -138,7 +138,7 @@ def test_nothing_is_lost_or_wrong_when_prefill_engines_die_or_stand_still_and_re
     rng, model = random.Random(seed), ("dense", "latent")[seed % 2]
     requests = draw_requests(rng, 16, VOCAB, Lengths())
     prefills = [
-        PrefillThread(make_decoder(model), address_in(tmp_path, "shared", f"p{index}"), **OPTIONS)
+        PrefillThread(make_decoder(model), address_in(tmp_path, "unix", f"p{index}"), **OPTIONS)
         for index in range(2)
     ]
     peers = [(f"prefill-{index}", one.sender.address) for index, one in enumerate(prefills)]
@@ -168,7 +168,7 @@ def test_nothing_is_lost_or_wrong_when_prefill_engines_die_or_stand_still_and_re
 
 
 def test_engines_that_differ_are_refused_with_the_reason(tmp_path) -> None:
-    prefill = PrefillThread(make_decoder("dense"), address_in(tmp_path, "shared"), **OPTIONS)
+    prefill = PrefillThread(make_decoder("dense"), address_in(tmp_path, "unix"), **OPTIONS)
     peers = [("prefill-0", prefill.sender.address)]
     engine = decode_engine(make_decoder("dense"), peers, **{**OPTIONS, "block_size": 4, "blocks": 60})
     lost = []

@@ -174,7 +174,6 @@ def _torch_runner(
         config.block_size,
         kv_dtype(config, decoder.dtype),
         decoder.final_norm.weight.device,
-        shared=config.role == "prefill",
     )
     return runner_maker(config, memory, eos_ids)(
         model,

@@ -21,7 +21,7 @@ from cumulo.engine.play.player import DeviceRunner, kv_dtype
 from cumulo.engine.play.rank_play import DeviceRank, SequenceSplit, SharedGuides
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
-from cumulo.engine.play.transfer_ways import cuda_handles
+from cumulo.engine.play.transfer_cuda import cuda_handles
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import ConfigError
 from cumulo.kernels.cuda.collective.one_shot import release

@@ -28,8 +28,8 @@ from cumulo.engine.decide.transfer.orders import (
     TransferProgress,
 )
 from cumulo.engine.play.mailbox import Mailbox
-from cumulo.engine.play.transfer_tcp import TcpSource
-from cumulo.engine.play.transfer_ways import BlockSource, CudaSource, SharedSource
+from cumulo.engine.play.transfer_cuda import BlockSource, CudaSource
+from cumulo.engine.play.transfer_stream import StreamSource
 from cumulo.engine.play.transfer_wire import (
     Greeting,
     LayersDone,
@@ -49,7 +49,6 @@ _RETRY_S = 0.3  # between attempts to reach a prefill engine
 _GREETING_S = 10.0  # the longest wait for its first word
 _PIECE_BYTES = 16 << 20  # of one layer
 _TELL_EVERY_S = 0.25  # that a long transfer moves
-_MOST_DESCRIPTORS = 253  # that Linux passes at once; each rank has two
 
 
 @dataclass(slots=True)
@@ -253,17 +252,16 @@ class TransferReceiver:
             connection.connect(where)
             connection.sendall(pack(self._greeting))
             sender.reader, word = WordReader(), None
-            descriptors: list[int] = []
             while word is None:
-                data, found = _receive_with_descriptors(connection)
-                descriptors += found
+                if not (data := connection.recv(1 << 16)):
+                    raise ConnectionError("it closed the connection")
                 words = list(sender.reader.feed(data))
                 word = words[0] if words else None
             if not isinstance(word, Greeting):
                 raise CumuloError("it does not begin with a greeting")
             if word.refusal or (refusal := self._greeting.differs_from(word)):
                 raise CumuloError(word.refusal or refusal)
-            sender.source = self._open(sender, word, descriptors)
+            sender.source = self._open(sender, word)
         except BaseException:
             connection.close()
             raise
@@ -274,13 +272,10 @@ class TransferReceiver:
             self._take_word(sender, word)
         log.info("connected to the prefill engine %s (%s)", sender.name, type(sender.source).__name__)
 
-    def _open(self, sender: _Sender, greeting: Greeting, descriptors: list[int]) -> BlockSource:
-        reach = greeting.reach or {}
-        if greeting.transport == "shared":
-            return SharedSource(self._cache, reach, descriptors)
+    def _open(self, sender: _Sender, greeting: Greeting) -> BlockSource:
         if greeting.transport == "cuda":
-            return CudaSource(self._cache, reach)
-        return TcpSource(self._cache, sender.address, pack(replace(self._greeting, transport="tcp")))
+            return CudaSource(self._cache, greeting.reach or {})
+        return StreamSource(self._cache, sender.address, pack(replace(self._greeting, transport="stream")))
 
     def _end(self) -> None:
         for sender in self._senders.values():
@@ -290,16 +285,6 @@ class TransferReceiver:
                 sender.source.close()
         self._selector.close()
         self._orders.close()
-
-
-def _receive_with_descriptors(connection: socket.socket) -> tuple[bytes, list[int]]:
-    if connection.family == socket.AF_UNIX:
-        data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, _MOST_DESCRIPTORS)
-    else:
-        data, descriptors = connection.recv(1 << 16), []
-    if not data:
-        raise ConnectionError("it closed the connection")
-    return data, descriptors
 
 
 def _reason(error: Exception) -> str:

@@ -22,8 +22,8 @@ from cumulo.engine.decide.transfer.orders import (
     SenderEvent,
 )
 from cumulo.engine.play.mailbox import Mailbox
-from cumulo.engine.play.transfer_tcp import TcpExport
-from cumulo.engine.play.transfer_ways import CudaExport, SharedExport
+from cumulo.engine.play.transfer_cuda import CudaExport
+from cumulo.engine.play.transfer_stream import StreamExport
 from cumulo.engine.play.transfer_wire import (
     Greeting,
     LayersDone,
@@ -53,7 +53,8 @@ class _Receiver:
 class TransferSender:
     def __init__(self, cache: SentCache, model: str, address: str, key: str = "") -> None:
         self._greeting, self._key = greeting_of(cache, model), key
-        self._export = _export(cache, address)
+        on_one_host = address.startswith("unix:") and cache.key_storage.is_cuda
+        self._export = CudaExport(cache) if on_one_host else StreamExport(cache)
         self._listener, where = open_socket(address)
         self._path = where if self._listener.family == socket.AF_UNIX else None
         if self._path is None:
@@ -80,7 +81,7 @@ class TransferSender:
     @property
     def staged(self) -> bool:
         """Whether KV of a GPU goes over a network."""
-        return isinstance(self._export, TcpExport) and self._cache.key_storage.is_cuda
+        return isinstance(self._export, StreamExport) and self._cache.key_storage.is_cuda
 
     # -- for the engine and its runner --------------------------------------------------------------------
     def give(self, answers: Iterable[Answer]) -> None:
@@ -175,18 +176,15 @@ class TransferSender:
             log.error("a decode engine was refused: %s", refusal)
             self._send(receiver, pack(replace(self._greeting, refusal=refusal)))
             return False
-        if word.transport == "tcp" and isinstance(self._export, TcpExport):  # a connection for blocks
+        if word.transport == "stream" and isinstance(self._export, StreamExport):  # a connection for blocks
             self._selector.unregister(receiver.socket)
             del self._receivers[receiver.number]
             receiver.socket.setblocking(True)
             threading.Thread(target=self._export.serve, args=(receiver.socket,), daemon=True).start()
             return True
-        frame = pack(replace(self._greeting, transport=self._export.name, reach=self._export.reach()))
         receiver.greeted = True
-        if self._export.descriptors:
-            socket.send_fds(receiver.socket, [frame], self._export.descriptors)
-        else:
-            self._send(receiver, frame)
+        answer = replace(self._greeting, transport=self._export.name, reach=self._export.reach())
+        self._send(receiver, pack(answer))
         return False
 
     def _send(self, receiver: _Receiver, frame: bytes) -> None:
@@ -222,12 +220,6 @@ class TransferSender:
         if self._path is not None:
             with contextlib.suppress(FileNotFoundError):
                 Path(self._path).unlink()
-
-
-def _export(cache: SentCache, address: str) -> SharedExport | TcpExport | CudaExport:
-    if not address.startswith("unix:"):
-        return TcpExport(cache)
-    return CudaExport(cache) if cache.key_storage.is_cuda else SharedExport(cache)
 
 
 def _bound(listener: socket.socket, address: str) -> str:

@@ -46,7 +46,6 @@ class RankCaches:
         self.handles, self.size = list(handles), len(handles) or len(ranks)
         self.spec, self.blocks, self.block_size = first.spec, first.blocks, first.block_size
         self.key_storage, self.value_storage = first.key_storage, first.value_storage
-        self.descriptors = [descriptor for one in ranks for descriptor in one.descriptors]
 
 
 SentCache = KVCache | RankCaches

@@ -1,5 +1,5 @@
-"""How KV blocks get from one engine's cache into another's on one host: shared memory and CUDA IPC (between hosts:
-transfer_tcp.py). The sender exports its cache, the receiver opens it and reads.
+"""KV blocks from one engine's GPU into another's on one host, by CUDA IPC (everything else:
+transfer_stream.py). The sender exports its cache, the receiver opens it and reads.
 
 A way is two small classes, one for each end. Its export says in a greeting how the cache is reached; its source
 reads runs of blocks of one layer straight into the receiver's own cache, and returns when they are there. Libraries
@@ -7,16 +7,12 @@ that read remote memory (NIXL, UCX) fit the same two.
 """
 
 import json
-import mmap
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cumulo.engine.decide.transfer.orders import BlockRuns
 from cumulo.engine.play.transfer_wire import RankCaches, SentCache
-from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
 
 
@@ -38,72 +34,12 @@ class BlockSource(Protocol):
     def close(self) -> None: ...
 
 
-def byte_blocks(cache: SentCache) -> list[NDArray[np.uint8]]:
-    """Keys and values as [layers, blocks, bytes of a block]; without values, where they lie in the keys. Of several
-    ranks, one's after the other's."""
-    layers, blocks = cache.spec.layers, cache.blocks
-    ranks = cache.ranks if isinstance(cache, RankCaches) else [cache]
-    storages = [one for rank in ranks for one in (rank.key_storage, rank.value_storage) if one.numel()]
-    return [one.view(torch.uint8).view(layers, blocks, -1).numpy() for one in storages]
-
-
-def copy_runs(source: NDArray[np.uint8], target: NDArray[np.uint8], runs: BlockRuns) -> int:
-    """Between arrays of [blocks, bytes of a block]; returns bytes."""
-    if runs.source_end > len(source) or runs.target_end > len(target) or min(runs.sources + runs.targets) < 0:
-        raise OSError("a transfer names KV blocks that do not exist")
-    for first, to, blocks in runs.runs:
-        target[to : to + blocks] = source[first : first + blocks]
-    return runs.blocks * int(source.shape[1])
-
-
-# -- shared memory ---------------------------------------------------------------------------------------------
-class SharedExport:
-    name = "shared"
-
-    def __init__(self, cache: SentCache) -> None:
-        if not cache.descriptors:
-            raise CumuloError("this engine's KV cache is not in shared memory: start it with a role")
-        self._cache, self.descriptors = cache, cache.descriptors
-
-    def reach(self) -> dict[str, Any]:
-        return {"blocks": self._cache.blocks}
-
-
-class SharedSource:
-    """The sender's cache, mapped: it stays readable even if its process dies, so that no read can crash."""
-
-    turn_bytes, turn_layers = 16 << 20, 1
-
-    def __init__(self, cache: SentCache, reach: dict[str, Any], descriptors: list[int]) -> None:
-        self._ours = byte_blocks(cache)
-        self._theirs = []
-        for ours, descriptor in zip(self._ours, descriptors, strict=True):
-            shape = (ours.shape[0], int(reach["blocks"]), ours.shape[2])
-            mapped = mmap.mmap(descriptor, shape[0] * shape[1] * shape[2], prot=mmap.PROT_READ)
-            self._theirs.append(np.frombuffer(mapped, dtype=np.uint8).reshape(shape))
-
-    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
-        copied = 0
-        for ours, theirs in zip(self._ours, self._theirs, strict=True):
-            for one in range(layer, layer + layers):
-                copied += copy_runs(theirs[one], ours[one], runs)
-        return copied
-
-    def settle(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._theirs = []
-
-
-# -- CUDA IPC --------------------------------------------------------------------------------------------------
 class CudaExport:
     """The device memory of the cache, which another process of this host opens by a handle."""
 
     name = "cuda"
 
     def __init__(self, cache: SentCache) -> None:
-        self.descriptors: list[int] = []
         self._cache = cache
 
     def reach(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch
 
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.transfer.orders import BlockRuns
-from cumulo.engine.play import transfer_tcp
-from cumulo.engine.play.transfer_tcp import TcpExport, TcpSource
+from cumulo.engine.play import transfer_stream
+from cumulo.engine.play.transfer_stream import StreamExport, StreamSource
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.models.batch import KVCache
 from tests.engine.split_engines import PrefillThread, close, decode_engine, run_split, wait_for_peers
@@ -49,12 +49,12 @@ def served(export: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", [1000, 1 << 20])  # smaller than a block, and larger than everything
 def test_blocks_arrive_through_pages_of_any_size(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_tcp, "PAGE_BYTES", page)
+    monkeypatch.setattr(transfer_stream, "PAGE_BYTES", page)
     theirs, ours = caches(2, 9, 1), caches(2, 7, 2)
     expected = [(one.key_storage.clone(), one.value_storage.clone()) for one in ours.ranks]
     layers, pairs = theirs.spec.layers, [(8, 0), (2, 3), (3, 4), (0, 6)]
-    with served(TcpExport(theirs)) as address:
-        reads = TcpSource(ours, address, GREETING)
+    with served(StreamExport(theirs)) as address:
+        reads = StreamSource(ours, address, GREETING)
         copied = reads.read(0, BlockRuns.joined(pairs), layers)
         copied += reads.read(1, BlockRuns.joined([(5, 5)]))
         reads.settle()
@@ -77,8 +77,8 @@ def test_blocks_arrive_through_pages_of_any_size(page: int, monkeypatch: pytest.
 def test_blocks_that_do_not_exist_end_the_transfer_and_write_nothing(wrong: tuple[int, int]) -> None:
     theirs, ours = caches(1, 9, 1), caches(1, 7, 2)
     before = ours.key_storage.clone()
-    with served(TcpExport(theirs)) as address:
-        reads = TcpSource(ours, address, GREETING)
+    with served(StreamExport(theirs)) as address:
+        reads = StreamSource(ours, address, GREETING)
         with pytest.raises(OSError, match=r"do not exist|closed the connection|reset"):
             reads.read(0, BlockRuns.joined([wrong]))
         reads.close()
@@ -87,7 +87,7 @@ def test_blocks_that_do_not_exist_end_the_transfer_and_write_nothing(wrong: tupl
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_engines_that_stage_kv_draw_the_tokens_of_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_tcp, "PAGE_BYTES", 700)
+    monkeypatch.setattr(transfer_stream, "PAGE_BYTES", 700)
     options: dict[str, Any] = dict(blocks=30, block_size=8, max_running=5, max_tokens_per_step=16)
     decoder = make_decoder(name)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)

@@ -1,5 +1,5 @@
-"""KV between hosts over TCP: staged through host memory, a page at a time, while the next one is copied. On GPUs
-pages are locked, and copies run on streams of their own, beside the engine's steps.
+"""KV over a stream socket, between hosts or on one: staged through host memory, a page at a time, while the next
+one is copied. On GPUs pages are locked, and copies run on streams of their own, beside the engine's steps.
 
 Both ends have two pages. The sender fills one while the other leaves through the socket; the receiver empties one
 while the other fills from it.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cumulo.engine.decide.transfer.orders import BlockRuns
-from cumulo.engine.play.transfer_ways import words_by_rank
+from cumulo.engine.play.transfer_cuda import words_by_rank
 from cumulo.engine.play.transfer_wire import SentCache, open_socket
 
 _ASK = struct.Struct("<II")  # a request for blocks: layer, number of runs; then source and blocks of each
@@ -74,13 +74,12 @@ class _CacheBytes:
             target.copy_(source, non_blocking=True)
 
 
-class TcpExport:
+class StreamExport:
     """The sender's end."""
 
-    name = "tcp"
+    name = "stream"
 
     def __init__(self, cache: SentCache) -> None:
-        self.descriptors: list[int] = []
         self._cache = _CacheBytes(cache)
 
     def reach(self) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def _send_pages(
         free.put(page)
 
 
-class TcpSource:
+class StreamSource:
     """The receiver's end."""
 
     turn_bytes, turn_layers = 32 << 20, _LAYERS_AHEAD
