@@ -45,7 +45,7 @@ def cross_entropy_sum(
     if x.is_cuda and vocabulary is None:
         from cumulo.kernels.cuda.loss.linear_cross_entropy import linear_cross_entropy
 
-        return linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, reduction="sum")
+        return linear_cross_entropy(x, weight, targets, ignore_index=IGNORED)
     total: Tensor = _ChunkedCrossEntropy.apply(x, weight, targets, vocabulary)  # type: ignore[no-untyped-call]
     return total
 
