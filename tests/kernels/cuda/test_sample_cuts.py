@@ -12,7 +12,6 @@ from cumulo.engine.sampling.distribution import uniform
 from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, draw
 from cumulo.kernels.cuda.sampling import sample, sample_cuts
 from tests.kernels.cuda.conftest import HAS_GPU
-from tests.kernels.cuda.operators import opcheck
 
 pytestmark = pytest.mark.long
 
@@ -54,6 +53,14 @@ def columns_of(cuts: list[Cut], seed: int) -> np.ndarray:
     return columns
 
 
+def drawn(logits: Tensor, words: Tensor, tokens: Tensor) -> Tensor:
+    picked = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    shared = sample.SampleBuffers(*logits.shape, logits.device)
+    cuts = sample_cuts.CutBuffers(*logits.shape, logits.device)
+    sample_cuts.sample_with_cuts(logits, words, shared, cuts, picked, tokens)
+    return picked
+
+
 def check_like_the_cpu(logits: Tensor, cuts: list[Cut], device: torch.device, seed: int = 0) -> None:
     """The device's tokens and the history they are entered into, against `draw` on the same numbers."""
     rows = len(cuts)
@@ -61,7 +68,7 @@ def check_like_the_cpu(logits: Tensor, cuts: list[Cut], device: torch.device, se
     slots, positions = np.arange(rows)[::-1].astype(np.int64), np.arange(rows, dtype=np.int64) % 4
     words = torch.from_numpy(draw_words(columns, slots, positions)).to(device)
     history = torch.full((rows, 4), -7, dtype=torch.int32, device=device)
-    picked = sample_cuts.sample_with_cuts_op(logits.to(device), words, history).cpu()
+    picked = drawn(logits.to(device), words, history).cpu()
     expected = draw(logits.float().clone(), DrawBatch(np.arange(rows), positions, columns))
     assert not expected.errors
     assert picked.tolist() == expected.tokens.tolist()
@@ -124,7 +131,7 @@ def test_impossible_tokens_are_never_drawn_and_unsound_rows_have_no_token(device
         draw_words(columns_of([Cut(1.0, top_k=5)] * 3, 0), np.arange(3), np.zeros(3, np.int64))
     )
     tokens = torch.zeros((3, 1), dtype=torch.int32, device=device)
-    assert sample_cuts.sample_with_cuts_op(unsound, words.to(device), tokens).tolist() == [-1, -1, -1]
+    assert drawn(unsound, words.to(device), tokens).tolist() == [-1, -1, -1]
 
 
 @pytest.mark.long
@@ -151,11 +158,3 @@ def test_padding_and_strided_logits_are_drawn_into_given_buffers(device: torch.d
     given = [torch.tensor(columns[name].copy()) for name in ("temperature", "top_k", "top_p", "min_p")]
     expected = sample_cuts.reference(logits.cpu(), *given, torch.from_numpy(numbers)).tolist()
     assert found[0] == (expected, [[expected[2]], [expected[0]]])
-
-
-def test_the_operation_is_registered_soundly(device: torch.device) -> None:
-    columns = columns_of([Cut(1.0, min_p=0.3)], 4)  # the fewest passes
-    words = torch.from_numpy(draw_words(columns, np.arange(1), np.zeros(1, np.int64))).to(device)
-    tokens = torch.zeros((1, 1), dtype=torch.int32, device=device)
-    given = (random_logits(1, 60, 1.0).to(device), words, tokens)
-    opcheck(sample_cuts.sample_with_cuts_op, given)

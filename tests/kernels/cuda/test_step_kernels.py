@@ -9,7 +9,6 @@ from cumulo.engine.sampling.distribution import uniform
 from cumulo.kernels.cuda.elementwise import rms_norm, rope_cache, step_inputs, swiglu
 from cumulo.kernels.cuda.sampling import sample
 from tests import thorough
-from tests.kernels.cuda.operators import opcheck
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 
 DTYPES = [torch.float32, torch.float16]
@@ -48,11 +47,9 @@ def test_a_norm_adds_the_residual_and_keeps_the_sum(device: torch.device) -> Non
     check_close(some, lambda a, w, r: rms_norm.reference(a, w, 1e-6, r)[picked.long()], x, weight, residual)
 
 
-def gradients(function, *inputs: Tensor) -> list[Tensor]:
+def gradients(function, grad_out: Tensor, *inputs: Tensor) -> list[Tensor]:
     leaves = [i.detach().clone().requires_grad_() for i in inputs]
-    out = function(*leaves)
-    out.backward(random(*out.shape, dtype=out.dtype, device=out.device, seed=9))  # not all alike
-    return [leaf.grad for leaf in leaves]
+    return list(torch.autograd.grad(function(*leaves), leaves, grad_out.to(leaves[0].dtype)))
 
 
 @pytest.mark.long
@@ -61,13 +58,13 @@ def test_the_norms_gradient_is_torchs(device: torch.device) -> None:
         random(70, 24, dtype=torch.float32, device=device),
         random(24, dtype=torch.float32, device=device, seed=1),
     )
-    ours = gradients(lambda a, w: rms_norm.rms_norm_op(a, w, 1e-5), x, weight)
-    again = gradients(lambda a, w: rms_norm.rms_norm_op(a, w, 1e-5), x, weight)
-    exact = gradients(lambda a, w: rms_norm.reference(a, w, 1e-5), x.double(), weight.double())
+    grad_out = random(70, 24, dtype=torch.float32, device=device, seed=9)
+    ours = rms_norm.backward(x, weight, grad_out, 1e-5)
+    again = rms_norm.backward(x, weight, grad_out, 1e-5)
+    exact = gradients(lambda a, w: rms_norm.reference(a, w, 1e-5), grad_out, x.double(), weight.double())
     for found, repeated, right in zip(ours, again, exact, strict=True):
         assert torch.equal(found, repeated)
         assert relative_error(found, right) < 1e-6
-    opcheck(rms_norm.rms_norm_op, (x.requires_grad_(), weight.requires_grad_(), 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,9 +73,8 @@ def test_swiglu_and_its_gradient_are_torchs(dtype: torch.dtype, device: torch.de
     out = poisoned(3, 1030, dtype=dtype, device=device)
     swiglu.swiglu(x, out)
     check_close(out, swiglu.reference, x)
-    (found,) = gradients(swiglu.swiglu_op, x)
-    check_close(found, lambda a: gradients(swiglu.reference, a)[0], x)
-    opcheck(swiglu.swiglu_op, (x.requires_grad_(),))
+    grad_out = random(3, 1030, dtype=dtype, device=device, seed=9)
+    check_close(swiglu.backward(x, grad_out), lambda a: gradients(swiglu.reference, grad_out, a)[0], x)
 
 
 @pytest.mark.long
@@ -221,12 +217,19 @@ def test_a_drawn_token_is_the_one_the_same_random_number_picks_on_a_cpu(
     assert tokens[range(rows), positions].cpu().tolist() == expected.tolist()
 
 
+def drawn(logits: Tensor, draws: Tensor) -> Tensor:
+    picked = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    buffers = sample.SampleBuffers(*logits.shape, logits.device)
+    sample.sample(logits, draws, buffers, picked, torch.zeros((len(logits), 1), dtype=torch.int32).to(picked))
+    return picked
+
+
 def test_logits_that_are_not_finite_give_no_token(device: torch.device) -> None:
     logits = torch.zeros(4, 5000, device=device)
     logits[0, 4500], logits[1, 3] = torch.nan, torch.inf
     logits[2] = -torch.inf
     draws = draws_for(device, [1.0, 0.0, 1.0, 1.0], [1, 2, 3, 4], [0, 0, 0, 0])
-    picked = sample.sample_op(logits, draws, torch.zeros((4, 1), dtype=torch.int32, device=device))
+    picked = drawn(logits, draws)
     assert picked[:3].tolist() == [-1, -1, -1] and picked[3] >= 0
 
 
@@ -236,7 +239,7 @@ def test_drawing_follows_the_distribution(device: torch.device) -> None:
     rows = 400 if thorough.chosen else 80
     logits = probabilities.log().expand(rows, 4).contiguous().to(device)
     draws = draws_for(device, [1.0] * rows, list(range(rows)), [0] * rows)
-    picked = sample.sample_op(logits, draws, torch.zeros((rows, 1), dtype=torch.int32, device=device))
+    picked = drawn(logits, draws)
     counts = torch.bincount(picked.cpu().long(), minlength=4)
     chi_squared = ((counts - rows * probabilities) ** 2 / (rows * probabilities)).sum()
     assert chi_squared < 16.3  # 3 degrees of freedom, p = 0.001

@@ -193,16 +193,3 @@ def pick_token(
         SEED_HIGH=SEED_HIGH, SAMPLE_INDEX=SAMPLE_INDEX, PART=PART, PARTS=triton.next_power_of_2(parts * count),
         SLICES=count, num_warps=8,
     )  # fmt: skip
-
-
-@torch.library.custom_op("cumulo::sample", mutates_args=("tokens",))
-def sample_op(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
-    picked = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    rows, vocabulary = logits.shape
-    sample(logits, draws, SampleBuffers(rows, vocabulary, logits.device), picked, tokens)
-    return picked
-
-
-@sample_op.register_fake
-def _fake(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)

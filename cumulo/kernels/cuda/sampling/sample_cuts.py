@@ -271,17 +271,3 @@ def sample_with_cuts(
             SEED_HIGH=SEED_HIGH, SAMPLE_INDEX=SAMPLE_INDEX, TOP_K=TOP_K, TOP_P=TOP_P, MIN_P=MIN_P, UNUSED=unused,
             PARTS=width, CANDIDATES=cuts.candidates, FULL=full, CHUNK=chunk, num_warps=warps,
         )  # fmt: skip
-
-
-@torch.library.custom_op("cumulo::sample_with_cuts", mutates_args=("tokens",))
-def sample_with_cuts_op(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
-    picked = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    rows, vocabulary = logits.shape
-    shared = SampleBuffers(rows, vocabulary, logits.device)
-    sample_with_cuts(logits, draws, shared, CutBuffers(rows, vocabulary, logits.device), picked, tokens)
-    return picked
-
-
-@sample_with_cuts_op.register_fake
-def _fake(logits: Tensor, draws: Tensor, tokens: Tensor) -> Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
