@@ -1,21 +1,22 @@
 """`cumulo bench engine`: Cumulo and its rivals on one model, one machine, the same threads, in turns.
 
-Every round makes every measurement with every side, in an order that alternates, and only one side computes
-at a time. A ratio is the median of the rounds' ratios: a noisy neighbour then hits both sides alike.
+Every side is a process of its own, and only one computes at a time.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from cumulo.base.reference_text import reference_text
 from cumulo.base.report import Row
-from cumulo.bench.worker import FreshPieces, SideProcess
+from cumulo.bench.sides import FreshPieces, SideProcess
+from cumulo.bench.turns import Tell, median_ratio, spread, take_turns
 from cumulo.errors import CumuloError
 
+REST_S = 0.2
 RIVALS = ("transformers", "llama.cpp")
-REST_S = 0.2  # lets the threads of the side before go to sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Contest:
     aim: dict[str, float]
 
 
-MEASUREMENTS = (
+CONTESTS = (
     Contest(
         "decode, 1 sequence", 1, 128, 128,
         must={"llama.cpp": 0.8, "transformers": 3.0}, aim={"llama.cpp": 1.2, "transformers": 5.0},
@@ -45,8 +46,6 @@ MEASUREMENTS = (
     ),
 )  # fmt: skip
 
-Rates = dict[tuple[str, str], list[float]]  # (measurement, side) -> tokens per second, one per round
-
 
 def parse_rivals(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -56,14 +55,8 @@ def parse_rivals(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def measure(
-    model: str | None,
-    rivals: Sequence[str],
-    threads: int,
-    rounds: int,
-    tell: Callable[[str, int, int], None],
-) -> list[Row]:
-    """Rates of every side, ratios to every rival, load times and peak memory. `tell(what, done, total)`."""
+def measure(model: str | None, rivals: Sequence[str], threads: int, rounds: int, tell: Tell) -> list[Row]:
+    """Rates of every side in tokens per second, ratios to every rival, load times and peak memory."""
     from cumulo.models.files.hub import resolve
 
     source = resolve(model)
@@ -71,68 +64,48 @@ def measure(
         raise CumuloError(
             f"llama.cpp reads GGUF files only, and {source.name} is none: leave it out of --against"
         )
-    sides = ["cumulo", *rivals]
-    total = len(sides) + (rounds + 1) * len(MEASUREMENTS) * len(sides)
-    workers: dict[str, SideProcess] = {}
-    rates: Rates = {(m.name, side): [] for m in MEASUREMENTS for side in sides}
-    load_s: dict[str, float] = {}
-    done = 0
-    try:
-        for side in sides:
-            tell(f"loading {side}", done, total)
-            workers[side] = SideProcess(side, model, source.path, threads)
-            load_s[side] = workers[side].ask("load")
-            done += 1
-        tokens = workers["cumulo"].ask("tokenize", text=reference_text()[:400_000])
-        prompts = FreshPieces(tokens)
-        for round_number in range(rounds + 1):  # round 0 warms up: caches, threads, compiled code
-            for measurement in MEASUREMENTS:
-                batch = prompts.next_pieces(measurement.sequences, measurement.prompt_tokens)
-                for side in _order(sides, round_number):
-                    label = "warming up" if round_number == 0 else f"round {round_number} of {rounds}"
-                    tell(f"{label}: {measurement.name}, {side}", done, total)
-                    time.sleep(REST_S)
-                    new_tokens = measurement.new_tokens if round_number else min(8, measurement.new_tokens)
-                    rate = _rate(workers[side], batch, new_tokens)
-                    if round_number > 0:
-                        rates[measurement.name, side].append(rate)
-                    done += 1
-        peak_bytes = {side: worker.ask("peak_memory_bytes") for side, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.close()
-    rows = _rows(rates, rivals)
-    rows += [Row(f"load: {side}", load_s[side], "s", "lower") for side in sides]
-    rows += [Row(f"peak memory: {side}", peak_bytes[side] / 2**20, "MiB", "lower") for side in sides]
-    return rows
-
-
-def _rate(worker: SideProcess, prompts: list[list[int]], new_tokens: int) -> float:
-    if new_tokens == 0:
-        return float(worker.ask("prefill", prompt=prompts[0]))
-    return float(worker.ask("decode", prompts=prompts, new_tokens=new_tokens))
-
-
-def _order(sides: list[str], round_number: int) -> list[str]:
-    """Alternately forwards and backwards, so that nobody always follows the same neighbour."""
-    return sides if round_number % 2 == 0 else sides[::-1]
-
-
-def _rows(rates: Rates, rivals: Sequence[str]) -> list[Row]:
     rows: list[Row] = []
-    for measurement in MEASUREMENTS:
-        ours = rates[measurement.name, "cumulo"]
+    with ExitStack() as stack:
+        workers, load_s = dict[str, SideProcess](), dict[str, float]()
         for side in ("cumulo", *rivals):
-            values = rates[measurement.name, side]
-            spread = f"{min(values):.3g} to {max(values):.3g} in {len(values)} rounds"
-            rows.append(Row(f"{measurement.name}: {side}", statistics.median(values), "tok/s", note=spread))
-        for side in rivals:
-            theirs = rates[measurement.name, side]
-            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-            rows.append(
-                Row(
-                    f"{measurement.name}: cumulo / {side}", ratio, "×",
-                    must=measurement.must[side], aim=measurement.aim[side],
-                )
-            )  # fmt: skip
+            tell(f"loading {side}")
+            workers[side] = stack.enter_context(SideProcess(side, model, source.path, threads))
+            load_s[side] = workers[side].load()
+        prompts = FreshPieces(workers["cumulo"].ask("tokenize", reference_text()[:400_000]))
+        for contest in CONTESTS:
+            pieces = [
+                prompts.next_pieces(contest.sequences, contest.prompt_tokens) for _ in range(rounds + 1)
+            ]
+
+            sides = {side: partial(_rate, worker, contest, pieces) for side, worker in workers.items()}
+            rows += contest_rows(
+                contest, take_turns(sides, rounds, tell, what=f"{contest.name}, ", rest_s=REST_S)
+            )
+        peak_bytes = {side: worker.peak_memory_bytes() for side, worker in workers.items()}
+    rows += [Row(f"load: {side}", load_s[side], "s", "lower") for side in workers]
+    rows += [Row(f"peak memory: {side}", peak_bytes[side] / 2**20, "MiB", "lower") for side in workers]
     return rows
+
+
+def _rate(worker: SideProcess, contest: Contest, pieces: list[list[list[int]]], number: int) -> float:
+    """Tokens per second in a round."""
+    if contest.new_tokens:
+        return float(worker.ask("decode", pieces[number], contest.new_tokens))
+    return float(worker.ask("prefill", pieces[number][0]))
+
+
+def contest_rows(contest: Contest, rates: Mapping[str, Sequence[float]]) -> list[Row]:
+    ours, *rivals = rates
+    return [
+        *(
+            Row(f"{contest.name}: {side}", statistics.median(values), "tok/s", note=spread(values))
+            for side, values in rates.items()
+        ),
+        *(
+            Row(
+                f"{contest.name}: {ours} / {side}", median_ratio(rates[ours], rates[side]), "×",
+                must=contest.must[side], aim=contest.aim[side],
+            )
+            for side in rivals
+        ),
+    ]  # fmt: skip

@@ -1,8 +1,8 @@
 """`cumulo bench overhead`: what serving costs over the engine alone, both measured in one run.
 
 Throughput: the same conversations through `LLM.generate` and, streamed, through a `cumulo serve` of its own, in
-rounds whose order alternates; a ratio is the median of the rounds' ratios. Latency: one request at a time; what
-the client waited for its first token, less what the request's own story says the engine took.
+turns. Latency: one request at a time; what the client waited for its first token, less what the request's own story
+says the engine took.
 """
 
 import asyncio
@@ -10,25 +10,25 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cumulo.base.reference_text import reference_text
 from cumulo.base.report import Row
 from cumulo.bench.server import ServerProcess, cpu_s
-from cumulo.bench.worker import FreshPieces, SideProcess
+from cumulo.bench.sides import MAX_SEQUENCES, FreshPieces, SideProcess
+from cumulo.bench.turns import Tell, median_ratio, spread, take_turns
 from cumulo.errors import CumuloError
 from cumulo.load.answer import MeasuredAnswer
 from cumulo.load.client import PATHS, RequestFailed, Target, discover_model, http_request, send
 from cumulo.load.connection import Pool, Response
 from cumulo.load.prompts import Lengths
 
-PLACES = 16  # requests at once
 PROMPT_CHARACTERS = 240  # about 64 tokens of English
 FIRST_CHARACTERS = 120  # of a request asked for its first token: a question of about 30 tokens
 FIRST_TOKENS = 8  # output of a request that is asked for its first token: others are being made behind it
 WARM_UPS = 2
-REST_S = 0.2  # lets the threads of the side before go to sleep
+REST_S = 0.2
 _PAUSE_S = 0.05
 _TIMEOUT_S = 600.0
 
@@ -39,11 +39,6 @@ class FirstToken:
 
     client_s: float  # from sending to the first text, on the client's clock
     engine_s: float  # from the engine's receipt to its first token, by the request's story
-    before_engine_s: float  # from the server's receipt of the request to the engine's
-
-    @property
-    def added_s(self) -> float:
-        return self.client_s - self.engine_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,47 +75,45 @@ def measure(
     requests: int,
     output_tokens: Lengths,
     first_tokens: int,
-    tell: Callable[[str, int, int], None],
+    tell: Tell,
 ) -> list[Row]:
     """All rows. `requests` are the conversations of a round, with answers of `output_tokens`; `first_tokens`
     the requests made one at a time."""
     from cumulo.models.files.hub import resolve
 
     pieces = FreshPieces(reference_text())
-    done, total = 2, 2 + 2 * (rounds + 1) + first_tokens
-    words = ["serve", *([model] if model else []), "--threads", str(threads), "--max-running", str(PLACES)]
-    tell("loading the engine", 0, total)
-    worker = SideProcess("generate", model, resolve(model).path, threads, places=PLACES)
-    try:
-        worker.ask("load")
-        tell("starting the server", 1, total)
+    work = [RoundWork.drawn(pieces, number, requests, output_tokens) for number in range(rounds + 1)]
+    words = [
+        "serve",
+        *([model] if model else []),
+        "--threads",
+        str(threads),
+        "--max-running",
+        str(MAX_SEQUENCES),
+    ]
+    tell("loading the engine")
+    with SideProcess("cumulo", model, resolve(model).path, threads) as engine:
+        engine.load()
+        tell("starting the server")
         with ServerProcess(*words) as server:
-            sides = {
-                "LLM.generate": lambda work: _generate(worker, work),
-                "HTTP": lambda work: _http(server, work),
-            }
-            played: dict[str, list[Round]] = {name: [] for name in sides}
-            for number in range(rounds + 1):  # round 0 warms up
-                work = RoundWork.drawn(pieces, number, requests if number else PLACES, output_tokens)
-                for name in sides if number % 2 else reversed(sides):
-                    label = "warming up" if number == 0 else f"round {number} of {rounds}"
-                    tell(f"{label}: {name}", done, total)
-                    time.sleep(REST_S)
-                    result = sides[name](work)
-                    if number:
-                        played[name].append(result)
-                    done += 1
+            played = take_turns(
+                {
+                    "LLM.generate": lambda number: _generate(engine, work[number]),
+                    "HTTP": lambda number: _http(server, work[number]),
+                },
+                rounds,
+                tell,
+                rest_s=REST_S,
+            )
+            tell("first tokens")
             questions = pieces.next_pieces(WARM_UPS + first_tokens, FIRST_CHARACTERS)
-            tell("first tokens", done, total)
             waits = asyncio.run(_first_tokens(server.url, questions))[WARM_UPS:]
-    finally:
-        worker.close()
     return rows(played["LLM.generate"], played["HTTP"], waits)
 
 
-def _generate(worker: SideProcess, work: RoundWork) -> Round:
-    made = worker.ask("answer", texts=work.texts, output_tokens=work.output_tokens)
-    return _checked(work, Round(made["output_tokens"], made["seconds"], {"LLM.generate": made["cpu_s"]}))
+def _generate(engine: SideProcess, work: RoundWork) -> Round:
+    tokens, seconds, cpu = engine.ask("answer", work.texts, work.output_tokens)
+    return _checked(work, Round(tokens, seconds, {"LLM.generate": cpu}))
 
 
 def _http(server: ServerProcess, work: RoundWork) -> Round:
@@ -144,7 +137,7 @@ def _checked(work: RoundWork, made: Round) -> Round:
 
 
 async def _stream_all(url: str, work: RoundWork) -> Round:
-    """Answer every text, PLACES at a time; the next begins as soon as one has ended."""
+    """Answer every text, MAX_SEQUENCES at a time; the next begins as soon as one has ended."""
     pool = Pool(url)
     target = Target(await discover_model(pool, ""))
     waiting = iter(zip(work.texts, work.output_tokens, strict=True))
@@ -158,7 +151,7 @@ async def _stream_all(url: str, work: RoundWork) -> Round:
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(PLACES):
+            for _ in range(MAX_SEQUENCES):
                 group.create_task(place())
     finally:
         pool.close()
@@ -180,7 +173,7 @@ async def _first_tokens(url: str, texts: Sequence[str]) -> list[FirstToken]:
         events = json.loads(b"".join(story))["data"][0]["events"]
         at_ms = {event["kind"]: event["at_ms"] for event in events}
         engine_s = (at_ms["first_token"] - at_ms["arrived"]) / 1e3
-        waits.append(FirstToken(answer.chunk_times_s[0] - sent_s, engine_s, at_ms["arrived"] / 1e3))
+        waits.append(FirstToken(answer.chunk_times_s[0] - sent_s, engine_s))
         await asyncio.sleep(_PAUSE_S)
     pool.close()
     return waits
@@ -195,37 +188,23 @@ async def _ask(pool: Pool, target: Target, text: str, output_tokens: int, answer
 
 
 def rows(generated: Sequence[Round], streamed: Sequence[Round], waits: Sequence[FirstToken]) -> list[Row]:
-    ratios = [http.tok_s / alone.tok_s for http, alone in zip(streamed, generated, strict=True)]
-    added_ms = sorted(wait.added_s * 1e3 for wait in waits)
+    own, http = ([one.tok_s for one in side] for side in (generated, streamed))
+    added_ms = sorted(1e3 * (wait.client_s - wait.engine_s) for wait in waits)
+    client_ms = statistics.median(1e3 * wait.client_s for wait in waits)
+    name = f"{MAX_SEQUENCES} at once:"
     made = [
-        Row(
-            f"{PLACES} at once: streamed over HTTP / LLM.generate", statistics.median(ratios), "×",
-            must=0.9, aim=0.97, note=f"{min(ratios):.3g} to {max(ratios):.3g} in {len(ratios)} rounds",
-        ),
-        Row(f"{PLACES} at once: streamed over HTTP", _median_rate(streamed), "tokens/s"),
-        Row(f"{PLACES} at once: LLM.generate", _median_rate(generated), "tokens/s"),
+        Row(f"{name} streamed over HTTP / LLM.generate", median_ratio(http, own), "×", must=0.9, aim=0.97),
+        Row(f"{name} streamed over HTTP", statistics.median(http), "tokens/s", note=spread(http)),
+        Row(f"{name} LLM.generate", statistics.median(own), "tokens/s", note=spread(own)),
         Row(
             "first token: added to the engine's time, p50", statistics.median(added_ms), "ms", "lower",
             must=2.0, aim=1.0, note=f"{len(waits)} short questions, one at a time",
         ),
         Row("first token: added, p95", added_ms[int(0.95 * (len(added_ms) - 1))], "ms", "lower"),
-        Row(
-            "first token: of it, from the server's receipt to the engine's",
-            statistics.median(wait.before_engine_s * 1e3 for wait in waits), "ms", "lower",
-        ),
-        Row(
-            "first token: as the client sees it, p50",
-            statistics.median(wait.client_s * 1e3 for wait in waits), "ms", "lower",
-        ),
+        Row("first token: as the client sees it, p50", client_ms, "ms", "lower"),
     ]  # fmt: skip
     for side in (streamed, generated):
         for process in side[0].cpu_s:
-            per_token_us = [1e6 * played.cpu_s[process] / played.tokens for played in side]
-            made.append(
-                Row(f"processor time per token: {process}", statistics.median(per_token_us), "µs", "lower")
-            )
+            per_token_us = statistics.median(1e6 * one.cpu_s[process] / one.tokens for one in side)
+            made.append(Row(f"processor time per token: {process}", per_token_us, "µs", "lower"))
     return made
-
-
-def _median_rate(side: Sequence[Round]) -> float:
-    return statistics.median(played.tok_s for played in side)

@@ -1,4 +1,4 @@
-"""A `cumulo serve` or `cumulo gateway` of a benchmark's own: started on a free port, watched, ended by its id."""
+"""A `cumulo serve` of a benchmark's own: started on a free port, watched, ended by its id."""
 
 import os
 import re
@@ -19,11 +19,11 @@ _START_S = 900.0
 class ServerProcess:
     """The process of `cumulo WORDS` and, below it, the engine's. Leaving the `with` stops both."""
 
-    def __init__(self, *words: str, **variables: str) -> None:
+    def __init__(self, *words: str) -> None:
         # A file, not a pipe: nobody reads while the server writes.
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-", suffix=".log")  # noqa: SIM115
         command = [sys.executable, "-m", "cumulo.cli", *words, "--port", "0"]
-        environment = os.environ | {"COLUMNS": "200"} | variables
+        environment = os.environ | {"COLUMNS": "200"}
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
         self.pid, self.url = self._process.pid, ""
 
@@ -83,10 +83,6 @@ def cpu_s(pid: int | None) -> float | None:
     """Processor seconds that all threads of a process have used; None where the system does not tell."""
     fields = _proc(pid, "stat").rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
-
-
-def resident_mib(pid: int) -> float:
-    return int(_proc(pid, "statm").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _proc(pid: int | None, name: str) -> bytes:

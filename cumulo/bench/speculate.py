@@ -8,15 +8,14 @@ ratio of processor time is printed too: it is the steadier one on a machine that
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cumulo.base.report import Row
+from cumulo.bench.turns import Tell, take_turns
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.speculation.choose import MOST_DRAFTED, Offer, choose
-from cumulo.engine.decide.speculation.rounds import RoundPolicy
 from cumulo.engine.llm import LLM
 from cumulo.engine.outputs import Progress
 from cumulo.errors import CumuloError
@@ -86,8 +85,7 @@ def measure(
     prompts: int,
     new_tokens: int,
     batches: Sequence[int],
-    lengths: Sequence[int],
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> list[Row]:
     if prompts < max(batches):
         raise CumuloError(f"--prompts must be at least the largest batch, {max(batches)}; got {prompts}")
@@ -99,16 +97,12 @@ def measure(
         sure = total = 0
         for name, encoded in workloads.items():
             for batch in batches:
-                tell(f"{name}, {batch} at once")
-                race = _race(plain, drafting, encoded, batch, new_tokens)
+                race = _race(plain, drafting, encoded, batch, new_tokens, name, tell)
                 rows += _rows(name, batch, race, speculate, plain.config.device == "cuda")
                 pairs = [pair for one, other in race for pair in zip(one.tokens, other.tokens, strict=True)]
                 sure, total = sure + sum(one == other for one, other in pairs), total + len(pairs)
         equal = Row("answers with the same tokens", sure / total, "of 1", must=1.0, note=f"{sure} of {total}")
         rows.insert(0, equal)
-        if lengths:
-            used = "editing" if speculate == "ngram" else "chat"
-            rows += _best_lengths(drafting, workloads[used], new_tokens, lengths, tell)
     return rows
 
 
@@ -146,16 +140,23 @@ def _rows(name: str, batch: int, race: Race, speculate: str, on_gpu: bool) -> li
     return [Row(f"{name}, {batch} {plural}", ratio, "x tok/s", must=must, aim=aim, note=note, more=more)]
 
 
-def _race(plain: LLM, drafting: LLM, prompts: list[list[int]], batch: int, new_tokens: int) -> Race:
+def _race(
+    plain: LLM,
+    drafting: LLM,
+    prompts: list[list[int]],
+    batch: int,
+    new_tokens: int,
+    workload: str,
+    tell: Tell,
+) -> Race:
     groups = [prompts[first : first + batch] for first in range(0, len(prompts) - batch + 1, batch)]
-    for side in (plain, drafting):  # learns what steps of this size take
-        _answer(side, groups[0], new_tokens)
-    race = []
-    for number, group in enumerate(groups):
-        sides = (plain, drafting) if number % 2 else (drafting, plain)
-        answered = {side: _answer(side, group, new_tokens) for side in sides}
-        race.append((answered[plain], answered[drafting]))
-    return race
+    groups.insert(0, groups[0])  # the first round learns what steps of this size take
+    sides = {
+        name: lambda number, side=side: _answer(side, groups[number], new_tokens)
+        for name, side in (("plain", plain), ("drafting", drafting))
+    }
+    answered = take_turns(sides, len(groups) - 1, tell, what=f"{workload}, {batch} at once, ")
+    return list(zip(answered["plain"], answered["drafting"], strict=True))
 
 
 def _answer(llm: LLM, prompts: list[list[int]], new_tokens: int) -> _Answered:
@@ -181,40 +182,3 @@ def _answer(llm: LLM, prompts: list[list[int]], new_tokens: int) -> _Answered:
         sum(output.story.drafted_tokens for output in outputs),
         sum(output.story.accepted_tokens for output in outputs),
     )
-
-
-def _best_lengths(
-    llm: LLM, prompts: list[list[int]], new_tokens: int, lengths: Sequence[int], tell: Callable[[str], None]
-) -> list[Row]:
-    """Drafts of one length after another, against the length that the engine would choose for such drafts."""
-    speculation = llm.engine.scheduler.speculation
-    assert speculation is not None
-    on_gpu = llm.config.device == "cuda"
-    rates: dict[int, list[float]] = {length: [] for length in lengths}
-    for prompt in prompts[: max(4, len(prompts) // 4)]:
-        for length in lengths:
-            tell(f"drafts of {length} tokens")
-            speculation.fixed_count = length
-            answered = _answer(llm, [prompt], new_tokens)
-            rates[length].append(answered.rate if on_gpu else answered.processor_rate)
-    speculation.fixed_count = None
-    medians = {length: statistics.median(found) for length, found in rates.items()}
-    best = max(medians, key=lambda length: medians[length])
-    if isinstance(speculation, RoundPolicy):
-        predicted = speculation.best(1)[0].drafts
-    else:
-        surest = speculation.everybody.classes - 1
-        offer = Offer(MOST_DRAFTED, speculation.everybody.rate(surest))
-        step_s, draft_s = speculation.cost.decode_s(1, 0), speculation.cost.draft_s(1, 0)
-        predicted = choose([offer], 1, 1, step_s - draft_s, draft_s, MOST_DRAFTED).counts[0]
-    worth = medians[min(lengths, key=lambda length: abs(length - predicted))] / medians[best]
-    return [
-        Row(
-            "draft length chosen, rate reached",
-            worth,
-            "x of the best",
-            must=0.85,
-            note=f"predicted {predicted}, best measured {best}",
-            more={"predicted": predicted, "best": best, "rates": {str(k): v for k, v in medians.items()}},
-        )
-    ]

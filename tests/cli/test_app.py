@@ -21,7 +21,7 @@ VERBS = [
     ("train",),
     ("data", "build"),
     ("data", "show"),
-    ("bench", "lora"),
+    ("bench", "guided"),
     ("bench",),
     ("bench", "engine"),
     ("bench", "scheduler"),

@@ -146,16 +146,6 @@ def test_it_explains_itself_with_an_example(cumulo: Run) -> None:
     assert ran.code == 0 and "cumulo bench serve" in ran.out.split("Example:")[1]
 
 
-@pytest.mark.long
-@pytest.mark.thorough
-def test_the_generator_measures_itself(cumulo: Run) -> None:
-    ran = cumulo("bench", "serve", "--self-test", "--json", "-")
-    rows = {row["name"]: row for row in json.loads(ran.out)["rows"]}
-    assert ran.code == 0
-    assert rows["share of a core at 2,000 tokens/s"]["ok"]
-    assert rows["tokens per CPU second, paced"]["value"] > 4000
-
-
 def test_a_level_that_ends_with_its_warm_up_says_so(cumulo: Run) -> None:
     with ToyServer(lambda number, body: Behaviour(gap_s=0.002)) as server:
         ran = cumulo("bench", "serve", server.url, "--concurrency", "2", "--duration", "1ms", "--output", "2")

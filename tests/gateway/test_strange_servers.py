@@ -5,8 +5,6 @@ import asyncio
 
 import pytest
 
-from cumulo.bench.gateway import canned_server
-from cumulo.bench.gateway_upstream import MODEL
 from cumulo.errors import CumuloError
 from cumulo.fleet.remote.options import PoolMember
 from cumulo.fleet.remote.replicas import Replicas
@@ -119,16 +117,3 @@ def test_a_server_may_be_removed_while_it_is_asked_what_it_is() -> None:
             await fleet.close()
 
     asyncio.run(play())
-
-
-def test_the_server_that_the_gateway_is_measured_in_front_of_is_a_replica() -> None:
-    async def join(url: str) -> tuple[str, ...]:
-        fleet = Replicas(GatewayOptions(members=(PoolMember(url),), fleet_key="x" * 20))
-        try:
-            await asyncio.wait_for(fleet.start(), 60)
-            return tuple(fleet.models())
-        finally:
-            await fleet.close()
-
-    with canned_server(2, 0.001) as url:
-        assert asyncio.run(join(url)) == (MODEL,)

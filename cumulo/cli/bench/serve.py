@@ -13,11 +13,10 @@ from cumulo.cli.bench import serve_report as report
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, argument, option, takes_options
-from cumulo.cli.shared.terminal import finish, note
+from cumulo.cli.shared.terminal import note
 from cumulo.errors import CumuloError
 from cumulo.load.campaign import Campaign, Load, Replay, Settings, label
 from cumulo.load.client import Target
-from cumulo.load.player import Level
 from cumulo.load.prompts import parse_lengths
 from cumulo.load.schedule import Arrivals, Workload, parse_process, parse_rates
 from cumulo.load.slo import parse_slo
@@ -60,7 +59,6 @@ class BenchServeOptions:
     html: Path | None = _REPORT("Write an HTML report with charts to this file.", None, metavar="FILE")
     records: Path | None = _REPORT("Write every request to this file as JSON Lines.", None, metavar="FILE")
     json_file: options.JsonOption = None
-    self_test: bool = _REPORT.flag("Measure the load generator itself, without a server.")
 
 
 @takes_options
@@ -70,10 +68,6 @@ def serve(chosen: BenchServeOptions) -> None:
     It works with any OpenAI-compatible server. The load is a closed loop (--concurrency), an open loop (--rate) or
     a recorded trace (--trace). The default is 8 concurrent requests.
     """
-    if chosen.self_test:
-        _self_test(chosen.json_file)
-        return
-
     campaign = Campaign(settings(chosen), view := report.View())
     interrupted = _run(campaign, view)
     if not interrupted:
@@ -180,18 +174,3 @@ def _extra(text: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise CumuloError(f"--extra must be a JSON object, as in '{{\"top_p\": 0.9}}', got {text!r}")
     return fields
-
-
-def _self_test(json_file: Path | None) -> None:
-    from cumulo.bench.load_generator import measure  # it needs what a server needs
-
-    view = report.View()
-
-    def watch(level: Level) -> bool:
-        view.look(level)
-        return True
-
-    with view:
-        view.begin("the load generator against a test server", 0, 1)
-        rows = asyncio.run(measure(watch))
-    finish("load generator, one core", rows, json_file)

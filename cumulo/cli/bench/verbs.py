@@ -70,16 +70,6 @@ def scheduler(
     measure("scheduler", "scheduler, one core", json_file, repeats)
 
 
-@app.command(epilog="Example: [bold]cumulo bench gateway --streams 200 --minutes 0.5[/bold]")
-def gateway(
-    streams: int = typer.Option(1000, min=1, help="Number of concurrent streams."),
-    minutes: float = typer.Option(10.0, min=0.1, help="How long they are held, in minutes."),
-    json_file: options.JsonOption = None,
-) -> None:
-    """Measure what a gateway adds to TTFT, and its load and memory under many streams, on one core."""
-    measure("gateway", "gateway, one core", json_file, streams, minutes)
-
-
 @app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
 def checkpoint(
     mebibytes: int = typer.Option(1024, min=16, help="Size of the training state, in MiB."),
@@ -146,21 +136,17 @@ def kernels(
     finish(title, rows, json_file)
 
 
-@app.command(epilog="Example: [bold]cumulo bench guided --schemas 24 --steps 60[/bold]")
+@app.command(epilog="Example: [bold]cumulo bench guided --steps 60[/bold]")
 def guided(
     model: options.ModelArgument = None,
-    schemas: int = typer.Option(
-        200, min=1, help="Number of schemas to draw from the JSON Schema Test Suite."
-    ),
     steps: int = typer.Option(200, min=20, help="Number of steps to time with guides, and as many without."),
-    seed: int = typer.Option(1, help="Random seed for drawing the schemas."),
     threads: options.Threads = None,
     json_file: options.JsonOption = None,
 ) -> None:
-    """Check that every guided answer fits its schema, and measure what the masks add to a step of 16 sequences."""
+    """Measure what the masks of guides add to a step of 16 sequences."""
     config = options.engine_config(threads=threads, max_running=16, kv_memory_gib=0.5)
-    title, figures = "guided decoding, 16 sequences", (model, config, schemas, steps, seed)
-    measure("guided", title, json_file, *figures, progress=loading(lines=True))
+    title = "guided decoding, 16 sequences"
+    measure("guided", title, json_file, model, config, steps, progress=loading(lines=True))
 
 
 @app.command(epilog="Example: [bold]cumulo bench speculate --prompts 16 --new-tokens 64[/bold]")
@@ -171,29 +157,11 @@ def speculate(
     prompts: int = typer.Option(48, min=1, help="Number of prompts of each workload."),
     new_tokens: int = typer.Option(128, min=2, help="Maximum number of tokens per answer."),
     batches: str = typer.Option("1,16", help="Requests at the same time, separated by commas."),
-    lengths: str = typer.Option(
-        "1,3,5,7,11,15", help="Draft lengths to measure one by one, separated by commas; empty: none."
-    ),
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure speculation: tokens per second with and without drafts, acceptance, and that answers are equal."""
-    sizes = _numbers(batches), _numbers(lengths)
-    measure("speculate", "speculation", json_file, model, speculate, threads, prompts, new_tokens, *sizes)
-
-
-@app.command(epilog="Example: [bold]cumulo bench lora --rows 8 --adapters 4 --rounds 3[/bold]")
-def lora(
-    model: options.ModelArgument = None,
-    rows: int = typer.Option(64, min=1, help="Sequences in the step."),
-    adapters: int = typer.Option(32, min=1, help="Adapters, interleaved over the rows."),
-    rank: int = typer.Option(16, min=1, help="Rank of every adapter."),
-    rounds: int = typer.Option(15, min=1, help="Number of measurements."),
-    threads: options.Threads = None,
-    json_file: options.JsonOption = None,
-) -> None:
-    """Measure what low-rank adapters add to a step: none, one and many in one batch, as ratios."""
-    config = options.engine_config(threads=threads)
-    measure("lora", "adapters", json_file, model, config, rows, adapters, rank, rounds)
+    sizes = _numbers(batches)
+    measure("speculate", "speculation", json_file, model, speculate, threads, prompts, new_tokens, sizes)
 
 
 def _numbers(text: str) -> list[int]:

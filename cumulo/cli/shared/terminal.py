@@ -108,7 +108,7 @@ def text_column(template: str, style: str = "none") -> "TextColumn":
 
 
 @contextmanager
-def loading(lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+def loading(lines: bool = False) -> Iterator[Callable[..., None]]:
     """A progress callback `(stage, done, total)` drawn as one bar on stderr that vanishes at the end.
 
     With `lines`, where stderr is no terminal, each new stage is a line: for what takes minutes.
@@ -120,7 +120,7 @@ def loading(lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
         task = progress.add_task("", total=None)
         last = ""
 
-        def show(stage: str, done: int, total: int) -> None:
+        def show(stage: str, done: int = 0, total: int = 0) -> None:
             nonlocal last
             if lines and not err.is_terminal and stage != last:
                 note(stage)

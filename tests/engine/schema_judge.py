@@ -1,5 +1,4 @@
-"""Whether a text is a JSON value that fits its schema: jsonschema, made exact. For `cumulo bench guided` and
-tests.
+"""Whether a text is a JSON value that fits its schema: jsonschema, made exact.
 
 jsonschema computes with floats, for which 691.7787 is no multiple of 0.0001, and reads patterns as Python does,
 for which `é` is no `\\W` and a line break may follow `$`. Here numbers are fractions and patterns ECMA's (262,

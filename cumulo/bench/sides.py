@@ -1,21 +1,18 @@
-"""A benchmark side in a process of its own, so that threads and memory are its own: both ends of the pipe.
-
-`SideProcess` (in the benchmark's process) starts `python -m cumulo.bench.worker NAME ...` and asks it for one
-measurement at a time; requests and answers are JSON lines. Between requests the worker sleeps in read().
-"""
+"""The sides of a comparison: Cumulo, transformers and llama.cpp, each in a process of its own."""
 
 import ctypes
 import importlib
-import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 from cumulo.errors import CumuloError
 
@@ -23,28 +20,16 @@ MAX_SEQUENCES = 16
 CONTEXT_PER_SEQUENCE = 1024
 
 
-class Side(Protocol):
-    def decode(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Greedy tokens per second of all sequences together, after their prompts."""
-        ...
-
-    def prefill(self, prompt: list[int]) -> float:
-        """Prompt tokens per second until the first new token is known."""
-        ...
-
-
 class CumuloSide:
-    """Our engine as a user gets it; `places`: at most so many sequences compute at once, as in a server."""
+    """Our engine as a user gets it, with room for as many sequences as are measured at once."""
 
-    def __init__(self, model: str | None, threads: int, places: int | None = None) -> None:
+    def __init__(self, model: str | None, threads: int) -> None:
         from cumulo import LLM, SamplingParams
         from cumulo.engine.config import EngineConfig
 
         self.params = SamplingParams
-        if places is None:
-            config = EngineConfig(threads=threads, kv_blocks=MAX_SEQUENCES * CONTEXT_PER_SEQUENCE // 16)
-        else:
-            config = EngineConfig(threads=threads, max_running=places)
+        blocks = MAX_SEQUENCES * CONTEXT_PER_SEQUENCE // 16
+        config = EngineConfig(threads=threads, kv_blocks=blocks, max_running=MAX_SEQUENCES)
         self.llm = LLM(model, config=config)
 
     def tokenize(self, text: str) -> list[int]:
@@ -52,6 +37,7 @@ class CumuloSide:
         return list(self.llm.tokenizer.encode(text))
 
     def decode(self, prompts: list[list[int]], new_tokens: int) -> float:
+        """Greedy tokens per second of all sequences together, after their prompts."""
         # Prompts first, on their own: with their blocks cached, all sequences begin in the same step.
         self._generate(prompts, [1] * len(prompts))
         stories = [output.story for output in self._generate(prompts, [new_tokens] * len(prompts))]
@@ -60,6 +46,7 @@ class CumuloSide:
         return len(prompts) * (new_tokens - 1) / (last_s - first_s)
 
     def prefill(self, prompt: list[int]) -> float:
+        """Prompt tokens per second until the first new token is known."""
         began_s = time.perf_counter()
         output = self._generate([prompt], [1])[0]
         elapsed_s = time.perf_counter() - began_s
@@ -67,17 +54,15 @@ class CumuloSide:
             raise CumuloError(f"{output.story.cached_tokens} prompt tokens were cached: not a prefill")
         return len(prompt) / elapsed_s
 
-    def answer(self, texts: list[str], output_tokens: list[int]) -> dict[str, Any]:
-        """Answer every text as a user's message: the server's rival in `cumulo bench overhead`."""
+    def answer(self, texts: list[str], output_tokens: list[int]) -> tuple[int, float, float]:
+        """Answer every text as a user's message: tokens, seconds and processor seconds. The server's rival in
+        `cumulo bench overhead`."""
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         tokenizer = self.llm.tokenizer
         prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
         outputs = self._generate([tokenizer.encode(prompt) for prompt in prompts], output_tokens)
-        return {
-            "seconds": time.perf_counter() - began_s,
-            "cpu_s": time.process_time() - began_cpu_s,
-            "output_tokens": sum(output.story.output_tokens for output in outputs),
-        }
+        tokens = sum(output.story.output_tokens for output in outputs)
+        return tokens, time.perf_counter() - began_s, time.process_time() - began_cpu_s
 
     def _generate(self, prompts: list[list[int]], new_tokens: list[int]) -> list[Any]:
         each = [self.params(temperature=0, max_tokens=count, ignore_eos=True) for count in new_tokens]
@@ -213,16 +198,6 @@ class LlamaCppSide:
         return int(np.ctypeslib.as_array(pointer, shape=(self.vocab_size,)).argmax())
 
 
-def make_side(
-    name: str, model: str | None, model_path: Path, threads: int, places: int | None = None
-) -> Side:
-    if name == "transformers":
-        return TransformersSide(model_path, threads)
-    if name == "llama.cpp":
-        return LlamaCppSide(model_path, threads)
-    return CumuloSide(model, threads, places)
-
-
 class FreshPieces:
     """Consecutive pieces of a text or of its tokens: none is handed out twice, so no prefix cache knows one."""
 
@@ -240,74 +215,62 @@ class FreshPieces:
 
 
 class SideProcess:
-    """One running side. `ask` blocks until it has answered."""
+    """One running side in a process of its own, so that threads and memory are its own. `ask` blocks until it has
+    answered; between two questions it sleeps."""
 
-    def __init__(self, name: str, model: str | None, model_path: Path, threads: int, **settings: Any) -> None:
-        self.name = name
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        settings |= {"name": name, "model": model, "model_path": str(model_path), "threads": threads}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cumulo.bench.worker", json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
-        )
+    def __init__(self, name: str, model: str | None, model_path: Path, threads: int) -> None:
+        self._name, self._source, self._threads = name, model if name == "cumulo" else model_path, threads
+        # A file, not a pipe: nobody reads while libraries print.
+        self._log = tempfile.NamedTemporaryFile(prefix="cumulo-side-")  # noqa: SIM115
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"), _begin, (self._log.name, threads))
 
-    def ask(self, command: str, **arguments: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise RuntimeError(f"the {self.name} side of the benchmark died:\n{self._log_tail()}")
-        answer = json.loads(line)
-        if "user_error" in answer:
-            raise CumuloError(answer["user_error"])
-        return answer["value"]
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
         self._log.close()
 
-    def _log_tail(self) -> str:
-        self._log.seek(0)
-        return "".join(self._log.readlines()[-30:])
+    def load(self) -> float:
+        """The seconds that it took."""
+        return float(self._result(_load, self._name, self._source, self._threads))
 
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return self._result(_ask, method, *arguments)
 
-def serve(settings: dict[str, Any]) -> None:
-    """Load the side named in `settings` and answer requests from stdin until it ends."""
-    # Libraries print; only answers may go to the pipe.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    def peak_memory_bytes(self) -> int:
+        return int(self._result(_peak_memory_bytes))
 
-    def answer(**fields: Any) -> None:
-        answers.write(json.dumps(fields) + "\n")
-        answers.flush()
-
-    side: Any = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        command = request.pop("command")
+    def _result(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            if command == "load":
-                began_s = time.perf_counter()
-                side = make_side(**settings | {"model_path": Path(settings["model_path"])})
-                answer(value=time.perf_counter() - began_s)
-            elif command == "peak_memory_bytes":
-                # Linux counts in KiB, macOS in bytes.
-                unit = 1 if sys.platform == "darwin" else 1024
-                answer(value=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-            else:
-                answer(value=getattr(side, command)(**request))
-        except CumuloError as error:
-            answer(user_error=str(error))
+            return self._pool.submit(call, *arguments).result()
+        except BrokenProcessPool as error:
+            tail = Path(self._log.name).read_text("utf-8", "replace")[-2000:]
+            raise RuntimeError(f"the {self._name} side of the benchmark died:\n{tail}") from error
 
 
-if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))
+_side: Any = None  # in the process of a side
+
+
+def _begin(log: str, threads: int) -> None:
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def _load(name: str, source: Any, threads: int) -> float:
+    global _side
+    kinds: dict[str, type] = {"transformers": TransformersSide, "llama.cpp": LlamaCppSide}
+    began_s = time.perf_counter()
+    _side = kinds.get(name, CumuloSide)(source, threads)
+    return time.perf_counter() - began_s
+
+
+def _ask(method: str, *arguments: Any) -> Any:
+    return getattr(_side, method)(*arguments)
+
+
+def _peak_memory_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB, macOS in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

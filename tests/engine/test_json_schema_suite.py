@@ -1,4 +1,4 @@
-"""Guides against the official JSON Schema Test Suite, and `cumulo bench guided`, which measures them."""
+"""Guides against the official JSON Schema Test Suite, and `cumulo bench guided`, which measures what they cost."""
 
 import json
 import random
@@ -8,13 +8,13 @@ from itertools import islice
 import pytest
 
 from cumulo.bench import guided as bench_guided
-from cumulo.bench import schema_judge
-from cumulo.bench.schema_judge import CannotJudge, Judge
 from cumulo.engine.config import EngineConfig
-from cumulo.engine.decide.params import Guide
+from cumulo.engine.decide.params import Guide, SamplingParams
 from cumulo.engine.llm import LLM
 from cumulo.errors import CumuloError, InvalidRequest
+from tests.engine import schema_judge
 from tests.engine.guided_engine import GUIDANCE
+from tests.engine.schema_judge import CannotJudge, Judge
 
 pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
@@ -31,7 +31,7 @@ def suite():
         pytest.skip(str(error))
 
 
-def nothing(stage: str, done: int, total: int) -> None:
+def nothing(stage: str, done: int = 0, total: int = 0) -> None:
     pass
 
 
@@ -82,23 +82,41 @@ def test_the_judge_computes_exactly_and_reads_patterns_as_ecma_does():
         Judge({"pattern": r"\p{Letter}"}, "draft7")
 
 
+def usable(guidance, suite):
+    """The suite's schemas that can be enforced and judged."""
+    for one in suite:
+        try:
+            guidance.check(Guide("json_schema", json.dumps(one.schema)))
+            yield one, Judge(one.schema, one.draft)
+        except (InvalidRequest, CannotJudge):
+            continue
+
+
 @pytest.mark.thorough
 @needs_built_in_model
-def test_every_finished_answer_of_the_built_in_model_fits_the_suites_schema(suite):
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_every_finished_answer_of_the_built_in_model_fits_the_suites_schema(suite, temperature):
     with LLM(config=EngineConfig(max_running=16, kv_memory_gib=0.25, max_context=1024, threads=1)) as llm:
         shuffled = random.Random(7).sample(suite, len(suite))
-        chosen = list(islice(bench_guided.usable(llm.engine.guidance, shuffled), 24))
-        verdict = bench_guided.answer_schemas(llm, chosen, 1.0, nothing, max_tokens=48, most_characters=120)
-    assert verdict.failures == []
-    assert verdict.finished >= 4, "many of the suite's schemas allow strings without end"
-
-
-def test_an_answer_that_does_not_fit_is_a_failure_and_misses_what_it_must():
-    verdict = bench_guided.SchemaVerdict(10, 8, [bench_guided.SchemaFailure("a", "1", "1 is not a string")])
-    finished, fitting = bench_guided._verdict_rows("greedy", verdict)
-    assert finished.ok and not fitting.ok
-    assert fitting.value == pytest.approx(87.5) and "not a string" in fitting.note
-    assert not bench_guided._verdict_rows("greedy", bench_guided.SchemaVerdict(10, 0, []))[1].ok
+        chosen = list(islice(usable(llm.engine.guidance, shuffled), 24))
+        texts = [json.dumps(one.schema) for one, _ in chosen]
+        questions = [f"Write one JSON value that fits this JSON schema: {text[:120]}" for text in texts]
+        params = [
+            SamplingParams(
+                guide=Guide("json_schema", text), temperature=temperature, seed=number, max_tokens=48
+            )
+            for number, text in enumerate(texts)
+        ]
+        outputs = llm.chat([[{"role": "user", "content": question}] for question in questions], params)
+    finished = [
+        (judge, output)
+        for (_, judge), output in zip(chosen, outputs, strict=True)
+        if output.error is not None or output.samples[0].finish_reason == "stop"
+    ]
+    assert [output.error or judge.complaint(output.text) for judge, output in finished] == [None] * len(
+        finished
+    )
+    assert len(finished) >= 4, "many of the suite's schemas allow strings without end"
 
 
 @pytest.mark.long
@@ -106,6 +124,6 @@ def test_an_answer_that_does_not_fit_is_a_failure_and_misses_what_it_must():
 @needs_built_in_model
 def test_steps_with_guides_are_compared_with_steps_without():
     config = EngineConfig(max_running=16, kv_memory_gib=0.25, threads=1)
-    rows = {row.name: row for row in bench_guided.cost(None, config, 10, nothing)}
+    rows = {row.name: row for row in bench_guided.measure(None, config, 10, nothing)}
     assert rows["step, 16 sequences with guides"].value > 0
-    assert "2 pairs" in rows["step with guides / without"].note
+    assert "10 pairs" in rows["step with guides / without"].note
