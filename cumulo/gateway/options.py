@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import yaml
 
 from cumulo.engine.decide import routing
@@ -58,37 +58,30 @@ class GatewayOptions(RemoteOptions):
             raise CumuloError("a gateway needs at least one server: cumulo gateway http://127.0.0.1:8000")
 
 
+class MemberRow(msgspec.Struct, forbid_unknown_fields=True):
+    """A replica as it stands in a file, or in a request that adds it."""
+
+    url: str
+    model: str | None = None
+    weight: float = 1.0
+
+    def member(self) -> PoolMember:
+        return PoolMember(self.url, self.model, self.weight)
+
+
+class _MembersFile(msgspec.Struct, forbid_unknown_fields=True):
+    replicas: list[MemberRow]
+
+
 def read_members(path: Path) -> tuple[PoolMember, ...]:
     """A YAML file: {replicas: [{url, model?, weight?}, ...]}."""
     try:
-        content: Any = yaml.safe_load(path.read_text("utf-8"))
-        problem = _problem(content)
+        file = msgspec.convert(yaml.safe_load(path.read_text("utf-8")), _MembersFile)
     except OSError as error:
         raise CumuloError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        problem = str(error)
-    if problem:
+    except (yaml.YAMLError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CumuloError(
-            f"{path} is no list of replicas: {problem}; it should look like\n"
+            f"{path} is no list of replicas: {error}; it should look like\n"
             "replicas:\n  - url: http://10.0.0.7:8000\n    model: chat\n    weight: 1"
-        )
-    return tuple(PoolMember(**one) for one in content["replicas"])
-
-
-def _problem(content: Any) -> str:
-    """What is wrong with the content of such a file; empty: nothing."""
-    replicas = content.get("replicas") if isinstance(content, dict) else None
-    if not isinstance(replicas, list):
-        return "it needs a list named replicas"
-    if more := [name for name in content if name != "replicas"]:
-        return f"it has {more[0]!r} beside replicas"
-    kinds = {"url": (str,), "model": (str, type(None)), "weight": (int, float)}
-    for number, one in enumerate(replicas, 1):
-        if not isinstance(one, dict) or "url" not in one:
-            return f"replica {number} needs a url"
-        for name, value in one.items():
-            if name not in kinds:
-                return f"replica {number} has {name!r}, which is none of {', '.join(kinds)}"
-            if not isinstance(value, kinds[name]) or isinstance(value, bool):
-                return f"the {name} of replica {number} is {value!r}"
-    return ""
+        ) from error
+    return tuple(row.member() for row in file.replicas)

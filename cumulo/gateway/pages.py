@@ -20,12 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from cumulo import __version__
 from cumulo.errors import CumuloError
-from cumulo.fleet.remote.options import PoolMember
 from cumulo.fleet.remote.replica import UpstreamReplica
 from cumulo.fleet.remote.replicas import Replicas
 from cumulo.fleet.wire import ASK_HEADER, KEY_HEADER, FleetAsk, FleetCaller, written
 from cumulo.gateway.metrics import GatewayMetrics
-from cumulo.gateway.options import GatewayOptions
+from cumulo.gateway.options import GatewayOptions, MemberRow
 from cumulo.gateway.stories import GatewayStories, ProxiedRecord
 from cumulo.load.connection import UpstreamError
 from cumulo.serve.access.keys import ApiKeys, Caller, no_entry, shown_key
@@ -80,12 +79,6 @@ class GatewayGate:
 
 _REPLICAS = "/v1/fleet/replicas"
 _RECENT = 50
-
-
-class AddReplica(msgspec.Struct, forbid_unknown_fields=True):
-    url: str
-    model: str | None = None
-    weight: float = 1.0
 
 
 class GatewayPages:
@@ -196,7 +189,7 @@ class GatewayPages:
         an address."""
         method, path = scope["method"], scope["path"]
         if method == "POST" and path == _REPLICAS:
-            return await self._add(_read(await _whole(receive), AddReplica))
+            return await self._add(_read(await _whole(receive)))
         rest = path.removeprefix(f"{_REPLICAS}/")
         if rest != path and method == "DELETE":
             replica = self._named(rest)
@@ -216,9 +209,9 @@ class GatewayPages:
             f"DELETE {_REPLICAS}/HOST:PORT to remove it, or POST {_REPLICAS}/HOST:PORT/drain and /undrain",
         )
 
-    async def _add(self, asked: AddReplica) -> Response:
+    async def _add(self, asked: MemberRow) -> Response:
         try:
-            replica = await self._fleet.add(PoolMember(asked.url, asked.model, asked.weight))
+            replica = await self._fleet.add(asked.member())
         except CumuloError as error:
             raise ApiError(400, str(error), param="url", code="replica_refused") from None
         return _json(_described(replica), 201)
@@ -302,9 +295,9 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def _read(body: bytes, kind: type[Any]) -> Any:
+def _read(body: bytes) -> MemberRow:
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=MemberRow)
     except msgspec.MsgspecError as error:
         raise invalid(f"the body cannot be read: {error}; send for instance "
                       '{"url": "http://10.0.0.7:8000"}') from None  # fmt: skip

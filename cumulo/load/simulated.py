@@ -8,7 +8,7 @@ from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError
 from cumulo.load.prompts import parse_lengths
 from cumulo.load.schedule import Arrivals, parse_process
-from cumulo.load.slo import parse_slo
+from cumulo.load.slo import parse_promise
 from cumulo.load.trace import open_trace, read_trace
 from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic
 from cumulo.spec.slo import Slo
@@ -21,10 +21,7 @@ def parse_objective(text: str, percentile: float) -> Slo | None:
         return None
     if not 0 < percentile < 100:
         raise ConfigError(f"the SLO's percentile must be between 0 and 100, got {percentile:g}; 99 is usual")
-    slo = parse_slo(text, percentile / 100)
-    if slo.tpot_s is not None or slo.e2e_s is not None:
-        raise ConfigError("a simulated SLO can bound only ttft and itl: remove tpot and e2e from --slo")
-    return slo
+    return parse_promise(text, percentile / 100)
 
 
 def draw_traffic(

@@ -36,9 +36,9 @@ def parse_slo(text: str, share: float = 0.95) -> Slo:
     return Slo(**bounds, share=share)
 
 
-def parse_promise(text: str) -> Slo:
-    """What a server promises, 'ttft=500ms,itl=40ms': times have units, so that nobody promises 500 seconds."""
-    slo = parse_slo(text)
+def parse_promise(text: str, share: float = 0.95) -> Slo:
+    """What a server promises, or a simulation judges by: 'ttft=500ms,itl=40ms'."""
+    slo = parse_slo(text, share)
     if slo.tpot_s is not None or slo.e2e_s is not None:
         raise CumuloError("a server can promise ttft and itl: remove tpot and e2e from --slo")
     return slo

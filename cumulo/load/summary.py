@@ -5,7 +5,7 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -128,9 +128,6 @@ class Summary:
     goodput_req_s: float | None
     goodput_tok_s: float | None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
     """Requests the user stopped are left out: they neither succeeded nor failed."""
@@ -195,7 +192,6 @@ class LoadTimeline:
     step_s: float
     output_tok_s: list[float]
     running: list[int]  # requests under way at the end of the stretch
-    failed: list[int]
 
 
 def timeline(records: Sequence[RequestRecord], stretches: int = 120) -> LoadTimeline:
@@ -203,7 +199,7 @@ def timeline(records: Sequence[RequestRecord], stretches: int = 120) -> LoadTime
     end_s = max((record.end_s for record in records), default=0.0)
     step_s = max(0.5, end_s / stretches)
     count = max(1, math.ceil(end_s / step_s))
-    tokens, change, failed = [0.0] * count, [0] * (count + 1), [0] * count
+    tokens, change = [0.0] * count, [0] * (count + 1)
 
     def place(time_s: float, last: int) -> int:
         return min(int(max(time_s, 0.0) / step_s), last)
@@ -213,5 +209,4 @@ def timeline(records: Sequence[RequestRecord], stretches: int = 120) -> LoadTime
             tokens[place(time_s, count - 1)] += record.output_tokens / len(record.chunk_times_s)
         change[place(record.sent_s, count)] += 1
         change[place(record.end_s, count)] -= 1
-        failed[place(record.end_s, count - 1)] += record.error is not None
-    return LoadTimeline(step_s, [one / step_s for one in tokens], list(accumulate(change[:count])), failed)
+    return LoadTimeline(step_s, [one / step_s for one in tokens], list(accumulate(change[:count])))

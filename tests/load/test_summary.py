@@ -90,7 +90,6 @@ def test_every_token_is_in_exactly_one_of_two_halves_and_in_the_timeline(made: l
     assert halves == pytest.approx(total)
     line = timeline(made)
     assert sum(line.output_tok_s) * line.step_s == pytest.approx(total)
-    assert sum(line.failed) == sum(r.error is not None for r in made)
 
 
 def test_throughput_counts_what_arrived_in_the_window() -> None:

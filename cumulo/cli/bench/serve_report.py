@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -246,7 +246,7 @@ def _details(result: LevelResult) -> dict[str, Any]:
         "ended_early": result.stopped,
         "generator_core_share": result.cpu_share,
         "most_at_once": result.most_running,
-    } | result.summary.as_dict()
+    } | asdict(result.summary)
 
 
 def _server(campaign: Campaign) -> dict[str, Any]:

@@ -5,20 +5,16 @@ parse_autoscale("1..4,prefill=1..2,devices=5")    # prefill and decode apart, fi
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.base.quantities import parse_duration_s
+from cumulo.base.quantities import parse_count, parse_duration_s, parse_number
 from cumulo.errors import ConfigError
 from cumulo.fleet.decide.forecast_rule import ForecastRule
 from cumulo.fleet.decide.scaling import ReplicaSpeed, ScalingLimits
 from cumulo.spec.slo import Slo
-
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_RATE = re.compile(r"\d+(?:\.\d+)?")
-_TIMES = ("interval", "idle", "cooldown", "start-up", "ttft", "itl", "tpot", "e2e")
-_RATES = ("prompt-tok-s", "output-tok-s")
-_NAMES = (*_TIMES, *_RATES, "prefill", "devices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,52 +53,52 @@ class AutoscaleSettings:
 
 def parse_autoscale(text: str) -> AutoscaleSettings:
     first, *rest = (part.strip() for part in text.split(","))
-    match = _RANGE.fullmatch(first)
-    if match is None:
-        raise ConfigError(
-            f"--autoscale begins with the fewest and the most replicas, as in 1..4; got {first!r}"
-        )
-    times: dict[str, float] = {}
-    prefill: ScalingLimits | None = None
-    devices: int | None = None
+    found: dict[str, Any] = {
+        "limits": _limits(first, "--autoscale begins with the fewest and the most replicas: it")
+    }
+    bounds: dict[str, float] = {}
     for part in rest:
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in _NAMES:
-            known = did_you_mean(name, _NAMES)
+        if not equals or name not in (*_SETTINGS, *_BOUNDS):
+            known = did_you_mean(name, (*_SETTINGS, *_BOUNDS))
             raise ConfigError(f"--autoscale has no setting {name}{known}; write it as in 1..4,interval=5s")
-        if name == "prefill":
-            bounds_of = _RANGE.fullmatch(value)
-            if bounds_of is None:
-                raise ConfigError(f"--autoscale prefill must be a range such as 1..2, got {value!r}")
-            prefill = ScalingLimits(int(bounds_of[1]), int(bounds_of[2]))
-        elif name == "devices":
-            if not value.isdecimal() or int(value) < 1:
-                raise ConfigError(f"--autoscale devices must be a number of engines, got {value!r}")
-            devices = int(value)
+        what = f"--autoscale {name}"
+        if name in _BOUNDS:
+            bounds[f"{name}_s"] = _seconds(value, what)
         else:
-            times[name] = _number(name, value)
-    bounds = {f"{name}_s": times[name] for name in ("ttft", "itl", "tpot", "e2e") if name in times}
-    return AutoscaleSettings(
-        ScalingLimits(int(match[1]), int(match[2])),
-        interval_s=times.get("interval", 5.0),
-        idle_s=times.get("idle", 300.0),
-        cooldown_s=times.get("cooldown"),
-        start_up_s=times.get("start-up"),
-        slo=Slo(**bounds) if bounds else None,
-        prompt_tok_s=times.get("prompt-tok-s"),
-        output_tok_s=times.get("output-tok-s"),
-        prefill=prefill,
-        most_devices=devices,
-    )
+            field, read = _SETTINGS[name]
+            found[field] = read(value, what)
+    return AutoscaleSettings(**found, slo=Slo(**bounds) if bounds else None)
 
 
-def _number(name: str, value: str) -> float:
-    what, wanted = f"--autoscale {name}", "be a time such as 500ms, 10s or 5m"
-    if name in _RATES:
-        wanted = "be a number of tokens per second"
-        found = float(value) if _RATE.fullmatch(value) else 0.0
-    else:
-        found = parse_duration_s(value, what, wanted)
+def _limits(text: str, what: str) -> ScalingLimits:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{what} must be a range such as 1..4, got {text!r}")
+    return ScalingLimits(int(match[1]), int(match[2]))
+
+
+def _seconds(text: str, what: str) -> float:
+    wanted = "be a time such as 500ms, 10s or 5m"
+    found = parse_duration_s(text, what, wanted)
     if found <= 0:
-        raise ConfigError(f"{what} must {wanted}, got {value!r}")
+        raise ConfigError(f"{what} must {wanted}, got {text!r}")
     return found
+
+
+def _rate(text: str, what: str) -> float:
+    return parse_number(text, what, more_than=True)
+
+
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_BOUNDS = ("ttft", "itl", "tpot", "e2e")
+_SETTINGS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {  # by name: the field, and how it is read
+    "interval": ("interval_s", _seconds),
+    "idle": ("idle_s", _seconds),
+    "cooldown": ("cooldown_s", _seconds),
+    "start-up": ("start_up_s", _seconds),
+    "prompt-tok-s": ("prompt_tok_s", _rate),
+    "output-tok-s": ("output_tok_s", _rate),
+    "prefill": ("prefill", _limits),
+    "devices": ("most_devices", parse_count),
+}
