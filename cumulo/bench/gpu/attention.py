@@ -134,7 +134,7 @@ class PagedBench:
         plan.attend(self.query, self.keys[0], self.values[0], self.out, self.scale)
         tokens, context = self.step.sequences[-1]
         count = min(256, tokens)
-        exact, _ = reference(
+        exact = reference(
             self.query[-count:].float(), self.keys[0], self.values[0], torch.tensor([0, count]),
             torch.tensor([context]), self.tables[-1:], self.scale,
         )  # fmt: skip
@@ -182,7 +182,7 @@ def latent_rows() -> Iterator[KernelRow]:
         plan = mla_decode.MlaPlan(batch, heads, rank, rope, BLOCK_SIZE, pages, query.device)
         plan.prepare(starts, lengths, tables)
         plan.attend(query, keys[0], out, scale)
-        exact, _ = mla_decode.reference(
+        exact = mla_decode.reference(
             query[:1].float(), keys[0], starts[:2], lengths[:1], tables[:1], rank, scale
         )
         moved = 2 * batch * (context * (rank + rope) + heads * (2 * rank + rope))

@@ -16,13 +16,9 @@ PDL = {"launch_pdl": True}
 
 def rotation() -> Case:
     pointers = dict.fromkeys(("qkv", "added", "cos", "sin", "q_norm", "k_norm", "keys", "values"), "*bf16")
-    numbers = dict.fromkeys(("positions", "slots"), "*i32") | dict.fromkeys(
-        ("eps", "k_scale", "v_scale"), "fp32"
-    )
+    numbers = dict.fromkeys(("positions", "slots"), "*i32") | {"eps": "fp32"}
     strides = dict.fromkeys(("row_stride", "block_stride", "head_stride", "block_size"), "i32:16")
-    constants = dict(
-        HEADS=9, KV_HEADS=3, DIM=64, GROUP=1, NORM=False, INTERLEAVED=False, SCALED=False, ADD=False
-    )
+    constants = dict(HEADS=9, KV_HEADS=3, DIM=64, GROUP=1, NORM=False, INTERLEAVED=False, ADD=False)
     return Case(
         "cumulo.kernels.cuda.elementwise.rope_cache:_kernel", pointers | numbers | strides, constants | EARLY, 1,
         options=PDL,

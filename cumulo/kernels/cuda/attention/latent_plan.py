@@ -170,14 +170,9 @@ class LatentPlan:
         out: Tensor,
         scale: float,
         window: int | None = None,
-        k_scale: float = 1.0,
-        lse: Tensor | None = None,
     ) -> Tensor:
         """One layer: query [T, H, rank + rope] over keys [blocks, 1, block_size, rank + rope] into out [T, H,
         rank].
-
-        An 8-bit cache holds true keys / `k_scale`. `lse` [T, H] float32 receives the natural log-sum-exp of the
-        scaled scores.
         """
         assert self.tables is not None, "prepare the plan first"
         if window not in self.windows:
@@ -186,9 +181,7 @@ class LatentPlan:
                 "name every window of the model in LatentPlan(windows=...)"
             )
         if self.decodes is not None:
-            self.decodes.attend(query, keys, out, scale, window, k_scale, lse)
+            self.decodes.attend(query, keys, out, scale, window)
         if self.tiles is not None:
-            launch_mla_chunks(
-                query, keys, out, self.tiles, self.tables, scale, window, k_scale, lse, self.chunk
-            )
+            launch_mla_chunks(query, keys, out, self.tiles, self.tables, scale, window, self.chunk)
         return out

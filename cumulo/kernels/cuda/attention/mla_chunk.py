@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E
+from cumulo.kernels.cuda.attention.split_merge import LOG2_E
 from cumulo.kernels.cuda.attention.work_list import TILE_FIELDS
 
 
@@ -38,11 +38,11 @@ class MlaChunkConfig:
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _mla_chunk(query, keys, out, lse, tiles, tables, scale, k_scale, window, query_token_stride, query_head_stride,
-               out_token_stride, out_head_stride, lse_token_stride, key_block_stride, key_stride, table_stride,
+def _mla_chunk(query, keys, out, tiles, tables, scale, window, query_token_stride, query_head_stride,
+               out_token_stride, out_head_stride, key_block_stride, key_stride, table_stride,
                HEADS: tl.constexpr, AT_ONCE: tl.constexpr, QUERY_TILE: tl.constexpr, ROWS: tl.constexpr,
                RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-               HAS_WINDOW: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
+               HAS_WINDOW: tl.constexpr):  # fmt: skip
     record = tiles + tl.program_id(0) * 8
     tokens = tl.load(record + 2)
     if tokens == 0:
@@ -64,7 +64,7 @@ def _mla_chunk(query, keys, out, lse, tiles, tables, scale, k_scale, window, que
     q_latent = tl.load(query_rows + latent[None, :], mask=mask[:, None], other=0.0)
     q_rope = tl.load(query_rows + RANK + rope[None, :], mask=mask[:, None], other=0.0)
     table = tables + sequence.to(tl.int64) * table_stride
-    scale_log2 = scale * k_scale * LOG2_E
+    scale_log2 = scale * LOG2_E
 
     own_position = context - tokens + token
     first_position = context - tokens + first_token
@@ -110,10 +110,8 @@ def _mla_chunk(query, keys, out, lse, tiles, tables, scale, k_scale, window, que
         top = new_top
 
     target = out + (token_row * out_token_stride + head * out_head_stride)[:, None]
-    result = acc * (k_scale / weight)[:, None]
+    result = acc * (1.0 / weight)[:, None]
     tl.store(target + latent[None, :], result.to(out.dtype.element_ty), mask=mask[:, None])
-    if HAS_LSE:
-        tl.store(lse + token_row * lse_token_stride + head, (top + tl.log2(weight)) * LN_2, mask=mask)
 
 
 def chunk_tiles(
@@ -133,8 +131,6 @@ def launch_mla_chunks(
     tables: Tensor,
     scale: float,
     window: int | None,
-    k_scale: float,
-    lse: Tensor | None,
     config: MlaChunkConfig,
 ) -> None:
     """One layer: query [T, H, rank + rope] over keys [blocks, 1, block_size, rank + rope] into out [T, H, rank]."""
@@ -144,17 +140,14 @@ def launch_mla_chunks(
         query,
         keys,
         out,
-        lse,
         tiles,
         tables,
         scale,
-        k_scale,
         window or 0,
         query.stride(0),
         query.stride(1),
         out.stride(0),
         out.stride(1),
-        lse.stride(0) if lse is not None else 0,
         keys.stride(0),
         keys.stride(2),
         tables.stride(0),
@@ -167,7 +160,6 @@ def launch_mla_chunks(
         PAGE=keys.shape[2],
         TILE=config.key_tile,
         HAS_WINDOW=window is not None,
-        HAS_LSE=lse is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cumulo.errors import CumuloError
-from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E, merge_splits
+from cumulo.kernels.cuda.attention.split_merge import LOG2_E, merge_splits
 from cumulo.kernels.cuda.attention.work_list import ITEM_FIELDS, build_work_list
 
 
@@ -43,11 +43,10 @@ def default_config(heads: int) -> MlaConfig:
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _mla(query, keys, out, lse, partial, partial_lse, items, tables, scale, k_scale, window,
-         query_token_stride, query_head_stride, out_token_stride, out_head_stride, lse_token_stride,
-         key_block_stride, key_stride, table_stride, HEADS: tl.constexpr, ROWS: tl.constexpr,
-         RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-         HAS_WINDOW: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
+def _mla(query, keys, out, partial, partial_lse, items, tables, scale, window, query_token_stride,
+         query_head_stride, out_token_stride, out_head_stride, key_block_stride, key_stride, table_stride,
+         HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
+         TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):  # fmt: skip
     item = tl.program_id(1)
     record = items + item * 8
     count = tl.load(record + 2)
@@ -68,7 +67,7 @@ def _mla(query, keys, out, lse, partial, partial_lse, items, tables, scale, k_sc
     q_latent = tl.load(query_rows + latent[None, :], mask=head_mask[:, None], other=0.0)
     q_rope = tl.load(query_rows + RANK + rope[None, :], mask=head_mask[:, None], other=0.0)
     table = tables + sequence.to(tl.int64) * table_stride
-    scale_log2 = scale * k_scale * LOG2_E
+    scale_log2 = scale * LOG2_E
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
@@ -104,26 +103,22 @@ def _mla(query, keys, out, lse, partial, partial_lse, items, tables, scale, k_sc
         acc = tl.dot(p.to(q_latent.dtype), k_latent, acc * keep[:, None], input_precision="ieee")
         top = new_top
 
-    result = acc * (k_scale / weight)[:, None]
-    log_sum = top + tl.log2(weight)
+    result = acc * (1.0 / weight)[:, None]
     if splits == 1:
         tl.store(
             out + token * out_token_stride + head[:, None] * out_head_stride + latent[None, :],
             result.to(out.dtype.element_ty),
             mask=head_mask[:, None],
         )
-        if HAS_LSE:
-            tl.store(lse + token * lse_token_stride + head, log_sum * LN_2, mask=head_mask)
     else:
         slot = item.to(tl.int64) * HEADS + head
         tl.store(partial + slot[:, None] * RANK + latent[None, :], result, mask=head_mask[:, None])
-        tl.store(partial_lse + slot, log_sum, mask=head_mask)
+        tl.store(partial_lse + slot, top + tl.log2(weight), mask=head_mask)
 
 
 @triton.jit
-def _merge(out, lse, partial, partial_lse, items, out_token_stride, out_head_stride, lse_token_stride,
-           HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
-           HAS_LSE: tl.constexpr):  # fmt: skip
+def _merge(out, partial, partial_lse, items, out_token_stride, out_head_stride, HEADS: tl.constexpr,
+           ROWS: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """Merge the items of the sequence that begins with this one."""
     item = tl.program_id(1)
     record = items + item * 8
@@ -136,7 +131,7 @@ def _merge(out, lse, partial, partial_lse, items, out_token_stride, out_head_str
     head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head_mask = head < HEADS
     latent = tl.arange(0, RANK)
-    merged, log_sum = merge_splits(
+    merged, _ = merge_splits(
         partial, partial_lse, item, splits, head, head_mask, latent < RANK, HEADS, RANK, ROWS, RANK, AT_ONCE
     )
     tl.store(
@@ -144,8 +139,6 @@ def _merge(out, lse, partial, partial_lse, items, out_token_stride, out_head_str
         merged.to(out.dtype.element_ty),
         mask=head_mask[:, None],
     )
-    if HAS_LSE:
-        tl.store(lse + token * lse_token_stride + head, log_sum * LN_2, mask=head_mask)
 
 
 class MlaPlan:
@@ -224,33 +217,26 @@ class MlaPlan:
         out: Tensor,
         scale: float,
         window: int | None = None,
-        k_scale: float = 1.0,
-        lse: Tensor | None = None,
     ) -> Tensor:
         """One layer: query [T, H, rank + rope] over keys [blocks, 1, block_size, rank + rope] into out [T, H,
         rank].
         """
         assert self.tables is not None, "prepare the plan first"
         items, config = self.items[self.windows.index(window)], self.config
-        has_lse = lse is not None
-        lse_stride = lse.stride(0) if lse is not None else 0
         _mla[(-(-self.heads // config.rows), len(items))](
             query,
             keys,
             out,
-            lse,
             self.partial,
             self.partial_lse,
             items,
             self.tables,
             scale,
-            k_scale,
             window or 0,
             query.stride(0),
             query.stride(1),
             out.stride(0),
             out.stride(1),
-            lse_stride,
             keys.stride(0),
             keys.stride(2),
             self.tables.stride(0),
@@ -261,24 +247,20 @@ class MlaPlan:
             PAGE=keys.shape[2],
             TILE=config.key_tile,
             HAS_WINDOW=window is not None,
-            HAS_LSE=has_lse,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
         _merge[(self.heads, len(items))](
             out,
-            lse,
             self.partial,
             self.partial_lse,
             items,
             out.stride(0),
             out.stride(1),
-            lse_stride,
             HEADS=self.heads,
             ROWS=1,
             RANK=self.rank,
             AT_ONCE=16,
-            HAS_LSE=has_lse,
             num_warps=4,
         )
         return out
@@ -293,20 +275,10 @@ def reference(
     rank: int,
     scale: float,
     window: int | None = None,
-    k_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The same in torch, chunks included: attention with one kv head whose value is the key's first columns."""
     from cumulo.kernels.cuda.attention.paged_attention import reference as paged_reference
 
     return paged_reference(
-        query,
-        keys,
-        keys[..., :rank],
-        query_starts,
-        context_lengths,
-        block_tables,
-        scale,
-        window,
-        k_scale=k_scale,
-        v_scale=k_scale,
+        query, keys, keys[..., :rank], query_starts, context_lengths, block_tables, scale, window
     )

@@ -156,16 +156,10 @@ class AttentionPlan:
         out: Tensor,
         scale: float,
         window: int | None = None,
-        soft_cap: float | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        lse: Tensor | None = None,
     ) -> Tensor:
         """One layer: query [T, H, D] over keys and values [blocks, KVH, block_size, D] into out [T, H, D].
 
-        `query` and `out` may be strided views with contiguous heads' rows. `lse` [T, H] float32 receives the
-        natural log-sum-exp of the scaled scores. An 8-bit cache holds true keys / `k_scale` and true values /
-        `v_scale`.
+        `query` and `out` may be strided views with contiguous heads' rows.
         """
         assert self.tables is not None, "prepare the plan first"
         if self.items is not None:
@@ -179,16 +173,13 @@ class AttentionPlan:
                 keys,
                 values,
                 out,
-                lse,
                 self.partial,
                 self.partial_lse,
                 self.arrivals,
                 self.items[self.windows.index(window)],
                 self.tables,
-                scale * k_scale,
-                v_scale,
+                scale,
                 window,
-                soft_cap,
                 self.decode,
             )
         if self.tiles is not None:
@@ -197,13 +188,10 @@ class AttentionPlan:
                 keys,
                 values,
                 out,
-                lse,
                 self.tiles,
                 self.tables,
-                scale * k_scale,
-                v_scale,
+                scale,
                 window,
-                soft_cap,
                 self.chunk,
             )
         return out
@@ -275,16 +263,12 @@ def reference(
     block_tables: Tensor,
     scale: float,
     window: int | None = None,
-    soft_cap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """The same in torch, one sequence after the other: (out [T, H, Dv], lse [T, H] in float32 or better)."""
+) -> Tensor:
+    """The same in torch, one sequence after the other: out [T, H, Dv]."""
     tokens, heads, _ = query.shape
     block_size, group = keys.shape[2], heads // keys.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     out = query.new_zeros((tokens, heads, values.shape[-1]))
-    lse = torch.full((tokens, heads), float("-inf"), dtype=wide, device=query.device)
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
     for sequence, context in enumerate(lengths):
         rows = slice(starts[sequence], starts[sequence + 1])
@@ -293,20 +277,17 @@ def reference(
             continue
         table = block_tables[sequence, : -(-context // block_size)].long()
 
-        def gathered(pages: Tensor, factor: float, table: Tensor = table, context: int = context) -> Tensor:
+        def gathered(pages: Tensor, table: Tensor = table, context: int = context) -> Tensor:
             whole = pages.view(torch.uint8)[table].view(pages.dtype) if pages.itemsize == 1 else pages[table]
             picked = whole.transpose(0, 1).flatten(1, 2)[:, :context]  # [KVH, context, D]
-            return (picked.to(wide) * factor).to(query.dtype).repeat_interleave(group, dim=0)
+            return picked.to(query.dtype).repeat_interleave(group, dim=0)
 
-        scores = (query[rows].transpose(0, 1) @ gathered(keys, k_scale).transpose(1, 2)).to(wide) * scale
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
+        scores = (query[rows].transpose(0, 1) @ gathered(keys).transpose(1, 2)).to(wide) * scale
         position = torch.arange(context, device=query.device)
         own = context - count + torch.arange(count, device=query.device)
         visible = position <= own[:, None]
         if window is not None:
             visible &= position > own[:, None] - window
         scores = scores.masked_fill(~visible, float("-inf"))
-        out[rows] = (scores.softmax(-1).to(query.dtype) @ gathered(values, v_scale)).transpose(0, 1)
-        lse[rows] = scores.logsumexp(-1).T
-    return out, lse
+        out[rows] = (scores.softmax(-1).to(query.dtype) @ gathered(values)).transpose(0, 1)
+    return out

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cumulo.kernels.cuda.attention.paged_attention_overlap import fits, launch_overlapped
-from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E
+from cumulo.kernels.cuda.attention.split_merge import LOG2_E
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,10 @@ class ChunkConfig:
 
 
 @triton.jit
-def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, context, scale, soft_cap, window,
+def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, context, scale, window,
           kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS: tl.constexpr,
           DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-          DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-          MASKED: tl.constexpr):  # fmt: skip
+          DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Fold key tiles begin..end into the running softmax of every row."""
     column = tl.arange(0, COLUMNS)
     position_in_tile = tl.arange(0, TILE)
@@ -84,8 +83,6 @@ def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, co
                 k = tl.load(key_pointers)
                 v = tl.load(value_pointers)
         scores = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
-        if HAS_CAP:  # and divided by the scale again, which comes below
-            scores = soft_cap / scale * (2.0 * tl.sigmoid(scores * (2.0 * scale / soft_cap)) - 1.0)
         if MASKED:
             visible = (position[None, :] <= own_position[:, None]) & (position < context)[None, :]
             if HAS_WINDOW:
@@ -106,13 +103,12 @@ def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, co
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _chunk(query, keys, values, out, lse, tiles, tables, scale, v_scale, soft_cap, window, query_token_stride,
-           query_head_stride, out_token_stride, out_head_stride, lse_token_stride, key_block_stride,
-           key_head_stride, key_stride, value_block_stride, value_head_stride, value_stride, table_stride,
+def _chunk(query, keys, values, out, tiles, tables, scale, window, query_token_stride, query_head_stride,
+           out_token_stride, out_head_stride, key_block_stride, key_head_stride, key_stride, value_block_stride,
+           value_head_stride, value_stride, table_stride,
            KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, QUERY_TILE: tl.constexpr,
            DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-           DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-           HAS_LSE: tl.constexpr):  # fmt: skip
+           DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # fmt: skip
     record = tiles + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
     tokens = tl.load(record + 2)
@@ -152,30 +148,27 @@ def _chunk(query, keys, values, out, lse, tiles, tables, scale, v_scale, soft_ca
         begin = tl.maximum(first_position - window + 1, 0) // TILE
         inner = tl.minimum((tl.maximum(last_position - window + 1, 0) + TILE - 1) // TILE, seen_by_all)
         acc, weight, top = _fold(
-            q, acc, weight, top, keys, values, table, begin, inner, own_position, context, scale, soft_cap,
+            q, acc, weight, top, keys, values, table, begin, inner, own_position, context, scale,
             window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM,
-            COLUMNS, PAGE, TILE, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
+            COLUMNS, PAGE, TILE, DESCRIPTORS, HAS_WINDOW, True,
         )  # fmt: skip
     acc, weight, top = _fold(
-        q, acc, weight, top, keys, values, table, inner, seen_by_all, own_position, context, scale, soft_cap,
+        q, acc, weight, top, keys, values, table, inner, seen_by_all, own_position, context, scale,
         window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS,
-        PAGE, TILE, DESCRIPTORS, HAS_WINDOW, HAS_CAP, False,
+        PAGE, TILE, DESCRIPTORS, HAS_WINDOW, False,
     )  # fmt: skip
     acc, weight, top = _fold(
-        q, acc, weight, top, keys, values, table, seen_by_all, end, own_position, context, scale, soft_cap,
+        q, acc, weight, top, keys, values, table, seen_by_all, end, own_position, context, scale,
         window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS,
-        PAGE, TILE, DESCRIPTORS, HAS_WINDOW, HAS_CAP, True,
+        PAGE, TILE, DESCRIPTORS, HAS_WINDOW, True,
     )  # fmt: skip
 
-    result = acc * (v_scale / weight)[:, None]
+    result = acc * (1.0 / weight)[:, None]
     tl.store(
         out + (token_row * out_token_stride + head * out_head_stride)[:, None] + column[None, :],
         result.to(out.dtype.element_ty),
         mask=mask,
     )
-    if HAS_LSE:
-        row_mask = (row < QUERY_TILE * GROUP) & (token < tokens)
-        tl.store(lse + token_row * lse_token_stride + head, (top + tl.log2(weight)) * LN_2, mask=row_mask)
 
 
 def pages_descriptor(pages: Tensor, tile: int) -> TensorDescriptor | None:
@@ -194,19 +187,16 @@ def launch_chunks(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    lse: Tensor | None,
     tiles: Tensor,
     tables: Tensor,
     scale: float,
-    v_scale: float,
     window: int | None,
-    soft_cap: float | None,
     config: ChunkConfig,
 ) -> None:
-    """One launch over all tiles; `scale` includes the keys' scale."""
-    if config.overlap and window is None and soft_cap is None and fits(query, keys, values, config.key_tile):
+    """One launch over all tiles."""
+    if config.overlap and window is None and fits(query, keys, values, config.key_tile):
         launch_overlapped(
-            query, keys, values, out, lse, tiles, tables, scale, v_scale, config.rows, config.key_tile,
+            query, keys, values, out, tiles, tables, scale, config.rows, config.key_tile,
             config.num_warps, config.num_stages, config.overlap,
         )  # fmt: skip
         return
@@ -223,18 +213,14 @@ def launch_chunks(
         key_source if described else keys,
         value_source if described else values,
         out,
-        lse,
         tiles,
         tables,
         scale,
-        v_scale,
-        soft_cap or 0.0,
         window or 0,
         query.stride(0),
         query.stride(1),
         out.stride(0),
         out.stride(1),
-        lse.stride(0) if lse is not None else 0,
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
@@ -252,8 +238,6 @@ def launch_chunks(
         TILE=config.key_tile,
         DESCRIPTORS=described,
         HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None,
-        HAS_LSE=lse is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E, merge_splits
+from cumulo.kernels.cuda.attention.split_merge import LOG2_E, merge_splits
 from cumulo.kernels.cuda.early import EARLY_ROWS, early
 
 
@@ -35,14 +35,12 @@ class DecodeConfig:
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items, tables, scale, v_scale,
-            soft_cap, window, query_token_stride, query_head_stride, out_token_stride, out_head_stride,
-            lse_token_stride, key_block_stride, key_head_stride, key_stride, value_block_stride,
-            value_head_stride, value_stride, table_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-            ROWS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
-            TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
-            MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr,
-            EARLY: tl.constexpr = False):  # fmt: skip
+def _decode(query, keys, values, out, partial, partial_lse, arrivals, items, tables, scale, window,
+            query_token_stride, query_head_stride, out_token_stride, out_head_stride, key_block_stride,
+            key_head_stride, key_stride, value_block_stride, value_head_stride, value_stride, table_stride,
+            KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+            COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+            MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -115,11 +113,7 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
                 mask=visible[:, None] & column_mask[None, :],
                 other=0.0,
             )
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-        if HAS_CAP:
-            scores = soft_cap * LOG2_E * (2.0 * tl.sigmoid(scores * (2.0 * scale / soft_cap)) - 1.0)
-        else:
-            scores = scores * scale_log2
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
         scores = tl.where(visible[None, :], scores, float("-inf"))
         # An item's every tile has a visible position, so the maximum is finite after the first.
         new_top = tl.maximum(top, tl.max(scores, axis=1))
@@ -130,7 +124,7 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
         top = new_top
 
     total = tl.sum(weight, axis=1)
-    result = acc / total[:, None] * v_scale
+    result = acc / total[:, None]
     log_sum = top + tl.log2(total)
     head = kv_head * GROUP + row
     if splits == 1:
@@ -139,8 +133,6 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
             result.to(out.dtype.element_ty),
             mask=row_mask[:, None] & column_mask[None, :],
         )
-        if HAS_LSE:
-            tl.store(lse + token * lse_token_stride + head, log_sum * LN_2, mask=row_mask)
     else:
         slot = item.to(tl.int64) * (KV_HEADS * GROUP) + head
         tl.store(
@@ -157,7 +149,7 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
             merge_row = tl.arange(0, MERGE_ROWS)
             merge_head = kv_head * GROUP + merge_row
             merge_mask = merge_row < GROUP
-            merged, merged_log_sum = merge_splits(
+            merged, _ = merge_splits(
                 partial, partial_lse, first_item, splits, merge_head, merge_mask, column_mask, KV_HEADS * GROUP,
                 DIM, MERGE_ROWS, COLUMNS, MERGE_AT_ONCE,
             )  # fmt: skip
@@ -166,8 +158,6 @@ def _decode(query, keys, values, out, lse, partial, partial_lse, arrivals, items
                 merged.to(out.dtype.element_ty),
                 mask=merge_mask[:, None] & column_mask[None, :],
             )
-            if HAS_LSE:
-                tl.store(lse + token * lse_token_stride + merge_head, merged_log_sum * LN_2, mask=merge_mask)
             tl.store(arrival, 0)  # ready for the next layer
 
 
@@ -176,19 +166,16 @@ def launch_decode(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    lse: Tensor | None,
     partial: Tensor,
     partial_lse: Tensor,
     arrivals: Tensor,
     items: Tensor,
     tables: Tensor,
     scale: float,
-    v_scale: float,
     window: int | None,
-    soft_cap: float | None,
     config: DecodeConfig,
 ) -> None:
-    """One launch over all items; `scale` includes the keys' scale."""
+    """One launch over all items."""
     heads, dim = query.shape[1], query.shape[2]
     kv_heads, page = keys.shape[1], keys.shape[2]
     group, columns = heads // kv_heads, max(16, triton.next_power_of_2(dim))
@@ -198,21 +185,17 @@ def launch_decode(
         keys,
         values,
         out,
-        lse,
         partial,
         partial_lse,
         arrivals,
         items,
         tables,
         scale,
-        v_scale,
-        soft_cap or 0.0,
         window or 0,
         query.stride(0),
         query.stride(1),
         out.stride(0),
         out.stride(1),
-        lse.stride(0) if lse is not None else 0,
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
@@ -228,8 +211,6 @@ def launch_decode(
         PAGE=page,
         TILE=config.key_tile,
         HAS_WINDOW=window is not None,
-        HAS_CAP=soft_cap is not None,
-        HAS_LSE=lse is not None,
         MERGE_ROWS=merge_rows,
         MERGE_AT_ONCE=max(
             1, min(16, config.merge_registers * 32 * config.num_warps // (merge_rows * columns))

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from cumulo.kernels.cuda.attention.split_merge import LN_2, LOG2_E
+from cumulo.kernels.cuda.attention.split_merge import LOG2_E
 
 # Triton renamed both on the way from 3.6 to 3.9.
 _copy_page = (
@@ -75,12 +75,11 @@ def _output(p, keep, acc, values, full, tile, SLOTS: gl.constexpr, LAYOUT: gl.co
 
 
 @gluon.jit(do_not_specialize=["table_stride"])
-def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_scale, query_token_stride,
-                      query_head_stride, out_token_stride, out_head_stride, lse_token_stride, table_stride,
+def _chunk_overlapped(query, keys, values, out, tiles, tables, scale, query_token_stride,
+                      query_head_stride, out_token_stride, out_head_stride, table_stride,
                       KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
                       QUERY_TILE: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr,
-                      SLOTS: gl.constexpr, BUNDLE: gl.constexpr, HAS_LSE: gl.constexpr,
-                      num_warps: gl.constexpr):  # fmt: skip
+                      SLOTS: gl.constexpr, BUNDLE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     record = tiles + gl.program_id(0) * 8
     kv_head = gl.program_id(1)
     tokens = gl.load(record + 2)
@@ -180,7 +179,7 @@ def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_sca
         _fetch(keys, key_ring, key_full, page, tile + SLOTS, values, value_ring, value_full, earlier_page,
                tile + SLOTS - 1, end, kv_head, KV_HEADS, PAGE, TILE, SLOTS)  # fmt: skip
 
-    result = done * gl.convert_layout(v_scale / weight, gl.SliceLayout(1, out_layout))[:, None]
+    result = done * gl.convert_layout(1.0 / weight, gl.SliceLayout(1, out_layout))[:, None]
     result = gl.convert_layout(result.to(out.dtype.element_ty), copy_layout)
     # Read again, so that nothing made of them occupies registers in the loops.
     tokens = gl.load(record + 2)
@@ -191,13 +190,6 @@ def _chunk_overlapped(query, keys, values, out, lse, tiles, tables, scale, v_sca
     offset = (chunk_row + token).to(gl.int64) * out_token_stride
     offset += (kv_head * GROUP + row % GROUP) * out_head_stride
     gl.store(out + offset[:, None] + column[None, :], result, mask=inside[:, None])
-    if HAS_LSE:
-        own_token = first_token + own_row // GROUP
-        own_row_mask = (own_row < QUERY_TILE * GROUP) & (own_token < tokens)
-        target = (
-            lse + (chunk_row + own_token).to(gl.int64) * lse_token_stride + kv_head * GROUP + own_row % GROUP
-        )
-        gl.store(target, (top + gl.log2(weight)) * LN_2, mask=own_row_mask)
 
 
 def fits(query: Tensor, keys: Tensor, values: Tensor, key_tile: int) -> bool:
@@ -224,20 +216,16 @@ def launch_overlapped(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    lse: Tensor | None,
     tiles: Tensor,
     tables: Tensor,
     scale: float,
-    v_scale: float,
     rows: int,
     key_tile: int,
     num_warps: int,
     slots: int,
     bundle: int,
 ) -> None:
-    """One launch over all tiles; `scale` includes the keys' scale. In a `bundle` of tiles the matrix units drain
-    once.
-    """
+    """One launch over all tiles. In a `bundle` of tiles the matrix units drain once."""
     heads, dim = query.shape[1], query.shape[2]
     kv_heads, page = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
@@ -250,16 +238,13 @@ def launch_overlapped(
         query,
         *descriptors,
         out,
-        lse,
         tiles,
         tables,
         scale,
-        v_scale,
         query.stride(0),
         query.stride(1),
         out.stride(0),
         out.stride(1),
-        lse.stride(0) if lse is not None else 0,
         tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -270,6 +255,5 @@ def launch_overlapped(
         TILE=key_tile,
         SLOTS=slots,
         BUNDLE=bundle,
-        HAS_LSE=lse is not None,
         num_warps=num_warps,
     )

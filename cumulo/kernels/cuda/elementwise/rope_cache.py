@@ -36,9 +36,9 @@ def reference(
 
 @triton.jit
 def _kernel(qkv, added, cos, sin, positions, slots, q_norm, k_norm, keys, values, row_stride, block_stride,
-            head_stride, eps, k_scale, v_scale, block_size, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+            head_stride, eps, block_size, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
             DIM: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-            SCALED: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+            ADD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -84,14 +84,10 @@ def _kernel(qkv, added, cos, sin, positions, slots, q_norm, k_norm, keys, values
                 tl.store(base + low[None, :], turned_a.to(qkv.dtype.element_ty))
                 tl.store(base + high[None, :], turned_b.to(qkv.dtype.element_ty))
             else:
-                if SCALED:
-                    turned_a, turned_b = turned_a / k_scale, turned_b / k_scale
                 target = keys + page + (heads - HEADS)[:, None] * head_stride
                 tl.store(target + low[None, :], turned_a.to(keys.dtype.element_ty))
                 tl.store(target + high[None, :], turned_b.to(keys.dtype.element_ty))
         else:
-            if SCALED:
-                a, b = a / v_scale, b / v_scale
             target = values + page + (heads - HEADS - KV_HEADS)[:, None] * head_stride
             tl.store(target + low[None, :], a.to(values.dtype.element_ty))
             tl.store(target + high[None, :], b.to(values.dtype.element_ty))
@@ -111,8 +107,7 @@ def _heads_at_once(tokens: int, heads: int, kv_heads: int, invariant: bool, norm
 def rope_cache(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
     heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
-    interleaved: bool = False, k_scale: float = 1.0, v_scale: float = 1.0, invariant: bool = False,
-    added: Tensor | None = None,
+    interleaved: bool = False, invariant: bool = False, added: Tensor | None = None,
 ) -> None:  # fmt: skip
     """qkv [T, (heads + 2 kv_heads) · D]: queries are rotated in place, keys (rotated) and values go to
     keys, values [blocks, kv_heads, block_size, D] at flat `slots` (-1: nowhere). cos, sin: [positions, D / 2]. With
@@ -127,9 +122,9 @@ def rope_cache(
     _kernel[(tokens, (heads + 2 * kv_heads) // group)](
         qkv, qkv if added is None else added, cos, sin, positions, slots, cos if q_norm is None else q_norm,
         cos if k_norm is None else k_norm,
-        keys, values, qkv.stride(0), keys.stride(0), keys.stride(1), eps, k_scale, v_scale, block_size,
+        keys, values, qkv.stride(0), keys.stride(0), keys.stride(1), eps, block_size,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, NORM=q_norm is not None, INTERLEAVED=interleaved,
-        SCALED=k_scale != 1.0 or v_scale != 1.0, ADD=added is not None,
+        ADD=added is not None,
         num_warps=1 if group * dim <= 256 else 4, **early(tokens <= EARLY_ROWS, qkv),
     )  # fmt: skip
 
