@@ -51,7 +51,7 @@ def show(
     node_size: NodeSize = 1,
     channels: Channels = 1,
     pieces: Pieces = 1,
-    svg: Path | None = typer.Option(None, metavar="FILE", help="Draw the schedule into this file (SVG)."),
+    svg: Path | None = typer.Option(None, help="Draw the schedule into this file (SVG)."),
     json_file: options.JsonOption = None,
 ) -> None:
     """Show a schedule step by step: who sends which chunk to whom, and what is added."""
@@ -162,7 +162,7 @@ def tune(
         None, help="Also compare the choices for a message of this size, such as 1MiB."
     ),
     profile: Path | None = typer.Option(
-        None, metavar="FILE", help="Choose by what `cumulo bench collectives --profile` measured."
+        None, help="Choose by what `cumulo bench collectives --profile` measured."
     ),
     json_file: options.JsonOption = None,
 ) -> None:

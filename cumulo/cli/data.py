@@ -17,7 +17,7 @@ def build(
         ..., help="Text, .jsonl or .parquet files, folders of them, or python-stdlib."
     ),
     tokenizer: Path | None = typer.Option(
-        None, help="A folder with tokenizer.json. Default: train a new tokenizer."
+        None, metavar="DIR", help="A folder with tokenizer.json. Default: train a new tokenizer."
     ),
     vocab_size: int = typer.Option(2048, help="Vocabulary size of the new tokenizer; 0: bytes."),
     text_field: str = typer.Option("text", help="Field of a JSONL or Parquet row that contains the text."),
@@ -43,7 +43,7 @@ def show(
     folder: Path = typer.Argument(..., help="Folder of a dataset."),
     document: int = typer.Option(0, min=0, help="Number of the document to print."),
     tokenizer: Path | None = typer.Option(
-        None, help="A folder with tokenizer.json. Default: the one next to the dataset."
+        None, metavar="DIR", help="A folder with tokenizer.json. Default: the one next to the dataset."
     ),
 ) -> None:
     """Print a document of a dataset as the model reads it."""

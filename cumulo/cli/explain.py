@@ -26,15 +26,13 @@ def explain(
         None, metavar="N", help="After `step`: the training step.", show_default=False
     ),
     folder: Path | None = typer.Option(
-        None, help="With `step N`: the folder of a training run.", show_default=False
+        None, metavar="DIR", help="With `step N`: the folder of a training run.", show_default=False
     ),
     server: str = typer.Option("http://127.0.0.1:8000", help="Address of the server."),
     api_key: str | None = typer.Option(
         None, help="API key, if the server requires one.", envvar="OPENAI_API_KEY"
     ),
-    trace: Path | None = typer.Option(
-        None, metavar="FILE", help="Also write a Chrome/Perfetto trace to this file."
-    ),
+    trace: Path | None = typer.Option(None, help="Also write a Chrome/Perfetto trace to this file."),
     json_file: options.JsonOption = None,
 ) -> None:
     """Explain a request of a running server: queueing, prefix cache hits, chunks, preemptions and latencies.

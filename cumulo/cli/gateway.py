@@ -26,24 +26,20 @@ class GatewayCommandOptions:
         metavar="MODEL=URL[@WEIGHT]",
     )
     config: Path | None = option(
-        "YAML file with the replicas: a list `replicas` of url, model and weight.", None, metavar="FILE"
+        "YAML file with the replicas: a list `replicas` of url, model and weight.", None
     )
     fleet_key_file: Path | None = option(
         "File with the key that Cumulo servers were started with, too; streams survive only with it. "
         "Default: $CUMULO_FLEET_KEY, or none.",
         None,
-        metavar="FILE",
     )
     operator_key_file: Path | None = option(
-        "File with the key that adds, drains and removes replicas. Default: the fleet's key.",
-        None,
-        metavar="FILE",
+        "File with the key that adds, drains and removes replicas. Default: the fleet's key.", None
     )
     api_keys: Path | None = option(
         "Require one of the API keys in this file (made by cumulo serve --new-api-key). Default: keys are passed "
         "on to the replicas.",
         None,
-        metavar="FILE",
     )
     host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
     port: int = option("Port to listen on; 0: any free port.", 8080)

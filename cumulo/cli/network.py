@@ -43,7 +43,7 @@ class LintOptions:
         "With a fabric: GPUs of a tensor-parallel group; the rings of data parallelism are next to it.", 8
     )
     queue_pairs: int = option("Queue pairs of a connection.", 1, min=1)
-    env: Path | None = option("A file with NCCL's settings, NAME=VALUE in each line.", None, metavar="FILE")
+    env: Path | None = option("A file with NCCL's settings, NAME=VALUE in each line.", None)
     storage_links: int = option("Links of the storage; 0: not checked.", 0)
     storage_gbps: float = option("Rate of one of them, in Gbit/s.", 200.0)
     checkpoint: str = option("Size of a checkpoint.", "5TB")

@@ -22,7 +22,9 @@ _METHODS_OF = {  # options that say nothing to other methods
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
     model: options.ModelArgument = None
-    output: Path = option("Folder to write. It must not exist or be empty.", REQUIRED, "--output", "-o")
+    output: Path = option(
+        "Folder to write. It must not exist or be empty.", REQUIRED, "--output", "-o", metavar="DIR"
+    )
     method: str = option(
         "gptq, awq or rtn (2, 4 or 8 bits, 16-bit activations); int8 (8-bit weights and activations); fp8.",
         "gptq",

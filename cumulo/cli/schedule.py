@@ -42,12 +42,8 @@ def schedule(
     bandwidth_gb_s: float | None = typer.Option(
         None, help="Bandwidth between two stages in each direction, in GB/s. Default: no limit."
     ),
-    svg: Path | None = typer.Option(
-        None, metavar="FILE", help="Also draw the timeline into this file (SVG)."
-    ),
-    perfetto: Path | None = typer.Option(
-        None, metavar="FILE", help="Also write a Chrome/Perfetto trace to this file."
-    ),
+    svg: Path | None = typer.Option(None, help="Also draw the timeline into this file (SVG)."),
+    perfetto: Path | None = typer.Option(None, help="Also write a Chrome/Perfetto trace to this file."),
     json_file: options.JsonOption = None,
 ) -> None:
     """Draw the timeline of a pipeline schedule, with its bubble and memory next to the published formula."""

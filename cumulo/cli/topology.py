@@ -24,11 +24,10 @@ def topology(
         metavar="FILE",
         help="`nvidia-smi topo -m` as text, or NCCL's topology XML. Default: this machine.",
     ),
-    svg: Path | None = typer.Option(None, metavar="FILE", help="Draw the machine (SVG)."),
+    svg: Path | None = typer.Option(None, help="Draw the machine (SVG)."),
     out_file: Path | None = typer.Option(
         None,
         "--out",
-        metavar="FILE",
         help="Write it as a node of the catalogue, for `cumulo plan --catalog FILE`.",
     ),
     name: str = typer.Option("this-machine", help="Name of that node."),

@@ -21,7 +21,7 @@ def train(
         "--set",
         help="Change a setting, for example --set optimizer.learning_rate=1e-3. Can be given more than once.",
     ),
-    folder: Path | None = typer.Option(None, help="Folder of the run."),
+    folder: Path | None = typer.Option(None, metavar="DIR", help="Folder of the run."),
     steps: int | None = typer.Option(None, help="Number of optimizer steps."),
     collective: str | None = typer.Option(
         None,

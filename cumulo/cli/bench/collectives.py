@@ -23,7 +23,7 @@ def collectives(
     transport: str = typer.Option("shm", help="shm or torch."),
     rounds: int = typer.Option(9, min=1, help="Number of measurements of each."),
     profile: Path | None = typer.Option(
-        None, metavar="FILE", help="Also write a profile for `cumulo collective tune --profile`."
+        None, help="Also write a profile for `cumulo collective tune --profile`."
     ),
     json_file: options.JsonOption = None,
 ) -> None:

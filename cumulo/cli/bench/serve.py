@@ -56,8 +56,8 @@ class BenchServeOptions:
     find_rate: bool = _REPORT("Find the highest request rate that meets --slo.", False)
     tolerance: float = _REPORT("Relative accuracy of the rate that --find-rate finds.", 0.1)
     search_time: str = _REPORT("Maximum time for the search.", "30m")
-    html: Path | None = _REPORT("Write an HTML report with charts to this file.", None, metavar="FILE")
-    records: Path | None = _REPORT("Write every request to this file as JSON Lines.", None, metavar="FILE")
+    html: Path | None = _REPORT("Write an HTML report with charts to this file.", None)
+    records: Path | None = _REPORT("Write every request to this file as JSON Lines.", None)
     json_file: options.JsonOption = None
 
 

@@ -195,7 +195,7 @@ def quality(
     sequences: int = typer.Option(16, min=1, help="Number of sequences of the text to read."),
     length: int = typer.Option(256, min=16, help="Tokens per sequence."),
     rounds: int = typer.Option(3, min=1, help="Number of measurements of speed."),
-    plot: Path | None = typer.Option(None, metavar="FILE", help="Also draw KL over size as SVG."),
+    plot: Path | None = typer.Option(None, help="Also draw KL over size as SVG."),
     threads: options.Threads = None,
     json_file: options.JsonOption = None,
 ) -> None:

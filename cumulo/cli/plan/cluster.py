@@ -105,9 +105,7 @@ class PlanClusterOptions:
     )
     inference: InferenceOptions = InferenceOptions()
     seed: int = _REPORT("Random seed of the simulated failures.", 0)
-    report_file: Path | None = _REPORT(
-        "Write an HTML report with charts to this file.", None, "--report", metavar="FILE"
-    )
+    report_file: Path | None = _REPORT("Write an HTML report with charts to this file.", None, "--report")
     catalog_file: shared.CatalogFile = None
     json_file: options.JsonOption = None
 

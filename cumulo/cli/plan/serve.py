@@ -91,20 +91,13 @@ class PlanServeOptions:
     slo_percentile: shared.SloPercentile = 99.0
     think: str = _REPORT("Time a user waits between an answer and the next question.", "30s")
     out: Path | None = _REPORT(
-        "Write the best deployment to this file, which `cumulo serve --plan FILE` starts.",
-        None,
-        metavar="FILE",
+        "Write the best deployment to this file, which `cumulo serve --plan FILE` starts.", None
     )
     report_file: Path | None = _REPORT(
-        "Write an HTML report with a chart of how many users fit to this file.",
-        None,
-        "--report",
-        metavar="FILE",
+        "Write an HTML report with a chart of how many users fit to this file.", None, "--report"
     )
     svg: Path | None = _REPORT(
-        "Write a chart of the best deployment's latencies over the number of users (SVG).",
-        None,
-        metavar="FILE",
+        "Write a chart of the best deployment's latencies over the number of users (SVG).", None
     )
     catalog_file: shared.CatalogFile = None
     json_file: options.JsonOption = None

@@ -136,7 +136,7 @@ class PlanTrainOptions:
     deadline_days: float | None = _LIMITS("Longest acceptable run time for --tokens, in days.", None)
     budget: float | None = _LIMITS("Highest acceptable price for --tokens, in dollars.", None)
     out_file: Path | None = _REPORT(
-        "Write the best plan to this file. `cumulo train FILE` runs it.", None, "--out", metavar="FILE"
+        "Write the best plan to this file. `cumulo train FILE` runs it.", None, "--out"
     )
     job_file: Path | None = _REPORT(
         "Write the best plan's job to this file (YAML), with its software, recomputation and number formats. "
@@ -146,7 +146,7 @@ class PlanTrainOptions:
         metavar="FILE.yaml",
     )
     timeline_file: Path | None = _REPORT(
-        "Draw the pipeline of the best plan into this file (SVG).", None, "--timeline", metavar="FILE"
+        "Draw the pipeline of the best plan into this file (SVG).", None, "--timeline"
     )
     why: bool = _REPORT("Show how much a single change would save.", True, "--why/--no-why")
     phases: bool = _REPORT.flag(

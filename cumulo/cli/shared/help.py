@@ -1,4 +1,4 @@
-"""Words for the types of options in --help: TEXT, INTEGER, FLOAT, PATH, and nothing for a flag. Called by `main`.
+"""Words for the types of options in --help: TEXT, INTEGER, FLOAT, FILE, and nothing for a flag. Called by `main`.
 
 Newer releases of typer write <str>, <int> and <bool>, older ones TEXT, INTEGER and nothing: with this all agree.
 """
@@ -131,7 +131,7 @@ def _example(found: re.Match[str], width: int) -> Any:
     return page
 
 
-_WORDS = {str: "TEXT", int: "INTEGER", float: "FLOAT", Path: "PATH"}
+_WORDS = {str: "TEXT", int: "INTEGER", float: "FLOAT", Path: "FILE"}  # of folders the options say DIR
 
 
 def use_plain_types(command: Any) -> None:

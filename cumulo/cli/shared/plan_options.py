@@ -27,7 +27,7 @@ ModelName = Annotated[
 ]
 CatalogFile = Annotated[
     Path | None,
-    typer.Option("--catalog", metavar="FILE", help="A YAML file with devices and models of your own."),
+    typer.Option("--catalog", help="A YAML file with devices and models of your own."),
 ]
 
 
@@ -74,7 +74,6 @@ class TrafficOptions:
         "Replay a trace: JSON Lines with arrival_s, prompt_tokens, output_tokens and, for prompts with a shared "
         "prefix, prefix and prefix_tokens; or a public trace (Azure, BurstGPT, Mooncake).",
         None,
-        metavar="FILE",
     )
     requests: int = TRAFFIC("Number of requests to simulate at each rate.", 1000)
     seed: int = TRAFFIC("Random seed. The same seed gives the same traffic.", 0)

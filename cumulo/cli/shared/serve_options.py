@@ -47,7 +47,6 @@ class ServeCommandOptions:
         "Start the deployment of this file, made by `cumulo plan serve --out FILE`. Options that are typed come "
         "before those of the file.",
         None,
-        metavar="FILE",
     )
     host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
     port: int = option("Port to listen on; 0: any free port.", 8000)
@@ -65,11 +64,9 @@ class ServeCommandOptions:
     max_lora_rank: int | None = MODEL(
         "Maximum rank of an adapter. Default: 16, or the highest rank among those of --lora.", None
     )
-    api_keys: Path | None = KEYS("Require one of the API keys in this file.", None, metavar="FILE")
+    api_keys: Path | None = KEYS("Require one of the API keys in this file.", None)
     fleet_key_file: Path | None = REPLICAS(
-        "File with the key that a gateway shows (cumulo gateway). Default: $CUMULO_FLEET_KEY, or none.",
-        None,
-        metavar="FILE",
+        "File with the key that a gateway shows (cumulo gateway). Default: $CUMULO_FLEET_KEY, or none.", None
     )
     new_api_key: str | None = KEYS(
         "Create a key, add its hash to --api-keys FILE, print the key and exit.", None, metavar="NAME"
@@ -197,9 +194,7 @@ class ServeCommandOptions:
     cors_origin: list[str] | None = LIMITS(
         "Web origin that can call the server (CORS). Can be given more than once. Default: none.", None
     )
-    chat_template: Path | None = MODEL(
-        "Jinja2 chat template to use instead of the model's own.", None, metavar="FILE"
-    )
+    chat_template: Path | None = MODEL("Jinja2 chat template to use instead of the model's own.", None)
     parse_special_tokens: bool = MODEL.flag(
         "Parse special tokens in requests, such as <|im_end|>. Unsafe for text you do not trust."
     )

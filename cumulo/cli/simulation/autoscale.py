@@ -75,7 +75,7 @@ class AutoscaleOptions:
         "ttft=1s,tpot=50ms",
     )
     slo_share: float = shared.TRAFFIC("Share of requests that must keep the SLO.", 0.95)
-    svg: Path | None = _REPORT("Write a picture of replicas and load over time (SVG).", None, metavar="FILE")
+    svg: Path | None = _REPORT("Write a picture of replicas and load over time (SVG).", None)
     catalog_file: shared.CatalogFile = None
     json_file: options.JsonOption = None
 

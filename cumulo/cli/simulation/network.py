@@ -83,9 +83,7 @@ class NetworkOptions:
     layout: str = _TRAFFIC("With --train: for example dp=128,tp=8,pp=16,zero=1.", "dp=1,tp=8,pp=1")
     batch: shared.BatchOptions = shared.BatchOptions()
     order: str = _TRAFFIC("With --train: outermost axis of the mesh, pp or dp.", "pp")
-    heat_map: Path | None = _REPORT(
-        "Write a heat map of links over time (.svg or .html).", None, metavar="FILE"
-    )
+    heat_map: Path | None = _REPORT("Write a heat map of links over time (.svg or .html).", None)
     catalog_file: shared.CatalogFile = None
     json_file: options.JsonOption = None
 

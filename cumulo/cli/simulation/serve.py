@@ -90,9 +90,7 @@ class SimulateOptions:
     )
     find_capacity: bool = _REPORT.flag("Find the highest request rate that meets --slo.")
     think: str = _REPORT("Time a user waits between an answer and the next question.", "30s")
-    svg: Path | None = _REPORT(
-        "Write a chart of the latencies over the request rate (SVG).", None, metavar="FILE"
-    )
+    svg: Path | None = _REPORT("Write a chart of the latencies over the request rate (SVG).", None)
     catalog_file: shared.CatalogFile = None
     json_file: options.JsonOption = None
 
