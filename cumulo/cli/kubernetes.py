@@ -67,7 +67,7 @@ def scaler(
 ) -> None:
     """Serve Cumulo's autoscaling rule to KEDA, as an external scaler (gRPC).
 
-    A ScaledObject with a trigger of type external or external-push names this server, the pods and the rule;
+    A ScaledObject with a trigger of type external names this server, the pods and the rule;
     `autoscaler: cumulo` in a job file writes all of them. Needs grpcio: pip install 'cumulo[keda]'.
     """
     import logging
@@ -75,11 +75,9 @@ def scaler(
     from cumulo.cluster.drivers.kubernetes.keda_scaler import KedaScaler, serve_scaler
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    served = KedaScaler()
-    server, bound = serve_scaler(served, f"{host}:{port}")
+    server, bound = serve_scaler(KedaScaler(), f"{host}:{port}")
     out.print(f"KEDA's external scaler listens on {host}:{bound}; press Ctrl+C to stop")
     try:
         server.wait_for_termination()
     except KeyboardInterrupt:
-        served.close()
         server.stop(1).wait()

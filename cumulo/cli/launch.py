@@ -49,9 +49,7 @@ def launch(
         metavar="DIR",
         help="With --on kubernetes: write the manifests there, and submit nothing.",
     ),
-    form: str = typer.Option(
-        "yaml", "--format", help="With --out: yaml, kustomize or helm.", metavar="FORMAT"
-    ),
+    form: str = typer.Option("yaml", "--format", help="With --out: yaml or helm.", metavar="FORMAT"),
     store: StoreOption = None,
 ) -> None:
     """Submit a job: what to train or serve, on how many of which devices. It continues when this command ends."""

@@ -16,7 +16,7 @@ import yaml
 
 from cumulo.base.strict import build, load_yaml, yaml_problem
 from cumulo.cluster.job_check import JobFileError, check_job, in_file
-from cumulo.cluster.job_settings import JobFile
+from cumulo.cluster.job_settings import JobFile as JobFile  # callers name it together with read_job
 from cumulo.errors import ConfigError
 
 _ROOT = "the job"

@@ -81,7 +81,6 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     made = Cluster()
     yield made
-    made.scaler.close()
     made.channel.close()
     made.server.stop(0).wait()
 
@@ -106,20 +105,6 @@ def test_replicas_follow_the_load_of_the_pods_to_zero_and_back(cluster: Cluster)
     cluster.pods = {"10.0.0.2": pod(0, 0, waiting=1)}
     cluster.now_s += 10
     assert cluster.active()
-
-
-def test_a_stream_says_when_there_is_something_to_run_for(cluster: Cluster) -> None:
-    stream = cluster.channel.unary_stream(
-        f"/{SERVICE}/StreamIsActive",
-        request_serializer=lambda one: one.SerializeToString(),
-        response_deserializer=MESSAGES["IsActiveResponse"].FromString,
-    )(cluster.ref(), timeout=300)
-    assert next(stream).result is False  # no pod, no request
-    cluster.pods = {"10.0.0.1": pod(0, 0, waiting=2)}
-    cluster.now_s += 10
-    assert cluster.active()  # whoever looks first wakes the stream
-    assert next(stream).result is True
-    stream.cancel()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Driver: what every target can do with a job. `cumulo launch` and `cumulo jobs` know no more of a target."""
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -7,6 +9,7 @@ from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import CumuloError
 
 _SUBMITTED = "handed-over"
+_PATIENCE_S = 60.0
 Facts = dict[str, Any]  # what is new about a job, by the names of JobRecord
 
 
@@ -17,6 +20,16 @@ class TargetLost(CumuloError):
     def __init__(self, why: str, job: str = "", of_job: bool = False) -> None:
         super().__init__(f"{why}; {job}" if job else why)
         self.why, self.of_job = why, of_job
+
+
+def run_tool(words: Sequence[str], lost: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a command of a target. `lost`: what becomes of the job if it does not answer."""
+    try:
+        return subprocess.run(
+            words, input=text, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise TargetLost(f"{words[0]} did not answer within {_PATIENCE_S:.0f} s", lost) from None
 
 
 def note_submission(record: JobRecord) -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.command import SERVICE, output_file, served_url
-from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
+from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission, run_tool
 from cumulo.cluster.drivers.slurm_end import read_end
 from cumulo.cluster.drivers.slurm_script import COMMENT, batch_script
 from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import ConfigError, CumuloError
 
-_PATIENCE_S = 60.0
 _BAD = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 _WHY = {  # Slurm's word for why a job is pending, as a sentence
     "Resources": "waits until enough nodes are free for the whole gang",
@@ -143,15 +142,12 @@ class SlurmDriver:
 
 
 def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [program, *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        return run_tool([program, *arguments], "the job is kept")
     except FileNotFoundError:
         raise ConfigError(
             f"Slurm's command {program} was not found here: launch from a login node, or install slurm-client"
         ) from None
-    except subprocess.TimeoutExpired:
-        raise TargetLost(f"{program} did not answer within {_PATIENCE_S:.0f} s", "the job is kept") from None
 
 
 class _UnknownJob(CumuloError):

@@ -6,11 +6,9 @@ Objects have the job's name, so a second submission changes nothing. Without kub
 
 import json
 import re
-import shutil
-import subprocess
 from typing import Any
 
-from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission
+from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission, run_tool
 from cumulo.cluster.drivers.kubernetes.manifests import FILL_IN, as_yaml, job_manifests
 from cumulo.cluster.drivers.kubernetes.pod_template import Body
 from cumulo.cluster.job_store import ENDED, JobRecord
@@ -20,7 +18,6 @@ _RESOURCES = {  # of the object that is the job: kind and group, as kubectl name
     "Job": "jobs.batch", "Deployment": "deployments.apps", "LeaderWorkerSet":
     "leaderworkersets.leaderworkerset.x-k8s.io", "RayJob": "rayjobs.ray.io", "RayService": "rayservices.ray.io",
 }  # fmt: skip
-_PATIENCE_S = 60.0
 _LOST = re.compile(
     r"connection refused|no such host|i/o timeout|unable to connect|timed out|eof|service unavailable", re.I
 )
@@ -84,24 +81,12 @@ class KubernetesDriver:
         return {"state": "cancelled", "reason": "cancelled by its user"}
 
     def _call(self, *words: str, text: str = "") -> str:
-        program = shutil.which("kubectl")
-        if program is None:
+        try:
+            done = run_tool(["kubectl", *words], _KEPT, text)
+        except FileNotFoundError:
             raise ConfigError(
                 "kubectl is not installed here: write the manifests with --out DIR, and apply them where it is"
-            )
-        try:
-            done = subprocess.run(
-                [program, *words],
-                input=text,
-                capture_output=True,
-                text=True,
-                timeout=_PATIENCE_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise TargetLost(
-                f"the cluster did not answer kubectl {words[0]} within {_PATIENCE_S:.0f} s", _KEPT
-            ) from error
+            ) from None
         if done.returncode == 0:
             return done.stdout
         message = " ".join(done.stderr.split())

@@ -3,7 +3,7 @@
 A ScaledObject's trigger says where the pods are and how to scale them, in the words of `cumulo serve --autoscale`:
 
     triggers:
-    - type: external-push
+    - type: external
       metadata: {scalerAddress: "chat-scaler:9090", pods: "chat-pods:8000", rule: "1..4,ttft=2s,start-up=60s,
                  prompt-tok-s=8000,output-tok-s=600"}
 
@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 METRIC = "cumulo-replicas"
 SERVICE = "externalscaler.ExternalScaler"
 _ANSWER_S = 5.0  # for a pod to say its metrics
-_WORKERS = 16  # calls at a time; each StreamIsActive keeps one
+_WORKERS = 16  # calls at a time
 
 
 def pod_metrics(address: str) -> dict[str, str]:
@@ -75,8 +75,8 @@ class WatchedObject:
         self.looked_s = float("-inf")
         self.lock = threading.Lock()
 
-    def look(self, now_s: float) -> bool:
-        """Ask the pods and the rule; whether there is now something to run for, or nothing any more."""
+    def look(self, now_s: float) -> None:
+        """Ask the pods and the rule."""
         texts = self._read(self.pods)
         gateway = fetch(f"{self.gateway}/metrics") if self.gateway else ""
         starting = max(0, self.wanted.replicas - len(texts)) if self.looked_s > float("-inf") else 0
@@ -86,11 +86,10 @@ class WatchedObject:
         if before.replicas != self.wanted.replicas:
             counts = self.wanted.replicas, before.replicas
             log.info("%s: %d replicas, were %d: %s", self.pods, *counts, self.wanted.why)
-        return bool(before.replicas) != bool(self.wanted.replicas)
 
 
 class KedaScaler:
-    """The four calls of KEDA, without gRPC. `asked` is a ScaledObjectRef of externalscaler.proto."""
+    """The calls of KEDA, without gRPC. `asked` is a ScaledObjectRef of externalscaler.proto."""
 
     def __init__(
         self,
@@ -99,46 +98,22 @@ class KedaScaler:
     ) -> None:
         self._read, self._clock = read, clock
         self.objects: dict[tuple[str, str, tuple[tuple[str, str], ...]], WatchedObject] = {}
-        self._changed = threading.Condition()
-        self._closed = False
+        self._lock = threading.Lock()
 
     def replicas(self, asked: Any) -> int:
-        return self._current(asked).wanted.replicas
-
-    def stream_active(self, asked: Any, alive: Callable[[], bool]) -> Iterator[bool]:
-        """Whether there is something to run for: now, and whenever it changes."""
-        told = None
-        while alive() and not self._closed:
-            watched = self._current(asked)
-            if (active := watched.wanted.replicas > 0) != told:
-                told = active
-                yield active
-            with self._changed:
-                self._changed.wait(watched.rule.interval_s)
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _current(self, asked: Any) -> WatchedObject:
-        """The object, looked at within its interval: the rule is asked as often as it wants, whoever calls."""
+        """What the rule wants. It is asked at its own interval, however often KEDA calls."""
         metadata = dict(asked.scalerMetadata)
         key = (asked.namespace, asked.name, tuple(sorted(metadata.items())))
-        with self._changed:
+        with self._lock:
             watched = self.objects.get(key)
             if watched is None:
                 for old in [one for one in self.objects if one[:2] == key[:2]]:  # its manifest was changed
                     del self.objects[old]
                 watched = self.objects[key] = WatchedObject(metadata, self._read)
         with watched.lock:  # pods that hang hold up nobody else
-            turned = self._clock() - watched.looked_s >= watched.rule.interval_s and watched.look(
-                self._clock()
-            )
-        if turned:
-            with self._changed:
-                self._changed.notify_all()
-        return watched
+            if self._clock() - watched.looked_s >= watched.rule.interval_s:
+                watched.look(self._clock())
+            return watched.wanted.replicas
 
 
 def serve_scaler(scaler: KedaScaler, address: str) -> tuple["grpc.Server", int]:
@@ -172,19 +147,10 @@ def serve_scaler(scaler: KedaScaler, address: str) -> tuple["grpc.Server", int]:
 
         return grpc.unary_unary_rpc_method_handler(call, messages[request].FromString, _bytes)
 
-    def stream(asked: Any, context: Any) -> Iterator[Any]:
-        try:
-            for active in scaler.stream_active(asked, context.is_active):
-                yield messages["IsActiveResponse"](result=active)
-        except CumuloError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-    asking = messages["ScaledObjectRef"].FromString
     handlers = {
         "IsActive": handler(is_active),
         "GetMetricSpec": handler(metric_spec),
         "GetMetrics": handler(metrics, "GetMetricsRequest"),
-        "StreamIsActive": grpc.unary_stream_rpc_method_handler(stream, asking, _bytes),
     }
     server = grpc.server(ThreadPoolExecutor(_WORKERS))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -1,5 +1,5 @@
-"""All Kubernetes objects of a job file, checked before anybody sees them, and as files: plain YAML, a Kustomize
-base with an overlay, or a Helm chart. `cumulo launch --on kubernetes` calls it, and writes files with `--out`.
+"""All Kubernetes objects of a job file, checked before anybody sees them, and as files: plain YAML or a Helm
+chart. `cumulo launch --on kubernetes` calls it, and writes files with `--out`.
 
 A chart is made from the same objects: values that people change get a marker, and the marker becomes a template.
 
@@ -7,7 +7,6 @@ bodies = job_manifests(read_job(Path("examples/job-serve-gpu.yaml")))
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.drivers.kubernetes.check import check_together
 from cumulo.cluster.drivers.kubernetes.manifest_source import Manifest
 from cumulo.cluster.drivers.kubernetes.manifests_serve import serve_manifests
-from cumulo.cluster.drivers.kubernetes.manifests_train import train_manifests
+from cumulo.cluster.drivers.kubernetes.manifests_train import queue_name, train_manifests
 from cumulo.cluster.drivers.kubernetes.pod_template import CONFIG, Body, config_source, metadata, secret_name
-from cumulo.cluster.drivers.kubernetes.queues import queue_name
 from cumulo.cluster.drivers.kubernetes.references import EXISTS
 from cumulo.cluster.job_file import JobFile, plain_job
 from cumulo.errors import ConfigError
@@ -85,7 +83,7 @@ def _config(job: JobFile) -> list[Body]:
     return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": named, "data": files}]
 
 
-FORMATS = ("yaml", "kustomize", "helm")
+FORMATS = ("yaml", "helm")
 _MARKER = re.compile(r"""(['"]?)@@(\w+)@@\1""")
 Files = dict[str, str]
 _VALUES = {  # fields of a spec that a chart's user sets, by kind, and what values.yaml calls them
@@ -119,11 +117,10 @@ def as_yaml(bodies: list[Body]) -> str:
 
 def write_manifests(job: JobFile, folder: Path, form: str) -> list[Path]:
     """The files that were written."""
-    makers: dict[str, Callable[[JobFile], Files]] = {"yaml": _plain, "kustomize": _kustomize, "helm": _helm}
-    if form not in makers:
+    if form not in FORMATS:
         raise ConfigError(f"--format cannot be {form}{did_you_mean(form, FORMATS)}")
     written = []
-    for name, text in makers[form](job).items():
+    for name, text in (_helm(job) if form == "helm" else _plain(job)).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
@@ -142,36 +139,6 @@ def _file_name(body: Body) -> str:
 
 def _plain(job: JobFile) -> Files:
     return {_file_name(body): _dump(body) for body in job_manifests(job)}
-
-
-def _kustomize(job: JobFile) -> Files:
-    """`kubectl apply -k overlays/production`; the overlay is where image and replicas are changed."""
-    bodies = job_manifests(job)
-    names = [_file_name(body) for body in bodies]
-    base = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": names}
-    image, tag = split_image(job.kubernetes.image)
-    overlay: Body = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": ["../../base"],
-        "images": [{"name": image, "newName": image, "newTag": tag}],
-    }
-    counted = [body for body in bodies if body["kind"] in ("Deployment", "StatefulSet")]
-    if counted:
-        overlay["replicas"] = [
-            {"name": body["metadata"]["name"], "count": body["spec"]["replicas"]} for body in counted
-        ]
-    files = {f"base/{name}": _dump(body) for name, body in zip(names, bodies, strict=True)}
-    return files | {
-        "base/kustomization.yaml": _dump(base),
-        "overlays/production/kustomization.yaml": _dump(overlay),
-    }
-
-
-def split_image(image: str) -> tuple[str, str]:
-    """`registry:5000/cumulo:0.1` is `registry:5000/cumulo` and `0.1`."""
-    name, colon, tag = image.rpartition(":")
-    return (name, tag) if colon and "/" not in tag else (image, "latest")
 
 
 def _helm(job: JobFile) -> Files:

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import yaml
 
-from cumulo.cluster.drivers.kubernetes.manifests_train import ray_cluster
+from cumulo.cluster.drivers.kubernetes.manifests_train import (
+    kueue_queues,
+    queue_name,
+    ray_cluster,
+    volcano_queue,
+)
 from cumulo.cluster.drivers.kubernetes.pod_template import (
     DATA,
     DRAIN_S,
@@ -23,7 +28,6 @@ from cumulo.cluster.drivers.kubernetes.pod_template import (
     pod_template,
     service,
 )
-from cumulo.cluster.drivers.kubernetes.queues import kueue_queues, queue_name, volcano_queue
 from cumulo.cluster.drivers.kubernetes.scaling import autoscaler
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_settings import ServeWork

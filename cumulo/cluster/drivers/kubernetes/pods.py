@@ -28,7 +28,6 @@ class PodSpec:
     owner: Manifest
     path: FieldPath  # of the spec
     spec: Mapping[str, Any]
-    labels: Mapping[str, str]
     count: int  # pods that the object makes of it; 1 where it does not say
     group: int = 1  # pods that together hold one copy of the model
 
@@ -121,26 +120,22 @@ def quantity(value: Any) -> float | None:
 
 def pods_of(manifest: Manifest) -> list[PodSpec]:
     found: list[PodSpec] = []
-    for path, spec, template in _specs(manifest.body, (), {}):
-        metadata = template.get("metadata")
-        labels = (metadata.get("labels") if isinstance(metadata, dict) else None) or {}
+    for path, spec in _specs(manifest.body, ()):
         count, group = _count(manifest, path)
-        found.append(PodSpec(manifest, path, spec, labels if isinstance(labels, dict) else {}, count, group))
+        found.append(PodSpec(manifest, path, spec, count, group))
     return found
 
 
-def _specs(
-    value: Any, path: FieldPath, parent: Mapping[str, Any]
-) -> Iterator[tuple[FieldPath, Mapping[str, Any], Mapping[str, Any]]]:
+def _specs(value: Any, path: FieldPath) -> Iterator[tuple[FieldPath, Mapping[str, Any]]]:
     if isinstance(value, dict):
         if path and path[-1] == "spec" and isinstance(value.get("containers"), list):
-            yield path, value, parent
+            yield path, value
             return
         for key, inner in value.items():
-            yield from _specs(inner, (*path, key), value)
+            yield from _specs(inner, (*path, key))
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            yield from _specs(inner, (*path, number), parent)
+            yield from _specs(inner, (*path, number))
 
 
 def _count(manifest: Manifest, path: FieldPath) -> tuple[int, int]:

@@ -82,9 +82,7 @@ def _external(job: JobFile, target: Body, low: int, high: int) -> list[Body]:
     }
     if job.kubernetes.gateway:
         told["gateway"] = job.kubernetes.gateway
-    made = _scaled_object(
-        job, target, low, high, [{"type": "external-push", "name": "cumulo", "metadata": told}]
-    )
+    made = _scaled_object(job, target, low, high, [{"type": "external", "name": "cumulo", "metadata": told}])
     # The rule cools down by itself: the HPA does at once what it says.
     policies = [{"type": "Percent", "value": 100, "periodSeconds": 15}]
     at_once = {"stabilizationWindowSeconds": 0, "policies": policies}
