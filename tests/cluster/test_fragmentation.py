@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from cumulo.cluster.decide.fit import pack_gang
@@ -11,7 +12,7 @@ from cumulo.cluster.decide.packing import (
     TaskMix,
     TaskShape,
     fragmentation,
-    fragmented_share,
+    reachable_shapes,
     stranded,
     task_mix,
 )
@@ -41,8 +42,13 @@ def unused(free: FreeCapacity, mix: TaskMix) -> float:
     return found
 
 
+def fragmented(free: FreeCapacity, mix: TaskMix) -> float:
+    nodes = np.arange(len(free.nodes))
+    return fragmentation(free.gpu_milli, free.cpu_milli, mix, reachable_shapes(free, nodes, mix)).sum()
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_the_fragmented_share_is_what_its_definition_says(seed: int):
+def test_fragmentation_is_what_its_definition_says(seed: int):
     draw = random.Random(seed)
     free = FreeCapacity([ClusterNode(f"n{at}", 4, "abc"[at % 3], cpu_milli=24_000) for at in range(30)])
     jobs = []
@@ -58,9 +64,9 @@ def test_the_fragmented_share_is_what_its_definition_says(seed: int):
             free.allocate(job, places)
     mix = task_mix(jobs)
     assert len(mix.shapes) > 15
-    assert fragmented_share(free, mix) == pytest.approx(unused(free, mix) / free.gpu_milli.sum())
+    assert fragmented(free, mix) == pytest.approx(unused(free, mix))
 
 
 def test_devices_that_no_task_accepts_are_of_no_use():
     free = FreeCapacity([ClusterNode("x", 4, "a"), ClusterNode("y", 4, "b")])
-    assert fragmented_share(free, TaskMix((TaskShape(1, 1000, 0, ("a",)),), (1.0,))) == 0.5
+    assert fragmented(free, TaskMix((TaskShape(1, 1000, 0, ("a",)),), (1.0,))) == 4000

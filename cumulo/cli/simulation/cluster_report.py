@@ -31,7 +31,6 @@ FIGURES = (
     RunFigure("makespan", lambda run: run.makespan_s, "s", "lower", "makespan"),
     RunFigure("utilization", lambda run: 100 * run.utilisation, "%", heading="use", shown="{:.1f} %"),
     RunFigure("slowest decision", lambda run: 1e3 * run.slowest_decision_s, "ms", "lower"),
-    RunFigure("fragmentation of the free GPUs", lambda run: 100 * run.fragmentation, "%", "lower"),
     RunFigure(
         "fairness", lambda run: run.fairness, heading="fairness", shown="{:.3f}",
         note="Jain's index over the tenants' mean slowdown",

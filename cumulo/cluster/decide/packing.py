@@ -113,15 +113,6 @@ def reachable_shapes(free: FreeCapacity, nodes: Ints, mix: TaskMix) -> Ints | No
     return np.stack(masks, axis=1)
 
 
-def fragmented_share(free: FreeCapacity, mix: TaskMix, most_nodes: int = 2000) -> float:
-    """Of the GPUs that are free, the share that a task drawn from the mix cannot use; of the first nodes of a
-    large cluster."""
-    first = np.arange(min(len(free.nodes), most_nodes))
-    shares, reachable = free.gpu_milli[first], reachable_shapes(free, first, mix)
-    left = float(shares.sum())
-    return float(fragmentation(shares, free.cpu_milli[first], mix, reachable).sum()) / left if left else 0.0
-
-
 _MOST_CPU, _MOST_GPU = 128_000, 8_000  # the largest node of the published comparison, in thousandths
 
 Scorer = Callable[

@@ -12,10 +12,9 @@ from pathlib import Path
 from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.decide.decisions import Cordon, Decision
 from cumulo.cluster.decide.elastic import elastic
-from cumulo.cluster.decide.fair import fair
 from cumulo.cluster.decide.fit import PlacerOf, emptiest, packed
 from cumulo.cluster.decide.las import least_attained_service
-from cumulo.cluster.decide.preemption import preempting
+from cumulo.cluster.decide.preemption import fair, preempting
 from cumulo.cluster.decide.queueing import by_arrival, by_prediction, queue_policy
 from cumulo.cluster.decide.snapshot import Policy, Snapshot
 from cumulo.cluster.decide.topology import TopologyPlacer

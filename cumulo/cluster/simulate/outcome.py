@@ -61,7 +61,6 @@ class ClusterRun:
     impossible: list[JobRequest] = field(default_factory=list)  # too large for the whole cluster, left out
     log: list[tuple[float, tuple[Decision, ...]]] = field(default_factory=list)
     cordoned: list[str] = field(default_factory=list)
-    fragmented: list[float] = field(default_factory=list)  # share of the free GPUs, sampled while jobs end
     decisions: int = 0
     slowest_decision_s: float = 0.0  # CPU time of the policy
     evictions: int = 0
@@ -96,12 +95,6 @@ class ClusterRun:
         """Share of all GPU time, from the first arrival to the last end, that jobs held."""
         return self.used_gpu_s / (self.gpus * self.makespan_s) if self.makespan_s > 0 else 0.0
 
-    @property
-    def fragmentation(self) -> float:
-        """Of the free GPUs, the share that a task like those of the trace could not use: the mean over the
-        run."""
-        return statistics.fmean(self.fragmented) if self.fragmented else 0.0
-
     def percentile_jct_s(self, percent: float) -> float:
         return percentile([one.jct_s for one in self.outcomes], percent / 100) or 0.0
 
@@ -131,7 +124,7 @@ class ClusterRun:
         return {
             "jobs": len(self.outcomes), "mean_jct_s": self.mean_jct_s, "p50_jct_s": self.percentile_jct_s(50),
             "p99_jct_s": self.percentile_jct_s(99), "mean_wait_s": self.mean_wait_s, "makespan_s": self.makespan_s,
-            "utilisation": self.utilisation, "fragmentation": self.fragmentation, "fairness": self.fairness,
+            "utilisation": self.utilisation, "fairness": self.fairness,
             "decisions": self.decisions,
             "evictions": self.evictions, "resizes": self.resizes, "node_failures": self.node_failures,
             "cordoned": self.cordoned, "unfinished": len(self.unfinished), "impossible": len(self.impossible),

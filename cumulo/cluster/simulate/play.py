@@ -16,7 +16,6 @@ from cumulo.cluster.decide.decisions import Cordon, Decision, Eviction, JobPlace
 from cumulo.cluster.decide.fit import slots
 from cumulo.cluster.decide.jobs import WHOLE_GPU, GangShape, JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.nodes import ClusterNode, FreeCapacity
-from cumulo.cluster.decide.packing import fragmented_share, task_mix
 from cumulo.cluster.decide.policies import NamedPolicy
 from cumulo.cluster.decide.snapshot import Policy, Snapshot, TenantQuota
 from cumulo.cluster.simulate.job_speed import JobSpeed, TraceJob
@@ -26,7 +25,6 @@ from cumulo.errors import CumuloError
 
 ROUND_S = 60.0  # between two decisions of policies that resize or preempt running jobs all the time
 _LARGE_ROUND_S, _MANY_JOBS = 30.0, 10_000  # and of all others, where jobs are many; Slurm's bf_interval
-_FRAGMENTATION_SAMPLES = 20
 
 EventKind = Literal["arrive", "advance", "fail", "repair", "decide"]
 # When, in which order of those of the moment, what, the job or node, and a number for whoever handles it. Arrivals
@@ -117,8 +115,6 @@ class _Player:
 
     def play(self) -> ClusterRun:
         told, finished = self.options.told, 0
-        sample_every = max(1, len(self.trace) // _FRAGMENTATION_SAMPLES)
-        mix = task_mix(job.request for job in self.trace)
         while self.events and len(self.run.outcomes) + len(self.run.impossible) < len(self.trace):
             self.run.used_gpu_s += self.used_gpus * (self.events[0][0] - self.now_s)
             self.now_s = self.events[0][0]
@@ -126,8 +122,6 @@ class _Player:
                 self.decide()
             if len(self.run.outcomes) != finished:
                 finished = len(self.run.outcomes)
-                if finished % sample_every == 0:
-                    self.run.fragmented.append(fragmented_share(self.free, mix))
                 if told is not None:
                     told(finished, len(self.trace))
             if self.waiting and self.stuck():
