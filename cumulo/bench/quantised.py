@@ -8,7 +8,7 @@ text is taken from. Speeds are measured in turns with the 16-bit model, so that 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch import Tensor
 from cumulo.base.reference_text import reference_text
 from cumulo.base.report import Row
 from cumulo.bench.quality import BLOCK_SIZE, hidden_states, likeness
+from cumulo.bench.turns import Tell, median_ratio, take_turns
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
@@ -28,7 +29,6 @@ from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.quant.decide.recipe import METHODS, Method, Recipe, settled
 from cumulo.quant.play.run import Calibration, quantise
 
-Tell = Callable[[str, int, int], None]
 DECODED = 32  # tokens per measurement of speed
 
 
@@ -88,13 +88,13 @@ def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figure
             def compared(name: str, own: LLM) -> Figures:
                 states = reference if own is exact else hidden_states(own, tokens, tokens.shape[1], blocks)
                 found = likeness(exact, reference, own, states, tokens)
-                speeds = [
-                    (_decode_tok_s(own), _decode_tok_s(exact)) for _ in range(config.rounds)
-                ]  # in turns
+                sides = {
+                    name: lambda _, llm=llm: _decode_tok_s(llm) for name, llm in (("own", own), ("16", exact))
+                }
+                speeds = take_turns(sides, config.rounds, lambda _: None, warm_ups=0)
                 return Figures(
                     name, int(own.ledger["weights"].measured or 0), found.perplexity, found.kl, found.agreement,
-                    statistics.median(speed for speed, _ in speeds),
-                    statistics.median(speed / plain for speed, plain in speeds),
+                    statistics.median(speeds["own"]), median_ratio(speeds["own"], speeds["16"]),
                 )  # fmt: skip
 
             found, done = [compared("16-bit", exact)], 1
@@ -159,24 +159,10 @@ def _decode_tok_s(llm: LLM) -> float:
     return DECODED / (time.perf_counter() - began)
 
 
-def rows(found: Sequence[Figures]) -> list[Row]:
-    """Rows of the JSON report. What the papers claim is a bound: a calibrated method beats rounding to
-    nearest."""
+def growth_rows(found: Sequence[Figures]) -> list[Row]:
+    """What the papers claim is a bound: a calibrated method beats rounding to nearest."""
     plain, *others = found
     result = []
-    for one in found:
-        result += [
-            Row(f"{one.name}: perplexity", one.perplexity, "", "lower"),
-            Row(f"{one.name}: mean KL", one.kl, "nats", "lower"),
-            Row(f"{one.name}: top-1 agreement", 100 * one.agreement, "%"),
-            Row(f"{one.name}: weights", one.weight_bytes, "B", "lower"),
-            Row(
-                f"{one.name}: decode, relative to 16 bits",
-                one.relative_speed,
-                "",
-                note=f"{one.decode_tok_s:.1f} tok/s",
-            ),
-        ]
     nearest = next((one for one in others if one.name.startswith("rtn")), None)
     for one in others:
         if nearest is not None and one.name.startswith(("awq", "gptq")):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cumulo.bench.quantised import Figures, QualityConfig, chart, measure, parse_methods, rows
+from cumulo.bench.quantised import Figures, QualityConfig, chart, growth_rows, measure, parse_methods
 from cumulo.cli.bench.verbs import print_figures
 from cumulo.errors import ConfigError, CumuloError
 from tests.quant.folders import TEXT, tiny_folder
@@ -36,7 +36,7 @@ def test_a_calibrated_method_that_is_worse_than_rounding_misses_its_bound(tmp_pa
     import typer
 
     good = [figures("16-bit", 10.0), figures("rtn, 4 bits", 12.0), figures("gptq, 4 bits", 11.0)]
-    bound = rows(good)[-1]
+    bound = growth_rows(good)[-1]
     assert (bound.value, bound.must, bound.ok) == (0.5, 1.0, True)
     plot = tmp_path / "quality.svg"
     print_figures(good, plot, tmp_path / "quality.json")

@@ -2,18 +2,19 @@
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cumulo.base import report
 from cumulo.base.chart import chart_file
 from cumulo.base.report import available_cores
 from cumulo.cli.bench import serve as bench_serve
 from cumulo.cli.shared import options
-from cumulo.cli.shared.figures import RunFigure, figure_table
-from cumulo.cli.shared.terminal import err, finish, loading, note, only_json, out, save, warn_if_busy, working
+from cumulo.cli.shared.declare import option, takes_options
+from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
+from cumulo.cli.shared.terminal import finish, loading, note, present, save, warn_if_busy, working
 from cumulo.errors import CumuloError
 from cumulo.load.prompts import parse_lengths
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cumulo.bench.quantised import Figures
 
 app = typer.Typer()
+Rounds = Annotated[int, typer.Option(min=1, help="Number of measurements.")]
 app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.serve)
 
 
@@ -39,7 +41,7 @@ def engine(
         "", help="Also measure these in turns with Cumulo: transformers, llama.cpp or both."
     ),
     threads: options.Threads = None,
-    rounds: int = typer.Option(5, min=1, help="Number of measurements."),
+    rounds: Rounds = 5,
     quality: bool = typer.Option(
         True, help="Also compare the outputs with the model dequantized to float32."
     ),
@@ -63,31 +65,18 @@ def engine(
 
 @app.command(epilog="Example: [bold]cumulo bench scheduler[/bold]")
 def scheduler(
-    repeats: int = typer.Option(5, min=1, help="Number of measurements."),
+    repeats: Rounds = 5,
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure the time the scheduler needs per step on one core, also with a long queue."""
     measure("scheduler", "scheduler, one core", json_file, repeats)
 
 
-@app.command(epilog="Example: [bold]cumulo bench checkpoint --mebibytes 512[/bold]")
-def checkpoint(
-    mebibytes: int = typer.Option(1024, min=16, help="Size of the training state, in MiB."),
-    repeats: int = typer.Option(3, min=1, help="Number of measurements."),
-    folder: Path | None = typer.Option(
-        None, help="Folder on the disk to measure. Default: the folder for temporary files."
-    ),
-    json_file: options.JsonOption = None,
-) -> None:
-    """Measure how long an asynchronous checkpoint stops training, next to a synchronous one."""
-    measure("checkpoint", "checkpoints, one process", json_file, mebibytes, repeats, folder)
-
-
 @app.command(epilog="Example: [bold]cumulo bench overhead --json serving.json[/bold]")
 def overhead(
     model: options.ModelArgument = None,
     threads: options.Threads = None,
-    rounds: int = typer.Option(5, min=1, help="Number of measurements of both sides."),
+    rounds: Rounds = 5,
     requests: int = typer.Option(32, min=16, help="Requests per round; 16 run at the same time."),
     output_tokens: str = typer.Option(
         "uniform:64-128", "--output", help="Answer length in tokens, for example 64 or uniform:64-128."
@@ -171,77 +160,79 @@ def _numbers(text: str) -> list[int]:
         raise CumuloError(f"expected whole numbers separated by commas, got {text!r}") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions:
+    """Names that QualityConfig has, too, are its fields."""
+
+    model: options.ModelArgument = None
+    methods: str = option(
+        "Methods to quantize with: rtn, awq, gptq, int8, fp8; separated by commas.", "rtn,awq,gptq,int8,fp8"
+    )
+    folder: list[Path] = option(
+        "Also measure this quantized folder. Can be given more than once.", (), metavar="DIR"
+    )
+    bits: int = option("Bits per weight for rtn, awq and gptq.", 4)
+    group: int | None = option("Columns that share a scale. Default: as for `cumulo quantize`.", None)
+    calibration: Path | None = option(
+        "Calibration text of awq and gptq. Default: as for `cumulo quantize`.", None
+    )
+    calibration_sequences: int = option("Number of calibration sequences.", 64, min=1)
+    text: Path | None = option(
+        "Held-out text. Default: the part of the Python reference that is not calibrated with.", None
+    )
+    sequences: int = option("Number of sequences of the text to read.", 16, min=1)
+    length: int = option("Tokens per sequence.", 256, min=16)
+    rounds: int = option("Number of measurements of speed.", 3, min=1)
+    plot: Path | None = option("Also draw KL over size as SVG.", None)
+    threads: options.Threads = None
+    json_file: options.JsonOption = None
+
+
 @app.command(epilog="Example: [bold]cumulo bench quality --methods rtn --sequences 2 --length 64[/bold]")
-def quality(
-    model: options.ModelArgument = None,
-    methods: str = typer.Option(
-        "rtn,awq,gptq,int8,fp8",
-        help="Methods to quantize with: rtn, awq, gptq, int8, fp8; separated by commas.",
-    ),
-    folder: list[Path] | None = typer.Option(
-        None, help="Also measure this quantized folder. Can be given more than once."
-    ),
-    bits: int = typer.Option(4, help="Bits per weight for rtn, awq and gptq."),
-    group: int | None = typer.Option(
-        None, help="Columns that share a scale. Default: as for `cumulo quantize`."
-    ),
-    calibration: Path | None = typer.Option(
-        None, help="Calibration text of awq and gptq. Default: as for `cumulo quantize`."
-    ),
-    calibration_sequences: int = typer.Option(64, min=1, help="Number of calibration sequences."),
-    text: Path | None = typer.Option(
-        None, help="Held-out text. Default: the part of the Python reference that is not calibrated with."
-    ),
-    sequences: int = typer.Option(16, min=1, help="Number of sequences of the text to read."),
-    length: int = typer.Option(256, min=16, help="Tokens per sequence."),
-    rounds: int = typer.Option(3, min=1, help="Number of measurements of speed."),
-    plot: Path | None = typer.Option(None, help="Also draw KL over size as SVG."),
-    threads: options.Threads = None,
-    json_file: options.JsonOption = None,
-) -> None:
+@takes_options
+def quality(chosen: QualityOptions) -> None:
     """Quantize a model by every method and compare perplexity, KL, top-1, speed and memory with 16 bits."""
-    options.engine_config(threads=threads)
+    options.engine_config(threads=chosen.threads)
     with loading(lines=True) as show:
-        from cumulo.bench import quantised as bench_quantised
+        from cumulo.bench.quantised import QualityConfig, measure, parse_methods
         from cumulo.quant.play.run import Calibration
 
-        config = bench_quantised.QualityConfig(
-            bench_quantised.parse_methods(methods),
-            tuple(folder or ()),
-            bits,
-            group,
-            Calibration(calibration, calibration_sequences),
-            text,
-            sequences,
-            length,
-            rounds,
-            threads,
-        )
-        found = bench_quantised.measure(model, config, show)
-    print_figures(found, plot, json_file)
+        told = vars(chosen) | {
+            "methods": parse_methods(chosen.methods),
+            "folders": tuple(chosen.folder),
+            "calibration": Calibration(chosen.calibration, chosen.calibration_sequences),
+        }
+        config = QualityConfig(**{one.name: told[one.name] for one in fields(QualityConfig)})
+        found = measure(chosen.model, config, show)
+    print_figures(found, chosen.plot, chosen.json_file)
 
 
 _QUALITY = (
-    RunFigure("", lambda one: one.perplexity, heading="perplexity"),
-    RunFigure("", lambda one: one.kl, heading="mean KL, nats"),
-    RunFigure("", lambda one: 100 * one.agreement, heading="top-1", shown="{:.1f}%"),
-    RunFigure("", lambda one: one.weight_bytes, "B", heading="weights"),
-    RunFigure("", lambda one: one.decode_tok_s, "tok/s", heading="decode"),
-    RunFigure("", lambda one: one.relative_speed, heading="over 16 bits", shown="{:.2f}x"),
+    RunFigure("perplexity", lambda one: one.perplexity, "", "lower", "perplexity"),
+    RunFigure("mean KL", lambda one: one.kl, "nats", "lower", "mean KL"),
+    RunFigure("top-1 agreement", lambda one: 100 * one.agreement, "%", heading="top-1", shown="{:.1f}%"),
+    RunFigure("weights", lambda one: one.weight_bytes, "B", "lower", "weights"),
+    RunFigure("decode", lambda one: one.decode_tok_s, "tok/s", heading="decode"),
+    RunFigure(
+        "decode, relative to 16 bits",
+        lambda one: one.relative_speed,
+        "",
+        heading="over 16 bits",
+        shown="{:.2f}x",
+    ),
 )
 
 
 def print_figures(found: "Sequence[Figures]", plot: Path | None, json_file: Path | None) -> None:
     """Exit code 1 where a calibrated method is worse than rounding to nearest."""
-    from cumulo.bench.quantised import chart, rows
+    from cumulo.bench.quantised import chart, growth_rows
 
-    console = err if only_json(json_file) else out
-    console.print(figure_table("", [(one.name, one) for one in found], _QUALITY, "quality against 16 bits"))
-    result = rows(found)
-    failed = [row for row in result if not row.ok]
-    for row in failed:
-        note(f"{row.name}: {row.value:.2f}, must be at most {row.must:g}")
+    named, judged = [(one.name, one) for one in found], growth_rows(found)
+    rows = [row for name, one in named for row in figure_rows(name, one, _QUALITY)]
+    present([*rows, *judged], json_file, figure_table("", named, _QUALITY, "quality against 16 bits"))
     save(plot, lambda: chart_file(chart(found)), "chart")
-    report.write_json(json_file, result)
-    if failed:
+    for row in judged:
+        if not row.ok:
+            note(f"{row.name}: {row.value:.2f}, must be at most {row.must:g}")
+    if not all(row.ok for row in judged):
         raise typer.Exit(1)
