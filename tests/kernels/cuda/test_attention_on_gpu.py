@@ -36,12 +36,6 @@ def test_a_window_matches_at_real_sizes() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_pages_through_descriptors_match_at_real_sizes() -> None:
-    real_case(MIXED).check({"chunk": ChunkConfig(key_tile=64, num_stages=3, descriptors=True)})
-
-
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     "options", [{"dim": 64}, {"dim": 256}, {"block_size": 16}, {"block_size": 128}], ids=str
 )
@@ -141,12 +135,10 @@ def decode_case(config: DecodeConfig, group: int = 4) -> Case:
 
 
 def chunk_case(config: ChunkConfig, group: int = 4) -> Case:
-    described = dict.fromkeys(("keys", "values"), f"tensordesc<bf16[{config.key_tile},128]>")
     return Case(
-        "cumulo.kernels.cuda.attention.paged_attention_chunk:_chunk",
-        TYPES | (described if config.descriptors else {}),
-        dict(KV_HEADS=8, GROUP=group, ROWS=config.rows, QUERY_TILE=config.query_tile(group), DIM=128, COLUMNS=128,
-             PAGE=64, TILE=config.key_tile, DESCRIPTORS=config.descriptors, **PLAIN),
+        "cumulo.kernels.cuda.attention.paged_attention_chunk:_chunk", TYPES,
+        dict(GROUP=group, ROWS=config.rows, QUERY_TILE=config.query_tile(group), DIM=128, COLUMNS=128, PAGE=64,
+             TILE=config.key_tile, **PLAIN),
         config.num_warps, config.num_stages,
     )  # fmt: skip
 
@@ -172,19 +164,17 @@ def test_default_configurations_fit_a_hopper_multiprocessor() -> None:
             decode_case(few),
             decode_case(many),
             chunk_case(chunk_config(4, 128, torch.bfloat16, 64, invariant=False)),
-            chunk_case(ChunkConfig(key_tile=64, num_stages=3, descriptors=True)),
             work_list,
             mla,
         ]
     )
     for compiled in made[:-1]:
         compiled.check_fits()
-    decode, chunk, described, latent_made = made[1], made[2], made[3], made[-1]
+    decode, chunk, latent_made = made[1], made[2], made[-1]
     # Half of the registers are its accumulators; newer compilers spill some of the others around the loop.
     assert latent_made.spilled_bytes <= 128 and latent_made.shared_bytes <= SHARED_BYTES_PER_BLOCK
     assert decode.count("LDGSTS") >= 3 * 16  # three tiles' asynchronous copies: the loop is pipelined
     # Three programs share a multiprocessor: its registers and its shared memory suffice.
     assert decode.registers * 128 * 3 <= 65536 and decode.shared_bytes * 3 <= 227 << 10
     assert chunk.count("HGMMA") > 0 and chunk.count("LDGSTS") > 0
-    assert described.count("UTMALDG") > 0 and described.count("HGMMA") > 0
     assert latent_made.count("HGMMA") > 0

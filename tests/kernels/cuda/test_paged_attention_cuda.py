@@ -45,9 +45,8 @@ def test_tiles_and_pages_of_different_sizes_match(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("descriptors", [True, False], ids=["descriptors", "pointers"])
-def test_chunks_with_earlier_context_match(descriptors: bool, device: torch.device) -> None:
-    options = {"chunk": ChunkConfig(rows=32, key_tile=16, descriptors=descriptors)}
+def test_chunks_with_earlier_context_match(device: torch.device) -> None:
+    options = {"chunk": ChunkConfig(rows=32, key_tile=16)}
     PagedCase([(40, 40), (1, 30), (17, 61), (2, 2)], device=device).check(options)
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cumulo.kernels.cuda.attention.paged_attention_overlap import fits, launch_overlapped
 from cumulo.kernels.cuda.attention.split_merge import LOG2_E
@@ -32,7 +31,6 @@ class ChunkConfig:
     key_tile: int = 128
     num_warps: int = 8
     num_stages: int = 2
-    descriptors: bool = False  # load pages with the tensor memory accelerator: more barriers, fewer addresses
     # Where it can, `paged_attention_overlap` with bundles of so many tiles and `num_stages` slots.
     overlap: int = 0
 
@@ -43,9 +41,9 @@ class ChunkConfig:
 
 @triton.jit
 def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, context, scale, window,
-          kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS: tl.constexpr,
-          DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-          DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+          key_block_stride, key_stride, value_block_stride, value_stride, DIM: tl.constexpr,
+          COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+          MASKED: tl.constexpr):  # fmt: skip
     """Fold key tiles begin..end into the running softmax of every row."""
     column = tl.arange(0, COLUMNS)
     position_in_tile = tl.arange(0, TILE)
@@ -56,32 +54,24 @@ def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, co
     for tile in tl.range(begin, end):
         position = tile * TILE + position_in_tile
         if TILE <= PAGE:
-            within = tile * TILE % PAGE
-            this_page = page
+            row = tile * TILE % PAGE + position_in_tile
+            key_offset = page.to(tl.int64) * key_block_stride + row * key_stride
+            value_offset = page.to(tl.int64) * value_block_stride + row * value_stride
             # A tile early: addresses wait for it.
             page = tl.load(table + tl.minimum((tile + 1) * TILE // PAGE, last_page))
-        if DESCRIPTORS:
-            first_row = (this_page * KV_HEADS + kv_head) * PAGE + within
-            k = keys.load([first_row, 0])
-            v = values.load([first_row, 0])
         else:
-            if TILE <= PAGE:
-                row = within + position_in_tile
-                key_offset = this_page.to(tl.int64) * key_block_stride + row * key_stride
-                value_offset = this_page.to(tl.int64) * value_block_stride + row * value_stride
-            else:
-                pages = tl.load(table + tl.minimum(position // PAGE, last_page)).to(tl.int64)
-                key_offset = pages * key_block_stride + position % PAGE * key_stride
-                value_offset = pages * value_block_stride + position % PAGE * value_stride
-            key_pointers = keys + key_offset[:, None] + column[None, :]
-            value_pointers = values + value_offset[:, None] + column[None, :]
-            if MASKED or COLUMNS != DIM:
-                inside = (position < context)[:, None] & (column < DIM)[None, :]
-                k = tl.load(key_pointers, mask=inside, other=0.0)
-                v = tl.load(value_pointers, mask=inside, other=0.0)
-            else:
-                k = tl.load(key_pointers)
-                v = tl.load(value_pointers)
+            pages = tl.load(table + tl.minimum(position // PAGE, last_page)).to(tl.int64)
+            key_offset = pages * key_block_stride + position % PAGE * key_stride
+            value_offset = pages * value_block_stride + position % PAGE * value_stride
+        key_pointers = keys + key_offset[:, None] + column[None, :]
+        value_pointers = values + value_offset[:, None] + column[None, :]
+        if MASKED or COLUMNS != DIM:
+            inside = (position < context)[:, None] & (column < DIM)[None, :]
+            k = tl.load(key_pointers, mask=inside, other=0.0)
+            v = tl.load(value_pointers, mask=inside, other=0.0)
+        else:
+            k = tl.load(key_pointers)
+            v = tl.load(value_pointers)
         scores = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
         if MASKED:
             visible = (position[None, :] <= own_position[:, None]) & (position < context)[None, :]
@@ -95,8 +85,6 @@ def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, co
         keep = tl.exp2(top - safe_top)
         p = tl.exp2(scores * scale_log2 - safe_top[:, None])
         weight = weight * keep + tl.sum(p, axis=1)
-        if MASKED and DESCRIPTORS:  # whatever lies past the context, a NaN even, must not matter
-            v = tl.where((position < context)[:, None], v, tl.zeros_like(v))
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * keep[:, None], input_precision="ieee")
         top = new_top
     return acc, weight, top
@@ -106,9 +94,9 @@ def _fold(q, acc, weight, top, keys, values, table, begin, end, own_position, co
 def _chunk(query, keys, values, out, tiles, tables, scale, window, query_token_stride, query_head_stride,
            out_token_stride, out_head_stride, key_block_stride, key_head_stride, key_stride, value_block_stride,
            value_head_stride, value_stride, table_stride,
-           KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, QUERY_TILE: tl.constexpr,
+           GROUP: tl.constexpr, ROWS: tl.constexpr, QUERY_TILE: tl.constexpr,
            DIM: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-           DESCRIPTORS: tl.constexpr, HAS_WINDOW: tl.constexpr):  # fmt: skip
+           HAS_WINDOW: tl.constexpr):  # fmt: skip
     record = tiles + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
     tokens = tl.load(record + 2)
@@ -131,9 +119,8 @@ def _chunk(query, keys, values, out, tiles, tables, scale, window, query_token_s
         other=0.0,
     )
     table = tables + sequence.to(tl.int64) * table_stride
-    if not DESCRIPTORS:
-        keys += kv_head.to(tl.int64) * key_head_stride
-        values += kv_head.to(tl.int64) * value_head_stride
+    keys += kv_head.to(tl.int64) * key_head_stride
+    values += kv_head.to(tl.int64) * value_head_stride
 
     own_position = context - tokens + token
     first_position = context - tokens + first_token
@@ -149,18 +136,18 @@ def _chunk(query, keys, values, out, tiles, tables, scale, window, query_token_s
         inner = tl.minimum((tl.maximum(last_position - window + 1, 0) + TILE - 1) // TILE, seen_by_all)
         acc, weight, top = _fold(
             q, acc, weight, top, keys, values, table, begin, inner, own_position, context, scale,
-            window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM,
-            COLUMNS, PAGE, TILE, DESCRIPTORS, HAS_WINDOW, True,
+            window, key_block_stride, key_stride, value_block_stride, value_stride, DIM,
+            COLUMNS, PAGE, TILE, HAS_WINDOW, True,
         )  # fmt: skip
     acc, weight, top = _fold(
         q, acc, weight, top, keys, values, table, inner, seen_by_all, own_position, context, scale,
-        window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS,
-        PAGE, TILE, DESCRIPTORS, HAS_WINDOW, False,
+        window, key_block_stride, key_stride, value_block_stride, value_stride, DIM, COLUMNS,
+        PAGE, TILE, HAS_WINDOW, False,
     )  # fmt: skip
     acc, weight, top = _fold(
         q, acc, weight, top, keys, values, table, seen_by_all, end, own_position, context, scale,
-        window, kv_head, key_block_stride, key_stride, value_block_stride, value_stride, KV_HEADS, DIM, COLUMNS,
-        PAGE, TILE, DESCRIPTORS, HAS_WINDOW, True,
+        window, key_block_stride, key_stride, value_block_stride, value_stride, DIM, COLUMNS,
+        PAGE, TILE, HAS_WINDOW, True,
     )  # fmt: skip
 
     result = acc * (1.0 / weight)[:, None]
@@ -169,17 +156,6 @@ def _chunk(query, keys, values, out, tiles, tables, scale, window, query_token_s
         result.to(out.dtype.element_ty),
         mask=mask,
     )
-
-
-def pages_descriptor(pages: Tensor, tile: int) -> TensorDescriptor | None:
-    """All rows of all pages as one matrix for the tensor memory accelerator; None where it cannot describe
-    them.
-    """
-    dim = pages.shape[-1]
-    if not pages.is_contiguous() or dim * pages.element_size() % 16 or pages.data_ptr() % 16:
-        return None
-    rows = pages.numel() // dim
-    return TensorDescriptor(pages, [rows, dim], [dim, 1], [tile, max(16, triton.next_power_of_2(dim))])
 
 
 def launch_chunks(
@@ -203,15 +179,10 @@ def launch_chunks(
     heads, dim = query.shape[1], query.shape[2]
     kv_heads, page = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
-    key_source = value_source = None
-    if config.descriptors and config.key_tile <= page:
-        key_source = pages_descriptor(keys, config.key_tile)
-        value_source = pages_descriptor(values, config.key_tile)
-    described = key_source is not None and value_source is not None
     _chunk[(len(tiles), kv_heads)](
         query,
-        key_source if described else keys,
-        value_source if described else values,
+        keys,
+        values,
         out,
         tiles,
         tables,
@@ -228,7 +199,6 @@ def launch_chunks(
         values.stride(1),
         values.stride(2),
         tables.stride(0),
-        KV_HEADS=kv_heads,
         GROUP=group,
         ROWS=config.rows,
         QUERY_TILE=config.query_tile(group),
@@ -236,7 +206,6 @@ def launch_chunks(
         COLUMNS=max(16, triton.next_power_of_2(dim)),
         PAGE=page,
         TILE=config.key_tile,
-        DESCRIPTORS=described,
         HAS_WINDOW=window is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
