@@ -19,12 +19,12 @@ from cumulo.engine.play.cuda import rounds as cuda_rounds
 from cumulo.engine.play.cuda.step_words import StepShape
 from cumulo.engine.play.draft_source import DraftSource, attach_rounds
 from cumulo.kernels.cuda.sampling.rounds import (
+    PART,
     RoundRows,
     accept,
     accepted_reference,
+    logit_parts,
     propose,
-    propose_next,
-    proposed_reference,
 )
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.play.cuda_eagle import CudaEagle
@@ -71,16 +71,11 @@ def whisper(monkeypatch, known: dict[int, list[int]]) -> None:
             if text is not None and start + ahead < len(text) and (start + ahead) % 4:
                 tokens[slot, start + ahead] = text[start + ahead]
 
-    def right(logits, token_of, rows, tokens, ahead):
-        propose(logits, token_of, rows, tokens, ahead)
-        correct(rows, tokens, ahead)
-
-    def next_right(best, place, token_of, rows, tokens, tables, block_size, ahead, inputs):
-        propose_next(best, place, token_of, rows, tokens, tables, block_size, ahead, inputs)
+    def right(best, place, token_of, rows, tokens, tables, block_size, ahead, inputs):
+        propose(best, place, token_of, rows, tokens, tables, block_size, ahead, inputs)
         correct(rows, tokens, ahead)
 
     monkeypatch.setattr(cuda_rounds, "propose", right)
-    monkeypatch.setattr(cuda_rounds, "propose_next", next_right)
 
 
 def test_rounds_give_the_tokens_of_a_run_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +248,12 @@ def test_accepting_and_proposing_follow_their_references() -> None:
     logits = torch.randn(count, 4100, generator=generator).to(DEVICE)
     token_of = torch.randperm(5000, generator=generator)[:4100].int().to(DEVICE)
     tokens = torch.zeros(6, 32, dtype=torch.int32, device=DEVICE)
-    propose(logits, token_of, rows, tokens, 2)
+    parts = (count, -(-4100 // PART))
+    best, place = torch.zeros(parts, device=DEVICE), torch.zeros(parts, dtype=torch.int32, device=DEVICE)
+    logit_parts(logits, best, place)
+    propose(best, place, token_of, rows, tokens, tokens, 16, 2, None)
     found = tokens[rows.slots[:4].long(), (rows.starts[:4] + 2).long()]
-    assert torch.equal(found, proposed_reference(logits[:4], token_of))
+    assert torch.equal(found, token_of[logits[:4].argmax(dim=-1)])
     assert rows.chain_starts[:4].tolist() == (rows.starts[:4] + 1).tolist()
 
 

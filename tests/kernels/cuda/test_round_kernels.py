@@ -14,7 +14,7 @@ from cumulo.kernels.cuda.sampling.greedy_rounds import (
     likeliest_tiles,
     tile_parts,
 )
-from cumulo.kernels.cuda.sampling.rounds import NextInputs, RoundRows, propose, propose_next, round_inputs
+from cumulo.kernels.cuda.sampling.rounds import NextInputs, RoundRows, propose, round_inputs
 from tests.kernels.cuda.tolerance import check_close, poisoned
 from tests.thorough import rare
 
@@ -65,9 +65,10 @@ def test_a_proposal_leaves_what_separate_launches_would(min_tiles: int, device: 
     inputs = NextInputs(*(zeros(count) for _ in range(4)), zeros(count, blocks), items, tile, min_tiles)
     best, place = logits.view(count, 8, 5).max(dim=2)
     place = (place + 5 * torch.arange(8, device=device)).int()
-    propose_next(best, place, token_of, rows, tokens, tables, page, ahead, inputs)
+    propose(best, place, token_of, rows, tokens, tables, page, ahead, inputs)
 
-    propose(logits, token_of, rows, apart, ahead)
+    for row in (0, 2):
+        apart[rows.slots[row], rows.starts[row] + ahead] = token_of[logits[row].argmax()]
     assert torch.equal(tokens, apart)
     named, positions, slots, contexts = (zeros(count) for _ in range(4))
     step_tables, none = zeros(count, blocks), torch.full((count,), -1, dtype=torch.int32, device=device)

@@ -29,7 +29,6 @@ from cumulo.kernels.cuda.sampling.rounds import (
     RoundRows,
     accept,
     propose,
-    propose_next,
     round_inputs,
 )
 from cumulo.models.batch import KVCache
@@ -135,13 +134,10 @@ class HeadRounds:
                     self.cache,
                 )
                 stream = head.output(stream, qkv, chain, self.cache, None)
-            if inputs is None:
-                propose(head.logits_of(stream), head.token_of, rows, slots.tokens, ahead)
-            else:
-                propose_next(
-                    *head.likeliest(stream), head.token_of, rows, slots.tokens, slots.tables, slots.block_size,
-                    ahead, inputs if ahead < rounds.drafts else None,
-                )  # fmt: skip
+            propose(
+                *head.likeliest(stream), head.token_of, rows, slots.tokens, slots.tables, slots.block_size,
+                ahead, inputs if ahead < rounds.drafts else None,
+            )  # fmt: skip
 
     def _likeliest_of_lanes(self, lanes: int) -> tuple[Tensor, Tensor]:
         """Of each part of the model's vocabulary the largest logit behind each lane, and whose it is."""

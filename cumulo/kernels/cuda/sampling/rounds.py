@@ -15,7 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cumulo.kernels.cuda.early import early
 from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
 
-_BLOCK = 4096
 PART = 32  # logits of which the largest is told
 
 
@@ -126,39 +125,6 @@ def accept(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["ahead"])
-def _propose(logits, token_of, row_slots, row_starts, chain_starts, tokens, logit_stride, token_stride, vocabulary,
-             ahead, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0)
-    slot = tl.load(row_slots + row).to(tl.int64)
-    if slot >= 0:
-        column = tl.arange(0, BLOCK)
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        where = tl.zeros((BLOCK,), tl.int32)
-        for first in range(0, vocabulary, BLOCK):
-            inside = first + column < vocabulary
-            value = tl.load(logits + row.to(tl.int64) * logit_stride + first + column, mask=inside,
-                            other=float("-inf")).to(tl.float32)  # fmt: skip
-            higher = value > best
-            best = tl.where(higher, value, best)
-            where = tl.where(higher, first + column, where)
-        peak = tl.max(best, 0)
-        chosen = tl.min(tl.where(best == peak, where, vocabulary - 1), 0)
-        start = tl.load(row_starts + row)
-        tl.store(tokens + slot * token_stride + start + ahead, tl.load(token_of + chosen))
-        tl.store(chain_starts + row, start - 1 + ahead)
-
-
-def propose(logits: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, ahead: int) -> None:
-    """The likeliest token of each row of logits, by `token_of` [V] as the model knows it, becomes the draft at
-    `ahead` places behind the row's start."""
-    count, vocabulary = logits.shape
-    _propose[(count,)](
-        logits, token_of, rows.slots, rows.starts, rows.chain_starts, tokens, logits.stride(0), tokens.stride(0),
-        vocabulary, ahead, BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
-    )  # fmt: skip
-
-
 @triton.jit
 def _logit_parts(logits, best, place, vocabulary, stride, parts, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
     row = tl.program_id(0)
@@ -227,10 +193,10 @@ def one_token_inputs(row, position, table, positions, kv_slots, contexts, step_t
 
 
 @triton.jit(do_not_specialize=["ahead", "min_tiles", "items_each"])
-def _propose_next(best, place, token_of, row_slots, row_starts, tokens, tables, next_tokens, positions, kv_slots,
-                  contexts, step_tables, items, parts, token_stride, table_stride, step_table_stride, ahead,
-                  min_tiles, items_each, PARTS: tl.constexpr, PAGE: tl.constexpr, KEY_TILE: tl.constexpr,
-                  ITEMS: tl.constexpr, NEXT: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+def _propose(best, place, token_of, row_slots, row_starts, chain_starts, tokens, tables, next_tokens, positions,
+             kv_slots, contexts, step_tables, items, parts, token_stride, table_stride, step_table_stride, ahead,
+             min_tiles, items_each, PARTS: tl.constexpr, PAGE: tl.constexpr, KEY_TILE: tl.constexpr,
+             ITEMS: tl.constexpr, NEXT: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -250,6 +216,7 @@ def _propose_next(best, place, token_of, row_slots, row_starts, tokens, tables, 
         )  # where all are NaN, any will do
         start = tl.load(row_starts + row)
         tl.store(tokens + slot * token_stride + start + ahead, token)
+        tl.store(chain_starts + row, start - 1 + ahead)
         if NEXT:
             # The head goes on behind its proposal: as a step of one token for this row, whose inputs these are.
             tl.store(next_tokens + row, token)
@@ -272,26 +239,24 @@ class NextInputs:
     min_tiles: int
 
 
-def propose_next(
+def propose(
     best: Tensor, place: Tensor, token_of: Tensor, rows: RoundRows, tokens: Tensor, tables: Tensor, block_size: int,
     ahead: int, inputs: NextInputs | None,
 ) -> None:  # fmt: skip
-    """`propose` from each part's largest logit [rows, parts] and its place, and in the same launch the inputs of
-    the head's step behind it, unless it is the last."""
+    """The likeliest token of each row, from each part's largest logit [rows, parts] and its place, by `token_of`
+    [V] as the model knows it, becomes the draft at `ahead` places behind the row's start. `inputs`: of the head's
+    step behind it, filled in by the same launch; None: it is the last, or others fill them in."""
     count, parts = best.shape
     given = inputs or NextInputs(best, best, best, best, best, best, 64, 1)
     each = len(given.items) // count if inputs is not None else 1
-    _propose_next[(count,)](
-        best, place, token_of, rows.slots, rows.starts, tokens, tables, given.tokens, given.positions,
-        given.kv_slots, given.contexts, given.step_tables, given.items, parts, tokens.stride(0), tables.stride(0),
-        given.step_tables.stride(0), ahead, given.min_tiles, each, PARTS=triton.next_power_of_2(parts),
-        PAGE=block_size, KEY_TILE=given.key_tile, ITEMS=triton.next_power_of_2(each), NEXT=inputs is not None,
-        num_warps=8 if parts > 1024 else 4, **early(True, best),
+    _propose[(count,)](
+        best, place, token_of, rows.slots, rows.starts, rows.chain_starts, tokens, tables, given.tokens,
+        given.positions, given.kv_slots, given.contexts, given.step_tables, given.items, parts, tokens.stride(0),
+        tables.stride(0), given.step_tables.stride(0), ahead, given.min_tiles, each,
+        PARTS=triton.next_power_of_2(parts), PAGE=block_size, KEY_TILE=given.key_tile,
+        ITEMS=triton.next_power_of_2(each), NEXT=inputs is not None, num_warps=8 if parts > 1024 else 4,
+        **early(True, best),
     )  # fmt: skip
-
-
-def proposed_reference(logits: Tensor, token_of: Tensor) -> Tensor:
-    return token_of[logits.argmax(dim=-1)].to(torch.int32)
 
 
 _LANE_WORDS = ["lane_slots", "lane_starts"]
