@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from cumulo.collectives.decide.buffer_cycles import BufferKind, PacketFlow, check_buffers, named_cycle
 from cumulo.collectives.simulate.congestion import play_incast
+from cumulo.diagnose.lint.pfc import BufferKind, PacketFlow, check_buffers, named_cycle
 
 F1 = PacketFlow("F1", ("L0", "S0", "L2"))
 F2 = PacketFlow("F2", ("L2", "S1", "L0"))

@@ -8,12 +8,12 @@ import numpy as np
 
 from cumulo.base.quantiles import quantile
 from cumulo.base.quantities import quantity
-from cumulo.collectives.decide.buffer_cycles import PacketFlow
 from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, Routing
 from cumulo.collectives.simulate.player import RoundTraffic, play_network
 from cumulo.collectives.simulate.rounds import MessageRound
 from cumulo.diagnose.lint import Finding
+from cumulo.diagnose.lint.pfc import PacketFlow
 from cumulo.spec.cluster import Cluster, tiers_of
 
 _SEEDS = 12

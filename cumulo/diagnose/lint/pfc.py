@@ -1,18 +1,123 @@
-"""PFC deadlock: buffers that can wait for each other, found by their dependencies."""
+"""PFC deadlock: whether lossless switches can stop each other for ever, found by the dependencies of their buffers.
 
+A packet in a buffer waits for the next buffer on its path. Where these waits form a circle and the buffers
+on it fill, none of them can drain: deadlock. A buffer fills where a link behind it is offered more than it
+carries, or where the next buffer is full (Hu et al. 2016, "Deadlocks in datacenter networks: why do they
+form, and how to avoid them").
+"""
+
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
-from cumulo.collectives.decide.buffer_cycles import (
-    BUFFER_KINDS,
-    BufferKind,
-    PacketFlow,
-    check_buffers,
-    named_cycle,
-)
 from cumulo.diagnose.lint import Finding
 from cumulo.errors import ConfigError
+
+# shared: a switch has one buffer and pauses all its senders together. per-port: a buffer for each link that enters.
+BufferKind = Literal["shared", "per-port"]
+BUFFER_KINDS: tuple[BufferKind, ...] = get_args(BufferKind)
+Buffer = tuple[str, str]  # (switch, the neighbour whose packets it holds); shared: (switch, "")
+
+
+@dataclass(frozen=True, slots=True)
+class PacketFlow:
+    """Packets that follow one path of switches, `rate` of them for each that a link can carry."""
+
+    name: str
+    path: tuple[str, ...]
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.path or len(set(self.path)) != len(self.path):
+            raise ConfigError(f"flow {self.name} must name one or more different switches, got {self.path}")
+        if not 0 < self.rate <= 1:
+            raise ConfigError(
+                f"flow {self.name}: its rate is a share of a link, more than 0 to 1, got {self.rate}"
+            )
+
+    def buffers(self, kind: BufferKind) -> tuple[Buffer, ...]:
+        before = ("", *self.path) if kind == "shared" else (f"host of {self.name}", *self.path)
+        return tuple(
+            (at, "" if kind == "shared" else came) for came, at in zip(before, self.path, strict=False)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BufferCheck:
+    cycle: tuple[
+        Buffer, ...
+    ]  # buffers that wait for each other, the shortest such circle that can fill; (): none
+    overloaded: tuple[
+        tuple[str, str, float], ...
+    ]  # links that are offered more than they carry, and how much
+    filling: frozenset[Buffer]  # buffers that fill behind them
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether the buffers on a circle fill. Without it these flows cannot stop each other."""
+        return bool(self.cycle) and any(buffer in self.filling for buffer in self.cycle)
+
+
+def check_buffers(flows: Sequence[PacketFlow], kind: BufferKind = "shared") -> BufferCheck:
+    waits: dict[Buffer, set[Buffer]] = defaultdict(set)
+    load: dict[tuple[str, str], float] = defaultdict(float)
+    behind: dict[tuple[str, str], set[Buffer]] = defaultdict(set)
+    for flow in flows:
+        buffers = flow.buffers(kind)
+        for one, after in pairwise(buffers):
+            waits[one].add(after)
+            link = (one[0], after[0])
+            load[link] += flow.rate
+            behind[link].add(one)
+    overloaded = {link: much for link, much in load.items() if much > 1 + 1e-9}
+    filling = _filling(waits, {buffer for link in overloaded for buffer in behind[link]})
+    inside = {buffer: after & filling for buffer, after in waits.items() if buffer in filling}
+    cycle = _shortest_cycle(inside) or _shortest_cycle(waits)
+    named = tuple((one, other, much) for (one, other), much in sorted(overloaded.items()))
+    return BufferCheck(cycle, named, frozenset(filling))
+
+
+def _filling(waits: Mapping[Buffer, set[Buffer]], first: set[Buffer]) -> set[Buffer]:
+    """`first`, and all buffers that wait for one of them."""
+    before: dict[Buffer, set[Buffer]] = defaultdict(set)
+    for one, after in waits.items():
+        for other in after:
+            before[other].add(one)
+    found, open_ = set(first), deque(first)
+    while open_:
+        for one in before[open_.popleft()] - found:
+            found.add(one)
+            open_.append(one)
+    return found
+
+
+def _shortest_cycle(waits: Mapping[Buffer, set[Buffer]]) -> tuple[Buffer, ...]:
+    best: tuple[Buffer, ...] = ()
+    for start in sorted(waits):
+        came: dict[Buffer, Buffer] = {}
+        open_ = deque([start])
+        while open_ and start not in came:
+            at = open_.popleft()
+            for after in sorted(waits.get(at, ())):
+                if after not in came:
+                    came[after] = at
+                    open_.append(after)
+        if start in came:
+            way = [start]
+            while (at := came[way[-1]]) != start:
+                way.append(at)
+            if not best or len(way) < len(best):
+                best = tuple(reversed(way[1:])) if len(way) > 1 else (start,)
+                best = (start, *best) if len(way) > 1 else best
+    return best
+
+
+def named_cycle(cycle: Sequence[Buffer]) -> str:
+    """The circle as people read it: L0 → S0 → L2 → S1 → L0."""
+    names = [switch if not port else f"{switch} (from {port})" for switch, port in cycle]
+    return " → ".join([*names, names[0]]) if names else "none"
 
 
 def flows_of(content: Mapping[str, Any]) -> tuple[tuple[PacketFlow, ...], BufferKind]:
