@@ -12,8 +12,15 @@ from cumulo.collectives.decide.schedule import (
     EvenSizes,
     Move,
     Transfer,
-    listed,
 )
+
+
+def _listed(schedule: CollectiveSchedule) -> list[list[list[CollectiveStep]]]:
+    """All steps by rank and channel, to be changed."""
+    return [
+        [list(schedule.steps(rank, channel)) for channel in range(schedule.channels)]
+        for rank in range(schedule.nodes)
+    ]
 
 
 def _with(schedule: CollectiveSchedule, steps: list[list[list[CollectiveStep]]]) -> CollectiveSchedule:
@@ -52,7 +59,7 @@ def test_the_symmetry_gives_every_rank_its_peers() -> None:
 
 def test_a_lost_step_is_a_deadlock_that_names_who_waits() -> None:
     schedule = ring_all_reduce(3, 30)
-    steps = listed(schedule)
+    steps = _listed(schedule)
     del steps[1][0][-1]
     with pytest.raises(WrongCollective, match=r"deadlock: .*rank 1 has ended"):
         check_collective(_with(schedule, steps))
@@ -90,7 +97,7 @@ def test_a_chunk_that_a_rank_does_not_have_cannot_be_sent() -> None:
 
 def test_messages_that_do_not_match_are_named() -> None:
     schedule = ring_all_reduce(3, 30)
-    steps = listed(schedule)
+    steps = _listed(schedule)
     first = steps[0][0][0]
     steps[0][0][0] = (replace(first[0], chunk=(first[0].chunk + 1) % 3), first[1])
     with pytest.raises(WrongCollective, match=r"rank 0 sends chunk .* but rank 1 expects chunk"):

@@ -87,8 +87,3 @@ def test_a_message_sends_no_more_than_it_can_and_others_get_the_rest() -> None:
     paths = np.array([[0], [0], [0]])
     rates = max_min(paths, np.array([9.0]), most=np.array([1.0, np.inf, np.inf]))
     assert rates.tolist() == [1.0, 4.0, 4.0]
-
-
-def test_a_row_that_stands_for_many_gets_the_rate_of_one() -> None:
-    rates = max_min(np.array([[0], [0]]), np.array([10.0]), weight=np.array([4.0, 1.0]))
-    assert rates.tolist() == [2.0, 2.0]

@@ -109,7 +109,9 @@ _ALL: Mapping[str, Mapping[str, Make]] = {
         ),
         "recursive-doubling": _in_channels(hypercube.recursive_doubling_all_reduce),
         "halving-doubling": _in_channels(hypercube.halving_doubling_all_reduce),
-        "butterfly": _in_channels(hypercube.butterfly_all_reduce),
+        "butterfly": _in_channels(
+            lambda ranks, elements: hypercube.butterfly("all_reduce", ranks, EvenSizes(elements, ranks))
+        ),
         "two-level": lambda s: _in_channels(
             lambda ranks, elements: levels.two_level_all_reduce(ranks, elements, s.node_size)
         )(s),
@@ -125,15 +127,17 @@ _ALL: Mapping[str, Mapping[str, Make]] = {
             s.ranks, _blocks(s, s.ranks), s.channels, s.channels * s.pieces
         ),
         "bruck": lambda s: hypercube.bruck_all_gather(s.ranks, _one_each(s)),
-        "butterfly": lambda s: hypercube.butterfly_all_gather(s.ranks, _one_each(s)),
-        "direct": lambda s: hypercube.butterfly_all_gather(s.ranks, _one_each(s), _whole(s), "direct"),
+        "butterfly": lambda s: hypercube.butterfly("all_gather", s.ranks, _one_each(s)),
+        "direct": lambda s: hypercube.butterfly("all_gather", s.ranks, _one_each(s), (s.ranks,), "direct"),
     },
     "reduce_scatter": {
         "ring": lambda s: ring.ring_reduce_scatter(
             s.ranks, _blocks(s, s.ranks), s.channels, s.channels * s.pieces
         ),
-        "butterfly": lambda s: hypercube.butterfly_reduce_scatter(s.ranks, _one_each(s)),
-        "direct": lambda s: hypercube.butterfly_reduce_scatter(s.ranks, _one_each(s), _whole(s), "direct"),
+        "butterfly": lambda s: hypercube.butterfly("reduce_scatter", s.ranks, _one_each(s)),
+        "direct": lambda s: hypercube.butterfly(
+            "reduce_scatter", s.ranks, _one_each(s), (s.ranks,), "direct"
+        ),
     },
     "broadcast": {
         "chain": lambda s: trees.chain("broadcast", s.ranks, s.elements, s.root, s.pieces, s.channels),
@@ -151,10 +155,6 @@ _ALL: Mapping[str, Mapping[str, Make]] = {
     },
     "barrier": {"dissemination": lambda s: hypercube.dissemination_barrier(s.ranks)},
 }
-
-
-def _whole(shape: CollectiveShape) -> tuple[int, ...]:
-    return (shape.ranks,) if shape.ranks > 1 else ()
 
 
 def algorithms(collective: Collective) -> tuple[str, ...]:

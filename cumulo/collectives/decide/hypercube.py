@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from cumulo.collectives.decide.schedule import (
+    Collective,
     CollectiveSchedule,
     CollectiveStep,
     EvenSizes,
@@ -62,24 +63,26 @@ def halving_doubling_all_reduce(ranks: int, elements: int) -> CollectiveSchedule
     )
 
 
-def butterfly_all_reduce(
-    ranks: int, elements: int, factors: Sequence[int] | None = None, name: str = "butterfly"
+def butterfly(
+    collective: Collective,
+    ranks: int,
+    sizes: Sequence[int],
+    factors: Sequence[int] | None = None,
+    name: str = "butterfly",
 ) -> CollectiveSchedule:
-    """Reduce-scatter and all-gather over the prime factors of n, one phase for each."""
-    base = tuple(factors or prime_factors(ranks))
-    return CollectiveSchedule(
-        "all_reduce",
-        name,
-        ranks,
-        EvenSizes(elements, ranks),
-        lambda rank, channel: [*_scatter(rank, base), *_gather(rank, base)],
-        symmetry=base or (1,),
-    )
+    """A reduce-scatter or an all-gather over the prime factors of n, one phase for each; both are an all-reduce."""
+    base = tuple(factor for factor in factors or prime_factors(ranks) if factor > 1)
+
+    def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
+        scatters = [] if collective == "all_gather" else _scatter(rank, base)
+        return scatters if collective == "reduce_scatter" else [*scatters, *_gather(rank, base)]
+
+    return CollectiveSchedule(collective, name, ranks, sizes, program, symmetry=base or (1,))
 
 
 def two_shot_all_reduce(ranks: int, elements: int) -> CollectiveSchedule:
     """Every rank adds its own share of all buffers, then sends it to all: two steps."""
-    return butterfly_all_reduce(ranks, elements, (ranks,) if ranks > 1 else (), "two-shot")
+    return butterfly("all_reduce", ranks, EvenSizes(elements, ranks), (ranks,), "two-shot")
 
 
 def one_shot_all_reduce(ranks: int, elements: int) -> CollectiveSchedule:
@@ -91,29 +94,6 @@ def one_shot_all_reduce(ranks: int, elements: int) -> CollectiveSchedule:
         EvenSizes(elements, 1),
         lambda rank, channel: _one_step(rank, ranks, Move.REDUCE),
         symmetry=(ranks,),
-    )
-
-
-def butterfly_reduce_scatter(
-    ranks: int, sizes: Sequence[int], factors: Sequence[int] | None = None, name: str = "butterfly"
-) -> CollectiveSchedule:
-    base = tuple(factors or prime_factors(ranks))
-    return CollectiveSchedule(
-        "reduce_scatter",
-        name,
-        ranks,
-        sizes,
-        lambda rank, channel: _scatter(rank, base),
-        symmetry=base or (1,),
-    )
-
-
-def butterfly_all_gather(
-    ranks: int, sizes: Sequence[int], factors: Sequence[int] | None = None, name: str = "butterfly"
-) -> CollectiveSchedule:
-    base = tuple(factors or prime_factors(ranks))
-    return CollectiveSchedule(
-        "all_gather", name, ranks, sizes, lambda rank, channel: _gather(rank, base), symmetry=base or (1,)
     )
 
 

@@ -61,14 +61,12 @@ def _block(
     )
 
 
-def multi_ring_all_reduce(
-    ranks: int, elements: int, node_size: int, rounds: int = 1, channels: int = 0
-) -> CollectiveSchedule:
+def multi_ring_all_reduce(ranks: int, elements: int, node_size: int, rounds: int = 1) -> CollectiveSchedule:
     """A ring for each rail. Ring c enters even nodes at GPU c and leaves them at c − 1, and goes through odd nodes
     the other way, so that it changes nodes between cards of one rail."""
     nodes = whole_nodes(ranks, node_size)
     orders = []
-    for channel in range(channels or node_size):
+    for channel in range(node_size):
         order: list[int] = []
         for node in range(nodes):
             inside = [node * node_size + (channel + step) % node_size for step in range(node_size)]
@@ -77,32 +75,30 @@ def multi_ring_all_reduce(
     return ring_all_reduce(ranks, elements, len(orders), rounds, orders, "multi-ring")
 
 
-def pairwise_all_to_all(ranks: int, sizes: Sequence[int], pieces: int = 1) -> CollectiveSchedule:
+def pairwise_all_to_all(ranks: int, sizes: Sequence[int]) -> CollectiveSchedule:
     """n − 1 steps: in step s, to the rank s after and from the rank s before."""
 
     def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
-        return [_exchange(rank, ranks, pieces, away) for away in range(1, ranks)]
+        return [_exchange(rank, ranks, away) for away in range(1, ranks)]
 
-    return CollectiveSchedule(
-        "all_to_all", "pairwise", ranks, sizes, program, pieces=pieces, symmetry=(ranks,)
-    )
+    return CollectiveSchedule("all_to_all", "pairwise", ranks, sizes, program, symmetry=(ranks,))
 
 
-def direct_all_to_all(ranks: int, sizes: Sequence[int], pieces: int = 1) -> CollectiveSchedule:
+def direct_all_to_all(ranks: int, sizes: Sequence[int]) -> CollectiveSchedule:
     """Everything at once: one step of n − 1 messages each way."""
 
     def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
-        together = [transfer for away in range(1, ranks) for transfer in _exchange(rank, ranks, pieces, away)]
+        together = [transfer for away in range(1, ranks) for transfer in _exchange(rank, ranks, away)]
         return [tuple(together)] if together else []
 
-    return CollectiveSchedule("all_to_all", "direct", ranks, sizes, program, pieces=pieces, symmetry=(ranks,))
+    return CollectiveSchedule("all_to_all", "direct", ranks, sizes, program, symmetry=(ranks,))
 
 
-def _exchange(rank: int, ranks: int, pieces: int, away: int) -> CollectiveStep:
+def _exchange(rank: int, ranks: int, away: int) -> CollectiveStep:
     to, source = (rank + away) % ranks, (rank - away) % ranks
     return (
-        Transfer(Move.SEND, to, (rank * ranks + to) * pieces, pieces),
-        Transfer(Move.COPY, source, (source * ranks + rank) * pieces, pieces),
+        Transfer(Move.SEND, to, rank * ranks + to),
+        Transfer(Move.COPY, source, source * ranks + rank),
     )
 
 

@@ -68,7 +68,7 @@ def play_cost(schedule: CollectiveSchedule, node_size: int) -> PlayedCost:
 def _total(schedule: CollectiveSchedule) -> int:
     """Elements of the buffer; of an all-to-all, of one rank's."""
     if schedule.collective == "all_to_all":
-        return sum(schedule.sizes[: schedule.ranks * schedule.pieces])
+        return sum(schedule.sizes[: schedule.ranks])
     return schedule.sizes.total if isinstance(schedule.sizes, EvenSizes) else sum(schedule.sizes)
 
 

@@ -51,16 +51,16 @@ def ring_all_reduce(
 
 
 def ring_reduce_scatter(
-    ranks: int, sizes: Sequence[int], channels: int = 1, pieces: int = 1, orders: Orders = ()
+    ranks: int, sizes: Sequence[int], channels: int = 1, pieces: int = 1
 ) -> CollectiveSchedule:
     """`sizes`: of each chunk, `pieces` of them to a rank."""
-    return _one_round("reduce_scatter", Move.REDUCE, 1, ranks, sizes, channels, pieces, orders)
+    return _one_round("reduce_scatter", Move.REDUCE, 1, ranks, sizes, channels, pieces)
 
 
 def ring_all_gather(
-    ranks: int, sizes: Sequence[int], channels: int = 1, pieces: int = 1, orders: Orders = ()
+    ranks: int, sizes: Sequence[int], channels: int = 1, pieces: int = 1
 ) -> CollectiveSchedule:
-    return _one_round("all_gather", Move.COPY, 0, ranks, sizes, channels, pieces, orders)
+    return _one_round("all_gather", Move.COPY, 0, ranks, sizes, channels, pieces)
 
 
 def _one_round(
@@ -71,9 +71,8 @@ def _one_round(
     sizes: Sequence[int],
     channels: int,
     pieces: int,
-    orders: Orders,
 ) -> CollectiveSchedule:
-    ring = _Rings(ranks, pieces, channels, orders)
+    ring = _Rings(ranks, pieces, channels)
 
     def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
         return [
@@ -87,14 +86,13 @@ def _one_round(
             (ranks - 1, ring.step(rank, channel, piece, move)) for piece in range(channel, pieces, channels)
         ]
 
-    symmetry = () if orders else (ranks,)
     return CollectiveSchedule(
-        collective, "ring", ranks, sizes, program, channels, pieces, symmetry=symmetry, alike=alike
+        collective, "ring", ranks, sizes, program, channels, pieces, symmetry=(ranks,), alike=alike
     )
 
 
 class _Rings:
-    def __init__(self, ranks: int, pieces: int, channels: int, orders: Orders) -> None:
+    def __init__(self, ranks: int, pieces: int, channels: int, orders: Orders = ()) -> None:
         self._ranks, self._pieces = ranks, pieces
         self._orders = orders
         self._places = lru_cache(maxsize=channels)(self._place_of_each)

@@ -27,21 +27,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, get_args, overload
 from zlib import crc32
 
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "barrier"
 ]
-COLLECTIVES: tuple[Collective, ...] = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "reduce",
-    "all_to_all",
-    "barrier",
-)
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 def busbw_factor(collective: str, ranks: int) -> float:
@@ -114,7 +106,7 @@ class CollectiveSchedule:
     sizes: Sequence[int]  # elements of each chunk
     program: Callable[[int, int], Sequence[CollectiveStep]]  # of (rank, channel); `steps` calls it
     channels: int = 1
-    pieces: int = 1  # chunks of a block; a block belongs to a rank, or in an all-to-all to a pair of ranks
+    pieces: int = 1  # chunks of a block, which belongs to a rank; in an all-to-all a chunk belongs to a pair
     root: int = 0  # of broadcast and reduce
     switches: int = 0  # that add: numbered after the ranks
     # The ranks as digits, the most significant first: (n,) a ring of n, (nodes, gpus) two levels, (2, 2, 2) a
@@ -170,7 +162,7 @@ class CollectiveSchedule:
         if self.collective in ("all_gather", "barrier"):
             return chunk // self.pieces
         if self.collective == "all_to_all":
-            return chunk // self.pieces // self.ranks
+            return chunk // self.ranks
         return self.root if self.collective == "broadcast" else None
 
     def destination(self, chunk: int) -> int | None:
@@ -178,7 +170,7 @@ class CollectiveSchedule:
         if self.collective == "reduce_scatter":
             return chunk // self.pieces
         if self.collective == "all_to_all":
-            return chunk // self.pieces % self.ranks
+            return chunk % self.ranks
         return self.root if self.collective == "reduce" else None
 
     def contributors(self, chunk: int) -> Collection[int]:
@@ -195,11 +187,3 @@ class CollectiveSchedule:
             digit = (peer // place + rank // place) % radix
             answer, place = answer + digit * place, place * radix
         return answer
-
-
-def listed(schedule: CollectiveSchedule) -> list[list[list[CollectiveStep]]]:
-    """All steps by rank and channel, as lists: for small schedules that are printed, changed or saved."""
-    return [
-        [list(schedule.steps(rank, channel)) for channel in range(schedule.channels)]
-        for rank in range(schedule.nodes)
-    ]

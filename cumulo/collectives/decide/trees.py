@@ -119,9 +119,7 @@ def chain(
     return tree_schedule(collective, "chain", ranks, elements, trees, pieces, root)
 
 
-def in_switch(
-    ranks: int, elements: int, radix: int, pieces: int = 1, name: str = "sharp"
-) -> CollectiveSchedule:
+def in_switch(ranks: int, elements: int, radix: int, pieces: int = 1) -> CollectiveSchedule:
     """All-reduce in a tree of switches of which each has up to `radix` below it: a rank sends its buffer once and
     receives it once, whatever their number (SHARP; with one switch, NVLS)."""
     levels = [-(-ranks // radix)]  # switches of each level, from the leaves up
@@ -142,7 +140,7 @@ def in_switch(
         return TreePlace(parent, children, len(levels) - 1 - level)
 
     return tree_schedule(
-        "all_reduce", name, ranks, elements, [Tree(place, len(levels))], pieces, switches=sum(levels)
+        "all_reduce", "sharp", ranks, elements, [Tree(place, len(levels))], pieces, switches=sum(levels)
     )
 
 

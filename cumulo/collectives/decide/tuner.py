@@ -6,7 +6,6 @@ the cost model (schedules that are played); `measured` chooses from measurements
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,11 +72,9 @@ class Crossover:
     before: TunedChoice | None  # what it takes over from
 
 
-def crossovers(
-    collective: Collective, ranks: int, machine: MachineCosts, sizes: Sequence[int] = ()
-) -> list[Crossover]:
+def crossovers(collective: Collective, ranks: int, machine: MachineCosts) -> list[Crossover]:
     found: list[Crossover] = []
-    for size in sizes or [1 << power for power in range(8, 34)]:
+    for size in (1 << power for power in range(8, 34)):
         best = tune(collective, size, ranks, machine)[0]
         last = found[-1].choice if found else None
         if last is None or (last.algorithm, last.protocol) != (best.algorithm, best.protocol):

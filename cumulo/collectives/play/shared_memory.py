@@ -30,6 +30,7 @@ SLOTS = 64  # messages that may be under way from one rank to another on a chann
 _TAKEN_AT, _HEADERS_AT = 32, 64  # in a box; a semaphore has 32 bytes
 _BOX = -(-(_HEADERS_AT + SLOTS * HEADER.size) // 32) * 32
 _SPINS = 50
+_MOST_CHANNELS = 4
 _ALIGNED = 64  # bytes: where what is sent begins
 Unread = tuple[CollectiveStanding, Transfer, int]  # a message, and its number
 _LOOK_S = 0.2  # how often a waiting rank checks whether its peer still lives
@@ -172,12 +173,10 @@ class _Window:
 
 
 class SharedMemoryExchange:
-    def __init__(
-        self, rank: int, nodes: int, store: Store, timeout_s: float = 60.0, channels: int = 4
-    ) -> None:
-        """`nodes`: ranks, and switches where there are some; they meet in the store. `channels`: at most."""
+    def __init__(self, rank: int, nodes: int, store: Store, timeout_s: float = 60.0) -> None:
+        """`nodes`: ranks, and switches where there are some; they meet in the store."""
         self.rank, self._store = rank, store
-        self.boxes = Mailboxes(rank, nodes, channels, store, timeout_s)
+        self.boxes = Mailboxes(rank, nodes, _MOST_CHANNELS, store, timeout_s)
         self._own: dict[int, _Window] = {}  # by channel
         self._peers: dict[tuple[int, int, int], Tensor] = {}  # by peer, channel and generation
         self._files: list[Path] = []

@@ -34,24 +34,21 @@ class TensorChunks:
             )
 
     def _place_pairs(self, received: Tensor | None) -> None:
-        schedule, rank, pieces = self._schedule, self._rank, self._schedule.pieces
+        schedule, rank, ranks = self._schedule, self._rank, self._schedule.ranks
         if received is None:
             raise ConfigError(f"{schedule.name} needs a second tensor for what is received")
         flat, at = _flat(received, "the received tensor"), 0
-        row, start = schedule.ranks * pieces, rank * schedule.ranks * pieces
-        for chunk in range(start, start + row):
+        for chunk in range(rank * ranks, (rank + 1) * ranks):
             self._other[chunk] = self.whole[at : at + schedule.sizes[chunk]]
             at += schedule.sizes[chunk]
         sent, at = at, 0
-        for source in range(schedule.ranks):
-            for chunk in range(
-                (source * schedule.ranks + rank) * pieces, (source * schedule.ranks + rank + 1) * pieces
-            ):
-                part = flat[at : at + schedule.sizes[chunk]]
-                at += schedule.sizes[chunk]
-                if source == rank:
-                    part.copy_(self._other[chunk])
-                self._other[chunk] = part
+        for source in range(ranks):
+            chunk = source * ranks + rank
+            part = flat[at : at + schedule.sizes[chunk]]
+            at += schedule.sizes[chunk]
+            if source == rank:
+                part.copy_(self._other[chunk])
+            self._other[chunk] = part
         if sent != self.whole.numel() or at != flat.numel():
             raise ConfigError(
                 f"{schedule.name}: rank {rank} sends {sent} and receives {at} elements, and its tensors have "
@@ -60,18 +57,13 @@ class TensorChunks:
 
     def views(self, transfer: Transfer) -> list[Tensor]:
         """One for a run that lies together, else one for each chunk."""
-        if self._schedule.collective == "all_to_all":
-            return [self.view(chunk) for chunk in transfer.chunks]
-        offsets = self._schedule.offsets
-        return [self.whole[offsets[transfer.chunk] : offsets[transfer.chunk + transfer.count]]]
-
-    def view(self, chunk: int) -> Tensor:
-        if self._schedule.collective == "all_to_all":
+        if self._schedule.collective != "all_to_all":
+            offsets = self._schedule.offsets
+            return [self.whole[offsets[transfer.chunk] : offsets[transfer.chunk + transfer.count]]]
+        for chunk in transfer.chunks:
             if chunk not in self._other:  # on its way to another
                 self._other[chunk] = self.whole.new_empty(self._schedule.sizes[chunk])
-            return self._other[chunk]
-        offsets = self._schedule.offsets
-        return self.whole[offsets[chunk] : offsets[chunk + 1]]
+        return [self._other[chunk] for chunk in transfer.chunks]
 
     def take_in(self, arrived: Sequence[tuple[Transfer, list[Tensor]]]) -> None:
         """What a step brought, added in the order of ranks."""

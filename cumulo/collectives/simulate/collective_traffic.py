@@ -131,7 +131,6 @@ def collective_traffic(
     per_node: int,
     start_s: float = 0.0,
     background: bool = False,
-    pieces: int = 1,
 ) -> NetworkTraffic:
     """`groups`: the GPUs of each group, in the order of their ranks; `per_node`: members that share a node.
     `size_bytes` as nccl-tests counts it."""
@@ -144,7 +143,7 @@ def collective_traffic(
             f"{algorithm} {collective} has ranks that differ, and is played message by message: take at most "
             f"{_MOST_EXPLICIT:,} ranks in one group, or another algorithm: multi-ring, two-level, ring"
         )
-    shape = CollectiveShape(groups.shape[1], max(1, int(size_bytes)), per_node, pieces=pieces)
+    shape = CollectiveShape(groups.shape[1], max(1, int(size_bytes)), per_node)
     schedule = make_schedule(collective, algorithm, shape)
     if schedule.switches:
         raise ConfigError(

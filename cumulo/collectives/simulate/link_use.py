@@ -16,42 +16,26 @@ _MOST_SPANS = 512  # after which neighbours are joined, so that long runs stay s
 @dataclass
 class LinkUse:
     links: LinkTable
-    starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    rates: list[Floats] = field(default_factory=list)  # bytes/s of each link, a row for each span
+    # Start, end, and bytes/s of each link between them.
+    spans: list[tuple[float, float, Floats]] = field(default_factory=list)
 
     def add(self, start_s: float, end_s: float, paths: Ints, rate: Floats) -> None:
         inside = paths >= 0
         spread = np.broadcast_to(np.where(np.isfinite(rate), rate, 0.0)[:, None], paths.shape)
         row = np.bincount(paths[inside], spread[inside], len(self.links.capacity))
-        self.starts.append(start_s)
-        self.ends.append(end_s)
-        self.rates.append(row.astype(np.float64))
-        if len(self.starts) > _MOST_SPANS:
-            self._halve()
-
-    def _halve(self) -> None:
-        starts, ends, rates = [], [], []
-        for one in range(0, len(self.starts) - 1, 2):
-            first, second = self.ends[one] - self.starts[one], self.ends[one + 1] - self.starts[one + 1]
-            start, end = min(self.starts[one : one + 2]), max(self.ends[one : one + 2])
-            whole = end - start
-            starts.append(start)
-            ends.append(end)
-            rates.append((self.rates[one] * first + self.rates[one + 1] * second) / (whole or 1.0))
-        if len(self.starts) % 2:
-            starts.append(self.starts[-1])
-            ends.append(self.ends[-1])
-            rates.append(self.rates[-1])
-        self.starts, self.ends, self.rates = starts, ends, rates
+        self.spans.append((start_s, end_s, row.astype(np.float64)))
+        if len(self.spans) > _MOST_SPANS:
+            pairs = zip(self.spans[::2], self.spans[1::2], strict=False)
+            alone = self.spans[len(self.spans) // 2 * 2 :]
+            self.spans = [*(_joined(one, other) for one, other in pairs), *alone]
 
     @property
     def end_s(self) -> float:
-        return max(self.ends, default=0.0)
+        return max((end for _, end, _ in self.spans), default=0.0)
 
     def bytes_by_link(self) -> Floats:
         total = np.zeros(len(self.links.capacity))
-        for start, end, row in zip(self.starts, self.ends, self.rates, strict=True):
+        for start, end, row in self.spans:
             total += row * (end - start)
         return total
 
@@ -59,7 +43,7 @@ class LinkUse:
         """Share of its capacity that each of `links` carried, in equal spans of time: (links, bins)."""
         width = (self.end_s or 1.0) / bins
         found = np.zeros((len(links), bins))
-        for start, end, row in zip(self.starts, self.ends, self.rates, strict=True):
+        for start, end, row in self.spans:
             for one in range(int(start / width), min(bins, int(np.ceil(end / width)))):
                 overlap = min(end, (one + 1) * width) - max(start, one * width)
                 found[:, one] += row[links] * max(0.0, overlap) / width
@@ -83,6 +67,15 @@ class LinkUse:
             if len(mine):
                 found[tier] = (float(mine.mean()), float(mine.max()))
         return found
+
+
+def _joined(
+    one: tuple[float, float, Floats], other: tuple[float, float, Floats]
+) -> tuple[float, float, Floats]:
+    """Two spans as one that carries the same bytes."""
+    start, end = min(one[0], other[0]), max(one[1], other[1])
+    carried = one[2] * (one[1] - one[0]) + other[2] * (other[1] - other[0])
+    return start, end, carried / (end - start or 1.0)
 
 
 _ROWS, _BINS = 64, 120

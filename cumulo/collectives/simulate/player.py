@@ -21,11 +21,9 @@ from cumulo.errors import CumuloError
 _CLOSE = 1 + 1e-12
 
 
-def max_min(
-    paths: Ints, capacity: Floats, most: Floats | None = None, weight: Floats | None = None
-) -> Floats:
+def max_min(paths: Ints, capacity: Floats, most: Floats | None = None) -> Floats:
     """Max-min fair rates: bytes/s of each message. `paths`: a row of links each, padded with -1. `most`: what a
-    message can send at best. `weight`: how many messages a row stands for; its rate is that of one of them.
+    message can send at best.
 
     Water filling (Bertsekas and Gallager 1992, section 6.5.2), many links at a time: a link is decided as soon as
     none of its messages has a narrower link elsewhere, which is exact and takes few rounds where the classic form
@@ -45,13 +43,12 @@ def max_min(
         return rates
     starts = np.flatnonzero(np.r_[True, entries[1:] != entries[:-1]])
     touched = entries[starts]
-    weights = np.ones(messages) if weight is None else weight
     open_: NDArray[np.bool_] = np.ones(messages, bool)
     open_[~(paths >= 0).any(axis=1)] = False
     caps = rates.copy()
     while open_.any():
         share = np.full(len(used), np.inf)
-        users = np.bincount(entries, np.where(open_, weights, 0.0)[rows], len(used))
+        users = np.bincount(entries, open_[rows], len(used))
         busy = users > 0
         share[busy] = np.maximum(left[busy], 0.0) / users[busy]
         narrowest = np.where(open_, np.minimum(share[links].min(axis=1), caps), np.inf)
@@ -61,7 +58,7 @@ def max_min(
         decided = open_ & ((decided_links[links] & (share[links] <= narrowest[:, None] * _CLOSE)).any(axis=1))
         decided |= open_ & (narrowest >= caps)
         rates[decided] = narrowest[decided]
-        left -= np.bincount(entries, np.where(decided, rates * weights, 0.0)[rows], len(used))
+        left -= np.bincount(entries, np.where(decided, rates, 0.0)[rows], len(used))
         open_ &= ~decided
     return rates
 
@@ -82,7 +79,6 @@ class Messages:
     size_bytes: Floats
     tags: Ints
     repeat: int = 1  # one after another over the same path: bytes and latency count so often
-    wait_s: float = 0.0  # before they start
 
 
 class NetworkTraffic(Protocol):
@@ -117,7 +113,7 @@ class RoundTraffic:
         if one is not None:
             self._open = len(one.source)
             tags = np.arange(len(one.source))
-            yield Messages(one.source, one.target, one.size_bytes, tags, one.repeat, one.compute_s)
+            yield Messages(one.source, one.target, one.size_bytes, tags, one.repeat)
 
     def sent(self, tags: Ints) -> Iterator[Messages]:
         return iter(())
@@ -226,9 +222,6 @@ class _Play:
                 assert isinstance(what, LinkChange)
                 self.graph.fail(what.link, what.bytes_per_s)
                 self._route_again()
-            elif kind == "start":
-                number, messages = what
-                self._start(number, messages)
             elif kind == "sent":
                 number, tags = what
                 self._take(number, self.jobs[number].sent(tags))
@@ -245,10 +238,7 @@ class _Play:
     def _take(self, number: int, batches: Iterator[Messages]) -> None:
         for messages in batches:
             self.open[number] += len(messages.tags)
-            if messages.wait_s > 0:
-                self._push(self.now + messages.wait_s, "start", (number, messages))
-            else:
-                self._start(number, messages)
+            self._start(number, messages)
 
     def _start(self, number: int, messages: Messages) -> None:
         pairs = self.routing.queue_pairs if self.routing.kind == "ecmp" else 1

@@ -23,17 +23,6 @@ class MessageRound:
     target: Ints
     size_bytes: Floats
     repeat: int = 1
-    compute_s: float = 0.0  # before its messages start
-
-    @property
-    def bytes(self) -> float:
-        return float(self.size_bytes.sum()) * self.repeat
-
-    def placed(self, placement: Ints) -> "MessageRound":
-        """Rank i of the job on GPU `placement[i]`."""
-        return MessageRound(
-            placement[self.source], placement[self.target], self.size_bytes, self.repeat, self.compute_s
-        )
 
 
 def rounds_of(schedule: CollectiveSchedule, element_bytes: float) -> Iterator[MessageRound]:
@@ -105,7 +94,6 @@ def on_groups(one: MessageRound, groups: Ints) -> MessageRound:
         groups[:, one.target].ravel(),
         np.tile(one.size_bytes, count),
         one.repeat,
-        one.compute_s,
     )
 
 

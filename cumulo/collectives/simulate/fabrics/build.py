@@ -16,18 +16,12 @@ FABRIC_SCALE_UP_LATENCY_S = (
 )
 
 
-def fabric_graph(
-    cluster: Cluster,
-    card_share: float = 1.0,
-    link_share: float = 1.0,
-    pod_gpus: int | None = None,
-) -> FabricGraph:
-    """`card_share`, `link_share`: what of the line rate payload reaches. `pod_gpus`: GPUs below one spine layer,
-    where they are fewer than its ports allow."""
+def fabric_graph(cluster: Cluster, pod_gpus: int | None = None) -> FabricGraph:
+    """`pod_gpus`: GPUs below one spine layer, where they are fewer than its ports allow."""
     node, fabric = cluster.node, cluster.fabric
     rates = LinkRates(
-        node.nic_bytes_per_s * card_share,
-        node.device.link_bytes_per_s * link_share,
+        node.nic_bytes_per_s,
+        node.device.link_bytes_per_s,
         fabric.latency_s,
         fabric.hop_latency_s,
         FABRIC_SCALE_UP_LATENCY_S,

@@ -178,10 +178,8 @@ class ClosGraph(FabricGraph):
                 if routing.kind == "static":
                     chosen = (there[open_] // self._columns[level] + attempt) % tier.uplinks
                 else:
-                    salt = 0 if routing.polarised else level
-                    mixed = hashed(
-                        routing.seed, source[open_], target[open_], keys[open_], salt * _TRIES + attempt
-                    )
+                    salt = level * _TRIES + attempt
+                    mixed = hashed(routing.seed, source[open_], target[open_], keys[open_], salt)
                     chosen = below(mixed, tier.uplinks)
                 column = column * tier.uplinks + chosen
                 each, base, apart = (

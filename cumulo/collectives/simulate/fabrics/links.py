@@ -31,7 +31,6 @@ class Routing:
     kind: RoutingKind = "ecmp"
     queue_pairs: int = 1
     seed: int = 0
-    polarised: bool = False  # every tier hashes alike, so that a tier's choice repeats the one below it
 
     def __post_init__(self) -> None:
         if self.kind not in ROUTING_KINDS:
