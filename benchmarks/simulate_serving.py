@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +358,7 @@ def main() -> None:
     if chosen.fit:
         print(
             yaml.safe_dump(
-                {"h200": fit_host(fit_gpu(fit_host(shipped_profiles()["h200"]))).to_dict()}, sort_keys=False
+                {"h200": asdict(fit_host(fit_gpu(fit_host(shipped_profiles()["h200"]))))}, sort_keys=False
             )
         )
         return

@@ -109,7 +109,7 @@ def _perftest_verdict(tests: list[Perftest], text: str, host: HostFacts) -> Diag
         return Diagnosis("rail-down", "A port is down.", (f"the text says: {host.port_down}",), "high")
     reached = [(test, test.gbps or 0.0) for test in tests if test.size_bytes >= 4096]
     if not reached:
-        return Diagnosis("small-messages", "At these sizes latency counts, not bandwidth.")
+        return Diagnosis("small-messages", "At these sizes latency counts, not bandwidth.", (), "low")
     evidence = tuple(f"{test.device or 'a card'}{' (GPU memory)' * test.gpu_memory}: {gbps:.0f} Gbit/s"
                      for test, gbps in reached[:8])  # fmt: skip
     from_gpu = [gbps for test, gbps in reached if test.gpu_memory]
@@ -127,7 +127,7 @@ def _perftest_verdict(tests: list[Perftest], text: str, host: HostFacts) -> Diag
     rate = port_gbps_of(text)
     if rate is None or fastest > 1.05 * rate:
         sentence = f"A card reaches {fastest:.0f} Gbit/s, and the text does not state its port's rate."
-        return Diagnosis("unknown", sentence, evidence, more_steps=("add the output of `ibstat`",))
+        return Diagnosis("unknown", sentence, evidence, "low", ("add the output of `ibstat`",))
     share = slowest[1] / rate
     cause = "healthy" if share >= _OF_PORT else "slow-link"
     return Diagnosis(cause, f"{share:.0%} of the port's {rate:.0f} Gbit/s.", evidence, "medium")
@@ -149,7 +149,7 @@ def _progress_verdict(found: RankProgress) -> Diagnosis:
         return Diagnosis("late-rank", f"Rank {who} did not come to {name}.", evidence, "high")
     if found.ranks:
         sentence = f"All {found.ranks} ranks came to {name}, and it has not ended: it runs, or is held up."
-        return Diagnosis("unknown", sentence, evidence, more_steps=(_DUMPS_STEP,))
+        return Diagnosis("unknown", sentence, evidence, "low", (_DUMPS_STEP,))
     sentence = "Ranks wait in a collective, and the text does not say which rank is missing."
     return Diagnosis("late-rank", sentence, evidence, "medium")
 
@@ -160,7 +160,7 @@ def _in_step(found: RankProgress) -> Diagnosis:
         return Diagnosis("late-rank", f"Nothing hangs, but {found.slow}.", evidence, "medium")
     if found.ranks < max(2, found.world):
         sentence = "The dumps of some ranks are not here; these ended all their collectives."
-        return Diagnosis("unknown", sentence, more_steps=("collect the dumps of all ranks",))
+        return Diagnosis("unknown", sentence, (), "low", ("collect the dumps of all ranks",))
     sentence = f"All {found.ranks} ranks ended the same collectives: nothing hangs, and none is late."
     return Diagnosis("healthy", sentence, (), "medium")
 
@@ -179,4 +179,4 @@ def _nothing_measured(text: str, host: HostFacts) -> Diagnosis:
         sentence = (
             "The text has no table of nccl-tests, no NCCL log, no perftest output and no flight recorder."
         )
-    return Diagnosis("unknown", sentence, tuple(f"the text says: {one}" for one in said), more_steps=steps)
+    return Diagnosis("unknown", sentence, tuple(f"the text says: {one}" for one in said), "low", steps)

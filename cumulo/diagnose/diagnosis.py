@@ -3,20 +3,15 @@ name one of them. Both are tables in data/causes.yaml."""
 
 import re
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import Any
 
-import yaml
-
+from cumulo.base.strict import package_yaml
 from cumulo.diagnose.plain_text import line_of
 
 
-@cache
 def table(name: str) -> Any:
     """The content of a file in data/."""
-    text = (resources.files("cumulo.diagnose") / "data" / name).read_text("utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return package_yaml("cumulo.diagnose", f"data/{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +31,10 @@ class Diagnosis:
     cause: str  # a key of CAUSES
     sentence: str
     evidence: tuple[str, ...] = ()
-    confidence: str = "low"  # high, medium, low
+    confidence: str = "high"  # high, medium, low
+    more_steps: tuple[str, ...] = ()  # what to run before the steps of the cause
     ranks: int | None = None
     share: float | None = None  # measured over expected bus bandwidth
-    more_steps: tuple[str, ...] = ()  # what to run before the steps of the cause
 
     @property
     def title(self) -> str:

@@ -3,7 +3,7 @@ suggest. Each sign is a function of a RunCase; the first that finds something is
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 
 from cumulo.base.quantities import quantity
@@ -23,28 +23,12 @@ _OPTIONAL = ("NCCL_ALGO", "NCCL_PROTO")  # settings that suit some sizes, and sl
 _GPUS_SAID = re.compile(r"\b(\d+)\s*(?:[x×]\s*(?:NVIDIA )?(?:GB|[ABHV]|MI)\d{2,3}\w*|GPUs\b|ranks\b)", re.I)
 
 
-@dataclass(frozen=True, slots=True)
-class Sign:
-    cause: str
-    sentence: str
-    evidence: tuple[str, ...] = ()
-    confidence: str = "high"
-    more_steps: tuple[str, ...] = ()
-
-
 def judge(case: RunCase) -> Diagnosis:
     for look in (*_NAMED, *_MEASURED):
         if (found := look(case)) is not None:
-            return Diagnosis(
-                found.cause,
-                found.sentence,
-                (*found.evidence, *case.numbers),
-                found.confidence,
-                case.ranks,
-                case.share,
-                found.more_steps,
-            )
-    return Diagnosis("unknown", _read(case), case.numbers, "low", case.ranks, case.share)
+            evidence = (*found.evidence, *case.numbers)
+            return replace(found, evidence=evidence, ranks=case.ranks, share=case.share)
+    return Diagnosis("unknown", _read(case), case.numbers, "low", (), case.ranks, case.share)
 
 
 def _read(case: RunCase) -> str:
@@ -57,29 +41,29 @@ def _read(case: RunCase) -> str:
 
 
 # -- what tools name ------------------------------------------------------------------------------------------
-def _wrong_results(case: RunCase) -> Sign | None:
+def _wrong_results(case: RunCase) -> Diagnosis | None:
     rows = [row for row in case.run.rows if row.wrong] if case.run else []
     if not rows or case.run is None:
         return None
     where = f"#wrong is {rows[0].wrong} at {quantity(rows[0].size_bytes, 'B')}"
-    return Sign(
+    return Diagnosis(
         "wrong-results",
         "Sums differ from what they should be: memory, a link or a driver corrupts data. Do not train on it.",
         (f"{where}, and not 0 in {len(rows)} of {len(case.run.rows)} rows",),
     )
 
 
-def _ranks_alone(case: RunCase) -> Sign | None:
+def _ranks_alone(case: RunCase) -> Diagnosis | None:
     alone = case.log.alone if case.log else 0
     if alone >= 2:
         evidence = f"{alone} processes have a communicator of their own each, with one rank (nranks 1)"
-        return Sign("wrong-ranks", "The processes run alone: they did not find each other.", (evidence,))
+        return Diagnosis("wrong-ranks", "The processes run alone: they did not find each other.", (evidence,))
     if case.run and case.run.ratio is not None and case.run.ratio < 0.05:
-        return Sign("wrong-ranks", "busbw is 0: every process ran alone, with one rank.")
+        return Diagnosis("wrong-ranks", "busbw is 0: every process ran alone, with one rank.")
     return None
 
 
-def _stated_ranks(case: RunCase) -> Sign | None:
+def _stated_ranks(case: RunCase) -> Diagnosis | None:
     """The ranks by busbw/algbw, or by the list of devices, against those that were asked for or listed."""
     if case.run is None:
         return None
@@ -101,7 +85,7 @@ def _stated_ranks(case: RunCase) -> Sign | None:
     wrong = [one for one in stated if one and one != ran]
     if not ran or not wrong:
         return None
-    return Sign(
+    return Diagnosis(
         "wrong-ranks",
         f"{ran} ranks ran, not {wrong[0]}. Compare the bandwidth with that of {ran} ranks.",
         (f"{evidence}; the text states {wrong[0]}",),
@@ -112,26 +96,26 @@ def _is_far(case: RunCase) -> bool:
     return case.nodes > 1 or bool(case.log and case.log.far and case.log.nodes != 1)
 
 
-def _over_tcp(case: RunCase) -> Sign | None:
+def _over_tcp(case: RunCase) -> Diagnosis | None:
     if case.log is None or not case.log.socket or not _is_far(case):
         return None
     node = case.machine.node if case.machine else node_of(case.everything)
     if node is None or node.device.link_kind.startswith("pcie"):
-        return Sign(
+        return Diagnosis(
             "unknown",
             "Data goes over TCP: that is right on machines without RDMA cards, and slow on others.",
             ("NCCL uses the network Socket (TCP)",),
             "low",
             ("run `ibv_devinfo` on each node: if it lists cards, NCCL does not find them",),
         )
-    return Sign(
+    return Diagnosis(
         "wrong-nic",
         "NCCL found no RDMA card that it may use and sends over TCP.",
         ("NCCL uses the network Socket (TCP)",),
     )
 
 
-def _few_cards(case: RunCase) -> Sign | None:
+def _few_cards(case: RunCase) -> Diagnosis | None:
     """One card for all GPUs of a node, or a card fewer than GPUs."""
     if case.log is None or not case.log.cards or not _is_far(case):
         return None
@@ -142,7 +126,7 @@ def _few_cards(case: RunCase) -> Sign | None:
         return None
     if most == 1 and near >= 4:
         card = next(iter(case.log.cards.values()))[0]
-        return Sign(
+        return Diagnosis(
             "wrong-nic",
             f"All GPUs of a node share the card {card}, which may be the management or storage card.",
             (f"of each node's cards NCCL uses one, {card}, for {near} GPUs",),
@@ -152,24 +136,24 @@ def _few_cards(case: RunCase) -> Sign | None:
     short = next((host for host, count in counts.items() if count < usual), None)
     if short is None:
         return None
-    return Sign(
+    return Diagnosis(
         "rail-down",
         f"{usual - least} of {usual} rails of {short} is missing.",
         (f"{short} has {least} network cards in use, of {usual}",),
     )
 
 
-def _without_gdr(case: RunCase) -> Sign | None:
+def _without_gdr(case: RunCase) -> Diagnosis | None:
     if case.log is None or not _is_far(case) or not case.log.gdr_off:
         return None
-    return Sign(
+    return Diagnosis(
         "no-gdr",
         "Data between nodes is copied through host memory, since GPUDirect RDMA is off.",
         ("messages between nodes go via NET/IB without GDRDMA",),
     )
 
 
-def _without_nvlink(case: RunCase) -> Sign | None:
+def _without_nvlink(case: RunCase) -> Diagnosis | None:
     log = case.log
     node = case.machine.node if case.machine else node_of(case.everything)
     if log is None or (node is not None and node.device.link_kind.startswith("pcie")):
@@ -185,12 +169,12 @@ def _without_nvlink(case: RunCase) -> Sign | None:
         (log.p2p_off, "NCCL says that P2P is disabled between GPUs"),
         (shared or inside, f"GPUs of a node talk via {(shared or inside or [''])[0]}"),
     )
-    return Sign(
+    return Diagnosis(
         "pcie-not-nvlink", "GPUs of a node do not use NVLink.", tuple(text for known, text in said if known)
     )
 
 
-def _good_paths(case: RunCase) -> Sign | None:
+def _good_paths(case: RunCase) -> Diagnosis | None:
     log = case.log
     if case.run is not None or log is None or not log.near or log.socket or case.host.port_down:
         return None
@@ -200,7 +184,7 @@ def _good_paths(case: RunCase) -> Sign | None:
     )
     if not near or not far or "_perf" in case.text or slow_settings(case.host.settings):
         return None
-    return Sign(
+    return Diagnosis(
         "healthy",
         "The log shows the paths one would want. It has no bandwidth: measure it.",
         ("P2P between the GPUs of a node" + (", GPUDirect RDMA between nodes" if log.far else ""),),
@@ -208,17 +192,17 @@ def _good_paths(case: RunCase) -> Sign | None:
     )
 
 
-def _small_messages(case: RunCase) -> Sign | None:
+def _small_messages(case: RunCase) -> Diagnosis | None:
     if case.run is None or case.full_rate:
         return None
     largest = case.run.rows[-1]
     size = quantity(largest.size_bytes, "B")
     if case.run.asked_bytes >= 16 * largest.size_bytes:
         asked = quantity(case.run.asked_bytes, "B")
-        return Sign(
+        return Diagnosis(
             "unknown", f"The table ends at {size}, long before the largest message asked for ({asked})."
         )
-    return Sign(
+    return Diagnosis(
         "small-messages",
         "At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.",
         (f"the largest message has {size}",),
@@ -226,16 +210,16 @@ def _small_messages(case: RunCase) -> Sign | None:
 
 
 # -- what bandwidths say --------------------------------------------------------------------------------------
-def _impossible(case: RunCase) -> Sign | None:
+def _impossible(case: RunCase) -> Diagnosis | None:
     if case.share is None or not case.impossible:
         return None
     sentence = (
         "This is more than the network that the text names can carry, so that it is not the one that ran."
     )
-    return Sign("unknown", sentence, (), "low", ("state the cards of a node, as in 8 x 400G",))
+    return Diagnosis("unknown", sentence, (), "low", ("state the cards of a node, as in 8 x 400G",))
 
 
-def _healthy(case: RunCase) -> Sign | None:
+def _healthy(case: RunCase) -> Diagnosis | None:
     """Healthy is said only if nothing in the text speaks against it."""
     if case.share is None or not case.is_enough or _uneven(case):
         return None
@@ -253,8 +237,8 @@ def _healthy(case: RunCase) -> Sign | None:
         sentence = (
             "The bandwidth is what is usual, and yet the text names a fault: does this run use that part?"
         )
-        return Sign("unknown", sentence, (f"the text says: {doubt}",), "low")
-    return Sign(
+        return Diagnosis("unknown", sentence, (f"the text says: {doubt}",), "low")
+    return Diagnosis(
         "healthy",
         f"{case.share:.0%} of what such a machine should reach.",
         (),
@@ -270,7 +254,7 @@ def _more_gpus(case: RunCase) -> str:
     return f"{stated[0][0]} (and {case.ranks} ranks ran)" if stated else ""
 
 
-def _faulty_part(case: RunCase) -> Sign | None:
+def _faulty_part(case: RunCase) -> Diagnosis | None:
     """A part that the text names and that explains a slow run."""
     host, far = case.host, not case.one_domain
     active, inactive = host.nvlinks
@@ -287,30 +271,30 @@ def _faulty_part(case: RunCase) -> Sign | None:
     )  # fmt: skip
     for said, cause, sentence in parts:
         if said:
-            return Sign(cause, sentence, (f"the text says: {said}",), "high" if case.share else "medium")
+            return Diagnosis(cause, sentence, (f"the text says: {said}",), "high" if case.share else "medium")
     return None
 
 
-def _slow_setting(case: RunCase) -> Sign | None:
+def _slow_setting(case: RunCase) -> Diagnosis | None:
     given = case.host.settings
     for one, found in slow_settings(given):
         if (one.cause in ("wrong-nic", "no-gdr")) == (not case.one_domain) or one.cause == "setting":
-            return Sign(one.cause, found.what, (), "high", (found.change,))
+            return Diagnosis(one.cause, found.what, (), "high", (found.change,))
     for name in _OPTIONAL:
         if given.get(name):
             sentence = f"{name}={given[name]} holds for all sizes, and NCCL chooses better by size."
-            return Sign("setting", sentence, (), "medium", (f"remove {name}",))
+            return Diagnosis("setting", sentence, (), "medium", (f"remove {name}",))
     return None
 
 
-def _congested(case: RunCase) -> Sign | None:
+def _congested(case: RunCase) -> Diagnosis | None:
     if case.one_domain:
         return None
     counters = tuple(f"{name} is {count:,}" for name, count in case.host.congestion[:4])
     uneven = _uneven(case)
     if not uneven and not counters:
         return None
-    return Sign(
+    return Diagnosis(
         "congested",
         "Large messages fill the switches' buffers: senders are paused, or packets are lost and sent again.",
         (*((uneven,) if uneven else ()), *counters),
@@ -333,16 +317,16 @@ def _uneven(case: RunCase) -> str:
     return ""
 
 
-def _share_in_a_node(case: RunCase) -> Sign | None:
+def _share_in_a_node(case: RunCase) -> Diagnosis | None:
     if case.share is None or case.machine is None or not case.one_domain or not case.machine.has_nvlink:
         return None
     if case.share >= _OVER_PCIE:
         return None
     sentence = f"{case.share:.0%} of what NVLink gives; PCIe gives as much."
-    return Sign("pcie-not-nvlink", sentence, (), "medium")
+    return Diagnosis("pcie-not-nvlink", sentence, (), "medium")
 
 
-def _share_between_nodes(case: RunCase) -> Sign | None:
+def _share_between_nodes(case: RunCase) -> Diagnosis | None:
     if case.share is None or case.machine is None or case.one_domain or case.run is None:
         return None
     share, steady = case.share, all(later.busbw > 0.95 * row.busbw for row, later in pairwise(case.large))
@@ -351,17 +335,17 @@ def _share_between_nodes(case: RunCase) -> Sign | None:
     if share < _ONE_CARD or (
         case.per_node > 1 and case.run.rows[-1].busbw < 0.5 * case.machine.card_gbps / 8
     ):
-        return Sign("wrong-nic", "So little goes over one slow card, or over TCP.", (), "medium")
+        return Diagnosis("wrong-nic", "So little goes over one slow card, or over TCP.", (), "medium")
     if share < _THROUGH_HOST and not (case.log and case.log.gdr_on):
         sentence = f"{share:.0%} of the cards' rate is what copies through host memory reach."
-        return Sign("no-gdr", sentence, (), "medium")
+        return Diagnosis("no-gdr", sentence, (), "medium")
     if _THROUGH_HOST <= share < _HALF and case.machine.stated:
         sentence = f"{share:.0%}, about half: one card seems to carry two GPUs' traffic, and all wait for it."
-        return Sign("rail-down", sentence, (), "medium")
+        return Diagnosis("rail-down", sentence, (), "medium")
     return None
 
 
-_Look = Callable[[RunCase], Sign | None]
+_Look = Callable[[RunCase], Diagnosis | None]
 _NAMED: tuple[_Look, ...] = (
     _wrong_results, _ranks_alone, _stated_ranks, _over_tcp, _few_cards, _without_gdr, _without_nvlink, _good_paths,
     _small_messages,

@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +193,7 @@ def test_a_format_without_measured_products_is_refused() -> None:
 
 
 def test_a_profile_with_a_missing_constant_is_refused_by_name() -> None:
-    fields: dict[str, Any] = shipped_profiles()["h200"].to_dict()
+    fields: dict[str, Any] = asdict(shipped_profiles()["h200"])
     del fields["device"], fields["layer_s"]
     with pytest.raises(ConfigError, match="layer_s"):
         read_profile("mine", fields)

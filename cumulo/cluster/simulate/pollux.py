@@ -5,12 +5,11 @@ and whose steps are worth less in large batches. `play` asks this file how fast 
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
-import yaml
 
+from cumulo.base.strict import package_yaml
 from cumulo.cluster.decide.jobs import JobRequest, SpeedTable, TaskPlace
 from cumulo.cluster.simulate.job_speed import JobSpeed, TraceJob
 from cumulo.cluster.simulate.synthetic import error_of
@@ -79,14 +78,13 @@ class Application:
 
 @cache
 def applications() -> dict[str, Application]:
-    text = resources.files("cumulo.cluster").joinpath("data/pollux_applications.yaml").read_text("utf-8")
     return {
         name: Application(
             name, row["initial_batch"], row["max_batch"], tuple(row["local_batch"]), row["progress"],
             tuple(tuple(pair) for pair in row["noise"]), tuple(row["compute"]),
             {key: tuple(pair) for key, pair in row["network"].items()}, row["overlap"],
         )
-        for name, row in yaml.safe_load(text).items()
+        for name, row in package_yaml("cumulo.cluster", "data/pollux_applications.yaml").items()
     }  # fmt: skip
 
 

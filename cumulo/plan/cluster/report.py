@@ -6,13 +6,13 @@ of all numbers, whose formula links on to the numbers it was made from.
 """
 
 from collections.abc import Sequence
-from importlib import resources
 
 from jinja2 import Environment
 from markupsafe import Markup
 
 from cumulo.base.chart import COLORS, Chart, Series, chart_file
 from cumulo.base.quantities import between, percent, quantity
+from cumulo.base.strict import package_text
 from cumulo.plan.cluster.checkpoints import SweepPoint
 from cumulo.plan.cluster.plan import ClusterPlan
 from cumulo.plan.cluster.sheet import groups, value, value_range
@@ -39,7 +39,7 @@ def report(plan: ClusterPlan) -> str:
         hint, shown = f"{name} = {how}", text or value(figure)
         return Markup('<a class="n" href="#{}" title="{}">{}</a>').format(name, hint, shown)
 
-    text = (resources.files("cumulo.plan") / "data" / "cluster_report.html").read_text("utf-8")
+    text = package_text("cumulo.plan", "data/cluster_report.html")
     page = Environment(autoescape=True, keep_trailing_newline=True).from_string(text)
     return page.render(
         plan=plan,

@@ -14,13 +14,10 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import Any
 
-import yaml
-
 from cumulo.base import quantities
+from cumulo.base.strict import package_yaml
 
 _OPERATORS: dict[type[ast.operator], tuple[Callable[[float, float], float], str]] = {
     ast.Add: (operator.add, "+"),
@@ -50,14 +47,9 @@ _BINDING = {"+": 1, "−": 1, "×": 2, "/": 2, "^": 3}
 _ENDS = (("", ""), ("_low", "_high"), ("_high", "_low"))
 
 
-@cache
-def groups() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """The content of `cluster_sheet.yaml`."""
-    text = (resources.files("cumulo.plan") / "data" / "cluster_sheet.yaml").read_text("utf-8")
-    content: Mapping[str, Mapping[str, Mapping[str, Any]]] = yaml.load(
-        text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    )
-    return content
+def groups() -> Any:
+    """The content of `cluster_sheet.yaml`: figures by group."""
+    return package_yaml("cumulo.plan", "data/cluster_sheet.yaml")
 
 
 @dataclass(frozen=True, slots=True)

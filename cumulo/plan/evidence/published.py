@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-import yaml
-
+from cumulo.base.strict import package_csv, package_yaml
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
 from cumulo.plan.job import TrainJob
@@ -47,8 +47,7 @@ def held_out_rows() -> tuple[PublishedRow, ...]:
 
 
 def _rows_in(name: str) -> tuple[PublishedRow, ...]:
-    with (_data() / name).open(encoding="utf-8", newline="") as file:
-        return rows_of(csv.DictReader(file))
+    return rows_of(package_csv("cumulo.plan", f"data/{name}"))
 
 
 def rows_of(lines: Iterable[Mapping[str, str]]) -> tuple[PublishedRow, ...]:
@@ -84,7 +83,7 @@ _USUAL = {
 
 @cache
 def machines() -> Catalog:
-    return Catalog.load(_data() / "published_training_machines.yaml")
+    return Catalog.load(Path(str(resources.files("cumulo.plan") / "data/published_training_machines.yaml")))
 
 
 def citations() -> Mapping[str, str]:
@@ -97,15 +96,8 @@ def dates() -> Mapping[str, str]:
     return {name: str(entry["published"]) for name, entry in _sources().items() if "published" in entry}
 
 
-@cache
-def _sources() -> Mapping[str, Mapping[str, object]]:
-    text = (_data() / "published_training_sources.yaml").read_text("utf-8")
-    entries: Mapping[str, Mapping[str, object]] = yaml.safe_load(text)
-    return entries
-
-
-def _data() -> Path:
-    return Path(str(resources.files("cumulo.plan") / "data"))
+def _sources() -> Any:
+    return package_yaml("cumulo.plan", "data/published_training_sources.yaml")
 
 
 def _row(line: Mapping[str, str], catalog: Catalog) -> PublishedRow:

@@ -5,14 +5,13 @@ computes its share of the prompts: B sequences of I tokens in and O out put B·(
 is that of `step_cost`, as in every simulation of `cumulo plan serve`; B over it is the throughput.
 """
 
-import csv
 import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import resources
 
+from cumulo.base.strict import package_csv
 from cumulo.engine.simulate.run import Arrival
 from cumulo.plan.serve.profile import Saturation, ServingProfile
 from cumulo.plan.serve.replica import TENSORRT_LLM, Replica
@@ -55,8 +54,7 @@ class ServedRow:
 @cache
 def served_rows() -> tuple[ServedRow, ...]:
     """Our transcription of TensorRT-LLM v1.0, docs/source/performance/perf-overview.md."""
-    text = (resources.files("cumulo.plan") / "data" / "published_serving.csv").read_text("utf-8")
-    return served_rows_of(csv.DictReader(text.splitlines()))
+    return served_rows_of(package_csv("cumulo.plan", "data/published_serving.csv"))
 
 
 def served_rows_of(lines: Iterable[Mapping[str, str]]) -> tuple[ServedRow, ...]:
@@ -168,7 +166,6 @@ class OwnRun:
 
 @cache
 def own_runs() -> tuple[OwnRun, ...]:
-    text = (resources.files("cumulo.plan") / "data" / "own_serving.csv").read_text("utf-8")
     return tuple(
         OwnRun(
             line["model"],
@@ -179,5 +176,5 @@ def own_runs() -> tuple[OwnRun, ...]:
             float(line["output_tok_s"]),
             line["fitted"] == "1",
         )
-        for line in csv.DictReader(text.splitlines())
+        for line in package_csv("cumulo.plan", "data/own_serving.csv")
     )

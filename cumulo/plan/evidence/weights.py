@@ -7,13 +7,12 @@ The errors are those under constants that never saw the row's generation of soft
 seen either. `cumulo plan validate --left-out` counts how many rows lie inside where only other generations vouch.
 """
 
-import csv
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
+from cumulo.base.strict import package_csv
 from cumulo.plan.evidence.published import PublishedRow, rows
 from cumulo.plan.job import TrainJob
 from cumulo.plan.time.compute_profile import Profile
@@ -132,9 +131,8 @@ def witnesses() -> tuple[Witness, ...]:
     """All published rows with the errors that the shipped constants leave (`published_training_errors.csv`, written
     by the fit)."""
     by_name = {row.name: row for row in rows()}
-    text = (resources.files("cumulo.plan") / "data" / "published_training_errors.csv").read_text("utf-8")
     found = []
-    for line in csv.DictReader(text.splitlines()):
+    for line in package_csv("cumulo.plan", "data/published_training_errors.csv"):
         row = by_name[line["id"]]
         error = math.log(float(line["predicted_over_published"]))
         unseen = (

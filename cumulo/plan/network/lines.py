@@ -11,11 +11,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
+from cumulo.base.strict import package_yaml
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
 from cumulo.collectives.decide.play_cost import PlayedCost, play_cost
 from cumulo.spec.device import Device
@@ -117,11 +115,8 @@ def _seconds(microseconds: Mapping[str, float]) -> dict[str, float]:
     return {name: value * 1e-6 for name, value in microseconds.items()}
 
 
-@cache
-def _tables() -> Mapping[str, Any]:
-    text = (resources.files("cumulo.plan") / "data" / "collectives.yaml").read_text("utf-8")
-    tables: Mapping[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return tables
+def _tables() -> Any:
+    return package_yaml("cumulo.plan", "data/collectives.yaml")
 
 
 _UNIT = 64  # elements of a block: every share of the buffer is a whole number of them

@@ -4,13 +4,10 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 from typing import Any
 
-import yaml
-
 from cumulo.base.nearest import did_you_mean
+from cumulo.base.strict import package_yaml
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import LEAST, MOST_MEMORY, TOO_LARGE, clues, likely
@@ -121,16 +118,10 @@ def widened(plan: Plan, goal: TrainGoal) -> Plan:
     )
 
 
-@cache
-def systems() -> Mapping[str, Mapping[str, Any]]:
-    """Choices named as the command's options are, `layout` as --fixed takes it, and `source`."""
-    text = (resources.files("cumulo.plan") / "data" / "systems.yaml").read_text("utf-8")
-    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
-    return found
-
-
 def system_named(name: str) -> Mapping[str, Any]:
-    if name not in systems():
-        hint = did_you_mean(name, systems(), quoted=True, otherwise=".")
-        raise ConfigError(f"--like does not know {name!r}{hint} It knows: {', '.join(systems())}")
-    return systems()[name]
+    """Choices named as the command's options are, `layout` as --fixed takes it, and `source`."""
+    known: Mapping[str, Mapping[str, Any]] = package_yaml("cumulo.plan", "data/systems.yaml")
+    if name not in known:
+        hint = did_you_mean(name, known, quoted=True, otherwise=".")
+        raise ConfigError(f"--like does not know {name!r}{hint} It knows: {', '.join(known)}")
+    return known[name]

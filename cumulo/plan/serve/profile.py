@@ -7,13 +7,11 @@ what does not scale with it (launches, the host) is kept in seconds.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
-import yaml
-
+from cumulo.base.strict import package_yaml
 from cumulo.errors import ConfigError
 from cumulo.spec.device import Device
 
@@ -67,15 +65,12 @@ class ServingProfile:
     # All-reduces add in the switch (NVLink SHARP): a rank sends its part once, not 2·(n − 1)/n times
     adds_in_switch: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"products": {name: asdict(one) for name, one in self.products.items()}}
-
 
 @cache
 def shipped_profiles() -> Mapping[str, ServingProfile]:
     """By the device's name in the catalogue."""
-    text = (resources.files("cumulo.plan") / "data" / "serving.yaml").read_text("utf-8")
-    return {name: read_profile(name, fields) for name, fields in yaml.safe_load(text).items()}
+    tables = package_yaml("cumulo.plan", "data/serving.yaml")
+    return {name: read_profile(name, fields) for name, fields in tables.items()}
 
 
 def read_profile(device: str, fields: Mapping[str, Any]) -> ServingProfile:
@@ -156,11 +151,8 @@ class Saturation:
         )
 
 
-@cache
-def fitted_file() -> Mapping[str, Any]:
-    text = (resources.files("cumulo.plan") / "data" / "published_serving.yaml").read_text("utf-8")
-    content: Mapping[str, Any] = yaml.safe_load(text)
-    return content
+def fitted_file() -> Any:
+    return package_yaml("cumulo.plan", "data/published_serving.yaml")
 
 
 @cache

@@ -4,13 +4,13 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cumulo.base.nearest import did_you_mean
+from cumulo.base.strict import package_yaml
 from cumulo.errors import ConfigError
 from cumulo.plan.job import DTYPE_BYTES
 from cumulo.plan.time.efficiency import GENERATIONS, Profile, composed, shipped_efficiency
@@ -29,8 +29,7 @@ class Profiles:
     @staticmethod
     def load(*files: Path) -> "Profiles":
         """What ships with the package, and the files that `cumulo calibrate` wrote on top."""
-        text = (resources.files("cumulo.plan") / "data" / "profiles.yaml").read_text("utf-8")
-        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        content = package_yaml("cumulo.plan", "data/profiles.yaml")
         made = _composed()
         known, current = made | _profiles(content, "profiles.yaml", made), dict(content["current"])
         for path in files:

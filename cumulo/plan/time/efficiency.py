@@ -9,11 +9,9 @@ are computed. There is no constant of a single software, so a new one starts whe
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
-import yaml
-
+from cumulo.base.strict import package_yaml
 from cumulo.errors import ConfigError
 from cumulo.spec.device import Device
 
@@ -164,8 +162,7 @@ class Efficiency:
 
 @cache
 def shipped_efficiency() -> Efficiency:
-    text = (resources.files("cumulo.plan") / "data" / "efficiency.yaml").read_text("utf-8")
-    content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    content = package_yaml("cumulo.plan", "data/efficiency.yaml")
     return Efficiency(
         ceilings=content["ceilings"],
         attention=content["attention"],
@@ -179,8 +176,7 @@ def shipped_efficiency() -> Efficiency:
 @cache
 def left_out_efficiency(generation: str) -> Efficiency:
     """Efficiency as if a generation of software had published nothing (`fit_training.py --write`)."""
-    text = (resources.files("cumulo.plan") / "data" / "efficiency_left_out.yaml").read_text("utf-8")
-    folds = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    folds = package_yaml("cumulo.plan", "data/efficiency_left_out.yaml")
     if generation not in folds:
         raise ConfigError(f"there are no constants without {generation}; there are: {', '.join(folds)}")
     return with_constants(shipped_efficiency(), folds[generation])

@@ -7,18 +7,14 @@ Neither the prompts of `cumulo bench speculate` nor their forms are among them (
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
+from typing import Any
 
-import yaml
+from cumulo.base.strict import package_yaml
 
 
-@cache
-def _words() -> dict[str, list[str]]:
+def _words() -> Any:
     """What conversations are made of: forms with places to fill, and what fills them."""
-    text = (resources.files("cumulo.train.head") / "words.yaml").read_text("utf-8")
-    found: dict[str, list[str]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return found
+    return package_yaml("cumulo.train.head", "words.yaml")
 
 
 @dataclass(frozen=True, slots=True)
