@@ -14,16 +14,14 @@ def available_memory(root: Path = Path("/")) -> int:
 
     `root` is where the system's files are looked up; tests put their own there.
     """
-    limits = [*_meminfo(root), *_cgroup_v2(root), *_cgroup_v1(root)]
+    limits = _cgroup_limits(root)
+    # Free pages, and those that the system can reclaim without swapping.
+    if (free_kib := _field(root / "proc/meminfo", "MemAvailable:")) is not None:
+        limits.append(free_kib * 1024)
     if limits:
         return max(0, min(limits))
     # Not Linux: half of what is built in, for want of anything that says what is free.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def resident_bytes() -> int | None:
-    """Physical memory this process holds now; None where the system does not say."""
-    return _status("VmRSS")
 
 
 class PeakMemory:
@@ -43,60 +41,58 @@ class PeakMemory:
     def __enter__(self) -> "PeakMemory":
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present value
-            self._before = _status("VmRSS")
+            self._before = _status_bytes("VmRSS:")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        peak = _status("VmHWM")
+        peak = _status_bytes("VmHWM:")
         if self._before is not None and peak is not None:
             self.bytes = max(0, peak - self._before)
 
 
-def _status(name: str) -> int | None:
+def _status_bytes(name: str) -> int | None:
+    found_kib = _field(Path("/proc/self/status"), name)
+    return None if found_kib is None else found_kib * 1024
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number behind a name at the start of a line; None if it is missing."""
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if words and words[0] == name:
+                return int(words[1])
     return None
 
 
-def _meminfo(root: Path) -> list[int]:
-    """MemAvailable: free pages and those the system can reclaim without swapping."""
-    with suppress(OSError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return [int(line.split()[1]) * 1024]
-    return []
+# Of both versions of cgroups: the controller in /proc/self/cgroup, the folder, limit, use, and the field of cached
+# file pages, which count as used but are given back on demand.
+_CGROUPS = (
+    ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
 
 
-def _cgroup_v2(root: Path) -> list[int]:
+def _cgroup_limits(root: Path) -> list[int]:
     """Limit minus use of this process's cgroup and all above it; any of them may be the tightest."""
-    own = next((path for controllers, path in _own_cgroups(root) if controllers == ""), None)
-    if own is None:
-        return []
-    base = root / "sys/fs/cgroup"
-    limits = []
-    for folder in _with_parents(base, own):
-        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-        if limit is not None and used is not None:
-            limits.append(limit - used + _reclaimable(folder / "memory.stat", "inactive_file"))
-    return limits
-
-
-def _cgroup_v1(root: Path) -> list[int]:
-    own = next((path for controllers, path in _own_cgroups(root) if "memory" in controllers.split(",")), None)
-    if own is None:
-        return []
-    limits = []
-    for folder in _with_parents(root / "sys/fs/cgroup/memory", own):
-        limit, used = _number(folder / "memory.limit_in_bytes"), _number(folder / "memory.usage_in_bytes")
-        if (
-            limit is not None and used is not None and limit < 1 << 60
-        ):  # version 1 has a number for "no limit"
-            limits.append(limit - used + _reclaimable(folder / "memory.stat", "total_inactive_file"))
-    return limits
+    found = []
+    for controller, base, most, current, cached in _CGROUPS:
+        own = next((path for names, path in _own_cgroups(root) if controller in names.split(",")), None)
+        for folder in _with_parents(root / base, own) if own is not None else ():
+            limit, used = _number(folder / most), _number(folder / current)
+            if (
+                limit is not None and used is not None and limit < 1 << 60
+            ):  # version 1's number for "no limit"
+                found.append(limit - used + (_field(folder / "memory.stat", cached) or 0))
+    return found
 
 
 def _own_cgroups(root: Path) -> list[tuple[str, str]]:
@@ -119,16 +115,6 @@ def _number(path: Path) -> int | None:
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return None
-
-
-def _reclaimable(path: Path, field: str) -> int:
-    """Cached file pages count as used but are given back on demand."""
-    with suppress(OSError):
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == field:
-                return int(value)
-    return 0
 
 
 # So many ranks can be started on any CPU, to try a layout, even where they share cores.
