@@ -224,11 +224,6 @@ def pipeline_chunks(layout: Layout) -> int:
     return stage_placement(layout).chunks(layout.pp, chunks_per_stage(layout))
 
 
-def is_bidirectional(layout: Layout) -> bool:
-    """Whether stages hold two copies of the model, which micro-batches enter at opposite ends."""
-    return layout.pp > 1 and family(layout.schedule).bidirectional
-
-
 def splits_backward(layout: Layout) -> bool:
     """Whether the pipeline computes gradients of weights apart from those of inputs."""
     return layout.pp > 1 and family(layout.schedule).splits_backward

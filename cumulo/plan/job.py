@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from cumulo.errors import ConfigError
 from cumulo.layout.check import layout_problems
-from cumulo.layout.layout import Layout, chunks_per_stage, is_bidirectional, pipeline_chunks, split_layers
+from cumulo.layout.layout import Layout, chunks_per_stage, pipeline_chunks, split_layers
 from cumulo.spec.model import ModelSpec
 
 # What backward computes again. full: whole layers, of which only the input is kept. selective: the attention
@@ -108,10 +108,6 @@ class TrainJob:
         return pipeline_chunks(self.layout)
 
     @property
-    def bidirectional(self) -> bool:
-        return is_bidirectional(self.layout)
-
-    @property
     def chunk_layers(self) -> tuple[int, ...]:
         """Layers of each chunk, in the order a micro-batch passes them."""
         return split_layers(self.model.layers, self.chunks)
@@ -159,10 +155,6 @@ class TrainJob:
         """Ranks and stride of each axis: the layout's, but for experts that tensor-parallel ranks hold whole."""
         axes = self.layout.axes
         return {**axes, "ep": (self.expert_ranks, 1)} if self.whole_experts else axes
-
-    @property
-    def lora_rank_or_0(self) -> int:
-        return self.lora_rank or 0
 
     @property
     def padded_vocabulary(self) -> int:

@@ -178,7 +178,7 @@ def adapter_elements(job: TrainJob, elements: Elements) -> int:
     hidden size."""
     moe = job.model.is_moe_layer(job.model.layers - 1)
     beside = adapted_share(job.model, moe, job.lora_targets) * (elements.matrices + elements.experts)
-    return round(2 * job.lora_rank_or_0 * beside / job.model.hidden)
+    return round(2 * (job.lora_rank or 0) * beside / job.model.hidden)
 
 
 @cache

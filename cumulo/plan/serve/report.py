@@ -38,18 +38,9 @@ class Percentiles:
         """With linear interpolation, as numpy's default; `counts` says how often each value occurs."""
         if not len(values):
             return None
-        data = np.asarray(values, dtype=np.float64)
-        weights = np.ones(len(data), dtype=np.int64) if counts is None else np.asarray(counts, dtype=np.int64)
-        order = np.argsort(data, kind="stable")
-        data, ends = data[order], np.cumsum(weights[order])
-
-        def at(percent: float) -> float:
-            rank = (int(ends[-1]) - 1) * percent / 100
-            below, above = np.searchsorted(ends, (np.floor(rank), np.ceil(rank)), side="right")
-            return float(data[below] + (rank - np.floor(rank)) * (data[above] - data[below]))
-
-        mean = float((data * weights[order]).sum() / ends[-1])
-        return Percentiles(mean, at(50), at(90), at(99), float(data[-1]), at(percentile))
+        data = np.repeat(np.asarray(values, dtype=np.float64), 1 if counts is None else counts)
+        p50, p90, p99, at_slo = np.percentile(data, (50, 90, 99, percentile)).tolist()
+        return Percentiles(float(data.mean()), p50, p90, p99, float(data.max()), at_slo)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,12 +165,9 @@ def _ahead(
     return [further, loss, Passes(product, product, product)] * job.predict_ahead
 
 
-def _layer(
-    job: TrainJob, cluster: Cluster, profile: Profile, moe: bool, window: int | None
-) -> tuple[Passes, Seconds]:
-    """One layer with its collectives, and what recomputation adds to its backward."""
+def layer_work(job: TrainJob, moe: bool, window: int | None) -> LayerWork:
     layout = job.layout
-    work = LayerWork(
+    return LayerWork(
         tokens=job.tokens_per_rank,
         sequence=job.sequence_length,
         tensor=layout.tp,
@@ -181,6 +178,13 @@ def _layer(
         flash=job.flash_attention,
         host_waits=moe and _host_waits(job),
     )
+
+
+def _layer(
+    job: TrainJob, cluster: Cluster, profile: Profile, moe: bool, window: int | None
+) -> tuple[Passes, Seconds]:
+    """One layer with its collectives, and what recomputation adds to its backward."""
+    work = layer_work(job, moe, window)
     plain = layer(job.split_model, moe, work, profile, cluster.device)
     if job.lora_rank is not None:
         plain = with_adapters(plain, job.split_model, moe, job.lora_targets, work, profile, cluster.device)

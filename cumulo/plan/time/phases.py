@@ -10,7 +10,7 @@ from typing import Literal
 from cumulo.plan.job import TrainJob
 from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.network.lines import Kind
-from cumulo.plan.time.chunks import chunks_of, layer_kinds, network_of
+from cumulo.plan.time.chunks import chunks_of, layer_kinds, layer_work, network_of
 from cumulo.plan.time.communication import (
     FEED_FORWARD,
     CommunicationCall,
@@ -21,7 +21,7 @@ from cumulo.plan.time.communication import (
     recomputed_share,
     stage_layers,
 )
-from cumulo.plan.time.compute import BlockSeconds, LayerWork, block_seconds
+from cumulo.plan.time.compute import block_seconds
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.spec.cluster import Cluster
 
@@ -67,7 +67,8 @@ def _layers(job: TrainJob, cluster: Cluster, profile: Profile) -> Iterator[Commu
     network, share = network_of(cluster), recomputed_share(job)
     for moe, layers in stage_layers(job).items():
         window = next(window for kind, window in layer_kinds(job.model) if kind == moe)
-        for block in _blocks(job, cluster, profile, moe, window):
+        work = layer_work(job, moe, window)
+        for block in block_seconds(job.split_model, moe, work, profile, cluster.device):
             calls = [call for call in layer_calls(job, moe) if call.place == block.name]
             where = f"{block.name} with experts" if moe and block.name == FEED_FORWARD else block.name
             often = job.micro_batches * layers
@@ -77,17 +78,6 @@ def _layers(job: TrainJob, cluster: Cluster, profile: Profile) -> Iterator[Commu
             yield from _phases("forward", calls, network, times, block.forward_s, where, forward)
             times = [often * count for count in backward]
             yield from _phases("backward", calls, network, times, block.backward_s, where, backward)
-
-
-def _blocks(
-    job: TrainJob, cluster: Cluster, profile: Profile, moe: bool, window: int | None
-) -> tuple[BlockSeconds, ...]:
-    layout = job.layout
-    work = LayerWork(
-        job.tokens_per_rank, job.sequence_length, layout.tp, layout.sequence_parallel, layout.ep,
-        job.whole_experts, window, job.flash_attention,
-    )  # fmt: skip
-    return block_seconds(job.split_model, moe, work, profile, cluster.device)
 
 
 def _messages(job: TrainJob, cluster: Cluster, profile: Profile) -> Iterator[CommunicationPhase]:
