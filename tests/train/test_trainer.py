@@ -4,6 +4,8 @@ import dataclasses
 import json
 import random
 import signal
+import subprocess
+import sys
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -247,3 +249,12 @@ def test_adapters_learn_answers_and_leave_the_model_as_it_was(tmp_path: Path, so
     with pytest.raises(ConfigError, match="no projection 'qvk'; did you mean 'qkv'"):
         changed = dataclasses.replace(config, folder=str(tmp_path / "x"), lora=LoraConfig(targets=("qvk",)))
         Trainer(changed).run()
+
+
+def test_training_needs_no_triton() -> None:
+    """Where there is no GPU there is none."""
+    program = (
+        "import sys; sys.modules['triton'] = None; "
+        "import cumulo.train.run.trainer, cumulo.train.run.verify, cumulo.train.head.trainer"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -71,7 +71,7 @@ def _recompute(config: TrainConfig, spec: ModelSpec, on_gpu: bool) -> Recompute:
     names: tuple[Recompute, ...] = get_args(Recompute)
     asked = set(config.recompute_operations)
     if on_gpu and config.dtype == "bfloat16" and _joined(config, spec):
-        # `train.fused` computes both again, or keeps them in 8 bits, whatever was asked for.
+        # `train/model/fused.py` computes both again, or keeps them in 8 bits, whatever was asked for.
         asked = (
             asked | {"norm", "activation"} if config.products == "wide" else asked - {"norm", "activation"}
         )

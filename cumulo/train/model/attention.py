@@ -49,8 +49,7 @@ class TrainingAttention(Attention):
     def _fused(
         self, x: Tensor, norm: RMSNorm, rotation: Rotation, documents: Documents, arithmetic: Arithmetic
     ) -> Tensor:
-        # Imported here: without a GPU there need be no Triton.
-        from cumulo.train.model.arithmetic import normed_product, rotated
+        from cumulo.train.model.fused import normed_product, rotated
 
         x, projected = normed_product(x, norm.weight, self.qkv.weight, norm.eps, arithmetic)
         if self.qk_norm or rotation.interleaved:

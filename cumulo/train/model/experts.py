@@ -43,8 +43,7 @@ class TrainingFeedForward(FeedForward):
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:  # type: ignore[override]
         """x and what the feed-forward adds to it."""
         if self.fused is not None and fusible(self.gate_up, self.down):
-            # Imported here: without a GPU there need be no Triton.
-            from cumulo.train.model.arithmetic import gated_product, normed_product
+            from cumulo.train.model.fused import gated_product, normed_product
 
             x, hidden = normed_product(x, norm.weight, self.gate_up.weight, norm.eps, self.fused)
             return gated_product(x, hidden, self.down.weight, self.fused)

@@ -160,7 +160,7 @@ class TrainingLayer(nn.Module):
 
 
 def joins_operations(device: torch.device, dtype: torch.dtype, split: Split) -> bool:
-    """Where the operations of `train.fused` are known to be right."""
+    """Where the operations of `fused` are known to be right."""
     return device.type == "cuda" and dtype.itemsize == 2 and split.tensor.size == 1
 
 
@@ -183,7 +183,7 @@ class TrainingDecoder(nn.Module):
         `recompute`: keep only each layer's input and compute the layer again for its gradients, or only some
         operations of it (see `Recompute`).
         `arithmetic`: of the products inside layers.
-        `fused`: operations joined as a GPU likes them (`train.fused`); None: where they are known to be right."""
+        `fused`: operations joined as a GPU likes them (see `fused.py`); None: where they are known to be right."""
         super().__init__()
         refuse_unplayable(spec)
         self.spec, self.dtype, self.split = spec, dtype, split
