@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from cumulo.serve.errors import ApiError
 from cumulo.serve.http import refusals
-from cumulo.serve.http.keeper import Address, Keeper
+from cumulo.serve.http.keeper import Keeper
 
 
 class Reading(enum.Enum):
@@ -42,7 +42,7 @@ class _Refused(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    address: Address
+    address: str
     reserved: bool
 
     def __init__(
@@ -142,10 +142,7 @@ class Connection(HttpToolsProtocol):
         """Also called for trailers, which go into a list of their own: they were not there when all was checked."""
         if len(self.headers) >= self._limits.headers:
             self._fail(refusals.HEADER_TOO_LARGE)
-        name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
-        self.headers.append((name, value))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._limits.exceeded_by(self.headers):
@@ -310,7 +307,7 @@ class Connection(HttpToolsProtocol):
 
     def describe(self) -> str:
         """How the log names this connection."""
-        return f"a connection from {self.address.name} ({self._reading.value})"
+        return f"a connection from {self.address} ({self._reading.value})"
 
     # -- time-outs ----------------------------------------------------------------------------------------
     def check(self, now_s: float, step_s: float) -> None:

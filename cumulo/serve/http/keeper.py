@@ -13,7 +13,7 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -54,22 +54,10 @@ class Tally:
                 log.warning("%s: %d more in the last %.0f s", reason, times, _EVERY_S)
 
 
-class Address:
-    """One client address and its connections. An IPv6 client counts by its 64-bit network, one site's."""
-
-    __slots__ = ("answered", "count", "name", "unanswered")
-
-    def __init__(self, name: str) -> None:
-        self.name, self.count = name, 0
-        # Longest waiting first: without a request yet that was answered, and after one.
-        self.unanswered: OrderedDict[KeptConnection, None] = OrderedDict()
-        self.answered: OrderedDict[KeptConnection, None] = OrderedDict()
-
-
 class KeptConnection(Protocol):
     """What the Keeper needs to know of a connection, and what it asks of one."""
 
-    address: Address
+    address: str  # of its client, as the limit counts it
     reserved: bool  # in the reserve, for operators
     answered: bool  # has a request of it had its answer?
 
@@ -91,10 +79,13 @@ class Keeper:
         self.clock_s = 0.0
         self.connections: set[KeptConnection] = set()
         self._leaving: set[KeptConnection] = set()  # closed for room, and not yet gone
-        self._addresses: dict[str, Address] = {}
+        self._waiting: OrderedDict[KeptConnection, None] = (
+            OrderedDict()
+        )  # for their clients; the longest first
         self._ordinary = 0  # connections and sockets that are not in the reserve
+        self._counts: Counter[str] = Counter()  # the same by address
         self._reserve: OrderedDict[KeptConnection, None] = OrderedDict()
-        self._sockets: dict[asyncio.BaseTransport, Address] = {}
+        self._sockets: dict[asyncio.BaseTransport, str] = {}  # with their addresses
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -111,32 +102,23 @@ class Keeper:
     # -- coming and going ---------------------------------------------------------------------------------
     def admit(self, connection: KeptConnection, host: str) -> None:
         """Give a new connection its address and its place, which may be one in the reserve."""
-        name = _network(host)
-        address = self._addresses.get(name)
-        if address is None:
-            address = self._addresses[name] = Address(name)
-        if self._has_room(address):
-            self._take_in(connection, address)
-        else:
+        connection.address = _network(host)
+        connection.reserved = not self._has_room(connection.address)
+        if connection.reserved:
             if len(self._reserve) >= self.limits.room.reserve:
                 self._close(next(iter(self._reserve)))
             self._reserve[connection] = None
-            connection.reserved, connection.address = True, address
+        else:
+            self._count(connection.address, 1)
         self.connections.add(connection)
-
-    def _take_in(self, connection: KeptConnection, address: Address) -> None:
-        self._addresses[address.name] = address  # it may have been forgotten when room was made
-        self._ordinary += 1
-        address.count += 1
-        connection.reserved, connection.address = False, address
 
     def promote(self, connection: KeptConnection) -> bool:
         """Move a connection out of the reserve if there is room by now; returns whether there is."""
-        address = self._addresses.get(connection.address.name, connection.address)
-        if not self._has_room(address):
+        if not self._has_room(connection.address):
             return False
         self._reserve.pop(connection, None)
-        self._take_in(connection, address)
+        connection.reserved = False
+        self._count(connection.address, 1)
         return True
 
     def release(self, connection: KeptConnection) -> None:
@@ -148,9 +130,8 @@ class Keeper:
         self.busy(connection)
         if connection.reserved:
             self._reserve.pop(connection, None)
-            self._forget_if_empty(connection.address)
         else:
-            self._leave(connection.address)
+            self._count(connection.address, -1)
 
     def _close(self, connection: KeptConnection) -> None:
         """Its place is free at once, its descriptor as soon as its last words are out, or soon in any case."""
@@ -159,31 +140,21 @@ class Keeper:
         self._leaving.add(connection)
         connection.give_way()
 
-    def _leave(self, address: Address) -> None:
-        self._ordinary -= 1
-        address.count -= 1
-        self._forget_if_empty(address)
-
-    def _forget_if_empty(self, address: Address) -> None:
-        if not address.count and self._addresses.get(address.name) is address:
-            del self._addresses[address.name]
+    def _count(self, address: str, more: int) -> None:
+        self._ordinary += more
+        self._counts[address] += more
+        if not self._counts[address]:
+            del self._counts[address]
 
     # -- waiting and busy ---------------------------------------------------------------------------------
     def waiting(self, connection: KeptConnection) -> None:
         """It is the client's turn, since now or longer."""
-        if connection.reserved:
-            return
-        address = connection.address
-        line = address.answered if connection.answered else address.unanswered
-        line.setdefault(connection)
+        if not connection.reserved:
+            self._waiting.setdefault(connection)
 
     def busy(self, connection: KeptConnection) -> None:
         """It is our turn."""
-        address = connection.address
-        if connection.answered:
-            address.answered.pop(connection, None)
-        else:
-            address.unanswered.pop(connection, None)
+        self._waiting.pop(connection, None)
 
     # -- sockets ------------------------------------------------------------------------------------------
     def take_socket(self, connection: KeptConnection) -> bool:
@@ -198,28 +169,26 @@ class Keeper:
 
     def _prune_sockets(self) -> None:
         for transport in [each for each in self._sockets if each.is_closing()]:
-            self._leave(self._sockets.pop(transport))
+            self._count(self._sockets.pop(transport), -1)
 
     # -- room ---------------------------------------------------------------------------------------------
-    def _has_room(self, address: Address) -> bool:
-        if address.count >= self.limits.per_address and not self._make_room([address], 1):
-            return False
+    def _has_room(self, address: str) -> bool:
+        if self._counts[address] >= self.limits.per_address:
+            unanswered = (one for one in self._waiting if one.address == address and not one.answered)
+            own = next(unanswered, None) or next(
+                (one for one in self._waiting if one.address == address), None
+            )
+            if own is None:
+                return False
+            self._close(own)
         if self._ordinary < self.limits.room.connections:
             return True
         self._prune_sockets()
-        # A few at a time: choosing looks at all addresses, and under attack the next newcomer is not far.
-        largest_first = sorted(self._addresses.values(), key=lambda each: -each.count)
-        self._make_room(largest_first, max(1, self.limits.room.connections // 32))
+        # A few at a time: choosing looks at all that wait, and under attack the next newcomer is not far.
+        first = sorted(self._waiting, key=lambda one: (one.answered, -self._counts[one.address]))
+        for connection in first[: max(1, self.limits.room.connections // 32)]:
+            self._close(connection)
         return self._ordinary < self.limits.room.connections
-
-    def _make_room(self, addresses: list[Address], wanted: int) -> int:
-        closed = 0
-        for lines in ([each.unanswered for each in addresses], [each.answered for each in addresses]):
-            for line in lines:
-                while line and closed < wanted:
-                    self._close(next(iter(line)))
-                    closed += 1
-        return closed
 
     # -- time-outs ----------------------------------------------------------------------------------------
     async def _run(self) -> None:
