@@ -4,38 +4,24 @@ Answers and replicas have the names that they have in a server with several repl
 alerts and panels hold for a gateway, too.
 """
 
-import time
-from collections.abc import Callable
-from typing import Any
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from cumulo.fleet.remote.replica import UpstreamReplica
 from cumulo.fleet.remote.replicas import Replicas
 from cumulo.gateway.stories import ProxiedRecord
-from cumulo.serve.observe.fleet_metrics import TableMetrics
+from cumulo.serve.observe.fleet_metrics import OF_ANY_REPLICA, ReplicaMetric, TableMetrics
 
 _FIRST_BYTE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PAUSE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
-
-_PER_REPLICA: tuple[tuple[str, type[Any], str, Callable[[UpstreamReplica], float]], ...] = (
-    ("replica_up", GaugeMetricFamily, "1 while the replica takes requests.",
-     lambda one: not one.refuses(time.monotonic())),
-    ("replica_draining", GaugeMetricFamily, "1 while it drains.",
-     lambda one: one.refuses(time.monotonic()) == "drains"),
-    ("replica_running", GaugeMetricFamily, "Sequences that compute.", lambda one: one.news.running),
-    ("replica_waiting", GaugeMetricFamily, "Sequences that wait for room.", lambda one: one.news.waiting),
-    ("replica_waiting_tokens", GaugeMetricFamily, "Prompt tokens that are not computed yet.",
-     lambda one: max(one.waiting_tokens, one.news.waiting_tokens)),
-    ("replica_requests", CounterMetricFamily, "Requests that it was given.", lambda one: one.requests),
-    ("gateway_replica_in_flight", GaugeMetricFamily, "Requests of this gateway there.",
-     lambda one: len(one.works)),
-    ("gateway_replica_failures", CounterMetricFamily, "Requests that failed there.",
-     lambda one: one.failures),
-    ("gateway_replica_breaker_open", GaugeMetricFamily, "1 while it is left alone after failures.",
-     lambda one: one.breaker.state(time.monotonic()) == "open"),
+_PER_REPLICA: tuple[ReplicaMetric, ...] = (
+    *OF_ANY_REPLICA,
+    ("gateway_replica_in_flight", GaugeMetricFamily, "Number of requests of this gateway on the replica.",
+     lambda one: one["in_flight"]),
+    ("gateway_replica_failures", CounterMetricFamily, "Number of requests that failed on the replica.",
+     lambda one: one["failures"]),
+    ("gateway_replica_breaker_open", GaugeMetricFamily,
+     "Whether the replica is left alone after failures (1) or not (0).",
+     lambda one: one["breaker"] == "open"),
 )  # fmt: skip
 
 
@@ -71,7 +57,9 @@ class GatewayMetrics:
             registry,
             _PER_REPLICA,
             ("model_name", "replica"),
-            lambda: [((",".join(one.models), one.short_name), one) for one in fleet.replicas.values()],
+            lambda: [
+                ((",".join(one.models), one.short_name), one.described()) for one in fleet.replicas.values()
+            ],
         )
 
     def on_end(self, record: ProxiedRecord, status: int) -> None:

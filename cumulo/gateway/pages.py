@@ -172,7 +172,7 @@ class GatewayPages:
             "object": "fleet",
             "router": self._fleet.options.router,
             "totals": self._metrics.totals(),
-            "replicas": [_described(replica) for replica in self._fleet.replicas.values()],
+            "replicas": [replica.described() for replica in self._fleet.replicas.values()],
             "recent": [
                 {
                     "id": one.call_id or one.id,
@@ -202,7 +202,7 @@ class GatewayPages:
             if replica.draining and b"move=true" in scope["query_string"]:
                 replica.move_away()
             self._fleet.note_change()
-            return _json(_described(replica))
+            return _json(replica.described())
         raise ApiError(
             404,
             f'{method} {path} is not possible; use POST {_REPLICAS} with {{"url": ...}} to add a replica, '
@@ -214,7 +214,7 @@ class GatewayPages:
             replica = await self._fleet.add(asked.member())
         except CumuloError as error:
             raise ApiError(400, str(error), param="url", code="replica_refused") from None
-        return _json(_described(replica), 201)
+        return _json(replica.described(), 201)
 
     def _named(self, text: str) -> UpstreamReplica:
         for replica in self._fleet.replicas.values():
@@ -263,32 +263,6 @@ class GatewayPages:
 def _merged(own: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """By time. Both count from when the request arrived: at the gateway, and at the replica just after."""
     return sorted([*own, *theirs], key=lambda event: event.get("at_ms") or 0.0)
-
-
-def _described(replica: UpstreamReplica) -> dict[str, Any]:
-    now_s, news, identity = time.monotonic(), replica.news, replica.identity
-    refuses = replica.refuses(now_s)
-    return {
-        "name": replica.short_name,
-        "object": "fleet.replica",
-        "url": replica.name,
-        "state": "ready" if not refuses else "draining" if refuses == "drains" else "unavailable",
-        "detail": refuses or None,
-        "kind": "cumulo" if identity is not None else "openai",
-        "models": list(replica.models),
-        "adapters": sorted(replica.adapters),
-        "weight": replica.member.weight,
-        "version": identity.version if identity is not None else None,
-        "fingerprint": identity.fingerprint if identity is not None else None,
-        "in_flight": len(replica.works),
-        "running": news.running,
-        "waiting": news.waiting,
-        "prompt_tok_s": news.prompt_tok_s or None,
-        "step_ms": news.step_s * 1e3 if news.step_s else None,
-        "breaker": replica.breaker.state(now_s),
-        "requests": replica.requests,
-        "failures": replica.failures,
-    }
 
 
 def _json(content: Any, status: int = 200) -> Response:

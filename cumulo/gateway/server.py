@@ -5,14 +5,12 @@ a bound, the process ends with status 0. A new gateway on the same port can be s
 """
 
 import asyncio
-import functools
 import gc
 import logging
 import socket
 import time
 from collections.abc import Callable
 
-import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -20,11 +18,16 @@ from cumulo.fleet.remote.replicas import Replicas
 from cumulo.gateway.app import GatewayApp
 from cumulo.gateway.options import GatewayOptions
 from cumulo.serve import stderr_log
-from cumulo.serve.http.connection import Connection
-from cumulo.serve.http.host_check import AllowedHosts, HostCheck
 from cumulo.serve.http.keeper import Keeper, Tally
-from cumulo.serve.http.limits import BACKLOG, HttpLimits, find_room
-from cumulo.serve.http.listening import SignalledServer, bind, loop_factory, url_of
+from cumulo.serve.http.limits import HttpLimits, find_room
+from cumulo.serve.http.listening import (
+    SignalledServer,
+    bind,
+    loop_factory,
+    url_of,
+    uvicorn_config,
+    wait_while,
+)
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
@@ -63,15 +66,8 @@ class GatewayRun:
                 allow_headers=["*"],
                 expose_headers=["X-Request-Id", "Request-Id", "X-Cumulo-Warning", "Retry-After"],
             )
-        config = uvicorn.Config(
-            HostCheck(app, AllowedHosts(options.host, options.allow_hosts), options.cors_origins, tally),
-            http=functools.partial(Connection, keeper=self._keeper),  # type: ignore[arg-type]
-            backlog=BACKLOG,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,
-            lifespan="off",
+        config = uvicorn_config(
+            app, self._keeper, options.host, options.allow_hosts, options.cors_origins, lifespan="off"
         )
         self._uvicorn = SignalledServer(config, self._on_signal, on_listening)
         self._ending: asyncio.Task[None] | None = None
@@ -106,21 +102,17 @@ class GatewayRun:
             self._uvicorn.should_exit = True
 
     async def _drain(self) -> None:
-        app, loop = self._app, asyncio.get_running_loop()
+        app = self._app
         app.draining = True
         for server in self._uvicorn.servers:
             server.close()  # another gateway on this port gets the new connections from now on
-        deadline_s = loop.time() + self._options.drain_timeout_s
         if app.in_flight:
             log.info("draining: %d requests may finish", app.in_flight)
-        while app.in_flight and loop.time() < deadline_s:
-            await asyncio.sleep(0.05)
+        await wait_while(lambda: app.in_flight > 0, self._options.drain_timeout_s)
         if app.in_flight:
             log.warning("%d requests did not finish in time and are ended", app.in_flight)
             self._fleet.end()  # so that clients are told, rather than cut off
-            deadline_s = loop.time() + _LAST_WORDS_S
-            while app.in_flight and loop.time() < deadline_s:
-                await asyncio.sleep(0.05)
+            await wait_while(lambda: app.in_flight > 0, _LAST_WORDS_S)
         await asyncio.sleep(0.05)  # the last bytes of what has just finished
         self._uvicorn.should_exit = True
 

@@ -5,14 +5,12 @@ status 0. A second signal ends what still runs at once.
 """
 
 import asyncio
-import functools
 import gc
 import logging
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import uvicorn
 from fastapi import FastAPI
 
 from cumulo.errors import CumuloError
@@ -20,11 +18,16 @@ from cumulo.models.files.hub import resolve
 from cumulo.serve import stderr_log
 from cumulo.serve.app import create_app
 from cumulo.serve.engine_link.messages import Ready
-from cumulo.serve.http.connection import Connection
-from cumulo.serve.http.host_check import AllowedHosts, HostCheck
 from cumulo.serve.http.keeper import Keeper, Tally
-from cumulo.serve.http.limits import BACKLOG, find_room, http_limits
-from cumulo.serve.http.listening import SignalledServer, bind, loop_factory, url_of
+from cumulo.serve.http.limits import find_room, http_limits
+from cumulo.serve.http.listening import (
+    SignalledServer,
+    bind,
+    loop_factory,
+    url_of,
+    uvicorn_config,
+    wait_while,
+)
 from cumulo.serve.model_text import ModelText
 from cumulo.serve.options import ServeOptions
 from cumulo.serve.service import Service
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from cumulo.serve.observe.otel import Tracing
 
 log = logging.getLogger(__name__)
+_LAST_WORDS_S = 2.0
 
 
 class _Run:
@@ -61,18 +65,14 @@ class _Run:
             )
         if extend is not None:
             extend(app)
-        hosts = AllowedHosts(service.options.host, service.options.allow_hosts)
-        config = uvicorn.Config(
-            HostCheck(
-                app, hosts, service.options.cors_origins, tally
-            ),  # before everything, the console included
-            http=functools.partial(Connection, keeper=self._keeper),  # type: ignore[arg-type]
-            backlog=BACKLOG,
-            ws_max_size=max(1 << 20, service.options.max_body_bytes),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,  # what is worth waiting for was waited for by the drain
+        options = service.options
+        config = uvicorn_config(
+            app,
+            self._keeper,
+            options.host,
+            options.allow_hosts,
+            options.cors_origins,
+            ws_max_size=max(1 << 20, options.max_body_bytes),
             lifespan="off" if extend is None else "on",
         )
         self._uvicorn = SignalledServer(config, self._on_signal, on_listening)
@@ -117,20 +117,17 @@ class _Run:
             self._uvicorn.should_exit = True
 
     async def _drain(self) -> None:
-        service, loop = self.service, asyncio.get_running_loop()
+        service = self.service
         service.draining = True
-        deadline_s = loop.time() + service.options.drain_timeout_s
         if service.engine.in_flight:
             log.info("draining: %d requests may finish", len(service.engine.in_flight))
-        while (service.engine.in_flight or service.unsent) and loop.time() < deadline_s:
-            await asyncio.sleep(0.05)
+        await wait_while(
+            lambda: bool(service.engine.in_flight or service.unsent), service.options.drain_timeout_s
+        )
         if service.engine.in_flight:
             log.warning("%d requests did not finish in time and are ended", len(service.engine.in_flight))
             service.abort_all("the server is shutting down and this request took longer than it could wait")
-            for _ in range(40):
-                if not service.engine.in_flight:
-                    break
-                await asyncio.sleep(0.05)
+            await wait_while(lambda: bool(service.engine.in_flight), _LAST_WORDS_S)
         await asyncio.sleep(0.05)  # the last bytes of what has just finished
         self._uvicorn.should_exit = True
 

@@ -2,6 +2,7 @@
 doing."""
 
 import time
+from typing import Any
 
 from cumulo.engine.decide.routing import ReplicaView
 from cumulo.fleet.decide.choosing import Breaker, Pace, Told
@@ -99,6 +100,33 @@ class UpstreamReplica:
             block_size=block_tokens,
             refuses=self.refuses(now_s),
         )
+
+    def described(self) -> dict[str, Any]:
+        """Returns what /v1/fleet says of it."""
+        now_s, news, identity = time.monotonic(), self.news, self.identity
+        refuses = self.refuses(now_s)
+        return {
+            "name": self.short_name,
+            "object": "fleet.replica",
+            "url": self.name,
+            "state": "ready" if not refuses else "draining" if refuses == "drains" else "unavailable",
+            "detail": refuses or None,
+            "kind": "cumulo" if identity is not None else "openai",
+            "models": list(self.models),
+            "adapters": sorted(self.adapters),
+            "weight": self.member.weight,
+            "version": identity.version if identity is not None else None,
+            "fingerprint": identity.fingerprint if identity is not None else None,
+            "in_flight": len(self.works),
+            "running": news.running,
+            "waiting": news.waiting,
+            "waiting_tokens": max(self.waiting_tokens, news.waiting_tokens),
+            "prompt_tok_s": news.prompt_tok_s or None,
+            "step_ms": news.step_s * 1e3 if news.step_s else None,
+            "breaker": self.breaker.state(now_s),
+            "requests": self.requests,
+            "failures": self.failures,
+        }
 
     # -- news ---------------------------------------------------------------------------------------------
     def take_news(self, news: FleetNews) -> None:

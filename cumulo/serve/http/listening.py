@@ -2,13 +2,20 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from cumulo.errors import CumuloError
+from cumulo.serve.http.connection import Connection
+from cumulo.serve.http.host_check import AllowedHosts, HostCheck
+from cumulo.serve.http.keeper import Keeper
+from cumulo.serve.http.limits import BACKLOG
 
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
@@ -34,6 +41,31 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def uvicorn_config(
+    app: ASGIApp, keeper: Keeper, host: str, allow_hosts: Iterable[str], origins: Iterable[str], **more: Any
+) -> uvicorn.Config:
+    """How uvicorn serves an application on connections that the Keeper watches. `more`: its other options."""
+    return uvicorn.Config(
+        # Before everything, the console included.
+        HostCheck(app, AllowedHosts(host, allow_hosts), origins, keeper.tally),
+        http=functools.partial(Connection, keeper=keeper),  # type: ignore[arg-type]
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,  # what is worth waiting for was waited for by the drain
+        **more,
+    )
+
+
+async def wait_while(busy: Callable[[], bool], patience_s: float) -> None:
+    """Returns when there is nothing to wait for, or after so long."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + patience_s
+    while busy() and loop.time() < deadline_s:
+        await asyncio.sleep(0.05)
 
 
 class SignalledServer(uvicorn.Server):

@@ -17,8 +17,9 @@ from cumulo.serve.observe.stories import Record
 
 Row = TypeVar("Row")
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-# name, kind, help, how it is read from a replica's report
-_PER_REPLICA: tuple[tuple[str, type[Any], str, Callable[[dict[str, Any]], float]], ...] = (
+ReplicaMetric = tuple[str, type[Any], str, Callable[[dict[str, Any]], float]]
+# name, kind, help, how it is read from a replica's report in /v1/fleet: those that a gateway has, too
+OF_ANY_REPLICA: tuple[ReplicaMetric, ...] = (
     ("replica_up", GaugeMetricFamily, "Whether the replica takes requests (1) or not (0).",
      lambda one: one["state"] == "ready"),
     ("replica_draining", GaugeMetricFamily, "Whether the replica is draining (1) or not (0).",
@@ -29,14 +30,17 @@ _PER_REPLICA: tuple[tuple[str, type[Any], str, Callable[[dict[str, Any]], float]
      lambda one: one["waiting"]),
     ("replica_waiting_tokens", GaugeMetricFamily, "Number of prompt tokens that are not computed yet.",
      lambda one: one["waiting_tokens"]),
+    ("replica_requests", CounterMetricFamily, "Number of requests that the router gave the replica.",
+     lambda one: one["requests"]),
+)  # fmt: skip
+_PER_REPLICA: tuple[ReplicaMetric, ...] = (
+    *OF_ANY_REPLICA,
     ("replica_kv_usage", GaugeMetricFamily, "Share of the replica's KV blocks that are in use, from 0 to 1.",
      lambda one: one["blocks"]["used"] / max(1, one["blocks"]["total"])),
     ("replica_cached_blocks", GaugeMetricFamily, "Number of KV blocks in the replica's prefix cache.",
      lambda one: one["blocks"]["cached"]),
     ("replica_restarts", GaugeMetricFamily, "Number of times its engine process was replaced after a failure.",
      lambda one: one["restarts"]),
-    ("replica_requests", CounterMetricFamily, "Number of requests that the router gave the replica.",
-     lambda one: one["requests"]),
     ("replica_prompt_tokens", CounterMetricFamily, "Number of prompt tokens of those requests.",
      lambda one: one["prompt_tokens"]),
     ("replica_cached_tokens", CounterMetricFamily, "Number of those tokens that the router found in its cache.",
