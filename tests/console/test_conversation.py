@@ -10,7 +10,7 @@ pytest.importorskip("nicegui")
 from cumulo.console.chat.answer import ChatAnswer
 from cumulo.console.chat.conversation import LARGEST_STORED_BYTES, Conversation, fenced, read_files
 from cumulo.console.chat.running_answers import ApiCaller, ApiFailure, RunningAnswers
-from cumulo.console.chat.settings import BUILT_IN, effective, model_options, read_own
+from cumulo.console.chat.settings import BUILT_IN, effective, read_own
 from cumulo.engine.decide.story import Story
 from cumulo.serve.observe.stories import Record
 
@@ -173,11 +173,6 @@ def test_finished_answers_do_not_pile_up() -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_adapters_are_named_as_such_in_the_choice_of_models() -> None:
-    listed = [{"id": "base"}, {"id": "pirate", "parent": "base"}]
-    assert model_options(listed) == {"base": "base", "pirate": "pirate (adapter)"}
-
-
 def test_empty_fields_show_what_applies() -> None:
     shown = effective({"temperature": 0.2, "top_p": 0.9})
     assert (shown["temperature"], shown["top_p"], shown["top_k"], shown["seed"]) == (
@@ -202,6 +197,7 @@ def test_an_error_that_is_no_json_still_tells_its_status(text: str) -> None:
 
     async def run() -> None:
         with pytest.raises(ApiFailure, match="status 421"):
-            await ApiCaller(app, None).get("/v1/models")
+            async for _ in ApiCaller(app, None).stream("/v1/chat/completions", {}, asyncio.Event()):
+                pass
 
     asyncio.run(run())

@@ -13,7 +13,7 @@ from cumulo.console.chat.answer_view import AnswerActions, AnswerView, Results
 from cumulo.console.chat.ask_box import AskBox, Shortcuts
 from cumulo.console.chat.conversation import Conversation, Entry
 from cumulo.console.chat.history import BrowserStore, HistoryActions, HistoryPanel
-from cumulo.console.chat.running_answers import ApiCaller, ApiFailure, RunningAnswer, RunningAnswers
+from cumulo.console.chat.running_answers import ApiCaller, RunningAnswer, RunningAnswers
 from cumulo.console.chat.settings import SettingsPanel, ToolsProblem
 from cumulo.console.chat.thread_view import StoryPanel, ThreadView
 from cumulo.console.front import Visitor
@@ -47,7 +47,6 @@ class Chat:
         self._conversation = Conversation()
         self._running: RunningAnswer | None = None
         self._begun = asyncio.Event()
-        self._models: tuple[str, ...] = ()  # adapters that the settings list
         self._info: object = None  # the engine whose recommendations are shown
         history = HistoryActions(self.new, self.open, self._renamed, self._deleted)
         self._history = HistoryPanel(self._store, history)
@@ -78,7 +77,6 @@ class Chat:
                 if kept is not None:
                     self._show(kept)
                 self._history.draw(stored["chats"], self._conversation.id)
-            await self._show_models()
         finally:
             self._begun.set()
 
@@ -88,15 +86,7 @@ class Chat:
         if engine.info is not None and engine.info is not self._info:
             self._info = engine.info
             self._settings.show_effective(engine.info.generation_defaults)
-
-        if self._begun.is_set() and self._models != tuple(self._shell.service.adapters.served):
-            await self._show_models()
-
-    async def _show_models(self) -> None:
-        """The model and its adapters, which come and go."""
-        self._models = tuple(self._shell.service.adapters.served)
-        with contextlib.suppress(ApiFailure):
-            self._settings.show_models((await self._api.get("/v1/models"))["data"])
+        self._settings.show_models(self._shell.service.model_name, [*self._shell.service.adapters.served])
 
     # -- what the buttons do ------------------------------------------------------------------------------
     async def send(self, text: str) -> None:

@@ -26,28 +26,40 @@ class ApiCaller:
         """`host`: as the page's own request named it, so that it passes the same check."""
         self._app, self._key, self._host = app, key, host
 
-    async def get(self, path: str) -> dict[str, Any]:
-        """What a GET answers, read as JSON."""
-        exchange = _Exchange(b"", asyncio.Event())
-        await self._call(path, exchange, "GET")
-        content = b""
-        while (chunk := await exchange.chunks.get()) is not None:
-            content += chunk
-        if exchange.status >= 400:
-            raise ApiFailure(_refusal(content, exchange.status))
-        answer: dict[str, Any] = json.loads(content)
-        return answer
-
     async def stream(
         self, path: str, body: dict[str, Any], hang_up: asyncio.Event
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed answer. Ends early, without an error, once `hang_up` is set."""
-        exchange = _Exchange(json.dumps(body).encode(), hang_up)
-        task = asyncio.create_task(self._call(path, exchange))
+        chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
+        messages: list[Message] = [
+            {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        ]
+        status = 0
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            await hang_up.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message.get("body"):
+                chunks.put_nowait(message["body"])
+
+        async def call() -> None:
+            try:
+                await self._app(self._scope(path), receive, send)
+            finally:
+                chunks.put_nowait(None)
+
+        task = asyncio.create_task(call())
         try:
-            while (chunk := await exchange.chunks.get()) is not None:
-                if exchange.status >= 400:
-                    raise ApiFailure(_refusal(chunk, exchange.status))
+            while (chunk := await chunks.get()) is not None or status >= 400:
+                if chunk is None or status >= 400:
+                    raise ApiFailure(_refusal(chunk or b"", status))
                 for line in chunk.split(b"\n\n"):
                     content = line.removeprefix(b"data: ")
                     if line.startswith(b"data: ") and content != b"[DONE]":
@@ -60,40 +72,15 @@ class ApiCaller:
             await asyncio.wait([task])
         await task  # a bug in the endpoint is not swallowed
 
-    async def _call(self, path: str, exchange: "_Exchange", method: str = "POST") -> None:
+    def _scope(self, path: str) -> dict[str, Any]:
         headers = [(b"content-type", b"application/json"), (b"host", self._host.encode("latin-1"))]
         if self._key is not None:
             headers.append((b"authorization", f"Bearer {self._key}".encode()))
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        return {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
             "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers,
             "client": ("console", 0), "server": ("console", 0),
         }  # fmt: skip
-        try:
-            await self._app(scope, exchange.receive, exchange.send)
-        finally:
-            exchange.chunks.put_nowait(None)
-
-
-class _Exchange:
-    def __init__(self, body: bytes, hang_up: asyncio.Event) -> None:
-        self._body: bytes | None = body
-        self._hang_up = hang_up
-        self.status = 0
-        self.chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-    async def receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self._hang_up.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        elif message.get("body"):
-            self.chunks.put_nowait(message["body"])
 
 
 def _refusal(content: bytes, status: int) -> str:

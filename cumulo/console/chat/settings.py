@@ -2,7 +2,7 @@
 applies."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nicegui import ui
@@ -218,12 +218,9 @@ def effective(recommended: Mapping[str, Any]) -> dict[str, str]:
     return shown | {"max_tokens": f"{_ANSWER_TOKENS}", "seed": "random"}
 
 
-def model_options(models: list[dict[str, Any]]) -> dict[str, str]:
-    """Models as /v1/models lists them, by id; adapters are those that name a parent."""
-    return {
-        str(model["id"]): f"{model['id']} (adapter)" if model.get("parent") else str(model["id"])
-        for model in models
-    }
+def model_options(model: str, adapters: Sequence[str]) -> dict[str, str]:
+    """What a person chooses from, by the names that requests have."""
+    return {model: model} | {name: f"{name} (adapter)" for name in adapters}
 
 
 class SettingsPanel:
@@ -252,9 +249,12 @@ class SettingsPanel:
         self._tools = ToolsBox()
         ui.label("Grey values apply where a field is empty.").classes("soft small")
 
-    def show_models(self, models: list[dict[str, Any]]) -> None:
-        options = model_options(models)
-        kept = self._wanted_model if self._wanted_model in options else next(iter(options), None)
+    def show_models(self, model: str, adapters: Sequence[str]) -> None:
+        """The model and its adapters, which come and go."""
+        options = model_options(model, adapters)
+        kept = self._wanted_model if self._wanted_model in options else model
+        if (options, kept) == (self._model.options, self._model.value):
+            return
         self._restoring = True
         self._model.set_options(options, value=kept)
         self._restoring = False
