@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from cumulo.base.quantities import parse_count, parse_number
 from cumulo.errors import CumuloError
@@ -18,78 +17,45 @@ from cumulo.errors import CumuloError
 HELP = "128 · uniform:64-256 · normal:MEAN,SD[,MAX] · lognormal:MEDIAN,SIGMA[,MAX] · file:LENGTHS.txt"
 
 
-class Lengths(Protocol):
+@dataclass(frozen=True, slots=True)
+class Lengths:
     """A distribution over whole numbers of at least 1."""
 
-    def draw(self, rng: random.Random) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    value: int
+    shown: str
+    draw: Callable[[random.Random], int]
 
     def __str__(self) -> str:
-        return str(self.value)
-
-    def draw(self, rng: random.Random) -> int:
-        return self.value
+        return self.shown
 
 
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    low: int
-    high: int
-
-    def __str__(self) -> str:
-        return f"{self.low} to {self.high}"
-
-    def draw(self, rng: random.Random) -> int:
-        return rng.randint(self.low, self.high)
+def constant(value: int) -> Lengths:
+    return Lengths(str(value), lambda rng: value)
 
 
-@dataclass(frozen=True, slots=True)
-class Normal:
+def uniform(low: int, high: int) -> Lengths:
+    return Lengths(f"{low} to {high}", lambda rng: rng.randint(low, high))
+
+
+def normal(mean: float, deviation: float, most: int | None = None) -> Lengths:
     """Truncated: what falls outside 1..most is drawn again, not moved to the edge."""
-
-    mean: float
-    deviation: float
-    most: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.mean:g} ± {self.deviation:g}{_at_most(self.most)}"
-
-    def draw(self, rng: random.Random) -> int:
-        return _first_within(self.most, lambda: round(rng.gauss(self.mean, self.deviation)), str(self))
+    shown = f"{mean:g} ± {deviation:g}{_at_most(most)}"
+    return Lengths(shown, lambda rng: _first_within(most, lambda: round(rng.gauss(mean, deviation)), shown))
 
 
-@dataclass(frozen=True, slots=True)
-class LogNormal:
-    """What real prompts look like: many short, few very long. Truncated like `Normal`."""
+def lognormal(median: float, sigma: float, most: int | None = None) -> Lengths:
+    """What real prompts look like: many short, few very long. Truncated like `normal`."""
+    shown = f"lognormal around {median:g}, σ {sigma:g}{_at_most(most)}"
 
-    median: float
-    sigma: float
-    most: int | None = None
+    def draw_one(rng: random.Random) -> int:
+        return max(1, round(median * rng.lognormvariate(0.0, sigma)))
 
-    def __str__(self) -> str:
-        return f"lognormal around {self.median:g}, σ {self.sigma:g}{_at_most(self.most)}"
-
-    def draw(self, rng: random.Random) -> int:
-        return _first_within(
-            self.most, lambda: max(1, round(self.median * rng.lognormvariate(0.0, self.sigma))), str(self)
-        )
+    return Lengths(shown, lambda rng: _first_within(most, lambda: draw_one(rng), shown))
 
 
-@dataclass(frozen=True, slots=True)
-class Empirical:
+def empirical(values: tuple[int, ...]) -> Lengths:
     """Drawn, with repetition, from lengths seen elsewhere."""
-
-    values: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"drawn from {len(self.values):,} of {min(self.values)} to {max(self.values)}"
-
-    def draw(self, rng: random.Random) -> int:
-        return rng.choice(self.values)
+    shown = f"drawn from {len(values):,} of {min(values)} to {max(values)}"
+    return Lengths(shown, lambda rng: rng.choice(values))
 
 
 def _at_most(most: int | None) -> str:
@@ -109,24 +75,22 @@ def parse_lengths(text: str, what: str) -> Lengths:
     """A distribution in the notation of HELP; `what` names the option in errors."""
     kind, colon, rest = text.strip().partition(":")
     if not colon:
-        return Constant(parse_count(kind, what))
+        return constant(parse_count(kind, what))
     match kind.lower():
         case "uniform":
             low, dash, high = rest.partition("-")
             if not dash:
                 raise _unreadable(text, what)
-            result = Uniform(parse_count(low, what), parse_count(high, what))
-            if result.low > result.high:
+            bounds = parse_count(low, what), parse_count(high, what)
+            if bounds[0] > bounds[1]:
                 raise CumuloError(f"{what}: the range {rest} ends before it begins")
-            return result
+            return uniform(*bounds)
         case "normal":
-            mean, deviation, most = _shape(text, rest, what)
-            return Normal(mean, deviation, most)
+            return normal(*_shape(text, rest, what))
         case "lognormal":
-            median, sigma, most = _shape(text, rest, what)
-            return LogNormal(median, sigma, most)
+            return lognormal(*_shape(text, rest, what))
         case "file":
-            return Empirical(_read_lengths(Path(rest), what))
+            return empirical(_read_lengths(Path(rest), what))
     raise _unreadable(text, what)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from cumulo.base.quantities import parse_count, parse_number
 from cumulo.errors import CumuloError
-from cumulo.load.prompts import Constant, Lengths
+from cumulo.load.prompts import Lengths, constant
 
 Process = Literal["poisson", "constant", "burst"]
 
@@ -144,9 +144,9 @@ class Schedule:
 class Workload:
     """The kind of requests, whatever the rate: lengths, shared prefixes, turns."""
 
-    input_tokens: Lengths = field(default_factory=lambda: Constant(128))
-    output_tokens: Lengths = field(default_factory=lambda: Constant(64))
-    turns: Lengths = field(default_factory=lambda: Constant(1))
+    input_tokens: Lengths = field(default_factory=lambda: constant(128))
+    output_tokens: Lengths = field(default_factory=lambda: constant(64))
+    turns: Lengths = field(default_factory=lambda: constant(1))
     think_s: float = 0.0  # mean of an exponential pause between turns
     prefix_tokens: int = 0
     prefixes: int = 1  # how many different shared prefixes there are

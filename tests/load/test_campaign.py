@@ -15,7 +15,7 @@ from cumulo.load.campaign import Campaign, LevelResult, Settings
 from cumulo.load.client import Target
 from cumulo.load.html_report import page
 from cumulo.load.player import Level
-from cumulo.load.prompts import Constant
+from cumulo.load.prompts import constant
 from cumulo.load.schedule import Arrivals, Workload
 from cumulo.spec.slo import Slo
 from tests.load.toy_server import Behaviour, ToyServer
@@ -43,7 +43,7 @@ def settings(server: ToyServer, **changes: object) -> Settings:
         server.url,
         Target(""),
         [2],
-        Workload(Constant(30), Constant(5)),
+        Workload(constant(30), constant(5)),
         conversations=6,
         warmup=2,
         settle_s=0.0,

@@ -14,13 +14,13 @@ from cumulo.errors import CumuloError
 from cumulo.load.client import Dialect, Target, discover_model, probe
 from cumulo.load.connection import Pool
 from cumulo.load.player import Level, LoadPlayer
-from cumulo.load.prompts import Constant
+from cumulo.load.prompts import constant
 from cumulo.load.schedule import Arrivals, Schedule, Workload, plan
 from cumulo.load.summary import RequestRecord, summarise
 from cumulo.load.trace import TraceRow, plan_trace
 from tests.load.toy_server import Behaviour, Seen, ToyServer
 
-SHORT = Workload(Constant(12), Constant(4))
+SHORT = Workload(constant(12), constant(4))
 
 
 class Clock:
@@ -75,7 +75,7 @@ def ordered(level: Level) -> list[RequestRecord]:
 def test_measured_times_are_those_the_server_wrote_down() -> None:
     pace = Behaviour(first_s=0.1, gap_s=0.03)
     with ToyServer(lambda number, body: pace) as server:
-        level = play(server.url, plan(Workload(Constant(12), Constant(8)), 3, "x", 9))
+        level = play(server.url, plan(Workload(constant(12), constant(8)), 3, "x", 9))
     assert [record.error for record in level.records] == [None] * 9
     served = sorted(server.seen, key=lambda seen: seen.arrived_s)
     for record, seen in zip(ordered(level), served, strict=True):
@@ -130,7 +130,7 @@ def test_a_duration_ends_a_closed_loop_and_lets_the_last_answers_finish() -> Non
 
 
 def test_conversations_carry_their_history_and_the_servers_own_answers() -> None:
-    workload = Workload(Constant(12), Constant(3), Constant(3), think_s=0.01, prefix_tokens=20)
+    workload = Workload(constant(12), constant(3), constant(3), think_s=0.01, prefix_tokens=20)
     with ToyServer() as server:
         level = play(server.url, plan(workload, 1, "x", 2))
     assert [(r.conversation, r.turn) for r in ordered(level)] == [(c, t) for c in (0, 1) for t in range(3)]
@@ -169,7 +169,7 @@ def test_a_trace_is_replayed_in_its_own_time_with_its_own_lengths() -> None:
 
 def test_the_server_counts_the_tokens_where_it_can() -> None:
     with ToyServer(lambda number, body: Behaviour(tokens_per_chunk=3)) as server:
-        level = play(server.url, plan(Workload(Constant(12), Constant(9)), 1, "x", 2))
+        level = play(server.url, plan(Workload(constant(12), constant(9)), 1, "x", 2))
         silent = play(server.url, plan(SHORT, 1, "y", 1), Target("toy-model", dialect=Dialect(usage=False)))
     assert [(r.output_tokens, len(r.chunk_times_s), r.input_tokens) for r in level.records] == [
         (9, 3, 19)
@@ -343,7 +343,7 @@ def test_the_probe_finds_the_model_the_fields_and_the_ruler(
 def test_prompts_have_the_planned_number_of_tokens_by_the_servers_count() -> None:
     with ToyServer(template_tokens=11) as server:
         _, ruler = run_probe(server)
-        level = play(server.url, plan(Workload(Constant(50), Constant(3)), 1, "x", 3), ruler=ruler)
+        level = play(server.url, plan(Workload(constant(50), constant(3)), 1, "x", 3), ruler=ruler)
     assert [record.input_tokens for record in level.records] == [50] * 3
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from cumulo.errors import CumuloError
 from cumulo.load import prompts
-from cumulo.load.prompts import Constant, Ruler, Uniform
+from cumulo.load.prompts import Ruler, constant, uniform
 from cumulo.load.schedule import Arrivals, Workload, plan
 from cumulo.load.trace import plan_trace, read_trace
 from tests import thorough
 
-WORKLOAD = Workload(Uniform(10, 90), Uniform(5, 60), Uniform(1, 4), 0.5, 100, 3)
+WORKLOAD = Workload(uniform(10, 90), uniform(5, 60), uniform(1, 4), 0.5, 100, 3)
 
 
 @given(st.text(max_size=5), st.integers(1, 40), st.integers(0, 5))
@@ -69,7 +69,7 @@ def test_conversations_share_as_many_prefixes_as_asked_and_pause_between_turns()
     pauses = [turn.think_s for c in conversations for turn in c.turns[1:]]
     assert all(pause > 0 for pause in pauses)
     assert sum(pauses) / len(pauses) == pytest.approx(0.5, rel=0.3)
-    assert plan(Workload(turns=Constant(3)), 1, "x", 4).requests == 12
+    assert plan(Workload(turns=constant(3)), 1, "x", 4).requests == 12
 
 
 @given(st.text(max_size=8), st.integers(1, 300))
