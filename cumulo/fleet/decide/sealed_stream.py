@@ -31,14 +31,8 @@ class SealedStream:
 
     def feed(self, data: bytes) -> bytes:
         """The sealed events in what has come, for the client."""
-        if self._rest:
-            data, self._rest = self._rest + data, b""
-        # By far the most usual piece: one batch of events and its seal.
-        place = data.find(SEAL)
-        if place >= 0 and data.find(b"\n\n", place + 4) == len(data) - 2:
-            self._seal(data[place + 4 : -2], data[: place + 2])
-            return data[: place + 2] if self.state != "failed" else b""
-        told, begin = [], 0
+        data = self._rest + data
+        place, told, begin = data.find(SEAL), list[bytes](), 0
         while place >= 0:
             end = data.find(b"\n\n", place + 4)
             if end < 0:

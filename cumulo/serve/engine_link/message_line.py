@@ -30,17 +30,8 @@ class MessageLine:
 
     def send(self, message: bytes) -> None:
         """What the other side does not take at once waits here. Raises OSError where there is no other side."""
-        framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
-        if self._unsent:
-            self._unsent += framed
-            self.flush()
-            return
-        try:
-            sent_bytes = self._socket.send(framed)
-        except BlockingIOError:
-            sent_bytes = 0
-        if sent_bytes < len(framed):
-            self._unsent += memoryview(framed)[sent_bytes:]
+        self._unsent += len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        self.flush()
 
     def flush(self) -> None:
         """Send what waits, as far as there is room. Raises OSError where there is no other side."""
@@ -54,8 +45,6 @@ class MessageLine:
     def receive(self) -> list[bytes]:
         """The messages that are here; to be called again when the socket polls as readable."""
         while data := self._read():
-            if not self._unread and len(data) == _LENGTH_BYTES + _length_at(data, 0):
-                return [data[_LENGTH_BYTES:]]  # the commonest: one message, whole
             self._unread += data
             if messages := self._whole_messages():
                 return messages
@@ -74,10 +63,11 @@ class MessageLine:
     def _whole_messages(self) -> list[bytes]:
         messages, start, end = list[bytes](), 0, len(self._unread)
         while end - start >= _LENGTH_BYTES:
-            after = start + _LENGTH_BYTES + _length_at(self._unread, start)
+            begin = start + _LENGTH_BYTES
+            after = begin + int.from_bytes(self._unread[start:begin], "little")
             if after > end:
                 break
-            messages.append(bytes(memoryview(self._unread)[start + _LENGTH_BYTES : after]))
+            messages.append(bytes(memoryview(self._unread)[begin:after]))
             start = after
         del self._unread[:start]
         return messages
@@ -92,7 +82,3 @@ class MessageLine:
         except OSError:
             pass  # there is nobody to take it
         self._socket.close()
-
-
-def _length_at(data: bytes | bytearray, start: int) -> int:
-    return int.from_bytes(data[start : start + _LENGTH_BYTES], "little")

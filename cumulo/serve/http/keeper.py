@@ -26,23 +26,19 @@ _EVERY_S = 5.0
 
 class Tally:
     def __init__(self, count: Callable[[str], None]) -> None:
-        self._count = count  # gets every reason: the metrics' counter
+        self.count = count  # gets every reason: the metrics' counter
         self._untold: dict[str, int] = {}  # events by reason since its last line
         self._told_s: dict[str, float] = {}
 
     def note(self, reason: str, message: str, *details: object) -> None:
         """`reason` is one of a few fixed words: a label of the metrics and of the log."""
-        self._count(reason)
+        self.count(reason)
         now_s = time.monotonic()
         if now_s - self._told_s.get(reason, -_EVERY_S) >= _EVERY_S:
             self._told_s[reason] = now_s
             log.warning("%s: " + message, reason, *details)
         else:
             self._untold[reason] = self._untold.get(reason, 0) + 1
-
-    def count(self, reason: str) -> None:
-        """For what is ordinary: in the metrics, not in the log."""
-        self._count(reason)
 
     def flush(self) -> None:
         """Tell what has not been told; called every second or so."""
