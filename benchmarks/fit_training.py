@@ -18,13 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import yaml
 from training_priors import ATTENTION, ATTENTION_SPREAD, PRIORS
 
-from cumulo.cli.plan.validate_rows import AskedRows
+from cumulo.cli.plan.validate_rows import likely
 from cumulo.plan.evidence.published import PublishedRow, rows
 from cumulo.plan.evidence.validate import unnamed_s
 from cumulo.plan.time import efficiency
@@ -276,12 +275,10 @@ def write_errors(some: Sequence[PublishedRow], logs: np.ndarray, folds: dict[str
 def unnamed_ratios(some: Sequence[PublishedRow]) -> dict[str, str]:
     """Predicted over published where no software is named: constants without the row's generation of software, and
     likely software without its source's descriptions."""
-    with TemporaryDirectory() as folder:
-        users = AskedRows(list(some), Path(folder), named=False)
-        return {
-            row.name: f"{unnamed_s(row, users.likely(row, left_out=True), left_out=True) / row.step_s:.4f}"
-            for row in some
-        }
+    return {
+        row.name: f"{unnamed_s(row, likely(row, left_out=True), left_out=True) / row.step_s:.4f}"
+        for row in some
+    }
 
 
 def rounded(logs: np.ndarray) -> np.ndarray:

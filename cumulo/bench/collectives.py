@@ -36,17 +36,11 @@ def run_once(
     found = run_ranks(_node, schedule.nodes, *arguments, timeout_s=max(60.0, 2 * timeout_s))
     ranks = found[: schedule.ranks]
     seconds = sorted(max(times) for times in zip(*(one[1] for one in ranks), strict=True))
-    rows = [
+    return [
         Row("bit-equal to the schedule's own order", all(one[0] for one in ranks), must=True),
         Row("steps", checked.steps, "", "lower"),
         Row("time", seconds[len(seconds) // 2] * 1e6, "µs", "lower", note=f"the middle of {_RUNS} runs"),
     ]
-    if ranks[0][2] is not None:
-        far = max(one[2] or 0.0 for one in ranks)
-        rows.append(
-            Row("difference to torch.distributed", far, "", "lower", note="largest, of the largest value")
-        )
-    return rows
 
 
 def inputs(schedule: CollectiveSchedule, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -81,13 +75,12 @@ def _node(
     dtype: str,
     transport: str,
     timeout_s: float,
-) -> tuple[bool, list[float], float | None]:
+) -> tuple[bool, list[float]]:
     schedule = make_schedule(collective, algorithm, shape)
     kind: torch.dtype = getattr(torch, dtype)
     store = world_store()
     player = make_player(transport, node, schedule.nodes, store, timeout_s)
     expected, expected_received = inputs(schedule, kind)
-    summed = [tensor.clone() for tensor in expected]
     play_here(schedule, expected, expected_received)
     times, same = [], True
     for _ in range(_RUNS):
@@ -104,14 +97,8 @@ def _node(
         elif is_rank:
             ours, right = (own_part(schedule, node, one).view(torch.uint8) for one in (own, expected[node]))
             same &= torch.equal(ours, right)
-    far = None
-    if collective == "all_reduce" and not schedule.switches and kind.itemsize > 1:
-        all_reduce(summed[node], world_group())
-        largest = float(summed[node].abs().max()) if summed[node].numel() else 1.0
-        difference = (summed[node].double() - expected[node].double()).abs()
-        far = float(difference.max()) / max(largest, 1e-30) if difference.numel() else 0.0
     player.close()
-    return same, times, far
+    return same, times
 
 
 _OTHERS = {"all_gather": ("ring", "bruck", "direct"), "reduce_scatter": ("ring", "direct")}  # for a profile

@@ -6,10 +6,9 @@ A conversation has turns and slash commands, and Ctrl-C stops only the answer.
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from cumulo.cli.shared.terminal import load_llm, marked, note, out, print_error,
 from cumulo.errors import CumuloError, InvalidRequest
 
 if TYPE_CHECKING:
-    from cumulo.engine.config import EngineConfig
     from cumulo.engine.decide.params import SamplingParams
     from cumulo.engine.decide.story import Story
     from cumulo.engine.llm import LLM
@@ -58,38 +56,34 @@ def chat(chosen: ChatOptions) -> None:
     if not interactive:
         sampling.setdefault("temperature", 0.0)
     SamplingParams(**sampling)  # a wrong one is told before the model is loaded
-    begin = talk if interactive else answer_stdin
-    begin(chosen.model, chosen.engine.config(), sampling, chosen.system, chosen.lora)
+    (talk if interactive else answer_stdin)(chosen, sampling)
 
 
 _FENCE = '"""'
 
 
-class Prompt:
-    """Reads messages. Ctrl-C throws away what is being typed; twice in a row, it leaves."""
+def typed_messages() -> Iterator[str]:
+    """Messages and commands, until the person leaves. Ctrl-C throws away what is being typed; twice in a row, it
+    leaves.
 
-    def __init__(self) -> None:
-        self._interrupted = False
-
-    def read(self) -> str | None:
-        """The next message or command; empty: nothing was said; None: the person leaves.
-
-        A line that ends in a backslash continues on the next one; three double quotes begin a text of several
-        lines, and three more end it."""
+    A line that ends in a backslash continues on the next one; three double quotes begin a text of several lines,
+    and three more end it."""
+    interrupted = False
+    while True:
         try:
             text = _typed_lines()
         except EOFError:
             out.print()
-            return None
+            return
         except KeyboardInterrupt:
             out.print()
-            if self._interrupted:
-                return None
-            self._interrupted = True
+            if interrupted:
+                return
+            interrupted = True
             note("press Ctrl-C again to exit (or Ctrl-D, or type /exit)")
-            return ""
-        self._interrupted = False
-        return text
+        else:
+            interrupted = False
+            yield text
 
 
 def _typed_lines() -> str:
@@ -125,22 +119,16 @@ _SETTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ma
 _WITHOUT = {"seed": "random", "max_tokens": "none"}  # what applies where an option has no value
 
 
-def answer_stdin(
-    model: str | None,
-    config: "EngineConfig",
-    sampling: Mapping[str, Any],
-    system: str | None,
-    lora: Path | None = None,
-) -> None:
+def answer_stdin(chosen: ChatOptions, sampling: Mapping[str, Any]) -> None:
     """One question from stdin; only the answer goes to stdout. What `sampling` does not say is the model's."""
     question = read_stdin().strip()
     if not question:
         raise InvalidRequest(
             'standard input contains no question; try: echo "What is the capital of France?" | cumulo chat'
         )
-    with load_llm(model, config, lora) as llm:
+    with load_llm(chosen.model, chosen.engine.config(), chosen.lora) as llm:
         turn = ChatTurn()
-        for text in turn.run(llm, _messages(system, [], question), llm.sampling(**sampling)):
+        for text in turn.run(llm, _messages(chosen.system, [], question), llm.sampling(**sampling)):
             sys.stdout.write(text)
             sys.stdout.flush()
         print(flush=True)
@@ -149,22 +137,15 @@ def answer_stdin(
         note(turn.summary())
 
 
-def talk(
-    model: str | None,
-    config: "EngineConfig",
-    sampling: Mapping[str, Any],
-    system: str | None,
-    lora: Path | None = None,
-) -> None:
+def talk(chosen: ChatOptions, sampling: Mapping[str, Any]) -> None:
     """The loop of a terminal session."""
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
 
-    with load_llm(model, config, lora) as llm:
-        session = Session(llm, llm.sampling(**sampling), system)
+    with load_llm(chosen.model, chosen.engine.config(), chosen.lora) as llm:
+        session = Session(llm, llm.sampling(**sampling), chosen.system)
         out.print(marked("[bold]{}[/bold] [dim]· /help lists the commands[/dim]", llm.model_name))
-        prompt = Prompt()
-        while (line := prompt.read()) is not None:
+        for line in typed_messages():
             if line.startswith("/"):
                 if not session.command(line):
                     break
@@ -259,7 +240,7 @@ class Session:
         word, _, rest = line.partition(" ")
         if word in ("/exit", "/quit", "/bye"):
             return False
-        known = {
+        known: dict[str, Callable[[str], object]] = {
             "/help": lambda _: out.print(HELP),
             "/clear": self._clear,
             "/system": self._set_system,

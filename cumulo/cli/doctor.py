@@ -1,8 +1,5 @@
 """`cumulo doctor`: checks the machine, the packages and a model, and measures the memory it uses."""
 
-import os
-import shutil
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,24 +102,7 @@ def _software() -> list[Row]:
     ]
     hub = "huggingface_hub"
     rows.append(Row(hub, package_version(hub) or "not installed", note="optional: downloads models by name"))
-    compiler = _compiler()
-    rows.append(
-        Row(
-            "C++ compiler",
-            compiler or "none",
-            note="" if compiler else "optional: without it, the slower torch kernels are used",
-        )
-    )
-    rows += _kernels()
-    return rows
-
-
-def _compiler() -> str | None:
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-        if path := shutil.which(name):
-            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-            return (answer.stdout.splitlines() or [path])[0]
-    return None
+    return rows + _kernels()
 
 
 def _kernels() -> list[Row]:
@@ -131,7 +111,8 @@ def _kernels() -> list[Row]:
 
     library = native()
     if library is None:
-        return [Row("native kernels", "none", note="the torch kernels are used instead: correct, but slower")]
+        missing = "optional: without a C++ compiler, torch's kernels are used, which are slower"
+        return [Row("native kernels", "none", note=missing)]
     return [
         Row("native kernels", library.dot_name, note=str(library.path)),
         Row("kernel threads", "shared with torch" if library.shares_torch_threads else "a separate pool"),

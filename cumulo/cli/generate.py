@@ -15,6 +15,7 @@ from cumulo.cli.shared.declare import argument, flag, option, takes_options
 from cumulo.cli.shared.terminal import (
     err,
     load_llm,
+    loading,
     marked,
     note,
     only_json,
@@ -22,7 +23,6 @@ from cumulo.cli.shared.terminal import (
     print_error,
     read_stdin,
     read_text,
-    text_column,
 )
 from cumulo.errors import InvalidRequest
 
@@ -96,31 +96,19 @@ def run_jobs(
 ) -> tuple[list["RequestOutput"], float]:
     """All jobs in one batch, with a progress bar; returns outputs in order and the seconds they took. `lora`: the
     folder of the adapter they use."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
-    from rich.progress import Progress as ProgressBar
+    with load_llm(model, config, lora) as llm, loading() as show:
+        began_s = time.perf_counter()
 
-    with load_llm(model, config, lora) as llm:
-        columns = (
-            text_column("generating", "dim"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            text_column("{task.fields[speed]}"),
-            TimeElapsedColumn(),
-        )
-        with ProgressBar(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-            task = bar.add_task("", total=len(jobs), speed="")
-            began_s = time.perf_counter()
+        def on_progress(progress: "Progress") -> None:
+            told = f"{progress.finished} of {progress.total}, {progress.output_tok_s:.1f} tok/s"
+            show(told, progress.finished, progress.total)
 
-            def on_progress(progress: "Progress") -> None:
-                speed = progress.output_tokens / max(time.perf_counter() - began_s, 1e-9)
-                bar.update(task, completed=progress.finished, speed=f"{speed:.1f} tok/s")
-
-            params = [job.params for job in jobs]
-            if jobs[0].is_chat:
-                outputs = llm.chat([job.messages for job in jobs], params, on_progress=on_progress)
-            else:
-                outputs = llm.generate([job.shown for job in jobs], params, on_progress=on_progress)
-            return outputs, time.perf_counter() - began_s
+        params = [job.params for job in jobs]
+        if jobs[0].is_chat:
+            outputs = llm.chat([job.messages for job in jobs], params, on_progress=on_progress)
+        else:
+            outputs = llm.generate([job.shown for job in jobs], params, on_progress=on_progress)
+        return outputs, time.perf_counter() - began_s
 
 
 def show_outputs(

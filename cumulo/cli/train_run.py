@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeR
 
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row, table, write_json
-from cumulo.cli.shared.terminal import err, note, only_json, out, show_report, text_column
+from cumulo.cli.shared.terminal import err, loading, note, only_json, out, show_report, text_column
 from cumulo.errors import ConfigError, CumuloError, TrainingError
 from cumulo.ranks.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
 from cumulo.train.decide.config import TrainConfig, config_text, known_spec
@@ -229,22 +229,7 @@ class Display:
 def train_head(config: HeadConfig, json_file: Path | None) -> None:
     with err.status("starting"):
         from cumulo.train.head.trainer import HeadTrainer
-    bars = Progress(
-        text_column("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=err,
-    )
-    tasks: dict[str, TaskID] = {}
-
-    def tell(what: str, done: int, total: int) -> None:
-        stage = what.split(",")[0]
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(what, total=total)
-        bars.update(tasks[stage], completed=done, description=what)
-
-    with bars:
+    with loading() as tell:
         result = HeadTrainer(config, tell).run()
     rows = [
         Row(

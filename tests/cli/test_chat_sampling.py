@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cumulo.cli import chat as conversation
-from cumulo.engine.config import EngineConfig
+from cumulo.cli.shared.options import EngineOptions
 from tests.serve.tiny_model import save_tiny_model
 
 
@@ -23,9 +23,9 @@ def test_a_conversation_samples_as_the_models_authors_recommend(
         "/set top_p",
         "/set min_p none",
     ]
-    lines = iter([*typed, None])
-    monkeypatch.setattr(conversation.Prompt, "read", lambda prompt: next(lines))
-    conversation.talk(str(model), EngineConfig(kv_memory_gib=0.01), {"top_p": 0.5, "max_tokens": 4}, None)
+    monkeypatch.setattr(conversation, "typed_messages", lambda: iter(typed))
+    chosen = conversation.ChatOptions(model=str(model), engine=EngineOptions(kv_memory_gib=0.01))
+    conversation.talk(chosen, {"top_p": 0.5, "max_tokens": 4})
     told = capsys.readouterr().err.replace("\n", " ")
     assert "temperature 0.6 · top_k 7 · top_p 0.5" in told and "temperature 0.6 · top_k 3 · top_p 0.5" in told
     assert "repetition_penalty 1 · max_tokens 4 · seed random" in told, "numbers as people write them"

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from cumulo.cli.plan.validate import validate
-from cumulo.cli.plan.validate_rows import AskedRows
+from cumulo.cli.plan.validate_rows import as_asked, likely
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import (
@@ -195,10 +195,9 @@ def test_the_command_prints_every_source_and_writes_its_figures(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_user_who_names_model_layout_and_software_gets_nearly_the_same_errors(tmp_path: Path) -> None:
+def test_a_user_who_names_model_layout_and_software_gets_nearly_the_same_errors() -> None:
     some = list(rows()[::12])
-    users = AskedRows(some, tmp_path, named=True)
-    asked = [predict_left_out(users.asked(row), row.job.software) for row in some]
+    asked = [predict_left_out(as_asked(row), row.job.software) for row in some]
     known = [predict_left_out(row) for row in some]
     assert summarise("asked", asked).median <= summarise("known", known).median + 0.015
     assert summarise("asked", asked).coverage >= 0.8
@@ -222,23 +221,21 @@ def test_a_pipeline_that_waits_for_its_messages_is_slower() -> None:
     assert sends < sliced < waits < row.step_s
 
 
-def test_software_that_nobody_names_is_inferred_from_how_a_job_is_described(tmp_path: Path) -> None:
+def test_software_that_nobody_names_is_inferred_from_how_a_job_is_described() -> None:
     some = [row for row in rows() if row.source in ("llm-foundry-a100-80gb", "nemo-24.07", "bloom-bf16")][::9]
-    users = AskedRows(some, tmp_path, named=False)
     for row in some:
-        jobs = users.likely(row, left_out=True)
+        jobs = likely(row, left_out=True)
         assert sum(probability for probability, _ in jobs) == pytest.approx(1)
         assert jobs[0][1].software == row.job.software or row.source == "nemo-24.07"
-    found = summarise("all", [predict_unnamed(row, users.likely(row, True), True) for row in some])
+    found = summarise("all", [predict_unnamed(row, likely(row, True), True) for row in some])
     assert found.median <= 0.08, found
 
 
-def test_a_version_that_was_not_released_when_the_job_ran_is_not_considered(tmp_path: Path) -> None:
+def test_a_version_that_was_not_released_when_the_job_ran_is_not_considered() -> None:
     row = row_named("bridge-26.02-gb200-qwen3_30b_a3b-8-mxfp8")
 
     def found(date: str | None) -> set[str]:
-        users = AskedRows([row], tmp_path, named=False, dates={row.source: date} if date else None)
-        return {job.software for _, job in users.likely(row, left_out=True)}
+        return {job.software for _, job in likely(row, left_out=True, date=date)}
 
     assert found(dates()[row.source]) == {"megatron-bridge-2025"}
     both = {"megatron-bridge-2025", "megatron-bridge-2026"}
@@ -247,16 +244,16 @@ def test_a_version_that_was_not_released_when_the_job_ran_is_not_considered(tmp_
 
 
 @pytest.mark.parametrize("date", ["2026-13", "26-02", "yesterday"])
-def test_a_date_is_a_year_and_a_month(tmp_path: Path, date: str) -> None:
+def test_a_date_is_a_year_and_a_month(date: str) -> None:
     row = rows()[0]
     with pytest.raises(ConfigError, match="2026-02"):
-        AskedRows([row], tmp_path, named=False, dates={row.source: date}).likely(row, left_out=True)
+        likely(row, left_out=True, date=date)
 
 
 @pytest.mark.thorough
-def test_users_who_know_the_date_and_not_the_software_get_answers_within_the_bar(tmp_path: Path) -> None:
-    users = AskedRows(list(rows()), tmp_path, named=False, dates=dates())
-    found = summarise("all", [predict_unnamed(row, users.likely(row, True), True) for row in rows()])
+def test_users_who_know_the_date_and_not_the_software_get_answers_within_the_bar() -> None:
+    jobs = [likely(row, True, dates().get(row.source)) for row in rows()]
+    found = summarise("all", [predict_unnamed(row, one, True) for row, one in zip(rows(), jobs, strict=True)])
     assert found.median <= MEDIAN_BAR, found
     assert found.p90 <= P90_BAR, found
     assert COVERAGE_BAR[0] <= found.coverage <= COVERAGE_BAR[1], found

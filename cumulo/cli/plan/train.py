@@ -2,12 +2,10 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
-
-import typer
 
 from cumulo.base import report
 from cumulo.cli.plan import train_report as view
@@ -190,20 +188,6 @@ def train(chosen: PlanTrainOptions) -> None:
         view.show(out, chosen.model, goal, result, gains, cost, stalls)
         for table in view.phase_tables(phases):
             out.print(table)
-
-
-def parsed(words: Sequence[str]) -> tuple[TrainGoal, str | None]:
-    """What these words of `cumulo plan train` ask for, read by its own options."""
-
-    found: list[tuple[TrainGoal, str | None]] = []
-
-    def remember(chosen: PlanTrainOptions) -> None:
-        found.append(asked(chosen))
-
-    reader = typer.Typer(add_completion=False)
-    reader.command()(takes_options(remember))
-    typer.main.get_command(reader).main(list(words), "plan train", standalone_mode=False)
-    return found[0]
 
 
 def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import typer
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.console import Console
 from cumulo.base import report
 from cumulo.base.files import write_text_file
 from cumulo.base.report import Row
-from cumulo.cli.plan.validate_rows import AskedRows, validate_serving
+from cumulo.cli.plan.validate_rows import as_asked, likely, validate_serving
 from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
 from cumulo.cli.shared.terminal import err, marked, only_json, out
 from cumulo.errors import ConfigError
@@ -57,7 +56,7 @@ def validate(
     as_user: bool = typer.Option(
         False,
         "--as-user",
-        help="Ask for each row in words of `cumulo plan train`, with what a user knows: model, GPUs, layout, "
+        help="Ask for each row with what a user of `cumulo plan train` knows: model, GPUs, layout, "
         "batch, sequence, number format and the name of the software.",
     ),
     unnamed: bool = typer.Option(
@@ -101,7 +100,7 @@ def validate(
         )
     rows = track(chosen, "predicting", console=console, transient=True)
     if as_user or unnamed:
-        predictions = _as_user(chosen, rows, named=not unnamed, dated=not undated, left_out=left_out)
+        predictions = _as_user(rows, named=not unnamed, dated=not undated, left_out=left_out)
     else:
         predictions = [predict_left_out(row) if left_out else predict(row) for row in rows]
     summaries = by_source(predictions)
@@ -133,17 +132,14 @@ def _rows(tables: Path | None, held_out: bool, console: Console) -> list[Publish
     return found
 
 
-def _as_user(
-    chosen: list[PublishedRow], rows: Iterable[PublishedRow], named: bool, dated: bool, left_out: bool
-) -> list[RowPrediction]:
-    with TemporaryDirectory() as folder:
-        users = AskedRows(chosen, Path(folder), named, dates() if dated else None)
-        if not named:
-            return [predict_unnamed(row, users.likely(row, left_out), left_out) for row in rows]
-        return [
-            predict_left_out(users.asked(row), row.job.software) if left_out else predict(users.asked(row))
-            for row in rows
-        ]
+def _as_user(rows: Iterable[PublishedRow], named: bool, dated: bool, left_out: bool) -> list[RowPrediction]:
+    if not named:
+        known = dates() if dated else {}
+        return [predict_unnamed(row, likely(row, left_out, known.get(row.source)), left_out) for row in rows]
+    return [
+        predict_left_out(as_asked(row), row.job.software) if left_out else predict(as_asked(row))
+        for row in rows
+    ]
 
 
 _FIGURES = (

@@ -1,20 +1,18 @@
 """`cumulo plan validate serving`: published serving throughputs and Cumulo's own runs, predicted."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from cumulo.base import report
 from cumulo.base.quantiles import quantile
 from cumulo.base.report import Row
-from cumulo.cli.plan.train import parsed
 from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
 from cumulo.errors import ConfigError
-from cumulo.plan.evidence.published import PublishedRow, machines
+from cumulo.plan.evidence.published import PublishedRow
 from cumulo.plan.evidence.serving import (
     ServedRow,
     own_runs,
@@ -27,7 +25,6 @@ from cumulo.plan.search.fixed import fitted, fixed_job, said_in
 from cumulo.plan.search.space import TrainGoal
 from cumulo.plan.search.unnamed import likely_jobs
 from cumulo.plan.serve.profile import constants, fitted_file
-from cumulo.spec.model_file import plain
 
 _FIGURES = (
     RunFigure("", len, heading="rows", shown="{}"),
@@ -93,52 +90,35 @@ def _read(tables: Path) -> tuple[ServedRow, ...]:
     return tuple(found)
 
 
-class AskedRows:
-    """Rows as a user's questions. Models and machines that are in no catalogue go into a file of the user's own."""
+def asked_goal(row: PublishedRow, named: bool, date: str | None = None) -> TrainGoal:
+    """What a user asks for who knows model, GPUs, batch, sequence, number format, and the software or at most when
+    the job ran."""
+    job = row.job
+    return TrainGoal(
+        job.model,
+        row.cluster,
+        job.global_batch,
+        job.sequence_length,
+        dtype=job.dtype,
+        software=job.software if named else "current",
+        software_named=named,
+        date=date,
+        predict_ahead=job.predict_ahead,
+    )
 
-    def __init__(
-        self, rows: list[PublishedRow], folder: Path, named: bool, dates: Mapping[str, str] | None = None
-    ) -> None:
-        self.named = named  # whether the user names the software
-        self.dates = (
-            dates or {}
-        )  # when each source's jobs ran, which the user says where the software is not named
-        self.file = folder / "published.yaml"
-        tables = {kind: dict(entries) for kind, entries in machines().tables.items()}
-        tables["models"] |= {row.name: plain(row.job.model) for row in rows}
-        self.file.write_text(yaml.safe_dump(tables), "utf-8")
 
-    def words(self, row: PublishedRow) -> list[str]:
-        job, fabric = row.job, row.cluster.fabric.name
-        words = [
-            row.name, "--catalog", str(self.file), "--gpus", str(row.cluster.gpus), "--node", row.cluster.node.name,
-            "--batch", str(job.global_batch), "--sequence", str(job.sequence_length), "--dtype", job.dtype,
-            "--fixed", _layout(row),
-        ]  # fmt: skip
-        if fabric != "rail-infiniband":
-            words += ["--fabric", fabric]
-        if job.predict_ahead:
-            words += ["--mtp", str(job.predict_ahead)]
-        if self.named:
-            words += ["--software", job.software]
-        elif row.source in self.dates:
-            words += ["--date", self.dates[row.source]]
-        return words
+def as_asked(row: PublishedRow) -> PublishedRow:
+    """The row with the job that a user who names its software describes."""
+    goal, fixed = asked_goal(row, named=True), _layout(row)
+    job = fitted(fixed_job(fixed, goal), goal.memory_limit_bytes, said_in(fixed)).job
+    return replace(row, job=replace(job, software=_software(goal)))
 
-    def asked(self, row: PublishedRow) -> PublishedRow:
-        """The row with the job that the words describe."""
-        goal, fixed = parsed(self.words(row))
-        assert fixed is not None
-        job = fitted(fixed_job(fixed, goal), goal.memory_limit_bytes, said_in(fixed)).job
-        return replace(row, job=replace(job, software=_software(goal)), cluster=goal.cluster)
 
-    def likely(self, row: PublishedRow, left_out: bool) -> list[tuple[float, TrainJob]]:
-        """The jobs that the words may mean where they name no software, with their probabilities; `left_out`: as if
-        nobody had described jobs of the row's source."""
-        goal, fixed = parsed(self.words(row))
-        assert fixed is not None
-        jobs = likely_jobs(fixed, goal, row.source if left_out else "")
-        return [(one.probability, one.job) for one in jobs]
+def likely(row: PublishedRow, left_out: bool, date: str | None = None) -> list[tuple[float, TrainJob]]:
+    """The jobs that a user may mean who names no software, with their probabilities; `left_out`: as if nobody had
+    described jobs of the row's source."""
+    jobs = likely_jobs(_layout(row), asked_goal(row, False, date), row.source if left_out else "")
+    return [(one.probability, one.job) for one in jobs]
 
 
 def _layout(row: PublishedRow) -> str:
