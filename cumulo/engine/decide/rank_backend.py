@@ -6,7 +6,7 @@ graphs too. gloo: over host memory; CPUs always, and GPUs where nothing else wor
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cumulo.errors import ConfigError
 
@@ -29,15 +29,9 @@ class RankPlaces:
         return self.own_ranks > self.gpus
 
 
-@dataclass(frozen=True, slots=True)
-class BackendChoice:
+class BackendChoice(NamedTuple):
     backend: Backend
     why: str
-
-    @property
-    def captures(self) -> bool:
-        """Whether what is exchanged can be part of a CUDA graph."""
-        return self.backend != "gloo"
 
     def __str__(self) -> str:
         return f"{_NAMES[self.backend]}, {self.why}"
@@ -54,14 +48,10 @@ def choose_backend(asked: Backend | Literal["auto"], places: RankPlaces) -> Back
                 f"rank_backend={asked} needs ranks on GPUs, and these run on CPUs: use gloo, or omit rank_backend"
             )
         return BackendChoice("gloo", "because the ranks run on CPUs")
-    if asked == "auto":
-        return _best(places)
-    if obstacle := _obstacle(asked, places):
-        raise ConfigError(f"rank_backend={asked} cannot work here: {obstacle}")
-    return BackendChoice(asked, "as asked for")
-
-
-def _best(places: RankPlaces) -> BackendChoice:
+    if asked != "auto":
+        if obstacle := _obstacle(asked, places):
+            raise ConfigError(f"rank_backend={asked} cannot work here: {obstacle}")
+        return BackendChoice(asked, "as asked for")
     if not places.remote_ranks:
         return BackendChoice("symmetric", "because all ranks are on one host")
     away = f"because ranks are on other hosts ({places.remote_ranks})"

@@ -50,13 +50,11 @@ class Pooled:
 
     def add(self, first: int, end: int, total: "Vector") -> bool:
         """Take in the sum over tokens [first, end); True when all has come."""
-        if first == 0 or not self.needs_every_token:
-            self._total = total  # from the beginning: also again, after a preemption by recomputation
-        elif self._total is None or first != self._covered:
+        begins = first == 0 or not self.needs_every_token  # also again, after a preemption by recomputation
+        if not begins and first != self._covered:
             raise RuntimeError(
                 f"{self._covered} tokens are pooled, and {first} comes next: a bug in the scheduler"
             )
-        else:
-            self._total = self._total + total
+        self._total = total if begins or self._total is None else self._total + total
         self._covered = end
         return end == self._length
