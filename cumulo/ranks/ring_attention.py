@@ -110,7 +110,6 @@ class PackedBlock:
             *(states.flatten(0, 1) for states in (query, key, value, out)),
             log_sum.flatten(0, 1).T.contiguous(),
             grad.flatten(0, 1),
-            None,
             self.query_starts,
             self.key_starts,
             self.causal,

@@ -77,7 +77,7 @@ def packed_attention(
 
     Document d has queries query_starts[d] .. query_starts[d + 1] (int32, on the device) and the same keys unless
     `key_starts` says otherwise; with a causal mask its last query sees its last key. What lies past the last
-    document gets zeros. Differentiable in query, key and value through both results.
+    document gets zeros. The output is differentiable in query, key and value.
     """
     check_shapes(query, key, value)
     return torch.ops.cumulo.flash_attention(  # type: ignore[no-any-return]
@@ -141,7 +141,6 @@ def flash_attention_backward_op(
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    grad_lse: Tensor | None,
     query_starts: Tensor,
     key_starts: Tensor,
     causal: bool,
@@ -152,8 +151,8 @@ def flash_attention_backward_op(
     if len(query) == 0 or len(key) == 0:
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
     launch_backward(
-        query, key, value, out, lse, grad_out, None if grad_lse is None else grad_lse.contiguous(), query_starts,
-        key_starts, causal, scale, grads, *backward_config(query),
+        query, key, value, out, lse, grad_out, query_starts, key_starts, causal, scale, grads,
+        *backward_config(query),
     )  # fmt: skip
     return grads
 
@@ -166,7 +165,6 @@ def _fake_backward(
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    grad_lse: Tensor | None,
     query_starts: Tensor,
     key_starts: Tensor,
     causal: bool,
@@ -182,15 +180,13 @@ def _like(x: Tensor) -> Tensor:
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     query, key, value, query_starts, key_starts, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output, query_starts, key_starts)
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
+def _differentiate(ctx, grad_out: Tensor, grad_lse: Tensor):  # type: ignore[no-untyped-def]
     query, key, value, out, lse, query_starts, key_starts = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
     grads = torch.ops.cumulo.flash_attention_backward(
-        query, key, value, out, lse, grad_out, grad_lse, query_starts, key_starts, ctx.causal, ctx.scale
+        query, key, value, out, lse, grad_out, query_starts, key_starts, ctx.causal, ctx.scale
     )
     return (*grads, None, None, None, None)
 

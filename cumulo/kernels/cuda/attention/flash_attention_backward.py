@@ -10,7 +10,7 @@ products.
 Queries and their numbers come by the tensor memory accelerator where they can: computing their addresses, and one
 log-sum for every column a thread holds, takes the registers that dk and dv need.
 
-A first pass makes delta = rowsum(dO · O) − d(lse), the part of every score's gradient that depends on its row only.
+A first pass makes delta = rowsum(dO · O), the part of every score's gradient that depends on its row only.
 """
 
 from dataclasses import dataclass
@@ -38,10 +38,9 @@ class BackwardConfig:
 
 
 @triton.jit
-def _row_numbers(out, lse, grad_out, grad_lse, log_sums, deltas, query_starts, documents, out_stride,
-                 out_head_stride, grad_stride, grad_head_stride, lse_head_stride, grad_lse_head_stride,
-                 row_head_stride, HAS_GRAD_LSE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
-                 ROWS: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
+def _row_numbers(out, lse, grad_out, log_sums, deltas, query_starts, documents, out_stride, out_head_stride,
+                 grad_stride, grad_head_stride, lse_head_stride, row_head_stride, DIM: tl.constexpr,
+                 COLUMNS: tl.constexpr, ROWS: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
     """Log-sum (base 2) and delta of every query, document by document in whole tiles of ROWS.
 
     Where a document's last tile has no query the log-sum is infinite: such a row's weights are 0.
@@ -62,8 +61,6 @@ def _row_numbers(out, lse, grad_out, grad_lse, log_sums, deltas, query_starts, d
         other=0.0,
     )
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1)
-    if HAS_GRAD_LSE:
-        delta -= tl.load(grad_lse + head.to(tl.int64) * grad_lse_head_stride + token, mask=inside, other=0.0)
     log_sum = tl.load(lse + head.to(tl.int64) * lse_head_stride + token, mask=inside, other=float("inf"))
     target = head.to(tl.int64) * row_head_stride + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(log_sums + target, log_sum * LOG2_E)
@@ -306,7 +303,6 @@ def launch_backward(
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    grad_lse: Tensor | None,
     query_starts: Tensor,
     key_starts: Tensor,
     causal: bool,
@@ -325,10 +321,9 @@ def launch_backward(
         (2, heads, (tokens // tile + documents) * tile), dtype=torch.float32, device=query.device
     )
     _row_numbers[(tokens // tile + documents, heads)](
-        out, lse, grad_out, lse if grad_lse is None else grad_lse, *numbers, query_starts, documents, out.stride(0),
+        out, lse, grad_out, *numbers, query_starts, documents, out.stride(0),
         out.stride(1), grad_out.stride(0), grad_out.stride(1), lse.stride(0),
-        0 if grad_lse is None else grad_lse.stride(0), numbers.stride(1), HAS_GRAD_LSE=grad_lse is not None,
-        DIM=dim, COLUMNS=columns, ROWS=tile, SEARCH_STEPS=steps, num_warps=4,
+        numbers.stride(1), DIM=dim, COLUMNS=columns, ROWS=tile, SEARCH_STEPS=steps, num_warps=4,
     )  # fmt: skip
     strides = (
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
