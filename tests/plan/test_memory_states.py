@@ -11,6 +11,7 @@ import torch
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout, Place, split_layers
 from cumulo.layout.pieces import pieces
+from cumulo.pipeline.decide.catalog import family
 from cumulo.plan.job import OPERATIONS, OptimizerKind, TrainJob
 from cumulo.plan.memory.live import stage_loads
 from cumulo.plan.memory.peak import peak_memory, stage_loads_of
@@ -93,7 +94,9 @@ def test_the_stages_hold_the_whole_model(schedule: str) -> None:
     job = job_with("llama-3.1-8b", pp=4, schedule=schedule)
     loads = stage_loads(schedule, 4, job.micro_batches, job.chunks_per_stage)
     whole = stage_elements(job_with("llama-3.1-8b"), ((0, 0),)).total
-    assert sum(stage_elements(job, load.places).total for load in loads) == whole * (1 + job.bidirectional)
+    assert sum(stage_elements(job, load.places).total for load in loads) == whole * (
+        1 + family(job.layout.schedule).bidirectional
+    )
 
 
 def test_a_tied_embedding_is_held_where_the_model_begins_and_where_it_ends() -> None:
