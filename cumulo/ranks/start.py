@@ -47,6 +47,8 @@ def join_ranks(
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo", rank=rank, world_size=world, timeout=timeout, store=store
     )
+    # Nobody leaves before all have come: gloo fails where another rank is gone while this one still connects.
+    dist.all_reduce(torch.zeros(1))
     yield
     dist.destroy_process_group()
 
