@@ -34,7 +34,7 @@ def test_diagnose_repeats_hosts_of_a_log_as_they_stand_there(tmp_path: Path) -> 
         "node07:1234:1301 [3] misc/ibvwrap.cc:262 NCCL WARN NET/IB : mlx5_5:1 Got async event : port error\n"
     )
     with out.capture() as shown:
-        diagnose(log, False, None)
+        diagnose(log, None)
     assert "node07:1234:1301 [3] misc" in shown.get()
 
 
