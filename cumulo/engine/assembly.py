@@ -129,7 +129,7 @@ def assemble(
     if config.layout.world > 1:
         return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load, tell)
     saved_bytes = quantised_saved_bytes(files.spec, dtype.itemsize, config.weights)
-    draft = load_draft(config, files.spec, dtype, keep_quantised, files.path)
+    draft = load_draft(config, files.spec, dtype, keep_quantised)
     memory = plan_memory(
         files.spec,
         loading_bytes - saved_bytes,

@@ -31,7 +31,7 @@ class EngineConfig(SchedulingOptions):
     kv_disk: str = ""  # folder; engines of one host may share it
     kv_disk_gib: float = 0.0  # most that its files may take
     # Tokens are drafted and verified together: "ngram" drafts what followed the same words before; or the name of a
-    # draft model with the same tokenizer, or the folder of an EAGLE-3 head; "mtp": DeepSeek-V3's layer. Empty: off
+    # draft model with the same tokenizer, or the folder of an EAGLE-3 head. Empty: off
     speculate: str = ""
     overlap: bool = True  # plan step N+1 and finish N-1 while N runs
     threads: int | None = None  # CPU threads; None: torch's default

@@ -94,8 +94,6 @@ class Decoder(nn.Module):
             x = layer(x, rotation, batch, cache)
             if cache.on_layer is not None:
                 cache.on_layer(index)
-        if self.tap is not None and len(self.layers) in self.tap.layers:
-            self.tap.keep(len(self.layers), self.final_norm(x), batch.slots)
         return self.final_norm(x[batch.logit_rows])
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from cumulo.engine.play.drafter import EagleDraft
 from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import ForwardBatch, KVCache
-from cumulo.models.heads.eagle import EagleDraft, EagleHead, StreamTap
+from cumulo.models.heads.eagle import EagleHead, StreamTap
 from cumulo.models.heads.files import load_eagle, save_eagle
 from cumulo.models.linear import Linear
 from cumulo.models.play.fused_eagle import FusedEagle, why_not_head

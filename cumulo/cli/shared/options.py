@@ -72,9 +72,9 @@ class EngineOptions:
     )
     speculate: str | None = option(
         "Draft tokens and verify several in one step; answers stay the same. ngram: draft from repeated text; "
-        "MODEL: with a draft model of the same tokenizer; DIR: with an EAGLE-3 head; mtp: by DeepSeek-V3's layer.",
+        "MODEL: with a draft model of the same tokenizer; DIR: with an EAGLE-3 head.",
         None,
-        metavar="ngram|mtp|MODEL|DIR",
+        metavar="ngram|MODEL|DIR",
     )
 
     tp: int | None = option(
@@ -185,12 +185,11 @@ def engine_config(**chosen: Any) -> "EngineConfig":
 
 def _check_drafter(name: str | None) -> None:
     """A word that is neither a drafter nor a path nor a Hugging Face name is refused before a model is loaded."""
-    drafters = ("ngram", "mtp")
-    if name is None or name in drafters or "/" in name or Path(name).expanduser().exists():
+    if name in (None, "ngram") or "/" in name or Path(name).expanduser().exists():
         return
     raise CumuloError(
-        f"--speculate must be ngram, mtp, a draft model or a folder with an EAGLE-3 head; there is nothing at "
-        f"{name!r}{did_you_mean(name, drafters, otherwise='')}"
+        f"--speculate must be ngram, a draft model or a folder with an EAGLE-3 head; there is nothing at "
+        f"{name!r}{did_you_mean(name, ['ngram'], otherwise='')}"
     )
 
 

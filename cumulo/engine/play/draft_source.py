@@ -18,7 +18,6 @@ from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, load_model
 from cumulo.models.heads.eagle import EagleHead, StreamTap, eagle_layers
 from cumulo.models.heads.files import is_eagle_folder, load_eagle
-from cumulo.models.heads.mtp import MtpHead, load_mtp
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.play.fused_eagle import FusedEagle, why_not_head
 from cumulo.models.text.tokenizer import Tokenizer
@@ -30,13 +29,11 @@ class DraftSource:
     name: str
     served: ModelSpec
     model: LoadedModel | None = None
-    head: EagleHead | MtpHead | None = None
+    head: EagleHead | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Where a head sees the served model's stream."""
-        if isinstance(self.head, MtpHead):
-            return (self.served.layers,)
         return eagle_layers(self.served.layers) if self.head is not None else ()
 
     @property
@@ -67,9 +64,9 @@ class DraftSource:
 
 
 def load_draft(
-    config: EngineConfig, served: ModelSpec, dtype: torch.dtype, keep_quantised: bool, folder: Path
+    config: EngineConfig, served: ModelSpec, dtype: torch.dtype, keep_quantised: bool
 ) -> DraftSource | None:
-    """None where nothing or n-gram lookup drafts. `folder`: of the served model."""
+    """None where nothing or n-gram lookup drafts."""
     if config.speculate in ("", "ngram"):
         return None
     path = Path(config.speculate)
@@ -78,8 +75,6 @@ def load_draft(
             f"speculate={config.speculate} runs on the CPU engine so far; on a GPU choose ngram or the folder of "
             "an EAGLE-3 head, or choose device=cpu"
         )
-    if config.speculate == "mtp":
-        return DraftSource("mtp", served, head=load_mtp(folder, served, dtype=dtype))
     if is_eagle_folder(path):
         packed = dtype == torch.float32 and config.device == "cpu"
         return DraftSource(path.name, served, head=load_eagle(path, served, dtype=dtype, pack=packed))
@@ -134,10 +129,8 @@ def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:
         slots = cache.blocks * cache.block_size
         tap = StreamTap(source.taps, slots, source.served.hidden, dtype, runner.device)
         assert isinstance(runner.model, (Decoder, FusedDecoder))
-        if isinstance(source.head, MtpHead) and isinstance(runner.model, FusedDecoder):
-            raise ConfigError("speculate=mtp runs on models with latent attention so far, as DeepSeek-V3")
         runner.model.tap = tap
-        if isinstance(source.head, EagleHead) and why_not_head(source.head, decoder.embed) is None:
+        if why_not_head(source.head, decoder.embed) is None:
             model = FusedEagle(source.head, decoder.embed, tap)
         else:
             model = EagleDraft(source.head, decoder.embed.rows, tap.stream_at)

@@ -5,6 +5,7 @@ frees is right for both. It computes a token when it is asked to continue behind
 nothing is drafted cost nothing. What it holds never shows in a result: a wrong proposal is only not accepted.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.models.batch import ForwardBatch, KVCache, RunnableModel
-from cumulo.models.heads.eagle import Likeliest, StreamTap, likeliest_of
+from cumulo.models.heads.eagle import EagleHead, Likeliest, StreamTap, likeliest_of
 from cumulo.models.play.fused_eagle import MOST_OF_ONE, FusedEagle
 
 _MOST_TOKENS = 512  # of prompts that are computed before one step's first proposals
@@ -165,6 +166,32 @@ def _rows(slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[n
     query_starts = np.zeros(len(slots) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_starts[1:])
     return StepRows(slots, starts, counts, query_starts)
+
+
+class EagleDraft:
+    """A head on a decoder whose stream is tapped."""
+
+    shift = 1
+
+    def __init__(
+        self,
+        head: EagleHead,
+        embed: Callable[[Tensor], Tensor],
+        stream_at: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._head, self._embed, self._stream_at = head, embed, stream_at
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._head.weight_bytes
+
+    def follow(
+        self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None
+    ) -> tuple[Tensor, Likeliest]:
+        stream = self._head.fc(self._stream_at(batch.slots)) if previous is None else previous
+        hidden = self._head(stream, self._embed(batch.token_ids), batch, cache)
+        chosen, chances = likeliest_of(self._head.logits(hidden))
+        return hidden, (self._head.token_of.numpy()[chosen], chances)
 
 
 class WholeDraftModel:

@@ -41,17 +41,6 @@ def _placements(spec: ModelSpec) -> Iterator[Placement]:
         yield Placement("lm_head.weight", "head.weight", table)
 
 
-def mtp_placements(spec: ModelSpec) -> Iterator[Placement]:
-    """DeepSeek-V3's multi-token-prediction module, which stands where one more layer would: into an MtpHead."""
-    source, hidden = f"model.layers.{spec.layers}", spec.hidden
-    yield Placement(f"{source}.enorm.weight", "token_norm.weight", (hidden,))
-    yield Placement(f"{source}.hnorm.weight", "stream_norm.weight", (hidden,))
-    yield Placement(f"{source}.eh_proj.weight", "joined.weight", (hidden, 2 * hidden))
-    yield from _layer(spec, spec.layers, source, "layer")
-    yield Placement(f"{source}.shared_head.norm.weight", "final_norm.weight", (hidden,))
-    yield Placement(f"{source}.shared_head.head.weight", "head.weight", (spec.vocab_size, hidden))
-
-
 def _layer(spec: ModelSpec, layer: int, source: str, target: str) -> Iterator[Placement]:
     yield Placement(f"{source}.input_layernorm.weight", f"{target}.attention_norm.weight", (spec.hidden,))
     yield from _attention(spec, f"{source}.self_attn", f"{target}.attention")

@@ -6,7 +6,6 @@ place of the stream. It knows only the most frequent tokens, so that its last ma
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ class StreamTap:
     def __init__(
         self, layers: Sequence[int], slots: int, hidden: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        """`layers`: the stream is kept as it enters these, ascending; behind the last layer, normed."""
+        """`layers`: the stream is kept as it enters these, ascending."""
         self.layers = tuple(layers)
         self.kept = torch.zeros((slots, len(self.layers) * hidden), dtype=dtype, device=device)
         self._hidden = hidden
@@ -132,45 +131,3 @@ class EagleHead(nn.Module):
     def weight_bytes(self) -> int:
         packed = [module.packed for module in self.modules() if isinstance(module, Linear) and module.packed]
         return sum(one.nbytes for one in self.parameters()) + sum(one.nbytes for one in packed)
-
-
-class DraftHead(Protocol):
-    """What EagleDraft plays."""
-
-    spec: ModelSpec
-    rotary: RotaryTable
-    token_of: Tensor
-
-    @property
-    def weight_bytes(self) -> int: ...
-
-    def __call__(self, stream: Tensor, tokens: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor: ...
-
-    def fc(self, stream: Tensor) -> Tensor:
-        """From what is tapped to the head's own stream."""
-        ...
-
-    def logits(self, stream: Tensor) -> Tensor: ...
-
-
-class EagleDraft:
-    """An EagleHead, or another of its kind, on a decoder whose stream is tapped: what a drafter plays."""
-
-    shift = 1
-
-    def __init__(
-        self, head: DraftHead, embed: Callable[[Tensor], Tensor], stream_at: Callable[[Tensor], Tensor]
-    ) -> None:
-        self._head, self._embed, self._stream_at = head, embed, stream_at
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._head.weight_bytes
-
-    def follow(
-        self, batch: ForwardBatch, cache: KVCache, previous: Tensor | None
-    ) -> tuple[Tensor, Likeliest]:
-        stream = self._head.fc(self._stream_at(batch.slots)) if previous is None else previous
-        hidden = self._head(stream, self._embed(batch.token_ids), batch, cache)
-        chosen, chances = likeliest_of(self._head.logits(hidden))
-        return hidden, (self._head.token_of.numpy()[chosen], chances)
