@@ -54,8 +54,15 @@ class Handover(Extension):
         return self.transfers.receives and self.order_prefill(sequence, now_s)
 
     def begin_step(self, plan: StepPlan, now_s: float) -> None:
-        if self.transfers.receives:
-            self.give_up_late(now_s)
+        """Transfers that stand still, and engines that do, are not waited for."""
+        transfers, stall_s = self.transfers, self.transfers.stall_s
+        if not transfers.receives:
+            return
+        for name in [name for name, peer in transfers.peers.items() if peer.heard_s < now_s - stall_s]:
+            self.enter_event(PeerLost(name, f"it said nothing for {stall_s:g} s"), now_s)
+        for one in list(transfers.incoming.values()):
+            if one.plan is not None and not one.over and one.heard_s < now_s - stall_s:
+                self.fail_order(one, f"nothing arrived for {stall_s:g} s", now_s)
 
     def take_admission(self, sequence: Sequence, plan: StepPlan, now_s: float) -> bool:
         incoming = self.transfers.of_request.get(sequence.request.id)
@@ -124,7 +131,7 @@ class Handover(Extension):
             transfers.trust *= 0.9
             request.story.add(now_s, "prefill_here", why=choice.why)
             return False
-        number = transfers.next_number()
+        number = next(transfers.numbers)
         incoming = Incoming(number, sequence, choice.peer, tokens, now_s, now_s, failed_at)
         transfers.incoming[number] = transfers.of_request[request.id] = incoming
         adapter = "" if request.adapter < 0 else self._adapters.in_slot(request.adapter).fingerprint
@@ -173,7 +180,13 @@ class Handover(Extension):
             del transfers.incoming[incoming.number]
             sequence.request.story.add(now_s, "prefill_here", why="its KV is in the prefix cache meanwhile")
             return False
-        held = self._allocate(sequence)
+        evicted = self._batch.pool.evicted
+        kept = 0 if evicted is None else len(evicted)
+        held = self._batch.kv.allocate(sequence)  # of these blocks in the prefix cache
+        if evicted is not None:
+            del evicted[kept:]  # another engine may write at once: there is no step to save them in
+        # Nothing is left to compute until the KV is here: the runner learns of the sequence then.
+        sequence.computed, sequence.state = len(sequence.tokens), State.RECEIVING
         incoming.plan = TransferPlan(
             incoming.number, incoming.peer, transfers.layers, size, incoming.tokens, held,
             incoming.begun.blocks[:needed], tuple(sequence.blocks[held:needed]),
@@ -185,17 +198,6 @@ class Handover(Extension):
         )
         sequence.request.story.wait_for(now_s, "transfer")
         return True
-
-    def _allocate(self, sequence: Sequence) -> int:
-        """A slot and blocks, of which nothing is left to compute until the KV is here: the runner learns of them
-        then. Returns how many of the blocks were in the prefix cache."""
-        evicted = self._batch.pool.evicted
-        kept = 0 if evicted is None else len(evicted)
-        held = self._batch.kv.allocate(sequence)
-        if evicted is not None:
-            del evicted[kept:]  # another engine may write at once: there is no step to save them in
-        sequence.computed, sequence.state = len(sequence.tokens), State.RECEIVING
-        return held
 
     def issue_fetches(self, now_s: float) -> None:
         """Copying begins when every step that may still use the blocks' former contents has run: transfers are
@@ -229,7 +231,7 @@ class Handover(Extension):
                 self.fail_order(one, event.why, now_s)
             return
         if isinstance(event, OrderComputed):
-            _tell_computed(transfers, event, now_s)
+            self._tell_computed(event, now_s)
             return
         incoming = transfers.incoming.get(event.number)
         if incoming is None:
@@ -277,6 +279,19 @@ class Handover(Extension):
             now_s, self._batch.next_plan.index, len(sequence.tokens), held, 0, "transfer"
         )
 
+    def _tell_computed(self, event: OrderComputed, now_s: float) -> None:
+        """How long the prefill engine took. Blocks may have arrived before it said so."""
+        incoming = self.transfers.incoming.get(event.number)
+        sequence = incoming.sequence if incoming else self.transfers.landed_first.pop(event.number, None)
+        if sequence is None or (incoming is not None and incoming.over):
+            return
+        sequence.request.story.add(
+            now_s, "prefill_done", peer=event.peer, queued_ms=event.queued_s * 1e3,
+            computed_ms=event.computed_s * 1e3,
+        )  # fmt: skip
+        if incoming is not None:
+            incoming.told, incoming.heard_s = True, now_s
+
     def _keep_complete(self, incoming: Incoming, blocks: int) -> None:
         """Full blocks that arrived before the transfer ended are as good as any in the prefix cache."""
         full = min(blocks, incoming.tokens // self._batch.config.block_size)
@@ -303,15 +318,6 @@ class Handover(Extension):
         if not self.order_prefill(sequence, now_s, incoming.failed_at | {incoming.peer}):
             self._batch.queue.push(sequence)
             request.story.wait_for(now_s, "behind_others")
-
-    def give_up_late(self, now_s: float) -> None:
-        """Transfers that stand still, and engines that do, are not waited for."""
-        transfers = self.transfers
-        for name in transfers.silent(now_s):
-            why = f"it said nothing for {transfers.stall_s:g} s"
-            self.enter_event(PeerLost(name, why), now_s)
-        for incoming, why in transfers.stalled(now_s):
-            self.fail_order(incoming, why, now_s)
 
     # -- a prefill engine ------------------------------------------------------------------------------------------
     def offer(self, sequence: Sequence, cached_tokens: int) -> None:
@@ -348,16 +354,3 @@ class Handover(Extension):
         )
         speed = 1.0 / costs.prompt_s_per_token if costs.knows_prompts else 0.0
         return PeerLoad(waiting, len(self._batch.running), speed, self._batch.config.max_running)
-
-
-def _tell_computed(transfers: Transfers, event: OrderComputed, now_s: float) -> None:
-    """How long the prefill engine took. Blocks may have arrived before it said so."""
-    incoming = transfers.incoming.get(event.number)
-    sequence = incoming.sequence if incoming is not None else transfers.landed_first.pop(event.number, None)
-    if sequence is not None and (incoming is None or not incoming.over):
-        sequence.request.story.add(
-            now_s, "prefill_done", peer=event.peer, queued_ms=event.queued_s * 1e3,
-            computed_ms=event.computed_s * 1e3,
-        )  # fmt: skip
-        if incoming is not None:
-            incoming.told, incoming.heard_s = True, now_s

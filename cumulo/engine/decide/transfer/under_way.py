@@ -2,7 +2,8 @@
 prefill engine. Owned and changed by `handover.py`.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections import Counter
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
@@ -80,15 +81,11 @@ class Transfers:
         self.landed = self.failed = 0
         self.heard = 0  # events: a decode engine that waits for others is alive as long as it hears of them
         self.router = PrefixAware()
-        self._numbers = 0
+        self.numbers = itertools.count(1)  # of orders
 
     @property
     def tail_s(self) -> float:
         return self.learnt_tail_s * self.trust
-
-    def next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     @property
     def active(self) -> bool:
@@ -130,43 +127,26 @@ class Transfers:
     def views(self, avoid: frozenset[str], block_size: int, usual_tok_s: float) -> list[ReplicaView]:
         """Prefill engines as a router sees them, with what was ordered since they last spoke. One that has computed
         nothing yet has the usual speed, and so has by and by one that is never asked."""
-        ordered: Mapping[str, int] = {
-            name: sum(
-                one.tokens
-                for one in self.incoming.values()
-                if one.peer == name and one.begun is None and not one.over and one.asked_s > peer.heard_s
-            )
-            for name, peer in self.peers.items()
-        }
-        return [
-            ReplicaView(
-                name,
-                waiting_tokens=peer.load.waiting_tokens + ordered[name],
-                running=peer.load.running,
-                max_running=peer.load.max_running,
-                prompt_tok_s=self._believed(peer.load.prompt_tok_s or usual_tok_s, usual_tok_s),
-                step_s=0.0,  # nothing is drawn there
-                block_size=block_size,
-            )
-            for name, peer in self.peers.items()
-            if name not in avoid
-        ]
-
-    def _believed(self, measured: float, usual: float) -> float:
-        return usual + (measured - usual) * self.trust
-
-    def stalled(self, now_s: float) -> list[tuple[Incoming, str]]:
-        """Transfers that have not moved for too long, though their engine lives."""
-        late_s = now_s - self.stall_s
-        return [
-            (one, f"nothing arrived for {self.stall_s:g} s")
-            for one in self.incoming.values()
-            if one.plan is not None and not one.over and one.heard_s < late_s
-        ]
-
-    def silent(self, now_s: float) -> list[str]:
-        """Prefill engines that have said nothing for too long."""
-        return [name for name, peer in self.peers.items() if peer.heard_s < now_s - self.stall_s]
+        ordered = Counter[str]()
+        for one in self.incoming.values():
+            if one.peer in self.peers and one.begun is None and not one.over:
+                ordered[one.peer] += one.tokens if one.asked_s > self.peers[one.peer].heard_s else 0
+        found = []
+        for name, peer in self.peers.items():
+            measured = peer.load.prompt_tok_s or usual_tok_s
+            if name not in avoid:
+                found.append(
+                    ReplicaView(
+                        name,
+                        waiting_tokens=peer.load.waiting_tokens + ordered[name],
+                        running=peer.load.running,
+                        max_running=peer.load.max_running,
+                        prompt_tok_s=usual_tok_s + (measured - usual_tok_s) * self.trust,
+                        step_s=0.0,  # nothing is drawn there
+                        block_size=block_size,
+                    )
+                )
+        return found
 
     def learn(self, landed: Landed) -> None:
         self.landed += 1
