@@ -15,7 +15,8 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import normalised, shortened
 from cumulo.errors import InvalidRequest
 from cumulo.models.decoder import Decoder
-from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.files.weights import fill_decoder
+from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.spec.from_huggingface import spec_from_config
 from tests import thorough
@@ -89,7 +90,7 @@ def test_an_embedding_is_that_of_transformers(name: str, fused: bool, tmp_path: 
     model = tiny.save(name, tmp_path)
     spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
     decoder = Decoder(spec)
-    load_safetensors(tmp_path, decoder, spec)
+    fill_decoder(decoder, FolderWeights(tmp_path, spec))
     if fused and why_not(decoder) is not None:
         pytest.skip("the native kernels do not play this model")
     prompts = [tiny.prompt(41, seed=4), tiny.prompt(9, seed=5)]

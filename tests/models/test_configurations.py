@@ -13,7 +13,8 @@ import torch
 
 from cumulo.errors import ModelError
 from cumulo.models.decoder import Decoder
-from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.files.weights import fill_decoder
+from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 from tests import peers, thorough
@@ -134,6 +135,6 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "kimi_k2"}
     spec = spec_from_config(config)
     decoder = Decoder(spec)
-    load_safetensors(tmp_path, decoder, spec)
+    fill_decoder(decoder, FolderWeights(tmp_path, spec))
     expected = tiny.reference_logits(model, PROMPT)
     torch.testing.assert_close(Stepper(decoder).feed(PROMPT, chunk=17), expected, atol=2e-4, rtol=0)

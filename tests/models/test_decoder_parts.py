@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.names_huggingface import placements
 from cumulo.models.files.placement import Placement
-from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.files.weights import fill_decoder
+from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.models.moe import MixtureOfExperts
 from cumulo.models.rope import RotaryTable, inverse_frequencies
 from cumulo.spec.counting import parameter_shapes
@@ -159,7 +160,7 @@ def test_packed_weights_compute_what_their_plain_values_compute(name: str, tmp_p
     spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
     rounded, packed = Decoder(spec, torch.float64), Decoder(spec, torch.float64)
     for decoder in (rounded, packed):
-        load_safetensors(tmp_path, decoder, spec)
+        fill_decoder(decoder, FolderWeights(tmp_path, spec))
     replaced = 0
     for key, parameter in list(packed.named_parameters()):
         if not packed.can_pack(key):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cumulo.models.decoder import Decoder
-from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.files.weights import fill_decoder
+from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 from tests import peers, thorough
@@ -50,7 +51,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def make(name: str, dtype: torch.dtype = torch.float32, **change: Any) -> Any:
         model, own = oracle(name, root / name)
         decoder = Decoder(changed(own, **change), dtype)
-        load_safetensors(root / name, decoder, own)
+        fill_decoder(decoder, FolderWeights(root / name, own))
         return model, decoder
 
     return make

@@ -14,8 +14,9 @@ from cumulo.models.files.gguf_blocks import float_array
 from cumulo.models.files.gguf_file import open_gguf
 from cumulo.models.files.hub import built_in_model
 from cumulo.models.files.names_gguf import spec_of
-from cumulo.models.files.weights_gguf import load_gguf
-from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.files.weights import fill_decoder
+from cumulo.models.files.weights_gguf import GgufWeights
+from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from cumulo.spec.from_gguf import spec_from_gguf
 from cumulo.spec.from_huggingface import spec_from_config
@@ -63,9 +64,9 @@ def test_a_gguf_file_gives_the_model_that_its_safetensors_give(case, tmp_path):
     spec = spec_of(file)
     decoder = Decoder(spec)
     seen = []
-    load_gguf(file, decoder, spec, progress=lambda done, total: seen.append((done, total)))
+    fill_decoder(decoder, GgufWeights(file, spec), progress=lambda done, total: seen.append((done, total)))
     original = Decoder(spec_from_config(json.loads((tmp_path / "config.json").read_text())))
-    load_safetensors(tmp_path, original, original.spec)
+    fill_decoder(original, FolderWeights(tmp_path, original.spec))
     found, expected = dict(decoder.named_parameters()), dict(original.named_parameters())
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
@@ -82,7 +83,7 @@ def test_rows_left_interleaved_for_an_interleaved_rotation_give_the_same_logits(
     spec = spec_from_gguf(file.metadata, file.tensors.keys())
     assert spec.rope_interleaved
     decoder = Decoder(spec)
-    load_gguf(file, decoder, spec)
+    fill_decoder(decoder, GgufWeights(file, spec))
     prompt = tiny.prompt(40)
     assert (Stepper(decoder).feed(prompt, 40) - tiny.reference_logits(model, prompt)).abs().max() <= 2e-4
 
@@ -112,8 +113,8 @@ def check_packing(path: Path, packs: bool) -> None:
     file = open_gguf(path)
     spec = spec_of(file)
     packed, plain = Decoder(spec), Decoder(spec)
-    load_gguf(file, packed, spec, keep_quantised=True)
-    load_gguf(file, plain, spec, keep_quantised=False)
+    fill_decoder(packed, GgufWeights(file, spec), keep_quantised=True)
+    fill_decoder(plain, GgufWeights(file, spec), keep_quantised=False)
     left = dict(packed.named_parameters())
     replaced = [name for name in dict(plain.named_parameters()) if name not in left]
     assert bool(replaced) is packs
@@ -161,7 +162,7 @@ def test_weights_can_be_dequantised_into_float64(tmp_path):
     file = open_gguf(convert(tmp_path, tmp_path / "m.gguf", type_name="Q4_1"))
     spec = spec_of(file)
     decoder = Decoder(spec, torch.float64)
-    load_gguf(file, decoder, spec, keep_quantised=False)
+    fill_decoder(decoder, GgufWeights(file, spec), keep_quantised=False)
     embedding = file.tensors["token_embd.weight"]
     expected = gguf.dequantize(embedding.raw, gguf.GGMLQuantizationType.Q4_1)
     assert torch.equal(decoder.embed.weight, torch.from_numpy(expected).double())
@@ -180,7 +181,7 @@ def test_missing_extra_and_misshapen_tensors_are_reported_together_before_anythi
     for parameter in decoder.parameters():
         parameter.fill_(7)
     with pytest.raises(ModelError) as raised:
-        load_gguf(file, decoder, spec)
+        fill_decoder(decoder, GgufWeights(file, spec))
     message = str(raised.value)
     for part in (
         "bad.gguf",
@@ -203,7 +204,7 @@ def smollm(request, tmp_path_factory):
     file = open_gguf(path)
     spec = spec_of(file)
     decoder = Decoder(spec)
-    load_gguf(file, decoder, spec, keep_quantised=False)
+    fill_decoder(decoder, GgufWeights(file, spec), keep_quantised=False)
     reference = peers.transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     )

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from cumulo.errors import ModelError
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.safetensors_file import INDEX_NAME, read_directory
-from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.files.weights import fill_decoder
+from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 from tests import thorough
@@ -30,7 +31,7 @@ def saved(folder: Path, name: str = "llama", **options: str) -> ModelSpec:
 
 def refusal(folder: Path, spec: ModelSpec) -> str:
     with pytest.raises(ModelError) as caught:
-        load_safetensors(folder, Decoder(spec), spec)
+        fill_decoder(Decoder(spec), FolderWeights(folder, spec))
     return str(caught.value)
 
 
@@ -71,13 +72,13 @@ def test_known_leftovers_are_ignored(tmp_path: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 
     rewrite(tmp_path, add)
-    load_safetensors(tmp_path, Decoder(spec), spec)
+    fill_decoder(Decoder(spec), FolderWeights(tmp_path, spec))
 
     spec = saved(tmp_path / "v3", "deepseek_v3")
     rewrite(
         tmp_path / "v3", lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.zeros(3)})
     )
-    load_safetensors(tmp_path / "v3", Decoder(spec), spec)
+    fill_decoder(Decoder(spec), FolderWeights(tmp_path / "v3", spec))
     rewrite(
         tmp_path / "v3", lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(3)})
     )
@@ -90,17 +91,15 @@ def test_stored_types_are_converted_to_the_type_of_the_decoder(tmp_path: Path, s
     original = load_file(tmp_path / "model.safetensors")
     rewrite(tmp_path, lambda tensors: tensors.update({k: v.to(stored) for k, v in original.items()}))
     decoder = Decoder(spec, torch.float32)
-    load_safetensors(tmp_path, decoder, spec)
+    fill_decoder(decoder, FolderWeights(tmp_path, spec))
     expected = original["model.layers.2.mlp.up_proj.weight"].to(stored).float()
     assert torch.equal(decoder.get_parameter("layers.2.ffn.gate_up.weight")[80:], expected)
 
 
-def test_a_decoder_without_memory_is_refused_until_it_has_some(tmp_path: Path) -> None:
+def test_a_decoder_without_memory_is_given_it(tmp_path: Path) -> None:
     spec = saved(tmp_path)
     decoder = Decoder(spec, device="meta")
-    with pytest.raises(ValueError, match="to_empty"):
-        load_safetensors(tmp_path, decoder, spec)
-    load_safetensors(tmp_path, decoder.to_empty(device="cpu"), spec)
+    fill_decoder(decoder, FolderWeights(tmp_path, spec))
     stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(decoder.get_parameter("embed.weight"), stored)
 
@@ -114,7 +113,11 @@ def test_integer_weights_are_refused_by_name(tmp_path: Path) -> None:
 def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     spec = saved(tmp_path, "qwen3", max_shard_size="60KB")
     seen: list[tuple[int, int]] = []
-    load_safetensors(tmp_path, Decoder(spec), spec, lambda done, total: seen.append((done, total)))
+    fill_decoder(
+        Decoder(spec),
+        FolderWeights(tmp_path, spec),
+        progress=lambda done, total: seen.append((done, total)),
+    )
     total = sum(tensor.nbytes for tensor in read_directory(tmp_path).values())
     assert seen[-1] == (total, total) and seen == sorted(seen) and len({t for _, t in seen}) == 1
 
@@ -144,7 +147,7 @@ def test_no_second_copy_of_the_model_is_made(tmp_path: Path) -> None:
         nonlocal peak
         peak = max(peak, anonymous_bytes())
 
-    load_safetensors(tmp_path, decoder, spec, watch)
+    fill_decoder(decoder, FolderWeights(tmp_path, spec), progress=watch)
     assert peak - before < 0.15 * model_bytes
     assert decoder.get_parameter("head.weight").abs().sum() > 0
 
@@ -154,38 +157,30 @@ def test_a_truncated_file_is_named_with_what_is_missing(tmp_path: Path) -> None:
     spec = saved(tmp_path)
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
-    for length, words in (
-        (0, "0 bytes"),
-        (5, "5 bytes"),
-        (200, "header should have"),
-        (-100, "ends at byte"),
-    ):
+    for length in (0, 5, 200, -100):
         file.write_bytes(content[:length])
         message = refusal(tmp_path, spec)
-        assert str(file) in message and words in message
+        assert str(file) in message and "cut short" in message
 
 
 @pytest.mark.parametrize(
-    ("header", "words"),
+    "header",
     [
-        (b"{not json", "damaged header"),
-        (b"[1, 2]", "not a table"),
-        (b'{"a": {"dtype": "F32"}}', "'a' is described as"),
-        (
-            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
-            "'a' is F32 [2] but takes 4 bytes",
-        ),
-        (b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}', "'a' is described as"),
-        (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}', "'a' is described as"),
-        (b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}', "'a' ends at byte 16"),
-        (b'{"a": 3}', "'a' is described as 3"),
-        (b"[" * 100_000, "damaged header"),
+        b"{not json",
+        b"[1, 2]",
+        b'{"a": {"dtype": "F32"}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}',
+        b'{"a": 3}',
+        b"[" * 100_000,
     ],
 )
-def test_a_damaged_header_is_described(tmp_path: Path, header: bytes, words: str) -> None:
+def test_a_damaged_header_is_refused(tmp_path: Path, header: bytes) -> None:
     spec = saved(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
-    assert words in refusal(tmp_path, spec)
+    assert "is damaged or cut short" in refusal(tmp_path, spec)
 
 
 @given(st.data())
@@ -208,7 +203,7 @@ def test_no_flipped_byte_of_the_header_escapes_as_anything_but_a_model_error(
     content[position] ^= data.draw(st.integers(1, 255))
     (folder / "model.safetensors").write_bytes(content)
     try:
-        load_safetensors(folder, Decoder(spec), spec)
+        fill_decoder(Decoder(spec), FolderWeights(folder, spec))
     except ModelError as error:
         assert str(folder) in str(error)
 

@@ -10,7 +10,8 @@ import torch
 
 from cumulo.models.decoder import Decoder
 from cumulo.models.files import names_huggingface
-from cumulo.models.files.weights_safetensors import load_safetensors
+from cumulo.models.files.weights import fill_decoder
+from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.train.data.packing import IGNORED, Batch, DeviceBatch, to_device
 from cumulo.train.model.model import TrainingDecoder, cross_entropy_sum
@@ -40,9 +41,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Any:
         model = tiny.save(name, folder)
         spec = spec_from_config(json.loads((folder / "config.json").read_text()))
         training = TrainingDecoder(spec, **options)
-        load_safetensors(folder, training, spec)  # type: ignore[arg-type]
+        fill_decoder(training, FolderWeights(folder, spec))  # type: ignore[arg-type]
         decoder = Decoder(spec)
-        load_safetensors(folder, decoder, spec)
+        fill_decoder(decoder, FolderWeights(folder, spec))
         return model, training, decoder
 
     return make
@@ -125,7 +126,7 @@ def test_the_balance_of_one_layer_and_row_is_that_of_transformers(tmp_path: Path
     model = tiny.save("mixtral", tmp_path, num_hidden_layers=1)
     spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()))
     training = TrainingDecoder(spec)
-    load_safetensors(tmp_path, training, spec)  # type: ignore[arg-type]
+    fill_decoder(training, FolderWeights(tmp_path, spec))  # type: ignore[arg-type]
     tokens = tiny.prompt(50, seed=4)
     losses = training(documents_batch([[tokens]]))
     expected = model(torch.tensor([tokens]), output_router_logits=True).aux_loss

@@ -2,8 +2,7 @@
 `inspect_model` reads only headers, for the memory ledger and `cumulo doctor`.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,28 +13,22 @@ from cumulo.errors import ModelError
 from cumulo.layout.serving import HeldParameter, RankPart, held_parameters
 from cumulo.models.decoder import Decoder
 from cumulo.models.files import names_gguf
-from cumulo.models.files.gguf_blocks import held_bytes, is_quantised
-from cumulo.models.files.gguf_file import GGUFFile, open_gguf
+from cumulo.models.files.gguf_file import open_gguf
 from cumulo.models.files.hub import ModelSource, resolve
 from cumulo.models.files.json_file import in_vocabulary, read_json, shown
-from cumulo.models.files.placement import check_tensors
-from cumulo.models.files.weights_gguf import load_gguf
-from cumulo.models.files.weights_safetensors import Progress, check_folder, load_safetensors
+from cumulo.models.files.weights import Progress, fill_decoder
+from cumulo.models.files.weights_gguf import GgufWeights
+from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.models.play.rank_decoder import empty_rank_decoder, leave_biases_to_one
-from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
-from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
+from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.from_huggingface import spec_from_config
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.quantisation import Quantisation, quantisation_from_config
 
-# Fields of a generation config that are sampling parameters of ours, and what GGUF calls them.
+# Fields of a generation config that are sampling parameters of ours, and their bounds.
 _SAMPLING_FIELDS = {
     "temperature": (0, 100), "top_k": (0, 1 << 31), "top_p": (1e-6, 1), "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
-}  # fmt: skip
-_GGUF_SAMPLING = {
-    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 
 
@@ -92,36 +85,27 @@ def load_model(
     what one rank holds is allocated and read; its decoder has the rank's own spec.
     """
     source = resolve(model)
-    packable = torch.device(device).type == "cpu" and dtype == torch.float32
     # Headers are checked against the spec before the decoder is allocated: a damaged size must not decide
     # how much memory is asked for.
-    if source.format == "gguf":
-        file, headers = _gguf_headers(source)
-        tokenizer = tokenizer_from_gguf(file.metadata) if with_tokenizer else None
-        keep_quantised &= packable and headers.quantised_parameters > 0
-        found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
-        defaults = _sampling_defaults(found, file.path)
-        _check_ends(tokenizer, headers)
-        # Most matrices will be packed: memory for plain ones would be touched and given back.
-        decoder, held = _empty_decoder(headers.spec, dtype, "meta" if keep_quantised else device, part)
-        load_gguf(file, decoder, headers.spec, keep_quantised, progress, held)
-    else:
-        headers = _folder_headers(source)
-        tokenizer = load_tokenizer(source.path) if with_tokenizer else None
-        keep_quantised &= packable and headers.quantised_parameters > 0
-        generation = source.path / "generation_config.json"
-        defaults = _sampling_defaults(read_json(generation), generation)
-        _check_ends(tokenizer, headers)
-        decoder, held = _empty_decoder(headers.spec, dtype, device, part)
-        how = headers.quantisation
-        load_safetensors(source.path, decoder, headers.spec, progress, held, how, keep_quantised)
+    weights = open_weights(source)
+    spec = weights.spec
+    tokenizer = weights.tokenizer() if with_tokenizer else None
+    packable = torch.device(device).type == "cpu" and dtype == torch.float32
+    keep_quantised &= packable and weights.quantised_parameters > 0
+    defaults = _sampling_defaults(weights.recommended_sampling(), weights.path)
+    # What ends an answer must be a row of the embedding: the sampler looks it up there.
+    ends = tokenizer.eos_ids if tokenizer is not None else ()
+    in_vocabulary(ends, f"{source.path}: what ends an answer", spec.vocab_size)
+    # Most matrices will be packed: memory for plain ones would be touched and given back.
+    decoder, held = _empty_decoder(spec, dtype, "meta" if keep_quantised else device, part)
+    fill_decoder(decoder, weights, keep_quantised, progress, held)
     if part is not None:
         leave_biases_to_one(decoder, part)
     return LoadedModel(
         name=source.name,
         source_path=source.path,
         format=source.format,
-        spec=headers.spec,
+        spec=spec,
         decoder=decoder,
         tokenizer=tokenizer,
         quantised=keep_quantised,
@@ -137,67 +121,45 @@ def _empty_decoder(
     return empty_rank_decoder(part, dtype, device), held_parameters(part)
 
 
-def _check_ends(tokenizer: Tokenizer | None, headers: ModelFiles) -> None:
-    """What ends an answer must be a row of the embedding: the sampler looks it up there."""
-    ends = tokenizer.eos_ids if tokenizer is not None else ()
-    in_vocabulary(ends, f"{headers.path}: what ends an answer", headers.spec.vocab_size)
-
-
 def inspect_model(model: str | Path | None = None) -> ModelFiles:
     """Read headers only; a damaged, incomplete or unknown model is refused here already."""
     source = resolve(model)
-    return _gguf_headers(source)[1] if source.format == "gguf" else _folder_headers(source)
+    return model_files(source, open_weights(source))
 
 
-def _gguf_headers(source: ModelSource) -> tuple[GGUFFile, ModelFiles]:
-    file = open_gguf(source.path)
-    try:
-        spec = names_gguf.spec_of(file)
-    except ModelError as error:
-        raise ModelError(f"{file.path}: {error}") from error
-    placements = names_gguf.placements(spec, file.tensors)
-    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    check_tensors(str(file.path), placements, shapes, lambda name: names_gguf.ignorable(name, file.tensors))
-    used = [file.tensors[placement.source] for placement in placements]
-    quantised = [tensor for tensor in used if is_quantised(tensor)]
-    return file, ModelFiles(
-        source.name,
-        source.path,
-        "gguf",
-        spec,
-        parameters=sum(placement.elements for placement in placements),
-        weight_bytes=sum(tensor.nbytes for tensor in used),
-        quantised_parameters=sum(tensor.rows * tensor.columns for tensor in quantised),
-        quantised_bytes=sum(map(held_bytes, quantised)),
-        tensor_types=Counter(tensor.type_name for tensor in used),
-    )
-
-
-def _folder_headers(source: ModelSource) -> ModelFiles:
-    folder = source.path
-    config = read_json(folder / "config.json")
-    if not config:
-        raise ModelError(f"{folder} has no config.json, or an empty one; download the model again")
-    try:
-        spec = spec_from_config(config)
-    except ModelError as error:
-        raise ModelError(f"{folder / 'config.json'}: {error}") from error
-    how = quantisation_from_config(config)
-    checked = check_folder(folder, spec, how)
-    names = [name for placement in checked.placements for name in checked.sources(placement)]
-    types = Counter(checked.tensors[name].dtype for name in names if name not in checked.matrices)
+def model_files(source: ModelSource, weights: GgufWeights | FolderWeights) -> ModelFiles:
     return ModelFiles(
         source.name,
-        folder,
-        "safetensors",
-        spec,
-        parameters=sum(placement.elements for placement in checked.placements),
-        weight_bytes=sum(checked.tensors[name].nbytes for name in names),
-        quantised_parameters=sum(matrix.placement.elements for matrix in checked.packed),
-        quantised_bytes=checked.packed_bytes,
-        tensor_types=types if how is None else {how.in_words: len(checked.matrices), **types},
-        quantisation=how,
+        source.path,
+        source.format,
+        weights.spec,
+        parameters=sum(placement.elements for placement in weights.placements),
+        weight_bytes=sum(map(weights.nbytes, weights.placements)),
+        quantised_parameters=weights.quantised_parameters,
+        quantised_bytes=weights.quantised_bytes,
+        tensor_types=weights.tensor_types,
+        quantisation=weights.how if isinstance(weights, FolderWeights) else None,
     )
+
+
+def open_weights(source: ModelSource) -> GgufWeights | FolderWeights:
+    """Read headers only, and check them against the model's spec."""
+    if source.format == "gguf":
+        file = open_gguf(source.path)
+        return GgufWeights(file, _spec_in(file.path, lambda: names_gguf.spec_of(file)))
+    path = source.path / "config.json"
+    config = read_json(path)
+    if not config:
+        raise ModelError(f"{source.path} has no config.json, or an empty one; download the model again")
+    spec = _spec_in(path, lambda: spec_from_config(config))
+    return FolderWeights(source.path, spec, quantisation_from_config(config))
+
+
+def _spec_in(path: Path, read: Callable[[], ModelSpec]) -> ModelSpec:
+    try:
+        return read()
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
 
 
 def _sampling_defaults(fields: Mapping[str, Any], where: Path) -> dict[str, Any]:

@@ -1,17 +1,16 @@
-"""Weights from a Hugging Face folder, plain or quantised (AWQ, GPTQ, compressed-tensors, fp8), into a decoder.
-Called by `load_model`.
+"""FolderWeights: the tensors of a Hugging Face folder, plain or quantised (AWQ, GPTQ, compressed-tensors, fp8).
+Opened by `open_weights`, read by `fill_decoder` and `ParameterReader`.
 
 Headers of all files are checked first, against the spec, so that a damaged or wrong model is refused before a byte
-of weights is touched. Then one matrix at a time goes from the memory map to its place: no second copy of the model
-ever exists. Quantised matrices stay as the file has them (`Packed`), or are dequantised into the decoder's own type
-where its kernels need that.
+of weights is touched.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,17 +19,16 @@ from cumulo.errors import ModelError
 from cumulo.kernels.cpu.packed_float8 import PackedFloat8
 from cumulo.kernels.cpu.packed_linear import PackedStack, PackedWeight, have_one_order
 from cumulo.kernels.packed import Packed
-from cumulo.layout.serving import HeldParameter
-from cumulo.models.decoder import Decoder
 from cumulo.models.files import names_huggingface
-from cumulo.models.files.placement import PlacedPart, Placement, check_tensors, placed_parts
+from cumulo.models.files.json_file import read_json
+from cumulo.models.files.placement import PlacedPart, Placement, check_tensors
 from cumulo.models.files.quantised import awq, compressed_tensors, gptq
 from cumulo.models.files.quantised.matrices import Float8Matrix, IntegerMatrix, QuantisedMatrix, StoredTensor
-from cumulo.models.files.safetensors_file import FileTensor, FolderTensors, check_types, read_directory
+from cumulo.models.files.safetensors_file import FolderTensors, check_types, read_directory
+from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.quantisation import Quantisation
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # The tensor whose presence says that a module is quantised.
 _SIGNS = {
     "awq": ("qweight",),
@@ -128,132 +126,117 @@ def _check_sizes(module: str, shape: tuple[int, ...], how: Quantisation) -> None
 _NEVER_PACKED = "attention.kv_b.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedFolder:
-    """Where every tensor is, and which matrices are quantised."""
-
-    tensors: Mapping[str, FileTensor]
-    placements: list[Placement]
-    matrices: Mapping[str, StoredMatrix]  # by the source of their placement; of a plain folder none
-    # Biases that some GPTQ writers add to matrices without one; they must be zero.
-    empty_biases: tuple[str, ...] = ()
+class FolderWeights:
+    def __init__(self, folder: Path, spec: ModelSpec, how: Quantisation | None = None) -> None:
+        """Reads headers only; a folder that is incomplete or not what its configuration says is refused. `how`:
+        what config.json says of quantised weights."""
+        self.path, self.spec, self.how = folder, spec, how
+        self.tensors = tensors = read_directory(folder)
+        self._files = FolderTensors(tensors)
+        if spec.layers > len(tensors):
+            raise ModelError(
+                f"{folder}: config.json says {spec.layers:,} layers, but there are only {len(tensors)} tensors"
+            )
+        self.placements = names_huggingface.placements(spec)
+        found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        try:  # the quantised matrices, by the source of their placement
+            self.stored = {} if how is None else stored_matrices(how, self.placements, found)
+        except ModelError as error:
+            raise ModelError(f"{folder}: {error}") from error
+        if how is not None and not self.stored:
+            raise ModelError(
+                f"{folder}: config.json says the weights are {how.in_words}, but none of them are"
+            )
+        wanted = {placement.source for placement in self.placements}
+        # Biases that some GPTQ writers add to matrices without one; they must be zero.
+        self._empty_biases = {
+            name
+            for matrix in self.stored.values()
+            if (name := f"{matrix.module}.bias") in tensors and name not in wanted
+        }
+        own = {name for matrix in self.stored.values() for name in matrix.sources} | self._empty_biases
+        ignorable = names_huggingface.ignorable(spec)
+        plain = [one for one in self.placements if one.source not in self.stored]
+        check_tensors(
+            str(folder),
+            plain,
+            {name: tensor.shape for name, tensor in tensors.items()},
+            lambda name: name in own or ignorable(name) or (how is not None and _ignorable_note(name)),
+        )
+        check_types(folder, [one.source for one in plain], tensors)
 
     @property
-    def packed(self) -> list[StoredMatrix]:
-        """The parameters that stay quantised in memory: parts of a parameter of which all parts are."""
-        plain = {one.target for one in self.placements if one.source not in self.matrices}
+    def _packable(self) -> list[StoredMatrix]:
+        """The matrices that can stay quantised in memory: parts of a parameter of which all parts are."""
+        plain = {one.target for one in self.placements if one.source not in self.stored}
         return [
             matrix
-            for matrix in self.matrices.values()
+            for matrix in self.stored.values()
             if matrix.placement.target not in plain and not matrix.placement.target.endswith(_NEVER_PACKED)
         ]
 
     @property
-    def packed_bytes(self) -> int:
-        """What they take in memory; scales are kept in two bytes where that loses nothing."""
-        return sum(map(_held_bytes, self.packed))
+    def quantised_parameters(self) -> int:
+        return sum(matrix.placement.elements for matrix in self._packable)
 
-    def sources(self, placement: Placement) -> list[str]:
-        """The tensors that a placement is read from."""
-        stored = self.matrices.get(placement.source)
-        return [placement.source] if stored is None else stored.sources
+    @property
+    def quantised_bytes(self) -> int:
+        """What these take in memory; scales are kept in two bytes where that loses nothing."""
+        return sum(map(_held_bytes, self._packable))
 
+    @property
+    def tensor_types(self) -> Mapping[str, int]:
+        plain = (one.source for one in self.placements if one.source not in self.stored)
+        types = Counter(self.tensors[name].dtype for name in plain)
+        return types if self.how is None else {self.how.in_words: len(self.stored), **types}
 
-def check_folder(folder: Path, spec: ModelSpec, how: Quantisation | None) -> CheckedFolder:
-    """Read headers only; a folder that is incomplete or not what its configuration says is refused."""
-    tensors = read_directory(folder)
-    if spec.layers > len(tensors):
-        raise ModelError(
-            f"{folder}: config.json says {spec.layers:,} layers, but there are only {len(tensors)} tensors"
-        )
-    placements = names_huggingface.placements(spec)
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    try:
-        matrices = {} if how is None else stored_matrices(how, placements, found)
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from error
-    if how is not None and not matrices:
-        raise ModelError(f"{folder}: config.json says the weights are {how.in_words}, but none of them are")
-    wanted = {placement.source for placement in placements}
-    biases = tuple(
-        name
-        for matrix in matrices.values()
-        if (name := f"{matrix.module}.bias") in tensors and name not in wanted
-    )
-    own = {name for matrix in matrices.values() for name in matrix.sources}.union(biases)
-    ignorable = names_huggingface.ignorable(spec)
-    plain = [one for one in placements if one.source not in matrices]
-    check_tensors(
-        str(folder),
-        plain,
-        {name: tensor.shape for name, tensor in tensors.items()},
-        lambda name: name in own or ignorable(name) or (how is not None and _ignorable_note(name)),
-    )
-    check_types(folder, [one.source for one in plain], tensors)
-    return CheckedFolder(tensors, placements, matrices, biases)
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path)
+
+    def recommended_sampling(self) -> dict[str, Any]:
+        return read_json(self.path / "generation_config.json")
+
+    # -- as a WeightSource -----------------------------------------------------------------------------
+    def nbytes(self, placement: Placement) -> int:
+        stored = self.stored.get(placement.source)
+        names = [placement.source] if stored is None else stored.sources
+        return sum(self.tensors[name].nbytes for name in names)
+
+    def is_quantised(self, placement: Placement) -> bool:
+        return placement.source in self.stored
+
+    def plain(self, part: PlacedPart) -> Tensor:
+        if part.source in self.stored:
+            return self.matrices(part)[0].dequantise()
+        return self._files.read(part.source, None if part.is_whole else part.stored_slices)
+
+    def matrices(self, part: PlacedPart) -> list[QuantisedMatrix]:
+        stored = self.stored[part.source]
+        names = zip(stored.tensors, stored.sources, strict=True)
+        matrix = stored.read({tensor.name: self._files.read(name) for tensor, name in names})
+        _refuse_nonsense(stored.module, matrix)
+        bias = f"{stored.module}.bias"
+        if bias in self._empty_biases and bool(self._files.read(bias).any()):
+            raise ModelError(f"{self.path}: {bias} is not zero, but {self.spec.family} has no such bias")
+        try:
+            return [matrix if part.is_whole else matrix.sliced(*part.stored_slices)]
+        except ModelError as error:
+            raise ModelError(f"{stored.module}: {error}") from error
+
+    def pack(self, matrices: Sequence[QuantisedMatrix]) -> Packed:
+        activation_bits = 8 if self.how is not None and self.how.activation_bits == 8 else 16
+        if all(isinstance(matrix, IntegerMatrix) for matrix in matrices):
+            blocks = [matrix.affine_blocks() for matrix in matrices if isinstance(matrix, IntegerMatrix)]
+            if have_one_order(blocks):
+                return PackedWeight.pack(blocks, activation_bits)
+            return PackedStack([PackedWeight.pack(one, activation_bits) for one in blocks])
+        floats = [matrix for matrix in matrices if isinstance(matrix, Float8Matrix)]
+        return PackedFloat8.stacked([(one.codes, one.row_scales(), one.block[1]) for one in floats])
 
 
 def _ignorable_note(name: str) -> bool:
     """What writers leave behind that changes no weight: scales of KV caches and outputs."""
     return name.endswith((".k_scale", ".v_scale", ".output_scale", ".q_scale"))
-
-
-def load_safetensors(
-    folder: Path,
-    decoder: Decoder,
-    spec: ModelSpec,
-    progress: Progress | None = None,
-    held: Mapping[str, HeldParameter] | None = None,
-    how: Quantisation | None = None,
-    keep_quantised: bool = True,
-) -> None:
-    """Fill every parameter of `decoder` from the folder's model.safetensors, or its shards. `held`: a rank's
-    parameters, of which only its own parts are read; `spec` is the whole model's. `how`: what config.json says of
-    quantised weights."""
-    checked = check_folder(folder, spec, how)
-    parameters = dict(decoder.named_parameters())
-    if any(parameter.is_meta for parameter in parameters.values()):
-        raise ValueError(
-            "the decoder is on the meta device; give it memory first: decoder.to_empty(device=...)"
-        )
-    parts_of: dict[str, list[PlacedPart]] = defaultdict(list)
-    for part in placed_parts(checked.placements, held):
-        parts_of[part.target].append(part)
-    total = sum(_file_bytes(checked, part) for parts in parts_of.values() for part in parts)
-    done = 0
-    with FolderTensors(checked.tensors) as files, torch.no_grad():
-        for name in checked.empty_biases:
-            if bool(files.read(name).any()):
-                raise ModelError(f"{folder}: {name} is not zero, but {spec.family} has no such bias")
-        for target, parts in parts_of.items():
-            quantised = [part.source in checked.matrices for part in parts]
-            if keep_quantised and all(quantised) and decoder.can_pack(target):
-                matrices = [_matrix(files, checked, part) for part in parts]
-                assert how is not None
-                decoder.pack(target, _packed(parts, matrices, parameters[target], how))
-            else:
-                for part in parts:
-                    part.fill(parameters[target], _plain(files, checked, part))
-            done += sum(_file_bytes(checked, part) for part in parts)
-            if progress is not None:
-                progress(done, total)
-
-
-def _matrix(files: FolderTensors, checked: CheckedFolder, part: PlacedPart) -> QuantisedMatrix:
-    stored = checked.matrices[part.source]
-    names = zip(stored.tensors, stored.sources, strict=True)
-    matrix = stored.read({tensor.name: files.read(name) for tensor, name in names})
-    _refuse_nonsense(stored.module, matrix)
-    try:
-        return matrix if part.is_whole else matrix.sliced(*part.stored_slices)
-    except ModelError as error:
-        raise ModelError(f"{stored.module}: {error}") from error
-
-
-def _plain(files: FolderTensors, checked: CheckedFolder, part: PlacedPart) -> Tensor:
-    if part.source in checked.matrices:
-        return _matrix(files, checked, part).dequantise()
-    return files.read(part.source, None if part.is_whole else part.stored_slices)
 
 
 def _refuse_nonsense(module: str, matrix: QuantisedMatrix) -> None:
@@ -262,37 +245,6 @@ def _refuse_nonsense(module: str, matrix: QuantisedMatrix) -> None:
         damaged |= bool(((matrix.codes.view(torch.uint8) & 0x7F) == 0x7F).any())
     if damaged:
         raise ModelError(f"{module} contains NaN or infinite numbers; the file is damaged, download it again")
-
-
-def _packed(
-    parts: Sequence[PlacedPart], matrices: Sequence[QuantisedMatrix], parameter: Tensor, how: Quantisation
-) -> Packed | list[Packed]:
-    bits = 8 if how.activation_bits == 8 else 16
-    placed = sorted(
-        ((*(one.start for one in part.target_slices[:-1]), index) for index, part in enumerate(parts))
-    )  # by expert, where there are several, then by row
-    if parameter.ndim == 2:
-        return pack_rows([matrices[place[-1]] for place in placed], bits)
-    experts: dict[int, list[QuantisedMatrix]] = defaultdict(list)
-    for expert, _, index in placed:
-        experts[expert].append(matrices[index])
-    return [pack_rows(experts[expert], bits) for expert in sorted(experts)]
-
-
-def pack_rows(matrices: Sequence[QuantisedMatrix], activation_bits: int = 16) -> Packed:
-    """Matrices stacked along the rows, in the form of the CPU's kernels."""
-    if all(isinstance(matrix, IntegerMatrix) for matrix in matrices):
-        blocks = [matrix.affine_blocks() for matrix in matrices if isinstance(matrix, IntegerMatrix)]
-        if have_one_order(blocks):
-            return PackedWeight.pack(blocks, activation_bits)
-        return PackedStack([PackedWeight.pack(one, activation_bits) for one in blocks])
-    floats = [matrix for matrix in matrices if isinstance(matrix, Float8Matrix)]
-    return PackedFloat8.stacked([(one.codes, one.row_scales(), one.block[1]) for one in floats])
-
-
-def _file_bytes(checked: CheckedFolder, part: PlacedPart) -> int:
-    whole = sum(checked.tensors[name].nbytes for name in checked.sources(part.placement))
-    return whole * part.elements // part.placement.elements
 
 
 def _held_bytes(matrix: StoredMatrix) -> int:
