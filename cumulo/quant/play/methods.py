@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cumulo.models.attention import Attention
-from cumulo.models.files.placement import Placement
 from cumulo.models.files.quantised.matrices import QuantisedMatrix
 from cumulo.models.moe import MixtureOfExperts
 from cumulo.quant.decide.recipe import Recipe
@@ -119,37 +118,46 @@ def quantise_layer(
     layer: CalibratedLayer, recipe: Recipe, hidden: Tensor | None, stored: torch.dtype, tell: Tell
 ) -> Matrices:
     """`hidden`: the layer's inputs on the calibration text, for recipes that need them; `stored`: the type of the
-    scales."""
-    if recipe.method == "gptq":
-        assert hidden is not None
-        return _in_stages(layer, recipe, hidden, stored, tell)
-    if recipe.method == "awq":
-        assert hidden is not None
-        return _awq(layer, recipe, hidden, stored, tell)
-    sites = _sites(layer) if recipe.static_activations else {}
-    if hidden is not None and sites:
-        with layer.watching(sites):
-            layer.run(hidden)
+    scales. GPTQ takes the Hessians of a stage after the stages before it were rounded (Frantar's "true
+    sequential"); AWQ moves scales between matrices, so it sees all inputs first."""
+    grid = Grid(recipe.bits, bool(recipe.symmetric), stored)
     found: Matrices = {}
-    for module, placement in layer.matrices():
-        found[module] = _by_itself(layer, recipe, placement, stored, sites.get(layer.site(placement)))
+    for stage in _STAGES if recipe.method == "gptq" else (None,):
+        sites = _sites(layer, stage) if recipe.needs_calibration else {}
+        if sites:
+            assert hidden is not None
+            tell("inputs" if stage is None else f"inputs of {stage[0]}")
+            with layer.watching(sites, stop_after=None if stage is None else list(sites)[-1]):
+                layer.run(hidden)
+        if recipe.method == "awq":
+            tell("scales")
+            scale_layer(layer, sites, grid, recipe.group or 0)
+        for module, placement in layer.matrices():
+            inputs = sites.get(layer.site(placement))
+            if stage is not None and inputs is None:
+                continue
+            tell(module)
+            weight = layer.weight(placement)
+            found[module] = _quantised(module, weight, recipe, grid, inputs)
+            weight.copy_(found[module].dequantise())
     return found
 
 
-def _by_itself(
-    layer: CalibratedLayer, recipe: Recipe, placement: Placement, stored: torch.dtype, inputs: Inputs | None
+def _quantised(
+    module: str, weight: Tensor, recipe: Recipe, grid: Grid, inputs: Inputs | None
 ) -> QuantisedMatrix:
-    """Round to nearest, int8 and fp8: no matrix depends on another."""
-    weight = layer.weight(placement)
-    matrix: QuantisedMatrix
     if recipe.method == "fp8":
         scale = None if inputs is None else torch.tensor(max(inputs.largest, 1e-12) / LARGEST)
-        matrix = float8(weight, recipe.scheme, scale)
-    else:
-        grid = Grid(recipe.bits, bool(recipe.symmetric), stored)
-        matrix = round_to_nearest(weight, grid, recipe.group or weight.shape[1])
-    weight.copy_(matrix.dequantise())
-    return matrix
+        return float8(weight, recipe.scheme, scale)
+    group = recipe.group or weight.shape[1]
+    if inputs is None or inputs.tokens == 0:  # or an expert that the calibration text never reached
+        return round_to_nearest(weight, grid, group)
+    if recipe.method == "gptq":
+        return gptq(weight, inputs.hessian, grid, group, recipe.act_order, recipe.damping)
+    # Clipping queries and keys would change attention more than their own outputs say (AutoAWQ).
+    clips = not module.endswith(("q_proj", "k_proj"))
+    scales = search_clipping(weight, inputs.hessian, grid, group) if clips else None
+    return round_to_nearest(weight, grid, group, scales)
 
 
 def _sites(layer: CalibratedLayer, beginnings: tuple[str, ...] | None = None) -> dict[str, Inputs]:
@@ -160,55 +168,4 @@ def _sites(layer: CalibratedLayer, beginnings: tuple[str, ...] | None = None) ->
             site = layer.site(placement)
             if site not in found:
                 found[site] = Inputs.empty(placement.shape[1])
-    return found
-
-
-def _in_stages(
-    layer: CalibratedLayer, recipe: Recipe, hidden: Tensor, stored: torch.dtype, tell: Tell
-) -> Matrices:
-    """GPTQ. Hessians of a stage are taken after the stages before it were rounded (Frantar's "true sequential")."""
-    grid = Grid(recipe.bits, bool(recipe.symmetric), stored)
-    found: Matrices = {}
-    for stage in _STAGES:
-        sites = _sites(layer, stage)
-        if not sites:
-            continue
-        tell(f"inputs of {stage[0]}")
-        with layer.watching(sites, stop_after=list(sites)[-1]):
-            layer.run(hidden)
-        for module, placement in layer.matrices():
-            inputs = sites.get(layer.site(placement))
-            if inputs is None:
-                continue
-            tell(module)
-            weight, group = layer.weight(placement), recipe.group or placement.shape[1]
-            if inputs.tokens == 0:  # an expert that the calibration text never reached
-                matrix = round_to_nearest(weight, grid, group)
-            else:
-                matrix = gptq(weight, inputs.hessian, grid, group, recipe.act_order, recipe.damping)
-            weight.copy_(matrix.dequantise())
-            found[module] = matrix
-    return found
-
-
-def _awq(layer: CalibratedLayer, recipe: Recipe, hidden: Tensor, stored: torch.dtype, tell: Tell) -> Matrices:
-    """Scales move between matrices, so all inputs are seen first."""
-    grid = Grid(recipe.bits, bool(recipe.symmetric), stored)
-    sites = _sites(layer)
-    tell("inputs")
-    with layer.watching(sites):
-        layer.run(hidden)
-    tell("scales")
-    scale_layer(layer, sites, grid, recipe.group or 0)
-    found: Matrices = {}
-    for module, placement in layer.matrices():
-        tell(module)
-        weight, inputs = layer.weight(placement), sites[layer.site(placement)]
-        group = recipe.group or placement.shape[1]
-        # Clipping queries and keys would change attention more than their own outputs say (AutoAWQ).
-        clips = inputs.tokens > 0 and not module.endswith(("q_proj", "k_proj"))
-        scales = search_clipping(weight, inputs.hessian, grid, group) if clips else None
-        matrix = round_to_nearest(weight, grid, group, scales)
-        weight.copy_(matrix.dequantise())
-        found[module] = matrix
     return found
