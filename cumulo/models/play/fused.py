@@ -9,7 +9,6 @@ logits of them.
 
 import ctypes
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,39 +59,8 @@ class StepBuffers:
         self.wanted_mixed = room.buffer(heads)
 
 
-class FusedProgram:
-    """The operations of one step for up to `rows` tokens over one cache."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        tables: tuple[Tensor, Tensor],
-        links: RankLinks | None,
-        library: NativeLibrary,
-        cache: KVCache,
-        rows: int,
-        tap: StreamTap | None = None,
-    ) -> None:
-        """`tables`: cosine and sine of every position. `tap`: of a draft head."""
-        if cache.key_storage.dtype not in KV_FORMATS or cache.key_storage.device.type != "cpu":
-            raise ValueError(
-                "the fused decoder needs a cache in host memory, in float32 or 8 bits, got "
-                f"{cache.key_storage.dtype}"
-            )
-        self.cache, self.rows, self.tap = cache, rows, tap
-        self.buffers = StepBuffers(decoder, library, rows)
-        self._make = partial(OpList, decoder, tables, links, cache, self.buffers, tap)
-        self._lists: dict[bool, OpList] = {}
-
-    def operations(self, adapted: bool) -> "OpList":
-        """For a step without adapters, or with some."""
-        if adapted not in self._lists:
-            self._lists[adapted] = self._make(adapted)
-        return self._lists[adapted]
-
-
 class OpList:
-    """One list of operations, whole and in parts."""
+    """The operations of one step in some buffers over one cache, whole and in parts."""
 
     def __init__(
         self,
@@ -104,8 +72,8 @@ class OpList:
         tap: StreamTap | None,
         adapted: bool,
     ) -> None:
-        """`adapted`: rows may have adapters."""
-        self._decoder, self._tables, self._cache, self._buffers = decoder, tables, cache, buffers
+        """`tables`: cosine and sine of every position. `adapted`: rows may have adapters."""
+        self._decoder, self._tables, self._cache, self.buffers = decoder, tables, cache, buffers
         spec = self.spec = decoder.spec
         self._writer = writer = OpWriter(buffers.room, spec.norm_eps, adapted)
         self._stops: list[
@@ -148,7 +116,7 @@ class OpList:
         self.ops[len(self.ops) - 1].out = hidden.data_ptr()
 
     def _layer(self, index: int) -> None:
-        spec, layer, buffers = self.spec, self._decoder.layers[index], self._buffers
+        spec, layer, buffers = self.spec, self._decoder.layers[index], self.buffers
         writer, carries = self._writer, self._accumulate
         assert isinstance(layer, Layer)
         attention, ffn = layer.attention, layer.ffn
@@ -238,7 +206,9 @@ class FusedDecoder:
         self.cosine, self.sine = (table.contiguous() for table in decoder.rotary.table)
         self.links = links
         self.tap: StreamTap | None = None  # of a draft head
-        self._program: FusedProgram | None = None
+        self._buffers: StepBuffers | None = None
+        self._made_for: tuple[KVCache, StreamTap | None] | None = None
+        self._lists: dict[bool, OpList] = {}  # for steps without adapters, and with some
 
     @property
     def weight_bytes(self) -> int:
@@ -253,18 +223,7 @@ class FusedDecoder:
         hidden = torch.empty((outputs, self.spec.hidden), dtype=torch.float32)
         if tokens == 0:
             return hidden
-        program = self._program
-        if (
-            program is None
-            or program.cache is not cache
-            or program.tap is not self.tap
-            or program.rows < max(tokens, outputs)
-        ):
-            rows = -(-max(tokens, outputs) // ROWS_STEP) * ROWS_STEP
-            tables = self.cosine, self.sine
-            program = FusedProgram(self.decoder, tables, links, self.library, cache, rows, self.tap)
-            self._program = program
-        operations = program.operations(batch.adapters is not None)
+        operations = self._operations(cache, max(tokens, outputs), batch.adapters is not None)
         if last:
             operations.set_result(hidden)
         vocabulary = self.spec.vocab_size if links is None else links.part.whole.vocab_size
@@ -275,7 +234,7 @@ class FusedDecoder:
         if links is None and cache.on_layer is None:
             self.library.play(operations.ops, step)
             return hidden
-        stream = program.buffers.hidden.values[:tokens]
+        stream = operations.buffers.hidden.values[:tokens]
         if links is not None and links.part.first:
             stream.copy_(embed_slice(self.decoder.embed, links.part, batch.token_ids, links))
         elif links is not None:
@@ -290,6 +249,23 @@ class FusedDecoder:
         if links is not None and not links.part.last:
             links.send_stream(stream.clone())
         return hidden
+
+    def _operations(self, cache: KVCache, rows: int, adapted: bool) -> OpList:
+        """Made anew for another cache or tap, and where a step has more rows than the buffers."""
+        if self._buffers is None or self._made_for != (cache, self.tap) or self._buffers.room.rows < rows:
+            if cache.key_storage.dtype not in KV_FORMATS or cache.key_storage.device.type != "cpu":
+                raise ValueError(
+                    "the fused decoder needs a cache in host memory, in float32 or 8 bits, got "
+                    f"{cache.key_storage.dtype}"
+                )
+            self._buffers = StepBuffers(self.decoder, self.library, -(-rows // ROWS_STEP) * ROWS_STEP)
+            self._made_for, self._lists = (cache, self.tap), {}
+        if adapted not in self._lists:
+            tables = self.cosine, self.sine
+            self._lists[adapted] = OpList(
+                self.decoder, tables, self.links, cache, self._buffers, self.tap, adapted
+            )
+        return self._lists[adapted]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, vocabulary]."""

@@ -10,13 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cumulo.layout.expert_placement import HeldCopy
 from cumulo.layout.serving import RankPart
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder, Layer
 from cumulo.models.linear import Linear, RMSNorm
-from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts, gated
+from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
 from cumulo.models.play.rank_links import RankLinks
-from cumulo.models.play.spread_experts import SpreadExperts
+from cumulo.models.play.spread_experts import SpreadExperts, held_experts
 
 
 def empty_rank_decoder(part: RankPart, dtype: torch.dtype, device: torch.device | str) -> Decoder:
@@ -106,7 +107,8 @@ class RankDecoder:
         if self.spread is not None:
             routed = self.spread(ffn.experts, rows, *ffn.router(rows))
         else:
-            routed = own_experts(ffn.experts, self.part.experts, rows, *ffn.router(rows), links)
+            held = [HeldCopy(place, expert, 0, 1) for place, expert in enumerate(self.part.experts)]
+            routed = held_experts(ffn.experts, held, rows, *ffn.router(rows), links)
         if links.data is None:
             return links.sum_experts(routed if ffn.shared is None else routed + ffn.shared(x))
         first = sum(batch.shares[: self.part.place.dp])
@@ -114,18 +116,3 @@ class RankDecoder:
         if ffn.shared is None or not len(x):
             return total
         return total + links.sum_slices(ffn.shared(x))
-
-
-def own_experts(
-    experts: Experts, held: range, x: Tensor, weights: Tensor, chosen: Tensor, links: RankLinks
-) -> Tensor:
-    """What the experts held here add to each token, [T, hidden]; `chosen` counts all experts."""
-    total, routed = torch.zeros_like(x), 0
-    for index, expert in enumerate(held):
-        tokens, choices = (chosen == expert).nonzero(as_tuple=True)
-        if len(tokens):
-            routed += len(tokens)
-            result = experts.matmul("down", index, gated(experts.matmul("gate_up", index, x[tokens])))
-            total.index_add_(0, tokens, result * weights[tokens, choices].to(x.dtype)[:, None])
-    links.count_routed(routed)
-    return total

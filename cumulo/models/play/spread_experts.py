@@ -6,6 +6,8 @@ rank's counts are shared, each decides the same placement (`layout/expert_copies
 before the next step computes anything.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -83,18 +85,26 @@ class SpreadExperts:
         number = self._number[id(experts)]
         counted = self._loads[number]
         counted += torch.bincount(chosen.flatten(), minlength=len(counted))
-        total, routed = torch.zeros_like(x), 0
-        for place, expert, copy, copies in self._held[number]:
-            tokens, choices = (chosen == expert).nonzero(as_tuple=True)
-            if copies > 1:
-                own = tokens % copies == copy
-                tokens, choices = tokens[own], choices[own]
-            if len(tokens):
-                routed += len(tokens)
-                result = experts.matmul("down", place, gated(experts.matmul("gate_up", place, x[tokens])))
-                total.index_add_(0, tokens, result * weights[tokens, choices].to(x.dtype)[:, None])
-        self._links.count_routed(routed)
-        return total
+        return held_experts(experts, self._held[number], x, weights, chosen, self._links)
+
+
+def held_experts(
+    experts: Experts, held: Sequence[HeldCopy], x: Tensor, weights: Tensor, chosen: Tensor, links: RankLinks
+) -> Tensor:
+    """What the experts held here add to each token, [T, hidden]; `chosen` counts all experts. Copies of one expert
+    take turns."""
+    total, routed = torch.zeros_like(x), 0
+    for place, expert, copy, copies in held:
+        tokens, choices = (chosen == expert).nonzero(as_tuple=True)
+        if copies > 1:
+            own = tokens % copies == copy
+            tokens, choices = tokens[own], choices[own]
+        if len(tokens):
+            routed += len(tokens)
+            result = experts.matmul("down", place, gated(experts.matmul("gate_up", place, x[tokens])))
+            total.index_add_(0, tokens, result * weights[tokens, choices].to(x.dtype)[:, None])
+    links.count_routed(routed)
+    return total
 
 
 def _give_places(experts: Experts, places: int) -> None:
