@@ -198,22 +198,20 @@ def test_an_adapter_that_cannot_be_served_is_refused_by_name(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("family", "module", "words"),
+    ("family", "module"),
     [
-        ("qwen3_moe", "model.layers.0.mlp.experts.3.gate_proj", "routed experts"),
-        ("qwen3_moe", "model.layers.0.mlp.gate", "router"),
-        ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w2", "routed experts"),
-        ("deepseek_v3", "model.layers.0.self_attn.kv_b_proj", "latent attention"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.3.gate_proj"),
+        ("qwen3_moe", "model.layers.0.mlp.gate"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.1.w2"),
+        ("deepseek_v3", "model.layers.0.self_attn.kv_b_proj"),
     ],
 )
-def test_an_adapter_of_experts_or_of_absorbed_matrices_is_refused_by_name(
-    family, module, words, tmp_path
-) -> None:
+def test_an_adapter_of_experts_or_of_absorbed_matrices_is_refused_by_name(family, module, tmp_path) -> None:
     spec = spec_from_config(tiny.build(family).config.to_dict())
     folder = write_adapter(tmp_path / "adapter", spec, targets=("o_proj",))
     more = {f"base_model.model.{module}.lora_A.weight": torch.ones(4, 48)}
     _tensors(lambda tensors: tensors.update(more))(folder)
-    with pytest.raises(ModelError, match=words) as error:
+    with pytest.raises(ModelError, match="cannot be served") as error:
         read_adapter(folder, spec, max_rank=16)
     assert module in str(error.value)
 

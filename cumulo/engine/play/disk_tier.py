@@ -191,20 +191,12 @@ def _digest(head: bytes, parts: Iterable[memoryview | bytes]) -> bytes:
 
 def _walk(root: Path) -> Iterable[tuple[Path, int, float]]:
     """Files two folders down: path, bytes, when last used. What vanishes meanwhile is passed over."""
-    for model in _entries(root):
-        for letters in _entries(model.path) if model.is_dir() else ():
-            for file in _entries(letters.path) if letters.is_dir() else ():
+    for folder, _, names in os.walk(root):
+        if Path(folder).parent.parent == root:
+            for path in (Path(folder, name) for name in names):
                 with contextlib.suppress(OSError):
-                    status = file.stat()
-                    yield Path(file.path), status.st_size, status.st_mtime
-
-
-def _entries(path: str | Path) -> "list[os.DirEntry[str]]":
-    try:
-        with os.scandir(path) as found:
-            return list(found)
-    except OSError:
-        return []
+                    status = path.stat()
+                    yield path, status.st_size, status.st_mtime
 
 
 _LOOK_EVERY_S = 5.0  # for files of other engines,

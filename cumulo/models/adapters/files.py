@@ -7,7 +7,7 @@ belong to a low-rank adapter of this model is refused by name.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -59,7 +59,7 @@ def adaptable_matrices(spec: ModelSpec, part: RankPart | None = None) -> tuple[A
     found: dict[str, list[AdapterSection]] = {}
     inputs: dict[str, int] = {}
     held = None if part is None else held_parameters(part)
-    wanted = [one for one in placements(spec) if why_not_adapted(one.target) is None]
+    wanted = [one for one in placements(spec) if is_adaptable(one.target)]
     for one in placed_parts(wanted, held):
         (rows, columns), (into, across) = one.source_slices, one.target_slices
         module = one.target.removesuffix(".weight")
@@ -84,26 +84,16 @@ def adaptable_matrices(spec: ModelSpec, part: RankPart | None = None) -> tuple[A
     )
 
 
-def why_not_adapted(target: str) -> str | None:
-    """Why adapters of a parameter of the decoder cannot be served; None: they can."""
-    if not target.startswith("layers."):
-        return "the embedding and the head are served as they are"
-    if ".experts." in target:
-        return "routed experts are served as they are"
-    if target.endswith("router.weight"):
-        return "the router of experts is served as it is"
-    if target.endswith("kv_b.weight"):
-        return "latent attention absorbs this matrix into its queries"
-    if not target.endswith(".weight") or target.split(".")[-2] not in SERVED_SECTIONS:
-        return "only the matrices of attention and feed-forward can be adapted"
-    return None
-
-
-def unadapted_modules(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """The file's modules that adapters could name and that cannot be served, each with why."""
-    for one in placements(spec):
-        if one.source.endswith(".weight") and (why := why_not_adapted(one.target)) is not None:
-            yield one.source.removesuffix(".weight"), why
+def is_adaptable(target: str) -> bool:
+    """Whether adapters of a parameter of the decoder can be served. Latent attention absorbs kv_b into its queries;
+    routed experts, routers, embedding and head are served as they are."""
+    return (
+        target.startswith("layers.")
+        and target.endswith(".weight")
+        and ".experts." not in target
+        and not target.endswith(("router.weight", "kv_b.weight"))
+        and target.split(".")[-2] in SERVED_SECTIONS
+    )
 
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -236,9 +226,11 @@ def _refuse_tensor(path: Path, name: str) -> NoReturn:
 def _refuse_module(
     path: Path, module: str, spec: ModelSpec, known: Mapping[str, tuple[int, int]]
 ) -> NoReturn:
-    for other, why in unadapted_modules(spec):
-        if module == other:
-            raise ModelError(f"{path} adapts {module}, which cannot be served: {why}")
+    if any(module == one.source.removesuffix(".weight") for one in placements(spec)):
+        raise ModelError(
+            f"{path} adapts {module}, which cannot be served: adapters change the matrices of attention and plain "
+            "feed-forward layers; embedding, head, routers, experts and kv_b_proj are served as they are"
+        )
     hint = did_you_mean(module[:200], known, otherwise="")
     raise ModelError(
         f"{path} adapts {module[:200]!r}, which this model does not have{hint}; it belongs to another model"
