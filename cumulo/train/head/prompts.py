@@ -7,14 +7,14 @@ Neither the prompts of `cumulo bench speculate` nor their forms are among them (
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from cumulo.base.strict import package_yaml
 
 
-def _words() -> Any:
+def _words() -> dict[str, list[str]]:
     """What conversations are made of: forms with places to fill, and what fills them."""
-    return package_yaml("cumulo.train.head", "words.yaml")
+    found: dict[str, list[str]] = package_yaml("cumulo.train.head", "words.yaml")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
