@@ -199,6 +199,7 @@ _ALLOWED = {
     "slo_late": ("refuse", "queue"),
     "role": ("both", "prefill", "decode"),
     "preemption": ("auto", "recompute", "swap"),
+    "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float64", "float32", "float16", "bfloat16"),
     "weights": ("auto", "fp8", "int4"),
     "kv_dtype": ("auto", "fp8", "int8"),

@@ -158,27 +158,10 @@ class SamplingOptions:
         return {name: value for name, value in chosen.items() if value is not None}
 
 
-_WORDS = {
-    "dtype": ("float64", "float32", "float16", "bfloat16"),
-    "weights": ("fp8", "int4"),
-    "kv_dtype": ("fp8", "int8"),
-    "device": ("cpu", "cuda"),
-}
-
-
 def engine_config(**chosen: Any) -> "EngineConfig":
     """An EngineConfig of the given options; None means the engine's own default."""
     from cumulo.engine.config import EngineConfig
 
-    for name, least in (("threads", "1 or more"), ("max_context", "1 or more tokens")):
-        if (value := chosen.get(name)) is not None and value < 1:
-            raise CumuloError(f"--{name.replace('_', '-')} must be {least}, got {value}")
-    if (kv_gib := chosen.get("kv_memory_gib")) is not None and not 0 < kv_gib < float("inf"):
-        raise CumuloError(f"--kv-memory-gib must be more than 0 and finite, got {kv_gib:g}")
-    for name, words in _WORDS.items():
-        if chosen.get(name) not in (None, "auto", *words):
-            told = f"{', '.join(words[:-1])} or {words[-1]}"
-            raise CumuloError(f"--{name.replace('_', '-')} must be {told}, got {chosen[name]!r}")
     _check_drafter(chosen.get("speculate"))
     return EngineConfig(**{key: value for key, value in chosen.items() if value is not None})
 
