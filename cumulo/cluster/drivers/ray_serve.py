@@ -78,9 +78,6 @@ class EngineReplica:
             with contextlib.suppress(Exception):  # the route may be starting; the next time will do
                 handle.join.remote(self.url).result(timeout_s=10)
 
-    async def look(self) -> str:
-        return self.url
-
     def check_health(self) -> None:
         if self._process.poll() is not None:
             raise RuntimeError(f"the engine process ended with exit code {self._process.returncode}")

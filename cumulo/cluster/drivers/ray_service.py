@@ -44,15 +44,10 @@ class ServiceKeeper:
         if self.work.autoscale_rule:
             self._rule, slo = forecast_rule(self.work.autoscale_rule)
             self._watch = MetricsWatch(slo)
-        self._history: list[tuple[float, int, str]] = []
         self._life = asyncio.ensure_future(self._live())
 
     async def look(self) -> dict[str, Any]:
         return self.facts
-
-    async def history(self) -> list[tuple[float, int, str]]:
-        """When the rule changed the number of replicas, to what, and why."""
-        return self._history
 
     async def cancel(self) -> None:
         self._life.cancel()
@@ -122,7 +117,6 @@ class ServiceKeeper:
         seen = FleetSeen(time.time(), {"both": await self._seen(ready, gateway)})
         for wanted in self._rule.decide(seen):
             if wanted.replicas != self.replicas:
-                self._history.append((time.time(), wanted.replicas, wanted.why))
                 self.facts |= {"reason": f"scaled from {self.replicas} to {wanted.replicas}: {wanted.why}"}
                 await self._scale(wanted.replicas)
 
