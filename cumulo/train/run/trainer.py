@@ -51,8 +51,14 @@ class RunWatcher(Protocol):
     def tell(self, message: str) -> None: ...
 
 
-class Silent(RunWatcher):
-    """Nobody is told."""
+class Silent:
+    def preparing(self, stage: str, done: int, total: int) -> None: ...
+
+    def begins(self, run: "Trainer", first_step: int) -> None: ...
+
+    def step(self, record: TrainRecord, memory_bytes: int) -> None: ...
+
+    def tell(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
