@@ -23,6 +23,7 @@ from cumulo.kernels.cuda.attention import flash_attention as flash
 from cumulo.kernels.cuda.attention import mla_decode
 from cumulo.kernels.cuda.attention.flash_attention_backward import BackwardConfig, launch_backward
 from cumulo.kernels.cuda.attention.flash_attention_forward import ForwardConfig, launch_forward
+from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan, reference
 
 BLOCK_SIZE = 64
@@ -179,7 +180,7 @@ def latent_rows() -> Iterator[KernelRow]:
         query, out = randn(batch, heads, rank + rope), randn(batch, heads, rank)
         starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
-        plan = mla_decode.MlaPlan(batch, heads, rank, rope, BLOCK_SIZE, pages, query.device)
+        plan = LatentPlan(batch, batch, heads, rank, rope, BLOCK_SIZE, pages, True, False, query.device)
         plan.prepare(starts, lengths, tables)
         plan.attend(query, keys[0], out, scale)
         exact = mla_decode.reference(
@@ -189,7 +190,7 @@ def latent_rows() -> Iterator[KernelRow]:
         yield timed(
             "mla_decode", f"B={batch} ctx={context} {heads} heads",
             Work(moved, 2 * heads * (2 * rank + rope) * batch * context),
-            lambda i: plan.attend(query, keys[i], out, scale), layers, config=str(plan.config),
+            lambda i: plan.attend(query, keys[i], out, scale), layers, config=str(plan.decode),
             error=relative_error(out[:1], exact),
         )  # fmt: skip
 
@@ -217,7 +218,7 @@ class DenseBench:
 
     def backward(self, for_keys: BackwardConfig, for_queries: BackwardConfig) -> None:
         launch_backward(
-            self.query, self.key, self.value, self.out, self.lse, self.grad_out, None, self.starts, self.starts,
+            self.query, self.key, self.value, self.out, self.lse, self.grad_out, self.starts, self.starts,
             True, self.dim**-0.5, (self.grads[0], self.grads[1], self.grads[2]), for_keys, for_queries,
         )  # fmt: skip
 

@@ -7,7 +7,8 @@ import torch
 
 from cumulo.errors import CumuloError
 from cumulo.kernels.cpu.paged_attention import reference as cpu_reference
-from cumulo.kernels.cuda.attention.mla_decode import MlaConfig, MlaPlan, reference
+from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
+from cumulo.kernels.cuda.attention.mla_decode import MlaConfig, reference
 from tests.kernels.cuda.paged_case import PagedCase
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 from tests.thorough import rare
@@ -21,9 +22,9 @@ def latent_case(lengths: list[int], heads: int, device: torch.device) -> PagedCa
 
 
 def run(case: PagedCase, config: MlaConfig | None = SMALL, **options: int) -> torch.Tensor:
-    plan = MlaPlan(
-        len(case.sequences), case.heads, RANK, ROPE, case.block_size, case.block_tables.shape[1],
-        case.device, windows=(options.get("window"),), config=config,
+    plan = LatentPlan(
+        case.tokens, len(case.sequences), case.heads, RANK, ROPE, case.block_size, case.block_tables.shape[1], True,
+        False, case.device, windows=(options.get("window"),), decode=config,
     )  # fmt: skip
     plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
     out = poisoned(case.tokens, case.heads, RANK, dtype=case.dtype, device=case.device)
@@ -58,4 +59,4 @@ def test_the_default_configuration_matches_and_the_cpu_form_agrees(device: torch
 
 def test_a_rank_without_a_kernel_is_refused_in_words(device: torch.device) -> None:
     with pytest.raises(CumuloError, match="powers of two"):
-        MlaPlan(1, 16, 100, 64, 64, 4, device)
+        LatentPlan(1, 1, 16, 100, 64, 64, 4, True, False, device)

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from cumulo.errors import CumuloError
 from cumulo.kernels.cuda.attention.mla_chunk import MlaChunkConfig, chunk_tiles, launch_mla_chunks
-from cumulo.kernels.cuda.attention.mla_decode import MlaConfig, MlaPlan
-from cumulo.kernels.cuda.attention.work_list import build_work_list
+from cumulo.kernels.cuda.attention.mla_decode import (
+    MlaConfig,
+    default_config,
+    launch_mla_decodes,
+    most_items,
+)
+from cumulo.kernels.cuda.attention.work_list import ITEM_FIELDS, build_work_list
 
 
 def reference(
@@ -99,6 +104,7 @@ class LatentPlan:
     """For steps of at most `tokens` tokens of `sequences` sequences with `max_blocks` blocks each.
 
     With `invariant` a request's bits depend neither on its company nor on how its context was cut into chunks.
+    Plans that never run at the same time may share the memory of partial results.
     """
 
     def __init__(
@@ -119,16 +125,28 @@ class LatentPlan:
         decode: MlaConfig | None = None,
         chunk: MlaChunkConfig | None = None,
     ) -> None:
+        if rank & (rank - 1) or rope & (rope - 1) or min(rank, rope) < 16:
+            raise CumuloError(
+                f"latent attention of rank {rank} with {rope} rotated columns has no kernel: "
+                "both must be powers of two from 16 up"
+            )
         device = torch.device(device)
         self.windows, self.block_size = tuple(dict.fromkeys(windows)), block_size
         self.chunk_from = 1 if invariant else 2  # new tokens from which a sequence is a chunk
-        self.decodes: MlaPlan | None = None
-        if not invariant:
-            shared = share_scratch_with.decodes if share_scratch_with is not None else None
-            self.decodes = MlaPlan(
-                sequences, heads, rank, rope, block_size, max_blocks, device, windows=windows, config=decode,
-                share_scratch_with=shared,
-            )  # fmt: skip
+        self.decode = decode or default_config(heads)
+        slots = 0 if invariant else most_items(sequences, heads, max_blocks * block_size, self.decode, device)
+        self.items = [
+            torch.zeros((slots, ITEM_FIELDS), dtype=torch.int32, device=device)
+            for _ in (self.windows if slots else ())
+        ]
+        self.partial: Tensor
+        self.partial_lse: Tensor
+        other = share_scratch_with
+        if other is not None and other.partial_lse.numel() >= slots * heads:
+            self.partial, self.partial_lse = other.partial, other.partial_lse
+        else:
+            self.partial = torch.empty(slots * heads * rank, dtype=torch.float32, device=device)
+            self.partial_lse = torch.empty(slots * heads, dtype=torch.float32, device=device)
         self.chunk = chunk or MlaChunkConfig()
         self.query_tile = self.chunk.query_tile(heads)
         self.tiles: Tensor | None = None
@@ -140,28 +158,20 @@ class LatentPlan:
     def nbytes(self) -> int:
         """Device memory it keeps, shared scratch included."""
         chunks = self.tiles.nbytes if self.tiles is not None else 0
-        return chunks + (self.decodes.nbytes if self.decodes is not None else 0)
+        return chunks + sum(tensor.nbytes for tensor in (*self.items, self.partial, self.partial_lse))
 
     def prepare(self, query_starts: Tensor, context_lengths: Tensor, block_tables: Tensor) -> None:
         """Build this step's work lists; the rules are AttentionPlan.prepare's."""
         self.tables = block_tables
-        if self.decodes is not None:
-            self.decodes.prepare(query_starts, context_lengths, block_tables)
-        if self.tiles is not None:
-            build_work_list(
-                query_starts,
-                context_lengths,
-                block_tables,
-                None,
-                self.tiles,
-                block_size=self.block_size,
-                key_tile=self.chunk.key_tile,
-                query_tile=self.query_tile,
-                min_tiles=1,
-                window=None,  # chunks look at the window themselves
-                invariant=False,
-                chunk_from=self.chunk_from,
-            )
+        for index, window in enumerate(self.windows):
+            items = self.items[index] if self.items else None
+            tiles = self.tiles if index == 0 else None  # chunks look at the window themselves
+            if items is not None or tiles is not None:
+                build_work_list(
+                    query_starts, context_lengths, block_tables, items, tiles, block_size=self.block_size,
+                    key_tile=self.decode.key_tile, query_tile=self.query_tile, min_tiles=self.decode.min_tiles,
+                    window=window, invariant=False, chunk_from=self.chunk_from,
+                )  # fmt: skip
 
     def attend(
         self,
@@ -180,8 +190,20 @@ class LatentPlan:
                 f"latent attention was planned for windows {self.windows} but a layer asks for {window}: "
                 "name every window of the model in LatentPlan(windows=...)"
             )
-        if self.decodes is not None:
-            self.decodes.attend(query, keys, out, scale, window)
+        if self.items:
+            items = self.items[self.windows.index(window)]
+            launch_mla_decodes(
+                query,
+                keys,
+                out,
+                self.partial,
+                self.partial_lse,
+                items,
+                self.tables,
+                scale,
+                window,
+                self.decode,
+            )
         if self.tiles is not None:
             launch_mla_chunks(query, keys, out, self.tiles, self.tables, scale, window, self.chunk)
         return out

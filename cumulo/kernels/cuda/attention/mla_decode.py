@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of sequences with one new token each, in the absorbed form. LatentPlan calls it.
+"""Latent attention (MLA) of sequences with one new token each, in the absorbed form. LatentPlan launches it.
 
 All heads share one key per position, [latent, rotated part], whose latent part is also the value (DeepSeek-V2
 2024, section 2.1; absorbed as in cumulo/models/attention.py). Must move rank + rope numbers per position once
@@ -10,7 +10,6 @@ A program takes one item of the work list (some key tiles of one sequence) for u
 is rank numbers wide for each head, so a second launch merges them, spread over the device.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cumulo.errors import CumuloError
 from cumulo.kernels.cuda.attention.split_merge import LOG2_E, merge_splits
-from cumulo.kernels.cuda.attention.work_list import ITEM_FIELDS, build_work_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,129 +138,39 @@ def _merge(out, partial, partial_lse, items, out_token_stride, out_head_stride, 
     )
 
 
-class MlaPlan:
-    """What all latent-attention layers of a decode step share: work list and partial results."""
+def most_items(sequences: int, heads: int, longest: int, config: MlaConfig, device: torch.device) -> int:
+    """Items of a step whose sequences have up to `longest` positions."""
+    most_tiles = -(-longest // config.key_tile) + 1
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    wanted = -(-config.items_per_sm * sms // -(-heads // config.rows))
+    return min(max(wanted, sequences + sequences // 2), sequences * most_tiles)
 
-    def __init__(
-        self,
-        sequences: int,
-        heads: int,
-        rank: int,
-        rope: int,
-        block_size: int,
-        max_blocks: int,
-        device: torch.device | str,
-        *,
-        windows: Sequence[int | None] = (None,),
-        config: MlaConfig | None = None,
-        share_scratch_with: "MlaPlan | None" = None,
-    ) -> None:
-        """Plans that never run at the same time may share the memory of partial results."""
-        if rank & (rank - 1) or rope & (rope - 1) or min(rank, rope) < 16:
-            raise CumuloError(
-                f"latent attention of rank {rank} with {rope} rotated columns has no kernel: "
-                "both must be powers of two from 16 up"
-            )
-        device = torch.device(device)
-        self.heads, self.rank, self.rope = heads, rank, rope
-        self.block_size = block_size
-        self.windows = tuple(dict.fromkeys(windows))
-        self.config = config or default_config(heads)
-        most_tiles = -(-max_blocks * block_size // self.config.key_tile) + 1
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        wanted = -(-self.config.items_per_sm * sms // -(-heads // self.config.rows))
-        slots = min(max(wanted, sequences + sequences // 2), sequences * most_tiles)
-        self.items = [
-            torch.zeros((slots, ITEM_FIELDS), dtype=torch.int32, device=device) for _ in self.windows
-        ]
-        self.partial: Tensor
-        self.partial_lse: Tensor
-        other = share_scratch_with
-        if other is not None and other.partial_lse.numel() >= slots * heads and other.rank == rank:
-            self.partial, self.partial_lse = other.partial, other.partial_lse
-        else:
-            self.partial = torch.empty(slots * heads * rank, dtype=torch.float32, device=device)
-            self.partial_lse = torch.empty(slots * heads, dtype=torch.float32, device=device)
-        self.tables: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Device memory it keeps, shared scratch included."""
-        return sum(tensor.nbytes for tensor in (*self.items, self.partial, self.partial_lse))
-
-    def prepare(self, query_starts: Tensor, context_lengths: Tensor, block_tables: Tensor) -> None:
-        """Build this step's work list; the rules are AttentionPlan.prepare's."""
-        self.tables = block_tables
-        for items, window in zip(self.items, self.windows, strict=True):
-            build_work_list(
-                query_starts,
-                context_lengths,
-                block_tables,
-                items,
-                None,
-                block_size=self.block_size,
-                key_tile=self.config.key_tile,
-                query_tile=1,
-                min_tiles=self.config.min_tiles,
-                window=window,
-                invariant=False,
-                chunk_from=2,
-            )
-
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        out: Tensor,
-        scale: float,
-        window: int | None = None,
-    ) -> Tensor:
-        """One layer: query [T, H, rank + rope] over keys [blocks, 1, block_size, rank + rope] into out [T, H,
-        rank].
-        """
-        assert self.tables is not None, "prepare the plan first"
-        items, config = self.items[self.windows.index(window)], self.config
-        _mla[(-(-self.heads // config.rows), len(items))](
-            query,
-            keys,
-            out,
-            self.partial,
-            self.partial_lse,
-            items,
-            self.tables,
-            scale,
-            window or 0,
-            query.stride(0),
-            query.stride(1),
-            out.stride(0),
-            out.stride(1),
-            keys.stride(0),
-            keys.stride(2),
-            self.tables.stride(0),
-            HEADS=self.heads,
-            ROWS=config.rows,
-            RANK=self.rank,
-            ROPE=self.rope,
-            PAGE=keys.shape[2],
-            TILE=config.key_tile,
-            HAS_WINDOW=window is not None,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-        _merge[(self.heads, len(items))](
-            out,
-            self.partial,
-            self.partial_lse,
-            items,
-            out.stride(0),
-            out.stride(1),
-            HEADS=self.heads,
-            ROWS=1,
-            RANK=self.rank,
-            AT_ONCE=16,
-            num_warps=4,
-        )
-        return out
+def launch_mla_decodes(
+    query: Tensor,
+    keys: Tensor,
+    out: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    items: Tensor,
+    tables: Tensor,
+    scale: float,
+    window: int | None,
+    config: MlaConfig,
+) -> None:
+    """One layer: query [T, H, rank + rope] over keys [blocks, 1, block_size, rank + rope] into out [T, H, rank]."""
+    heads, rank = out.shape[1], out.shape[2]
+    _mla[(-(-heads // config.rows), len(items))](
+        query, keys, out, partial, partial_lse, items, tables, scale, window or 0, query.stride(0),
+        query.stride(1), out.stride(0), out.stride(1), keys.stride(0), keys.stride(2), tables.stride(0),
+        HEADS=heads, ROWS=config.rows, RANK=rank, ROPE=query.shape[2] - rank, PAGE=keys.shape[2],
+        TILE=config.key_tile, HAS_WINDOW=window is not None, num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip
+    _merge[(heads, len(items))](
+        out, partial, partial_lse, items, out.stride(0), out.stride(1), HEADS=heads, ROWS=1, RANK=rank, AT_ONCE=16,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def reference(
