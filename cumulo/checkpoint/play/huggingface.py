@@ -43,7 +43,7 @@ def export_huggingface(
     (folder / MANIFEST).unlink()  # for whoever trains on; a model folder is changed by its users
 
 
-def _own(region: Tensor, transposed: bool) -> Tensor:
+def _own(region: Tensor, transposed: bool = False) -> Tensor:
     return (region.transpose(-1, -2) if transposed else region).cpu().contiguous().clone()
 
 
@@ -88,8 +88,8 @@ def export_peft(
         module = placement.source.removesuffix(".weight")
         first = placement.offset[0] if placement.offset else 0
         rows = parameters[f"{target}.lora_b"].detach()[first : first + placement.shape[0]]
-        tensors[f"base_model.model.{module}.lora_A.weight"] = _own_adapter(parameters[f"{target}.lora_a"])
-        tensors[f"base_model.model.{module}.lora_B.weight"] = _own_adapter(rows)
+        tensors[f"base_model.model.{module}.lora_A.weight"] = _own(parameters[f"{target}.lora_a"].detach())
+        tensors[f"base_model.model.{module}.lora_B.weight"] = _own(rows)
         modules.add(module.rpartition(".")[2])
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "r": rank,
@@ -103,7 +103,3 @@ def export_peft(
 
     write_whole(folder, fill)
     (folder / MANIFEST).unlink()  # as in the model's folder: its users change it
-
-
-def _own_adapter(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().clone()

@@ -14,7 +14,7 @@ from torch import Tensor
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig
 from cumulo.train.optimizer.adam8bit import Adam8bit
-from cumulo.train.optimizer.muon import Muon, MuonMatrix, Whole
+from cumulo.train.optimizer.muon import Muon, MuonMatrix, WholeMatrix
 
 _LEAST_FOR_8_BITS = 4096  # elements: what is smaller costs little memory
 
@@ -26,7 +26,7 @@ class Optimizer:
         config: OptimizerConfig,
         spec: ModelSpec,
         master_weights: bool,
-        wholes: Mapping[str, Whole] | None = None,
+        wholes: Mapping[str, WholeMatrix] | None = None,
     ) -> None:
         """`wholes`: of the matrices of which `parameters` has a part only, for rules that need them whole."""
         self.config = config
@@ -167,7 +167,7 @@ def _bears_8_bits(name: str, tensor: Tensor) -> bool:
     return name != "embed.weight" and tensor.numel() >= _LEAST_FOR_8_BITS
 
 
-def _muon_matrix(name: str, tensor: Tensor, spec: ModelSpec, whole: Whole | None) -> MuonMatrix:
+def _muon_matrix(name: str, tensor: Tensor, spec: ModelSpec, whole: WholeMatrix | None) -> MuonMatrix:
     parts = fused_parts(name, spec, tensor.shape if whole is None else whole.shape)
     return MuonMatrix(tensor, torch.zeros_like(tensor), parts, whole)
 
