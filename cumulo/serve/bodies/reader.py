@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from cumulo.serve.bodies.structure import MAX_VALUES, Structure, excess, rough_structure
+from cumulo.serve.bodies.structure import MAX_VALUES, Structure, structure_of
 from cumulo.serve.errors import ApiError, ClientGone, invalid, problem_error
 
 
@@ -123,7 +123,7 @@ class BodyReader:
 
 
 def read_large(whole: bytes, most_values: int, model: type[BaseModel]) -> Any:
-    if (problem := excess(whole, most_values)) is not None:
+    if (problem := structure_of(whole).excess(most_values)) is not None:
         raise invalid(problem, code="too_many_values")
     # It holds the interpreter a quarter as long as `json`.
     return _validated(whole, model, msgspec.json.decode)
@@ -155,11 +155,12 @@ def _is_json(scope: Scope) -> bool:
 def _is_small(whole: bytes) -> bool:
     if len(whole) > LARGE_BYTES:
         return False
-    found = rough_structure(whole)
+    found = structure_of(whole)
     return (
         found.containers <= _SMALL.containers
         and found.strings <= _SMALL.strings
         and found.values <= _SMALL.values
+        and not found.long_number
     )
 
 

@@ -57,6 +57,9 @@ class Strict(BaseModel):
 
     # Fields of OpenAI's API that are not supported, each with the values that ask for nothing.
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    instead: ClassVar[
+        dict[str, str]
+    ] = {}  # what to do instead of using such a field, where there is more to say
     ignores_unknown: ClassVar[bool] = False
 
     @classmethod
@@ -91,8 +94,8 @@ class Strict(BaseModel):
                 ):
                     raise PydanticCustomError(
                         "unsupported",
-                        "'{name}' is not supported by this server; leave it out",
-                        {"name": name},
+                        "'{name}' is not supported by this server; {instead}",
+                        {"name": name, "instead": cls.instead.get(name, "leave it out")},
                     )
             elif name in cls.model_fields or name in aliases:
                 kept[name] = _whole(value)

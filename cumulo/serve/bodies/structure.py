@@ -8,10 +8,8 @@ Parsing and validating cost time and memory per value, not per byte: 4 MiB of te
 - values in all: what is left are numbers, of which a prompt given as tokens has as many as the context;
 - digits of a number: the time to read an integer grows with the square of its digits.
 
-Commas and brackets inside strings do not count. In a small body they are counted all the same at first, because
-that takes microseconds; only where there are too many, and in large bodies, strings are told from structure. A
-parser that meets a mistake stops there, and up to a mistake the counts are exact, so they bound the work on broken
-bodies, too.
+Commas and brackets inside strings do not count. A parser that meets a mistake stops there, and up to a mistake the
+counts are exact, so they bound the work on broken bodies, too.
 """
 
 from dataclasses import dataclass
@@ -21,13 +19,12 @@ MAX_STRINGS = 65_536  # keys included
 MAX_VALUES = 327_680  # OpenAI's API takes 300,000 tokens in one request for embeddings
 MAX_DIGITS = 128  # in a row
 
-_ROUGH_BYTES = 1 << 16  # in so few no number takes long
 _ALL_NINES = bytes.maketrans(b"012345678", b"999999999")
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How much structure a body has: upper bounds, or exact counts."""
+    """How much structure a body has. An empty container counts as if it held a value."""
 
     containers: int = 0
     strings: int = 0
@@ -51,20 +48,7 @@ class Structure:
         return None
 
 
-def excess(body: bytes, most_values: int = MAX_VALUES) -> str | None:
-    """What a body has too much of; None if it may be parsed."""
-    if len(body) <= _ROUGH_BYTES and rough_structure(body).excess(most_values) is None:
-        return None
-    return exact_structure(body).excess(most_values)
-
-
-def rough_structure(body: bytes) -> Structure:
-    """Counts every comma, bracket and quote, also those inside strings."""
-    containers = body.count(b"{") + body.count(b"[")
-    return Structure(containers, body.count(b'"') // 2, body.count(b",") + containers + 1)
-
-
-def exact_structure(body: bytes) -> Structure:
+def structure_of(body: bytes) -> Structure:
     """Counts what is outside of strings. Of a body with too many strings nothing else is counted."""
     quotes_only = body.replace(rb"\\", b"").replace(
         rb"\"", b""
@@ -73,6 +57,6 @@ def exact_structure(body: bytes) -> Structure:
     if strings > MAX_STRINGS:
         return Structure(strings=strings)
     outside = b'"'.join(quotes_only.split(b'"')[::2])
-    found = rough_structure(outside)
+    containers = outside.count(b"{") + outside.count(b"[")
     long_number = b"9" * (MAX_DIGITS + 1) in outside.translate(_ALL_NINES)
-    return Structure(found.containers, strings, found.values, long_number)
+    return Structure(containers, strings, outside.count(b",") + containers + 1, long_number)

@@ -57,8 +57,8 @@ def test_small_bodies_are_read_at_once_and_large_ones_in_a_thread() -> None:
     here = threading.current_thread().name
     assert read((small,), Where).threads == [here]
     assert read((large[:100], large[100:]), Where).threads[0].startswith("read-body")
-    many = b'{"text": "' + b"[" * 3000 + b'"}'  # short, but perhaps with much structure
-    assert read((many,), Where).threads[0].startswith("read-body")
+    many = b'{"text": "a", "threads": [' + b'"",' * 5000 + b'""]}'  # short, but with much structure
+    assert read((many,), Where).threads[-1].startswith("read-body")
 
 
 @pytest.mark.parametrize(
