@@ -6,7 +6,6 @@ et al., NSDI 2011), within quotas, with borrowing of what others leave unused, a
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -24,6 +23,7 @@ _MOST_TRIED = 200  # waiting jobs of tenants below their quotas
 _LITTLE = 1e-9
 
 Found = tuple[list[RunningJob], FreeCapacity]  # those that stop, and the cluster without them
+Level = tuple[int, FreeCapacity]  # a priority, and the cluster if all running jobs up to it stopped
 
 
 def jobs_on_nodes(free: FreeCapacity, jobs: Iterable[RunningJob]) -> dict[int, list[RunningJob]]:
@@ -136,50 +136,42 @@ def _preempt(snapshot: Snapshot, placer: Placer) -> list[Decision]:
     running.sort(key=lambda one: one.request.priority)
     urgent = [job for job in snapshot.waiting if running and job.priority > running[0].request.priority]
     urgent.sort(key=lambda job: (-job.priority, job.arrival_s))
+    if not urgent:
+        return []
     book, tried = QuotaBook(snapshot), set[GangShape]()
-    stoppable = _Stoppable(free, running)
+    on, levels, without = jobs_on_nodes(free, running), list[Level](), free
+    for priority, some in itertools.groupby(running, key=lambda one: one.request.priority):
+        without = without.without(some)
+        levels.append((priority, without))
     for job in urgent[:_MOST_URGENT]:
         if job.shape in tried or book.refuses(job) is not None:
             continue
         tried.add(job.shape)
         if slots(job, free) >= job.tasks:
             continue
-        found = stoppable.least_urgent(job)
+        found = _least_urgent(job, free, levels, on)
         if found is not None and (decided := _worth_it(job, *found, snapshot, placer)):
             return decided
     return []
 
 
-class _Stoppable:
-    """Running jobs that may be stopped for more urgent ones, the least urgent first."""
+def _least_urgent(
+    job: JobRequest, free: FreeCapacity, levels: Sequence[Level], on: Mapping[int, list[RunningJob]]
+) -> Found | None:
+    """The least urgent jobs that make room, and among them those that lose least."""
+    for priority, without in levels:
+        if priority >= job.priority:
+            break
+        if slots(job, without) < job.tasks:
+            continue  # up to this priority they are too few
 
-    def __init__(self, free: FreeCapacity, running: Sequence[RunningJob]) -> None:
-        self.free, self.running = free, running
-        self._without: dict[int, FreeCapacity] = {}  # the cluster if all up to a priority stopped
+        def may_stop(one: RunningJob, _: list[RunningJob], most: int = priority) -> bool:
+            return one.request.priority <= most
 
-    @cached_property
-    def on(self) -> dict[int, list[RunningJob]]:
-        return jobs_on_nodes(self.free, self.running)
-
-    def least_urgent(self, job: JobRequest) -> Found | None:
-        """The least urgent jobs that make room, and among them those that lose least."""
-        free = self.free
-        for level, some in itertools.groupby(self.running, key=lambda one: one.request.priority):
-            if level >= job.priority:
-                break
-            if level not in self._without:
-                self._without[level] = free.without(some)
-            free = self._without[level]
-            if slots(job, free) < job.tasks:
-                continue  # up to this priority they are too few
-
-            def may_stop(one: RunningJob, _: list[RunningJob], level: int = level) -> bool:
-                return one.request.priority <= level
-
-            found = RoomSearch(job, self.free, self.on, _cheapest, may_stop, free).find()
-            if found is not None:
-                return found
-        return None
+        found = RoomSearch(job, free, on, _cheapest, may_stop, without).find()
+        if found is not None:
+            return found
+    return None
 
 
 def _cheapest(one: RunningJob) -> tuple[float, ...]:
