@@ -15,7 +15,7 @@ from cumulo.cli.plan import serve_report as view
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
-from cumulo.cli.shared.figures import latency_chart
+from cumulo.cli.shared.figures import figure_table, latency_chart
 from cumulo.cli.shared.options import TierOptions
 from cumulo.cli.shared.plan_options import DraftOptions
 from cumulo.cli.shared.terminal import dim, note, only_json, present, save, working
@@ -121,7 +121,8 @@ def serve(chosen: PlanServeOptions) -> None:
     best, rows = plan.best, view.rows(plan, wanted.slo, think_s)
     by_users = ((best.replicas * one.users(think_s), one.report) for one in plan.curve)
     chart = latency_chart("Latency over users", "users", by_users, wanted.slo)
-    users = view.users_lines(plan.curve, best, think_s)
+    users = [(f"{best.replicas * one.users(think_s):,.0f}", one) for one in plan.curve]
+    columns = view.users_columns(best)
     heading = f"{chosen.model}, {chosen.rate:g} requests/s: {best}"
     notes = (
         f"why: {view.why(plan)}.",
@@ -132,14 +133,14 @@ def serve(chosen: PlanServeOptions) -> None:
     )
     planned = plan_file(best, chosen.model, wanted.slo, plan.promise)
     save(chosen.svg, lambda: chart_file(chart), "chart")
-    save(chosen.report_file, lambda: view.report_page(heading, rows, notes, chart, users), "report")
+    save(chosen.report_file, lambda: view.report_page(heading, rows, notes, chart, users, columns), "report")
     save(chosen.out, lambda: plan_text(planned, shlex.join(["cumulo", *sys.argv[1:]])), "plan")
     present(
         rows,
         chosen.json_file,
         Text(heading, "bold"),
         reports.table("", rows),
-        view.users_table(users),
+        figure_table("users", users, columns, "How many users fit"),
         dim("\n".join(filter(None, notes))),
         plans=[_as_dict(one, plan) for one in plan.deployments],
         options=[asdict(one) for one in options_chosen],

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from html import escape
 
-from rich.table import Table
-from rich.text import Text
-
 from cumulo.base.chart import Chart, chart_file
-from cumulo.base.quantities import between, number, quantity
-from cumulo.base.report import Row, grid, shown
-from cumulo.cli.shared.figures import RunFigure, latency_rows, range_words
+from cumulo.base.quantities import between, quantity
+from cumulo.base.report import Row, shown
+from cumulo.cli.shared.figures import RunFigure, latency_rows, range_words, trial_columns
 from cumulo.plan.serve.capacity import RateTrial
 from cumulo.plan.serve.deployment import Deployment, Promised
 from cumulo.plan.serve.search import ServePlan
@@ -28,7 +25,6 @@ _USE = (
     RunFigure("KV cache usage, peak", lambda one: 100 * one.kv_used, "%", "lower"),
     RunFigure("prefix cache hit rate", lambda one: 100 * one.cached_share, "%"),
 )
-_USERS = ("users", "requests/s, total", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "")
 
 
 def rows(plan: ServePlan, slo: Slo, think_s: float) -> list[Row]:
@@ -139,33 +135,18 @@ def rejected(plan: ServePlan) -> str:
     return f"{len(plan.rejected):,} cannot be used, for example {few}"
 
 
-def users_table(users: Sequence[Sequence[str]]) -> Table:
-    """One line for each rate that was played."""
-    lines: list[list[str | Text]] = [
-        [*cells[:-1], Text(cells[-1], "green" if cells[-1] == "meets SLO" else "red")] for cells in users
-    ]
-    return grid(_USERS, lines, "How many users fit", left=())
-
-
-def users_lines(curve: Sequence[RateTrial], best: Deployment, think_s: float) -> list[tuple[str, ...]]:
-    found = []
-    for one in curve:
-        spreads = [spread for spread in (one.report.ttft_s, one.report.itl_s) if spread is not None]
-        times = [f"{number(1e3 * value)} ms" for spread in spreads for value in (spread.p50, spread.p99)]
-        found.append(
-            (
-                number(float(round(best.replicas * one.users(think_s))), "users"),
-                number(one.rate * best.replicas, "requests/s"),
-                *times,
-                *[""] * (4 - len(times)),
-                "meets SLO" if one.holds else "misses SLO",
-            )
-        )
-    return found
+def users_columns(best: Deployment) -> list[RunFigure]:
+    total = RunFigure("", lambda one: one.rate * best.replicas, heading="requests/s, total", shown="{:.3g}")
+    return [total, *trial_columns()]
 
 
 def report_page(
-    heading: str, table: Sequence[Row], notes: Sequence[str], chart: Chart, lines: Sequence[Sequence[str]]
+    heading: str,
+    table: Sequence[Row],
+    notes: Sequence[str],
+    chart: Chart,
+    users: Sequence[tuple[str, RateTrial]],
+    columns: Sequence[RunFigure],
 ) -> str:
     """The report as one HTML page without scripts."""
 
@@ -173,10 +154,11 @@ def report_page(
         return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
 
     figures = "".join(cells((row.name, shown(row), row.note)) for row in table)
-    users = "".join(map(cells, (_USERS, *lines)))
+    lines = [("users", *(one.heading for one in columns))]
+    lines += [(name, *(one.cell(trial) for one in columns)) for name, trial in users]
     told = "".join(f"<p>{escape(note)}</p>" for note in notes if note)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(heading)}</h1>{told}<table>{figures}</table>"
-        f"<h2>How many users fit</h2>{chart_file(chart)}<table>{users}</table></body></html>\n"
+        f"<h2>How many users fit</h2>{chart_file(chart)}<table>{''.join(map(cells, lines))}</table></body></html>\n"
     )

@@ -15,6 +15,7 @@ from rich.table import Table
 from cumulo.base.chart import Chart, Series
 from cumulo.base.quantities import between, quantity
 from cumulo.base.report import Row, grid
+from cumulo.plan.serve.capacity import RateTrial
 from cumulo.plan.serve.report import ServeReport
 from cumulo.spec.slo import Slo
 
@@ -59,6 +60,20 @@ def figure_table(
 
 
 # Latencies of simulated serving, for `cumulo simulate serve` and `cumulo plan serve`.
+def trial_columns(judged: bool = True) -> list[RunFigure]:
+    """Columns of a `RateTrial`: its latencies and, where there is an SLO, whether it is met."""
+
+    def latency(kind: str, part: str) -> RunFigure:
+        def pick(trial: RateTrial) -> float | None:
+            return getattr(getattr(trial.report, kind), part, None)
+
+        return RunFigure("", pick, "s", heading=f"{kind.removesuffix('_s').upper()} {part}")
+
+    columns = [latency(kind, part) for kind in ("ttft_s", "itl_s") for part in ("p50", "p99")]
+    verdict = RunFigure("", lambda one: "yes" if one.holds else "no", heading="meets SLO", shown="{}")
+    return [*columns, verdict] if judged else columns
+
+
 def range_words(pick: Callable[[ServeReport], float], reports: Iterable[ServeReport], unit: str) -> str:
     """From the most optimistic to the most pessimistic prediction."""
     # Queues are chaotic: slower steps can, by chance, make a percentile better.

@@ -4,11 +4,17 @@ import math
 from collections.abc import Sequence
 
 from rich.table import Table
-from rich.text import Text
 
 from cumulo.base.quantities import quantity
-from cumulo.base.report import Row, grid
-from cumulo.cli.shared.figures import RunFigure, figure_rows, latency_rows, range_words
+from cumulo.base.report import Row
+from cumulo.cli.shared.figures import (
+    RunFigure,
+    figure_rows,
+    figure_table,
+    latency_rows,
+    range_words,
+    trial_columns,
+)
 from cumulo.plan.serve.capacity import RateTrial
 from cumulo.plan.serve.report import ServeReport
 from cumulo.spec.slo import Slo
@@ -90,14 +96,6 @@ def effort_row(simulated_s: float, cpu_s: float) -> Row:
 
 def sweep_table(trials: Sequence[RateTrial], judged: bool) -> Table:
     """`judged`: there is an SLO to meet."""
-    lines = []
-    for one in trials:
-        spreads = [spread for spread in (one.report.ttft_s, one.report.itl_s) if spread is not None]
-        cells = [quantity(value, "s") for spread in spreads for value in (spread.p50, spread.p99)]
-        verdict = Text("meets SLO", "green") if one.holds else Text("misses SLO", "red")
-        cells += [""] * (4 - len(cells))
-        lines.append(
-            [f"{one.rate:.4g}", f"{one.report.output_tok_s:,.0f}", *cells, verdict if judged else ""]
-        )
-    headings = ("requests/s", "tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "")
-    return grid(headings, lines, left=())
+    throughput = RunFigure("", lambda one: one.report.output_tok_s, heading="tok/s", shown="{:,.0f}")
+    named = [(f"{one.rate:.4g}", one) for one in trials]
+    return figure_table("requests/s", named, (throughput, *trial_columns(judged)))
