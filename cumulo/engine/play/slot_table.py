@@ -16,7 +16,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.sampling.distribution import seed_bits
-from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits
+from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits, TokenPairs
 from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.batch import ForwardBatch
 
@@ -228,7 +228,8 @@ class SlotTable:
         """Which single logits change. Penalties are read off the tokens themselves, so there is no second
         record of them that a forked or resumed sequence could leave stale.
         """
-        bias: list[tuple[int, int, float]] = []
+        bias: list[tuple[int, list[int]]] = []
+        values: list[float] = []
         seen: list[tuple[int, NDArray[np.int32]]] = []
         output: list[tuple[int, NDArray[np.int32]]] = []
         forbidden: list[tuple[int, tuple[int, ...]]] = []
@@ -238,26 +239,21 @@ class SlotTable:
             if params is None:
                 raise RuntimeError(f"a token is drawn for slot {slot}, which holds no sequence")
             # Tokens the model has no logit for cannot be drawn: there is nothing to change.
-            bias += [(draw, token, value) for token, value in params.logit_bias.items() if token < vocabulary]
+            biased = {token: value for token, value in params.logit_bias.items() if token < vocabulary}
+            bias.append((draw, list(biased)))
+            values += biased.values()
             if params.repetition_penalty != 1:
                 seen.append((draw, self.tokens[slot, :position]))
             if params.presence_penalty or params.frequency_penalty:
                 output.append((draw, self.tokens[slot, int(self.prompt_lengths[slot]) : position]))
             if short[draw]:
                 forbidden.append((draw, self._ends(slot, vocabulary)))
-        seen_draws, seen_tokens = _pairs(seen)
-        output_draws, output_tokens = _pairs(output)
-        forbidden_draws, forbidden_tokens = _pairs(forbidden)
         return LogitEdits(
-            bias_draws=np.array([draw for draw, _, _ in bias], dtype=np.int64),
-            bias_tokens=np.array([token for _, token, _ in bias], dtype=np.int64),
-            bias_values=np.array([value for _, _, value in bias], dtype=np.float64),
-            seen_draws=seen_draws,
-            seen_tokens=seen_tokens,
-            output_draws=output_draws,
-            output_tokens=output_tokens,
-            forbidden_draws=forbidden_draws,
-            forbidden_tokens=forbidden_tokens,
+            bias=TokenPairs.joined(bias),
+            bias_values=np.array(values, dtype=np.float64),
+            seen=TokenPairs.joined(seen),
+            output=TokenPairs.joined(output),
+            forbidden=TokenPairs.joined(forbidden),
         )
 
     def _ends(self, slot: int, vocabulary: int) -> tuple[int, ...]:
@@ -265,14 +261,3 @@ class SlotTable:
         params = self.params[slot]
         ends = {*self.eos_token_ids, *(params.stop_token_ids if params is not None else ())}
         return tuple(token for token in ends if token < vocabulary)
-
-
-def _pairs(
-    groups: Sequence[tuple[int, NDArray[np.int32] | tuple[int, ...]]],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[(draw, tokens), ...] as two flat columns."""
-    if not groups:
-        return _NOTHING, _NOTHING
-    counts = [len(tokens) for _, tokens in groups]
-    draws = np.repeat(np.array([draw for draw, _ in groups], dtype=np.int64), counts)
-    return draws, np.concatenate([np.asarray(tokens, dtype=np.int64) for _, tokens in groups])

@@ -108,7 +108,7 @@ def _pick(candidates: Candidates, numbers: NDArray[np.float64]) -> NDArray[np.in
     rows = candidates.rows
     sizes = np.bincount(rows, minlength=len(numbers))
     ends = np.cumsum(sizes)
-    cumulative = _running_sums(rows, candidates.weights, sizes)
+    cumulative = _running_sums(candidates.weights, sizes)
     totals = cumulative[ends - 1]
     not_above = np.bincount(rows, weights=cumulative <= (numbers * totals)[rows], minlength=len(numbers))
     # Rounding can put the target on the total: then the last candidate, which all have weight.
@@ -140,23 +140,12 @@ def _first_above(cumulative: NDArray[np.float64], targets: NDArray[np.float64]) 
     return first
 
 
-def _running_sums(
-    rows: NDArray[np.int64], values: NDArray[np.float64], sizes: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Cumulative sums that begin anew in every row. One long sum less each row's beginning would be simpler,
+def _running_sums(values: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Cumulative sums that begin anew in every row. One long sum less each row's beginning would be shorter,
     but would round differently with other rows before it.
     """
-    place = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    classes = np.frexp(sizes)[1] // 2  # rows of similar length share a rectangle: a long one pads few others
-    sums = np.empty(len(rows))
-    for size_class in np.unique(classes[sizes > 0]):
-        members = classes == size_class
-        inside = members[rows]
-        where = (np.cumsum(members) - 1)[rows[inside]], place[inside]
-        rectangle = np.zeros((int(members.sum()), int(sizes[members].max())))
-        rectangle[where] = values[inside]
-        sums[inside] = np.cumsum(rectangle, axis=1)[where]
-    return sums
+    rows = np.split(values, np.cumsum(sizes)[:-1])
+    return np.concatenate([np.cumsum(row) for row in rows])
 
 
 # -- cuts -------------------------------------------------------------------------------------------------
@@ -173,7 +162,7 @@ def _by_top_k(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.vo
     ordered = rows[order]
     weights = np.exp((values[order] - peaks[ordered]) / columns["temperature"][ordered])
     sizes = np.bincount(ordered, minlength=len(columns))
-    cumulative = _running_sums(ordered, weights, sizes)
+    cumulative = _running_sums(weights, sizes)
     masses = np.where(columns["top_p"] < 1, columns["top_p"] * cumulative[np.cumsum(sizes) - 1], np.inf)
     kept = cumulative - weights < masses[ordered]
     chosen = np.sort(order[kept])
@@ -205,7 +194,7 @@ def _by_top_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.vo
     doubtful = np.flatnonzero(~keep & (bins <= doubtful_to[rows]))
     order = doubtful[np.lexsort((tokens[doubtful], -values[doubtful], rows[doubtful]))]
     ordered = rows[order]
-    sums = _running_sums(ordered, candidates.weights[order], np.bincount(ordered, minlength=len(totals)))
+    sums = _running_sums(candidates.weights[order], np.bincount(ordered, minlength=len(totals)))
     before = np.where(doubtful_from > 0, cumulative[np.arange(len(totals)), doubtful_from - 1], 0.0)
     keep[order] = before[ordered] + (sums - candidates.weights[order]) < masses[ordered]
     return candidates.where(keep)

@@ -7,8 +7,9 @@ from what is left by inverting its cumulative distribution in token order.
 """
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,19 +60,31 @@ DRAW_COLUMNS = np.dtype(
 )
 
 
+class TokenPairs(NamedTuple):
+    """Single logits, as two columns; tokens lie in the vocabulary."""
+
+    draws: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+    @classmethod
+    def joined(cls, groups: Sequence[tuple[int, Sequence[int] | NDArray[np.int32]]]) -> "TokenPairs":
+        """From a draw's tokens, and another's."""
+        if not groups:
+            return cls(_NOTHING, _NOTHING)
+        counts = [len(tokens) for _, tokens in groups]
+        draws = np.repeat(np.array([draw for draw, _ in groups], dtype=np.int64), counts)
+        return cls(draws, np.concatenate([np.asarray(tokens, dtype=np.int64) for _, tokens in groups]))
+
+
 @dataclass(slots=True)
 class LogitEdits:
-    """Single logits to change before anything else, as (draw, token) pairs; tokens lie in the vocabulary."""
+    """Logits to change before anything else."""
 
-    bias_draws: NDArray[np.int64]
-    bias_tokens: NDArray[np.int64]
+    bias: TokenPairs
     bias_values: NDArray[np.float64]
-    seen_draws: NDArray[np.int64]  # prompt and output tokens of draws with a repetition penalty
-    seen_tokens: NDArray[np.int64]
-    output_draws: NDArray[np.int64]  # output tokens of draws with a presence or frequency penalty
-    output_tokens: NDArray[np.int64]
-    forbidden_draws: NDArray[np.int64]
-    forbidden_tokens: NDArray[np.int64]
+    seen: TokenPairs  # prompt and output tokens of draws with a repetition penalty
+    output: TokenPairs  # output tokens of draws with a presence or frequency penalty
+    forbidden: TokenPairs
 
 
 @dataclass(slots=True)
@@ -185,30 +198,29 @@ def apply_edits(logits: Tensor, columns: NDArray[np.void], edits: LogitEdits) ->
     vocabulary = logits.shape[-1]
     flat = logits.view(-1)
 
-    def index(draws: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        return draws * vocabulary + tokens
+    def index(pairs: TokenPairs) -> NDArray[np.int64]:
+        return pairs.draws * vocabulary + pairs.tokens
 
-    if len(edits.bias_draws):
-        where = as_tensor(index(edits.bias_draws, edits.bias_tokens), logits)
+    if len(edits.bias.draws):
+        where = as_tensor(index(edits.bias), logits)
         values = np.minimum(edits.bias_values, _FORCED)  # -infinity stays: never this token
         flat[where] += torch.from_numpy(values).to(logits)
-    if len(edits.seen_draws):
+    if len(edits.seen.draws):
         # Keskar et al. 2019 (CTRL), section 4.1, as used since: positive logits are divided, negative ones
         # multiplied. Writing the same value for each repetition of a token makes duplicates harmless.
-        where = as_tensor(index(edits.seen_draws, edits.seen_tokens), logits)
-        penalty = torch.from_numpy(columns["repetition_penalty"][edits.seen_draws]).to(logits)
+        where = as_tensor(index(edits.seen), logits)
+        penalty = torch.from_numpy(columns["repetition_penalty"][edits.seen.draws]).to(logits)
         seen = flat[where]
         flat[where] = torch.where(seen > 0, seen / penalty, seen * penalty)
-    if len(edits.output_draws):
-        pairs, counts = np.unique(index(edits.output_draws, edits.output_tokens), return_counts=True)
+    if len(edits.output.draws):
+        pairs, counts = np.unique(index(edits.output), return_counts=True)
         draws = pairs // vocabulary
         minus = columns["frequency_penalty"][draws] * counts + columns["presence_penalty"][draws]
         flat[as_tensor(pairs, logits)] -= torch.from_numpy(minus).to(logits)
-    if len(edits.forbidden_draws):
-        flat[as_tensor(index(edits.forbidden_draws, edits.forbidden_tokens), logits)] = -torch.inf
-    return np.unique(
-        np.concatenate((edits.bias_draws, edits.seen_draws, edits.output_draws, edits.forbidden_draws))
-    )
+    if len(edits.forbidden.draws):
+        flat[as_tensor(index(edits.forbidden), logits)] = -torch.inf
+    changed = (edits.bias, edits.seen, edits.output, edits.forbidden)
+    return np.unique(np.concatenate([pairs.draws for pairs in changed]))
 
 
 def apply_masks(logits: Tensor, masks: TokenMasks) -> None:

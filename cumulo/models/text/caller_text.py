@@ -158,13 +158,12 @@ class CallerText:
         variables: Mapping[str, Any],
     ) -> Guarded | None:
         """None: nothing in these texts is, or can become part of, a control token."""
-        if type(messages) is not list and (  # asking abstract classes takes longer than all the rest
-            isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence)
-        ):
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             return None  # the template's check refuses them
-        if not self._alphabet or not self._any_suspect(messages, tools, variables):
+        texts = list(_texts([*messages, tools, variables]))
+        if not any(map(self.suspect, texts)):
             return None
-        first = self._unused([*_texts(messages), *_texts(tools), *_texts(variables)])
+        first = self._unused(texts)
         stand_in = self._usual_stand_ins if first == self._usual else self._stand_ins(first)
         exchange = _Exchange(self, stand_in)
         return Guarded(
@@ -172,18 +171,6 @@ class CallerText:
             None if tools is None else [exchange.value(tool) for tool in tools],
             {name: exchange.value(value) for name, value in variables.items()},
             {stand_in[character]: character for character in (*self._edges, *exchange.letters)},
-        )
-
-    def _any_suspect(self, messages: Sequence[Any], tools: Any, variables: Any) -> bool:
-        for message in messages:
-            for value in message.values() if type(message) is dict or isinstance(message, Mapping) else ():
-                if type(value) is str:
-                    if self.suspect(value):
-                        return True
-                elif value is not None and any(map(self.suspect, _texts(value))):
-                    return True
-        return bool(tools or variables) and any(
-            map(self.suspect, (text for value in (tools, variables) for text in _texts(value)))
         )
 
     def suspect(self, text: str) -> bool:
