@@ -21,8 +21,6 @@ from cumulo.plan.serve.step_cost import (
     StepCostModel,
     StepLoad,
     load_of,
-    padded_rows,
-    padded_tokens,
     pairs,
 )
 from cumulo.plan.serve.step_cost_work import Format, step_work
@@ -112,13 +110,6 @@ def test_a_plans_load_counts_decodes_and_chunks_apart() -> None:
         52, 3, 2, decode_context=111, shared_context=8, chunk_pairs=1275, chunk_context=50
     )
     assert load_of(plan, 32).decode_context == 32 + 11
-
-
-def test_steps_are_padded_as_the_runner_pads_them() -> None:
-    words = pytest.importorskip("cumulo.engine.play.cuda.step_words")
-    for count in [*range(1, 600), 1023, 1024, 2049, 5000, 8192]:
-        assert padded_rows(count) == words.round_rows(count)
-        assert padded_tokens(count) == words.round_tokens(count)
 
 
 # -- seconds -----------------------------------------------------------------------------------------------------

@@ -151,3 +151,25 @@ class Runner(Protocol):
     def submit(self, plan: StepPlan) -> PendingStep: ...
 
     def close(self) -> None: ...
+
+
+# Sizes to which a GPU rounds steps up: of what is captured, and, beyond, of what kernels are compiled for.
+_DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
+# Tokens to which a step is rounded up that is not captured: kernels are compiled per divisibility.
+_EAGER_STEP = 64
+
+
+def round_rows(count: int) -> int:
+    """Up to 128 a few sizes, then multiples of 32: what is wasted stays under a quarter."""
+    for size in _DECODE_SIZES:
+        if count <= size:
+            return size
+    return -(-count // 32) * 32
+
+
+def round_tokens(count: int) -> int:
+    """Eight steps per doubling, at least 64 tokens apart; up to 32 powers of two, as a row with drafts is short."""
+    if count <= _EAGER_STEP // 2:
+        return max(4, 1 << (count - 1).bit_length())
+    step = max(_EAGER_STEP, 1 << max(0, count.bit_length() - 4))
+    return -(-count // step) * step

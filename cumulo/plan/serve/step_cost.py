@@ -16,11 +16,10 @@ With pp these are the seconds of all stages together; the loop passes a step fro
 The host's part is apart: it runs while the device computes the step before (`engine/simulate/engine.py`).
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.plan import StepPlan, round_rows, round_tokens
 from cumulo.engine.simulate.run import DecodeTime, Run, StepTime
 from cumulo.errors import ConfigError
 from cumulo.plan.network.collectives import Group, collective_s
@@ -41,7 +40,6 @@ PARTS = (
     "swap",
 )
 _ADAPTER_SPEED = 0.45  # share of the bandwidth; measured on an H200, 0.42 to 0.52 (docs/adapters.md)
-_DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 
 
 class StepLoad(NamedTuple):
@@ -92,21 +90,6 @@ def pairs(start: int, count: int, window: int | None = None) -> int:
         return count * start + count * (count + 1) // 2
     growing = max(0, min(count, window - start))
     return pairs(start, growing) + (count - growing) * window
-
-
-def padded_rows(rows: int) -> int:
-    """What a captured step of decodes is rounded up to (engine/play/step_words.py)."""
-    if rows > _DECODE_SIZES[-1]:
-        return -(-rows // 32) * 32
-    return _DECODE_SIZES[bisect_left(_DECODE_SIZES, rows)]
-
-
-def padded_tokens(tokens: int) -> int:
-    """... and one with prompt chunks."""
-    if tokens <= 32:
-        return max(4, 1 << (tokens - 1).bit_length())
-    step = max(64, 1 << max(0, tokens.bit_length() - 4))
-    return -(-tokens // step) * step
 
 
 class StepCostModel:
@@ -221,8 +204,8 @@ class StepCostModel:
         """Seconds by PARTS; products are named after what bounds them: weights streaming or arithmetic."""
         tokens, draws = load.tokens, load.draws
         if self.profile.rounds_up:
-            tokens = padded_rows(tokens) if tokens == load.rows else padded_tokens(tokens)
-            draws = padded_rows(draws) if draws else 0
+            tokens = round_rows(tokens) if tokens == load.rows else round_tokens(tokens)
+            draws = round_rows(draws) if draws else 0
         found = self._products.get((tokens, draws))
         if found is None:
             found = self._products[tokens, draws] = self._products_s(tokens, draws)

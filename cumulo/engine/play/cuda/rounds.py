@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cumulo.engine.decide.plan import Rounds, StepPlan
+from cumulo.engine.decide.plan import Rounds, StepPlan, round_rows
 from cumulo.engine.decide.speculation.rounds import DRAFTS, MOST_DRAFTS, MOST_ROUNDS, MOST_ROWS
 from cumulo.engine.play.cuda.device_slots import DeviceSlots
-from cumulo.engine.play.cuda.step_words import StepShape, round_rows
+from cumulo.engine.play.cuda.step_words import StepShape
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.step_inputs import step_inputs
 from cumulo.kernels.cuda.sampling.greedy_rounds import (

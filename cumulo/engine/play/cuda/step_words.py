@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cumulo.engine.decide.plan import Rounds, StepPlan
+from cumulo.engine.decide.plan import Rounds, StepPlan, round_rows, round_tokens
 from cumulo.engine.play.slot_table import StepRows
 
 # Columns of a draw, in the sampling kernel's order (kernels/cuda/sampling/sample.py). Floats travel as their bits.
@@ -26,9 +26,6 @@ DRAW_WORDS = (
     "top_p",
     "min_p",
 )
-_DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
-# Tokens to which a step is rounded up that is not captured: kernels are compiled per divisibility.
-_EAGER_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +54,6 @@ class StepShape:
     @property
     def words(self) -> int:
         return self.plain_words + (self.data_ranks + 1 + self.draws if self.data_ranks else 0)
-
-
-def round_rows(count: int) -> int:
-    """Up to 128 a few sizes, then multiples of 32: what is wasted stays under a quarter."""
-    for size in _DECODE_SIZES:
-        if count <= size:
-            return size
-    return -(-count // 32) * 32
-
-
-def round_tokens(count: int) -> int:
-    """Eight steps per doubling, at least 64 tokens apart; up to 32 powers of two, as a row with drafts is short."""
-    if count <= _EAGER_STEP // 2:
-        return max(4, 1 << (count - 1).bit_length())
-    step = max(_EAGER_STEP, 1 << max(0, count.bit_length() - 4))
-    return -(-count // step) * step
 
 
 def shape_of(
