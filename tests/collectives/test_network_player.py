@@ -231,7 +231,8 @@ def test_paths_choose_links_as_often_as_published_collisions_say() -> None:
 
 
 def collisions(flows: int, uplinks: int, trials: int = 200) -> float:
-    from cumulo.collectives.simulate.fabrics.clos import ClosTier, LinkRates
+    from cumulo.collectives.simulate.fabrics.clos import ClosTier
+    from cumulo.collectives.simulate.fabrics.links import LinkRates
 
     cards = 1024
     tiers = [ClosTier("leaf", cards, uplinks, 1.0), ClosTier("spine", 2 * cards, 0, 1.0)]

@@ -94,7 +94,7 @@ def _one_round(
 class _Rings:
     def __init__(self, ranks: int, pieces: int, channels: int, orders: Orders = ()) -> None:
         self._ranks, self._pieces = ranks, pieces
-        self._orders = orders
+        self._orders = orders or [range(ranks)] * channels
         self._places = lru_cache(maxsize=channels)(self._place_of_each)
 
     def _place_of_each(self, channel: int) -> dict[int, int]:
@@ -110,15 +110,6 @@ class _Rings:
         """n − 1 steps. In the first a rank sends the block that belongs to the rank `behind` places before it."""
         n, pieces = self._ranks, self._pieces
         count = n - 1 if steps is None else steps
-        if not self._orders:
-            after, before = (rank + 1) % n, (rank - 1) % n
-            return [
-                (
-                    Transfer(Move.SEND, after, (rank - behind - step) % n * pieces + piece),
-                    Transfer(move, before, (rank - behind - step - 1) % n * pieces + piece),
-                )
-                for step in range(count)
-            ]
         order, place = self._orders[channel], self._places(channel)[rank]
         after, before = order[(place + 1) % n], order[(place - 1) % n]
         return [

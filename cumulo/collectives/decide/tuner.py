@@ -6,7 +6,7 @@ the cost model (schedules that are played); `measured` chooses from measurements
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cumulo.collectives.decide.catalog import CollectiveShape, algorithms, make_schedule
@@ -97,14 +97,7 @@ def _played(collective: Collective, algorithm: str, ranks: int, node_size: int) 
     if not schedule.symmetry and ranks > _MOST_PLAYED and algorithm != "chain":
         # Trees: each doubling adds a level up and a level down; loads stay.
         smaller = _played(collective, algorithm, node_size * -(-ranks // node_size // 2), node_size)
-        return PlayedCost(
-            smaller.near_hops,
-            smaller.far_hops + (2 if collective == "all_reduce" else 1),
-            smaller.near_load,
-            smaller.far_load,
-            smaller.far_rank_load,
-            smaller.most_messages,
-        )
+        return replace(smaller, far_hops=smaller.far_hops + (2 if collective == "all_reduce" else 1))
     return play_cost(schedule, node_size)
 
 

@@ -32,7 +32,6 @@ class CongestionControl:
 
 @dataclass(frozen=True, slots=True)
 class IncastRun:
-    senders: int
     end_s: float
     paused_share: float  # of the time in which the senders were paused
     peak_queue_bytes: float
@@ -76,7 +75,7 @@ def play_incast(
     shares: Floats = size_bytes - left
     fair = jain_index(shares.tolist())
     use = sent_all / (port_bytes_per_s * max(now, 1e-12))
-    return IncastRun(senders, now, sum(pauses) / max(1, len(pauses)), peak, fair, use)
+    return IncastRun(now, sum(pauses) / max(1, len(pauses)), peak, fair, use)
 
 
 def _control(

@@ -5,9 +5,9 @@ from math import prod
 
 import numpy as np
 
-from cumulo.collectives.simulate.fabrics.clos import ClosGraph, ClosTier, LinkRates
+from cumulo.collectives.simulate.fabrics.clos import ClosGraph, ClosTier
 from cumulo.collectives.simulate.fabrics.dragonfly import DragonflyGraph
-from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, LinkTable, Routing
+from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, LinkRates, LinkTable, Routing
 from cumulo.errors import ConfigError
 from cumulo.spec.cluster import Cluster, tiers_of
 

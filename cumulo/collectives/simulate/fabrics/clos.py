@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, LinkTable, Routing, below, hashed
+from cumulo.collectives.simulate.fabrics.links import Ints, LinkRates, NodeFabric, Routing, below, hashed
 from cumulo.errors import ConfigError
 
 _TRIES = 16  # other hashes for a path that has lost a link
@@ -27,18 +27,7 @@ class ClosTier:
     bytes_per_s: float  # of each uplink
 
 
-@dataclass(frozen=True, slots=True)
-class LinkRates:
-    """What one GPU's own links carry, each way, and how long a step over them takes."""
-
-    card_bytes_per_s: float
-    scale_up_bytes_per_s: float
-    card_latency_s: float  # card to card over one switch
-    hop_latency_s: float  # each further switch
-    scale_up_latency_s: float
-
-
-class ClosGraph(FabricGraph):
+class ClosGraph(NodeFabric):
     def __init__(
         self,
         nodes: int,
@@ -58,21 +47,7 @@ class ClosGraph(FabricGraph):
                 f"switches "
                 "with more ports"
             )
-        self.links = LinkTable()
-        add, half = self.links.add, rates.card_latency_s / 2
-        near_s = rates.scale_up_latency_s / 2
-        self._near_out = add(
-            self.ranks, rates.scale_up_bytes_per_s, near_s, "scale-up", lambda i: f"{self._gpu(i)} → scale-up"
-        )
-        self._near_in = add(
-            self.ranks, rates.scale_up_bytes_per_s, near_s, "scale-up", lambda i: f"scale-up → {self._gpu(i)}"
-        )
-        self._card_out = add(
-            self.ranks, rates.card_bytes_per_s, half, "cards", lambda i: f"{self._gpu(i)} → {self._leaf(i)}"
-        )
-        self._card_in = add(
-            self.ranks, rates.card_bytes_per_s, half, "cards", lambda i: f"{self._leaf(i)} → {self._gpu(i)}"
-        )
+        self._add_own_links(rates, self._gpu, self._leaf)
         self._columns = [1]
         self._groups = []
         for tier in self.tiers:
@@ -131,12 +106,7 @@ class ClosGraph(FabricGraph):
         return np.zeros_like(ranks), ranks
 
     def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
-        near = source // self.domain_gpus == target // self.domain_gpus
-        found = np.full((len(source), 4 + 2 * (len(self.tiers) - 1)), -1, np.int64)
-        found[near, 0] = self._near_out + source[near]
-        found[near, 1] = self._near_in + target[near]
-        found[source == target] = -1
-        far = np.flatnonzero(~near)
+        found, far = self._near_paths(source, target, 4 + 2 * (len(self.tiers) - 1))
         if len(far):
             found[far] = self._far(source[far], target[far], keys[far], routing)
         return found

@@ -6,14 +6,13 @@ get several links to a pair. `fabric_graph` makes it.
 
 import numpy as np
 
-from cumulo.collectives.simulate.fabrics.clos import LinkRates
-from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, LinkTable, Routing, below, hashed
+from cumulo.collectives.simulate.fabrics.links import Ints, LinkRates, NodeFabric, Routing, below, hashed
 from cumulo.errors import ConfigError
 
 _HOPS = 2 + 5  # cards, and local-global-local-global-local of a path by way of a third group
 
 
-class DragonflyGraph(FabricGraph):
+class DragonflyGraph(NodeFabric):
     def __init__(self, ranks: int, domain_gpus: int, switch_ports: int, rates: LinkRates) -> None:
         self.ranks, self.domain_gpus, self.rates = ranks, domain_gpus, rates
         self.at_switch = (switch_ports + 1) // 4  # h
@@ -27,14 +26,8 @@ class DragonflyGraph(FabricGraph):
                 f"{ranks:,}; take switches with more ports"
             )
         self.parallel = ports // max(1, self.groups - 1)  # links between two groups
-        self.links = LinkTable()
-        add, half, hop = self.links.add, rates.card_latency_s / 2, rates.hop_latency_s
-        near_s = rates.scale_up_latency_s / 2
-        near, card = rates.scale_up_bytes_per_s, rates.card_bytes_per_s
-        self._near_out = add(ranks, near, near_s, "scale-up", lambda i: f"GPU {i} → scale-up")
-        self._near_in = add(ranks, near, near_s, "scale-up", lambda i: f"scale-up → GPU {i}")
-        self._card_out = add(ranks, card, half, "cards", lambda i: f"GPU {i} → switch {i // self.at_switch}")
-        self._card_in = add(ranks, card, half, "cards", lambda i: f"switch {i // self.at_switch} → GPU {i}")
+        self._add_own_links(rates, lambda i: f"GPU {i}", lambda i: f"switch {i // self.at_switch}")
+        add, card, hop = self.links.add, rates.card_bytes_per_s, rates.hop_latency_s
         local = self.groups * self.switches**2
         self._local = add(local, card, hop, "inside groups", self._local_name)
         far = self.groups * max(1, self.groups - 1) * max(1, self.parallel)
@@ -56,12 +49,7 @@ class DragonflyGraph(FabricGraph):
         return (way * (self.groups - 1) + away) // self.at_switch % self.switches
 
     def paths(self, source: Ints, target: Ints, keys: Ints, routing: Routing) -> Ints:
-        found = np.full((len(source), _HOPS), -1, np.int64)
-        near = source // self.domain_gpus == target // self.domain_gpus
-        found[near, 0] = self._near_out + source[near]
-        found[near, 1] = self._near_in + target[near]
-        found[source == target] = -1
-        far = np.flatnonzero(~near)
+        found, far = self._near_paths(source, target, _HOPS)
         if not len(far):
             return found
         src, dst, key = source[far], target[far], keys[far]

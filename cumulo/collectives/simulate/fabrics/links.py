@@ -95,6 +95,41 @@ class FabricGraph(ABC):
         self.links.capacity[link] = capacity
 
 
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """What one GPU's own links carry, each way, and how long a step over them takes."""
+
+    card_bytes_per_s: float
+    scale_up_bytes_per_s: float
+    card_latency_s: float  # card to card over one switch
+    hop_latency_s: float  # each further switch
+    scale_up_latency_s: float
+
+
+class NodeFabric(FabricGraph):
+    """A fabric of GPUs with scale-up links inside their domain, and each with a card."""
+
+    domain_gpus: int
+
+    def _add_own_links(self, rates: LinkRates, gpu: Callable[[int], str], leaf: Callable[[int], str]) -> None:
+        self.links = LinkTable()
+        near_s, far_s, count = rates.scale_up_latency_s / 2, rates.card_latency_s / 2, self.ranks
+        near, card, add = rates.scale_up_bytes_per_s, rates.card_bytes_per_s, self.links.add
+        self._near_out = add(count, near, near_s, "scale-up", lambda i: f"{gpu(i)} → scale-up")
+        self._near_in = add(count, near, near_s, "scale-up", lambda i: f"scale-up → {gpu(i)}")
+        self._card_out = add(count, card, far_s, "cards", lambda i: f"{gpu(i)} → {leaf(i)}")
+        self._card_in = add(count, card, far_s, "cards", lambda i: f"{leaf(i)} → {gpu(i)}")
+
+    def _near_paths(self, source: Ints, target: Ints, hops: int) -> tuple[Ints, Ints]:
+        """Paths inside scale-up domains, and the numbers of the messages that leave theirs."""
+        near = source // self.domain_gpus == target // self.domain_gpus
+        found = np.full((len(source), hops), -1, np.int64)
+        found[near, 0] = self._near_out + source[near]
+        found[near, 1] = self._near_in + target[near]
+        found[source == target] = -1
+        return found, np.flatnonzero(~near)
+
+
 def hashed(seed: int, *parts: "Ints | int") -> NDArray[np.uint64]:
     """A well-mixed 64-bit number for each row (splitmix64's finaliser over the parts)."""
     with np.errstate(over="ignore"):
