@@ -33,11 +33,7 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
 
 
 def polyline(points: Points, class_: str) -> str:
-    return tag("polyline", class_=class_, points=_joined(points))
-
-
-def polygon(points: Points, class_: str) -> str:
-    return tag("polygon", class_=class_, points=_joined(points))
+    return tag("polyline", class_=class_, points=" ".join(f"{_value(x)},{_value(y)}" for x, y in points))
 
 
 def dot(x: float, y: float, radius: float, tip: str = "", **attributes: object) -> str:
@@ -54,10 +50,6 @@ def picture(width: float, height: float, *inside: str, label: str | None = None,
     role = None if label is None else "img"
     box = f"0 0 {_value(width)} {_value(height)}"
     return tag("svg", *inside, viewBox=box, role=role, aria_label=label, **attributes)
-
-
-def _joined(points: Points) -> str:
-    return " ".join(f"{_value(x)},{_value(y)}" for x, y in points)
 
 
 def _value(value: object) -> str:

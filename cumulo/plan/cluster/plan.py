@@ -152,7 +152,6 @@ _LEAST_ETTR = 0.01  # below it nothing is gained by planning on, and there are t
 class ClusterPlan:
     goal: ClusterGoal
     training: Plan
-    job_cluster: Cluster  # what the job runs on; the rest are spares
     sheet: Sheet
     tiers: tuple[TierCount, ...]
     fabrics: tuple[FabricChoice, ...]  # others, for the same job
@@ -205,7 +204,6 @@ def plan_cluster(
     return ClusterPlan(
         goal,
         training,
-        job_cluster,
         sheet,
         tiers,
         fabrics,

@@ -84,17 +84,15 @@ class Network:
     def group(self, ranks: int, stride: int = 1) -> Group:
         """`ranks` members, `stride` GPUs apart, the slowest such group of the mesh."""
         known = self._groups.get((ranks, stride))
-        if known is None:
-            known = self._groups[ranks, stride] = self._work_out(ranks, stride)
-        return known
-
-    def _work_out(self, ranks: int, stride: int) -> Group:
+        if known is not None:
+            return known
         if ranks < 1 or stride < 1:
             raise ConfigError(
                 f"a group needs 1 or more ranks and a stride of 1 or more, got {ranks} and {stride}"
             )
         reach = self._reach(ranks, stride)
-        return Group(reach, stride, _Lines(reach, self.profile))
+        found = self._groups[ranks, stride] = Group(reach, stride, _Lines(reach, self.profile))
+        return found
 
     def _reach(self, ranks: int, stride: int) -> Reach:
         cluster, fabric = self.cluster, self.cluster.fabric

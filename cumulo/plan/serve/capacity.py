@@ -60,6 +60,26 @@ def play_between(replica: Replica, traffic: Traffic, percentile: float) -> tuple
     return play(replica, traffic, percentile, sure.fastest), play(replica, traffic, percentile, sure.slowest)
 
 
+def highest_rate(holds: Callable[[float], bool], start: float, tolerance: float) -> float:
+    """Doubles (or halves) from `start` until the limit is enclosed, then halves the enclosed ratio. Returns 0 where
+    no rate holds, and infinity where all do."""
+    low = high = start
+    if holds(start):
+        while holds(high := high * 2):
+            low = high
+            if high > MOST_RATE:
+                return math.inf
+    else:
+        while not holds(low := low / 2):
+            high = low
+            if low < LEAST_RATE:
+                return 0.0
+    while high / low > 1 + tolerance:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
 def find_capacity(
     play_at: Callable[[float], ServeReport],
     slo: Slo,
@@ -67,7 +87,6 @@ def find_capacity(
     start: float = 1.0,
     tolerance: float = 0.02,
 ) -> Capacity:
-    """Double (or halve) from `start` until the limit is enclosed, then halve the enclosed ratio."""
     check_rate(start)
     trials: dict[float, RateTrial] = {}
 
@@ -76,24 +95,15 @@ def find_capacity(
         trials[rate] = RateTrial(rate, result, result.holds(slo))
         return trials[rate].holds
 
-    low = high = start
-    if holds(start):
-        while holds(high := high * 2):
-            low = high
-            if high > MOST_RATE:
-                raise ConfigError(
-                    f"{MOST_RATE:,.0f} requests/s and more meet the SLO, so there is no highest rate to "
-                    "find; use longer requests"
-                )
-    else:
-        while not holds(low := low / 2):
-            high = low
-            if low < LEAST_RATE:
-                raise ConfigError(_hopeless(trials[low].report, slo))
-    while high / low > 1 + tolerance:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return Capacity(low, tuple(trials[rate] for rate in sorted(trials)))
+    rate = highest_rate(holds, start, tolerance)
+    if rate == math.inf:
+        raise ConfigError(
+            f"{MOST_RATE:,.0f} requests/s and more meet the SLO, so there is no highest rate to find; use longer "
+            "requests"
+        )
+    if not rate:
+        raise ConfigError(_hopeless(trials[min(trials)].report, slo))
+    return Capacity(rate, tuple(trials[rate] for rate in sorted(trials)))
 
 
 def _hopeless(alone: ServeReport, slo: Slo) -> str:

@@ -20,7 +20,7 @@ from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.ledger import Interval, TrainEstimate
 from cumulo.plan.memory.live import enough_micro_batches
 from cumulo.plan.memory.peak import chunk_activation_bytes
-from cumulo.plan.memory.states import Elements, heaviest_stage, state_bytes, updated_elements
+from cumulo.plan.memory.states import heaviest_stage, state_bytes, updated_elements
 from cumulo.plan.time import compute_profile
 from cumulo.plan.time.chunks import Chunks, chunks_of, network_of
 from cumulo.plan.time.communication import (
@@ -51,44 +51,31 @@ class Surroundings(NamedTuple):
         """Of the collectives, what computation does not hide: gradients travel behind the last micro-batch's
         backward, weights behind the next step's first forward; with ZeRO-3, behind every micro-batch.
         `micro_batch_s`: forward and backward of one on a stage."""
-        exposed_s = _exposed(job, profile, self.travel_s, micro_batch_s)
-        return data_rounds(job) * exposed_s
+        travel_s = self.travel_s / profile.data_rate
+        if job.overlap_data:
+            # A share is always waited for; the rest only where it takes longer than the computation beside it.
+            share = profile.data_exposed
+            travel_s = share * travel_s + max(0.0, (1 - share) * travel_s - micro_batch_s)
+        return data_rounds(job) * travel_s
 
 
 def surroundings(job: TrainJob, cluster: Cluster, profile: Profile) -> Surroundings:
     byte_s = rates(profile, cluster.device).byte_s
     elements = trained_elements(job)  # frozen weights are neither accumulated nor updated
-    travel_s, sent_bytes = _travel(job, cluster, elements, profile.bucket_bytes)
+    travel_s = sent_bytes = 0.0  # of one micro-batch with ZeRO-3, else of a step
+    network = network_of(cluster)
+    for exchange in data_exchanges(job, elements):
+        pieces = exchange.pieces(job, profile.bucket_bytes)
+        for call in exchange.calls:
+            times = call.forward + call.backward
+            travel_s += pieces * times * call.seconds(network, pieces)
+            sent_bytes += times * call.sent_bytes
     return Surroundings(
         travel_s=travel_s,
         optimizer_s=updated_elements(job.layout, elements) * profile.optimizer_bytes * byte_s,
         weights_s=job.micro_batches * elements.total * profile.weight_bytes * byte_s,
         sent_bytes=data_rounds(job) * sent_bytes,
     )
-
-
-def _travel(job: TrainJob, cluster: Cluster, elements: Elements, bucket_bytes: float) -> tuple[float, float]:
-    """Seconds of all collectives, of one micro-batch with ZeRO-3, else of a step; and the bytes a rank sends."""
-    seconds = sent = 0.0
-    network = network_of(cluster)
-    for exchange in data_exchanges(job, elements):
-        pieces = exchange.pieces(job, bucket_bytes)
-        each_s = 0.0
-        for call in exchange.calls:
-            times = call.forward + call.backward
-            each_s += times * call.seconds(network, pieces)
-            sent += times * call.sent_bytes
-        seconds += pieces * each_s
-    return seconds, sent
-
-
-def _exposed(job: TrainJob, profile: Profile, travel_s: float, hidden_behind_s: float) -> float:
-    """A share is always waited for; the rest only where it takes longer than the computation beside it."""
-    travel_s /= profile.data_rate
-    if not job.overlap_data:
-        return travel_s
-    share = profile.data_exposed
-    return share * travel_s + max(0.0, (1 - share) * travel_s - hidden_behind_s)
 
 
 @dataclass(frozen=True, slots=True)
