@@ -46,7 +46,6 @@ from cumulo.ranks.rank_group import THIS_HOST, meeting_point
 from cumulo.ranks.rank_meter import RankTable
 from cumulo.ranks.remote import host_and_port
 from cumulo.spec.gpu_kernels import obstacle_of
-from cumulo.spec.model import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +142,10 @@ def assemble(
     if draft is not None:
         check_tokenizer(draft, loaded.tokenizer)
         attach_draft(draft, player.runner, loaded.decoder)
-    _serve_adapters(engine, player, config, files.spec)
-    if config.device == "cuda":
-        _compile_first(engine, tell)
-    engine.link = connect(engine.scheduler, player, config, _identity(files, config))
+    made = _complete(files, config, loaded, memory, engine, player, tell)
     if config.kv_disk:
         engine.mover = _mover(engine, player, config, files)
-    return Assembly(loaded, config, memory, engine, player)
+    return made
 
 
 def start_engine(
@@ -207,7 +203,10 @@ def _assemble_ranks(
     own_ranks = layout.world - config.remote_ranks
     places, unit = max(cores, LEAST_CPU_RANKS), f"places for ranks on {cores} CPU cores"
     own_bytes = free_bytes // own_ranks
-    chosen = choose_backend(config.rank_backend, _rank_places(config))
+    on_gpu = config.device == "cuda"
+    gpus, nccl = (torch.cuda.device_count(), has_nccl()) if on_gpu else (0, False)
+    ranks = RankPlaces(config.device, own_ranks, config.remote_ranks, gpus, nccl)
+    chosen = choose_backend(config.rank_backend, ranks)
     config = replace(config, rank_backend=chosen.backend)
     log.info("ranks exchange numbers by %s", chosen)
     if config.device == "cuda":
@@ -253,27 +252,7 @@ def _assemble_ranks(
     engine = _engine(
         player, config, memory, loaded.tokenizer, loaded.eos_ids, files.spec.vocab_size, guidance
     )
-    _serve_adapters(engine, player, config, files.spec)
-    if config.device == "cuda":
-        _compile_first(engine, tell)
-    engine.link = connect(engine.scheduler, player, config, _identity(files, config))
-    return Assembly(loaded, config, memory, engine, player)
-
-
-def _rank_places(config: EngineConfig) -> RankPlaces:
-    on_gpu = config.device == "cuda"
-    return RankPlaces(
-        config.device,
-        config.layout.world - config.remote_ranks,
-        config.remote_ranks,
-        torch.cuda.device_count() if on_gpu else 0,
-        on_gpu and has_nccl(),
-    )
-
-
-def _identity(files: ModelFiles, config: EngineConfig) -> str:
-    """What engines that exchange KV must have in common: other hosts may call other weights by the same name."""
-    return files.name if config.role == "both" else f"{files.name} (weights {weights_digest(files.path)})"
+    return _complete(files, config, loaded, memory, engine, player, tell)
 
 
 def _why_no_role(config: EngineConfig) -> str:
@@ -284,10 +263,27 @@ def _why_no_role(config: EngineConfig) -> str:
     return "run on the ranks of one host: omit remote_ranks" if config.remote_ranks else ""
 
 
-def _serve_adapters(engine: Engine, player: Player, config: EngineConfig, spec: ModelSpec) -> None:
+def _complete(
+    files: ModelFiles,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    memory: MemoryPlan,
+    engine: Engine,
+    player: Player,
+    tell: Callable[[str], None] | None,
+) -> Assembly:
+    """Whatever computes: adapters, kernels that are compiled before anybody waits for them, and other engines."""
     if config.max_loras:
         slots, install = engine.scheduler.adapters, player.runner.load_adapter
-        engine.adapters = AdapterStore(spec, slots, config.max_lora_rank, install)
+        engine.adapters = AdapterStore(files.spec, slots, config.max_lora_rank, install)
+    if config.device == "cuda":
+        if tell is not None:
+            tell("compiling GPU kernels (kept for the next start)")
+        compile_kernels(engine)
+    # What engines that exchange KV must have in common: other hosts may call other weights by the same name.
+    weights = "" if config.role == "both" else f" (weights {weights_digest(files.path)})"
+    engine.link = connect(engine.scheduler, player, config, files.name + weights)
+    return Assembly(loaded, config, memory, engine, player)
 
 
 def _mover(engine: Engine, player: Player, config: EngineConfig, files: ModelFiles) -> TierMover:
@@ -296,12 +292,6 @@ def _mover(engine: Engine, player: Player, config: EngineConfig, files: ModelFil
     pool = getattr(player.runner, "pool", None)
     assert isinstance(pool, SwapPool)  # memory was planned with host blocks for it
     return TierMover(folder, pool, engine.scheduler)
-
-
-def _compile_first(engine: Engine, tell: Callable[[str], None] | None) -> None:
-    if tell is not None:
-        tell("compiling GPU kernels (kept for the next start)")
-    compile_kernels(engine)
 
 
 def compile_kernels(engine: Engine) -> None:

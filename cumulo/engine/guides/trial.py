@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,41 @@ class Trial:
     kept_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
 class VocabularyBytes:
-    """A tokenizer as llguidance needs it, in plain values."""
+    """A tokenizer as llguidance reads one. Special tokens have a name in grammars, not a spelling: text that looks
+    like one is still text."""
 
-    tokens: list[bytes]
-    special_ids: list[int]
-    eos_ids: list[int]
-    bos_id: int | None
+    is_tokenizer_wrapper = True
+
+    def __init__(
+        self, tokens: list[bytes], special_ids: list[int], eos_ids: list[int], bos_id: int | None
+    ) -> None:
+        self.tokens, self.special_token_ids, self.eos_ids = tokens, special_ids, eos_ids
+        self.eos_token_id, self.bos_token_id = eos_ids[0], bos_id
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {token: at for at, token in enumerate(self.tokens) if token and at not in special}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """The longest tokens, greedily. llguidance asks only where it forces text, which our options forbid."""
+        data, ids, start = text.encode() if isinstance(text, str) else text, [], 0
+        while start < len(data):
+            end = min(len(data), start + 64)
+            while end > start + 1 and data[start:end] not in self._ids:
+                end -= 1
+            if (found := self._ids.get(data[start:end])) is not None:
+                ids.append(found)
+            start = end
+        return ids
 
 
 def trial_worker(vocabulary: VocabularyBytes) -> Worker:
     """Each guide gets a process of its own, forked from one that has the vocabulary loaded."""
 
     def setup() -> Any:
-        return vocabulary.tokens, vocabulary.special_ids, vocabulary.eos_ids, vocabulary.bos_id
+        return vocabulary.tokens, vocabulary.special_token_ids, vocabulary.eos_ids, vocabulary.bos_token_id
 
     return Worker("cumulo.engine.guides.trial:make", setup, jobs_per_child=1)
 
@@ -122,37 +143,8 @@ def compile_guide(library: Any, vocabulary: Any, guide: Guide) -> Any:
     return matcher
 
 
-class LlguidanceVocabulary:
-    """A tokenizer as llguidance reads one. Special tokens have a name in grammars, not a spelling: text that looks
-    like one is still text."""
-
-    is_tokenizer_wrapper = True
-
-    def __init__(self, plain: VocabularyBytes) -> None:
-        self.tokens, self.special_token_ids = plain.tokens, plain.special_ids
-        self.eos_token_id, self.bos_token_id = plain.eos_ids[0], plain.bos_id
-        self._ids: dict[bytes, int] = {}
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        """The longest tokens, greedily. llguidance asks only where it forces text, which our options forbid."""
-        if not self._ids:
-            special = set(self.special_token_ids)
-            self._ids = {token: at for at, token in enumerate(self.tokens) if token and at not in special}
-        data, ids, start = text.encode() if isinstance(text, str) else text, [], 0
-        while start < len(data):
-            end = min(len(data), start + 64)
-            while end > start + 1 and data[start:end] not in self._ids:
-                end -= 1
-            if (found := self._ids.get(data[start:end])) is not None:
-                ids.append(found)
-            start = end
-        return ids
-
-
 def load_vocabulary(library: Any, plain: VocabularyBytes) -> Any:
-    return library.LLTokenizer(
-        LlguidanceVocabulary(plain), n_vocab=len(plain.tokens), eos_token=list(plain.eos_ids)
-    )
+    return library.LLTokenizer(plain, n_vocab=len(plain.tokens), eos_token=list(plain.eos_ids))
 
 
 # -- in the worker ----------------------------------------------------------------------------------------------

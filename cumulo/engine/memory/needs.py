@@ -14,24 +14,27 @@ from cumulo.errors import CumuloError
 from cumulo.layout.pieces import padded_rank, served_elements
 from cumulo.spec.gpu_kernels import adapter_obstacle_of, obstacle_of
 from cumulo.spec.model import ModelSpec
-from cumulo.spec.operations import layer_operations, model_operations
+from cumulo.spec.operations import Weight, layer_operations, model_operations
 
 # Multiplied otherwise than by the quantised products: the router in float32, kv_b per head.
 _NEVER_QUANTISED = ("ffn.router.weight", "attention.kv_b.weight")
 INT4_GROUP = 128  # weights that share a scale; rows that it does not divide stay as they are
 
 
+def _quantised_matrices(spec: ModelSpec) -> Iterator[Weight]:
+    """The layers' matrices; embedding, head and routed experts stay as they are."""
+    for layer, operation in model_operations(spec):
+        for weight in operation.weights:
+            if layer is not None and len(weight.shape) == 2 and weight.name not in _NEVER_QUANTISED:
+                yield weight
+
+
 def quantised_saved_bytes(spec: ModelSpec, bytes_per_element: int, kind: str) -> int:
     """What weights=fp8 or int4 frees: the layers' matrices shrink to a byte a number and four for each row's scale,
-    or to half a byte and four for each group's. Embedding, head and routed experts stay as they are."""
+    or to half a byte and four for each group's."""
     if kind == "auto":
         return 0
-    matrices = (
-        weight
-        for layer, operation in model_operations(spec)
-        for weight in operation.weights
-        if layer is not None and len(weight.shape) == 2 and weight.name not in _NEVER_QUANTISED
-    )
+    matrices = _quantised_matrices(spec)
     if kind == "fp8":
         return sum(weight.size * (bytes_per_element - 1) - 4 * weight.shape[0] for weight in matrices)
     return sum(
@@ -44,17 +47,12 @@ def quantised_saved_bytes(spec: ModelSpec, bytes_per_element: int, kind: str) ->
 @lru_cache(maxsize=64)
 def int4_scratch_bytes(spec: ModelSpec, bytes_per_element: int) -> int:
     """Where the largest matrix of a layer is unpacked for steps of many tokens: gate and up lie together."""
-    widest = max(
-        (
-            (2 if weight.name.endswith(("gate.weight", "up.weight")) else 1) * weight.size
-            for layer, operation in model_operations(spec)
-            for weight in operation.weights
-            if layer is not None and len(weight.shape) == 2 and weight.name not in _NEVER_QUANTISED
-            and weight.shape[1] % INT4_GROUP == 0
-        ),
-        default=0,
-    )  # fmt: skip
-    return widest * bytes_per_element
+    sizes = (
+        (2 if weight.name.endswith(("gate.weight", "up.weight")) else 1) * weight.size
+        for weight in _quantised_matrices(spec)
+        if weight.shape[1] % INT4_GROUP == 0
+    )
+    return max(sizes, default=0) * bytes_per_element
 
 
 @lru_cache(maxsize=256)

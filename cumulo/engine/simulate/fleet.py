@@ -62,22 +62,27 @@ def simulate_fleet(
 
 def replica_view(name: str, engine: SimulatedEngine, prompt_s_per_token: float) -> ReplicaView:
     """A simulated engine as a router sees it."""
-    scheduler, cached_tokens = engine.scheduler, engine.cached_tokens
-    coming = engine.waiting_arrivals()
-    running, first = len(scheduler.requests) + len(coming), len(engine.arrivals) - len(coming)
+    scheduler, cached_tokens, coming = engine.scheduler, engine.cached_tokens, engine.waiting_arrivals()
+    first = len(engine.arrivals) - len(coming)
     waiting = sum(
-        max(
-            0,
-            request.prompt_length - max(request.sequences[0].computed, cached_tokens[int(request.id)]),
-        )
-        for request in scheduler.requests.values()
+        max(0, one.prompt_length - max(one.sequences[0].computed, cached_tokens[int(one.id)]))
+        for one in scheduler.requests.values()
     ) + sum(
         arrival.prompt_tokens - cached for arrival, cached in zip(coming, cached_tokens[first:], strict=True)
     )
+    return engine_view(name, engine, waiting, prompt_s_per_token)
+
+
+def engine_view(
+    name: str, engine: SimulatedEngine, waiting_tokens: int, prompt_s_per_token: float
+) -> ReplicaView:
+    """The same, with so many prompt tokens that it has not computed."""
+    scheduler = engine.scheduler
+    running = len(scheduler.requests) + len(engine.waiting_arrivals())
     decode = engine.cost.decode(max(1, running))
     return ReplicaView(
         name,
-        waiting_tokens=waiting,
+        waiting_tokens=waiting_tokens,
         running=running,
         max_running=scheduler.config.max_running,
         prompt_tok_s=1.0 / prompt_s_per_token,

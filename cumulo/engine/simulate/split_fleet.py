@@ -15,7 +15,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cumulo.engine.decide.routing import Ask, ReplicaView, Router
+from cumulo.engine.decide.routing import Ask, Router
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
@@ -27,7 +27,7 @@ from cumulo.engine.decide.transfer.orders import (
     TransferPlan,
 )
 from cumulo.engine.simulate.engine import SimulatedEngine, take_in
-from cumulo.engine.simulate.fleet import PromptHashes
+from cumulo.engine.simulate.fleet import PromptHashes, engine_view
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock
 
 _NUMBERS = 1 << 20  # of one decode engine's requests: prompts of two engines must differ
@@ -163,7 +163,10 @@ class SplitFleet:
         for arrival in arrivals:
             self._play_until(arrival.arrived_s)
             ask = Ask(arrival.prompt_tokens, hashes.of_arrival(arrival))
-            route = router.route(ask, [_view(one) for one in self.decode])
+            views = [
+                engine_view(one.name, one, 0, one.scheduler.costs.prompt_s_per_token) for one in self.decode
+            ]
+            route = router.route(ask, views)
             next(one for one in self.decode if one.name == route.replica).arrivals.append(arrival)
         self._play_until(float("inf"))
         return [one.end() for one in self.decode]
@@ -255,18 +258,3 @@ class SplitFleet:
         moved = int(copied_s * self.link.bytes_per_s)
         tail_s = max(0.0, now_s - chunks[-1][2])
         self._tell(made, Landed(plan.number, tail_s, moved, copied_s), now_s)
-
-
-def _view(engine: SplitDecode) -> ReplicaView:
-    scheduler = engine.scheduler
-    running = len(scheduler.requests) + len(engine.waiting_arrivals())
-    decode = engine.cost.decode(max(1, running))
-    return ReplicaView(
-        engine.name,
-        running=running,
-        max_running=scheduler.config.max_running,
-        prompt_tok_s=1.0 / scheduler.costs.prompt_s_per_token,
-        step_s=decode.fixed_s if decode is not None else 0.02,
-        block_size=scheduler.config.block_size,
-        blocks=scheduler.pool.block_of.keys(),
-    )
