@@ -1,6 +1,5 @@
 """The live page: throughput, latency, queue and KV cache now and over the last hour; use of the machine."""
 
-import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from cumulo.console.machine_use import MachineUse, UseSample
 from cumulo.console.shell import Shell, empty, show
 from cumulo.console.values import table, tile
 from cumulo.engine.memory.ledger import format_bytes
-from cumulo.serve.engine_link.messages import BlockMap, Ready, StepRecord
+from cumulo.serve.engine_link.messages import Ready, StepRecord
 from cumulo.serve.observe.step_history import Slice, StepHistory
 from cumulo.serve.observe.stories import Record
 
@@ -113,7 +112,6 @@ def latencies(records: Iterable[Record], now_s: float) -> Latencies:
 _REFRESH_S = 1.0
 _STEPS_SHOWN = 96
 _JUDGED_REQUESTS = 64
-_MAP_PATIENCE_S = 2.0
 _FAIRNESS = (
     "How evenly API keys were served in the last minute, by Jain's index: 1 is even, 1/n means that one of n keys "
     "got everything."
@@ -142,7 +140,8 @@ def register(shell: Shell, app: FastAPI, machine: MachineUse) -> None:
 
 class _Live:
     def __init__(self, shell: Shell, visitor: Visitor, machine: MachineUse) -> None:
-        self._service, self._visitor, self._machine = shell.service, visitor, machine
+        self._shell, self._visitor, self._machine = shell, visitor, machine
+        self._service = shell.service
         self._map_mark: object = None  # what the block map drawn last belonged to
         self._tiles = show("", "tiles six")
         with ui.element("div").classes("filters"):
@@ -280,14 +279,10 @@ class _Live:
         mark = (engine.engine_pids, engine.stats.steps, engine.stats.running)
         if mark == self._map_mark:
             return
-        asked: asyncio.Task[BlockMap] = asyncio.create_task(engine.block_map())
-        # Waited for this way because an engine that dies meanwhile cancels the answer, not this page.
-        await asyncio.wait([asked], timeout=_MAP_PATIENCE_S)
-        if not asked.done():
-            asked.cancel()
-        elif not asked.cancelled():
+        blocks = await self._shell.block_map()
+        if blocks is not None:
             self._map_mark = mark
-            self._map.set_content(block_chart(asked.result(), self._may_see))
+            self._map.set_content(block_chart(blocks, self._may_see))
 
     def _may_see(self, request_id: str) -> bool:
         record = self._service.stories.get(request_id)

@@ -1,6 +1,5 @@
 """The requests page: a table with filters, a page for each request's story, and two stories compared."""
 
-import asyncio
 import time
 
 from fastapi import FastAPI
@@ -22,7 +21,6 @@ from cumulo.serve.observe.stories import NotUnique, Record
 
 _MOST_ROWS = 200
 _REFRESH_S = 1.5
-_PATIENCE_S = 1.0
 _TIMES = {0: "any time", 60: "last minute", 300: "last 5 minutes", 3600: "last hour"}
 _ALL_KEYS = "all keys"
 
@@ -75,18 +73,11 @@ class _Table:
 
     async def _waiting(self) -> frozenset[str]:
         """Requests without a KV block, asked of the engine only while something waits there."""
-        service = self._shell.service
-        engine = service.engine
+        engine = self._shell.service.engine
         if not engine.waiting or engine.state != "ready":
             return frozenset()
-        asked = asyncio.create_task(engine.block_map())
-        await asyncio.wait([asked], timeout=_PATIENCE_S)
-        if not asked.done():  # a long step, or an engine that hangs
-            asked.cancel()
-            return self._queued
-        if asked.cancelled() or asked.exception() is not None:
-            return frozenset()
-        return frozenset(engine.in_flight) - frozenset(asked.result().owners)
+        blocks = await self._shell.block_map()
+        return self._queued if blocks is None else frozenset(engine.in_flight) - frozenset(blocks.owners)
 
     def _draw(self) -> None:
         service, visitor = self._shell.service, self._visitor

@@ -1,5 +1,6 @@
 """Shell: what every page of the console shares: header, colours, who looks, and clocks that run only while seen."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from cumulo.console.front import Sessions, Visitor
 from cumulo.console.values import duration
 from cumulo.errors import CumuloError
+from cumulo.serve.engine_link.messages import BlockMap
 from cumulo.serve.service import Service
 
 ACCENT = "#2b756c"
@@ -25,6 +27,7 @@ _LINKS = (
     ("/system", "System"),
 )
 _THEME_COOKIE = "cumulo_theme"
+_PATIENCE_S = 2.0  # for the map of the KV blocks
 # The page is told once whether it is seen, and again whenever that changes.
 _WATCH_VISIBILITY = """
 document.addEventListener('visibilitychange', () => emitEvent('seen', !document.hidden));
@@ -84,6 +87,16 @@ class Shell:
         if engine.state == "restarting":
             return "The engine is being restarted after a failure; messages can be sent when it is ready."
         return ""
+
+    async def block_map(self) -> BlockMap | None:
+        """The engine's KV blocks; None where it does not answer soon: in a long step, or when it ends."""
+        asked = asyncio.create_task(self.service.engine.block_map())
+        # Waited for this way because an engine that dies meanwhile cancels the answer, not the page.
+        await asyncio.wait([asked], timeout=_PATIENCE_S)
+        if not asked.done():
+            asked.cancel()
+            return None
+        return None if asked.cancelled() or asked.exception() is not None else asked.result()
 
     async def operate(self, visitor: Visitor, act: Callable[[], Awaitable[str] | str]) -> None:
         """Does what a button asks for, and tells what was done. Whether it may be done is checked here, because a
