@@ -12,7 +12,7 @@ from tests.serve.running_server import RunningServer, wait_for
 from tests.serve.tiny_model import NAME
 
 CHAT = "/v1/chat/completions"
-ENDED = ("completed", "failed", "expired", "cancelled")
+ENDED = ("completed", "failed", "cancelled")
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_without_a_folder_files_live_as_long_as_the_server() -> None:
     store = FileStore(None, 1000)
     with store.writing() as (file_id, descriptor):
         os.write(descriptor, b"{}")
-        store.add(file_id, None, "ann", "a\n\x00b", "batch")
+        store.add(file_id, "ann", "a\n\x00b", "batch")
     assert store.get(file_id, "ann").filename == "ab"
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
     store.close()

@@ -124,7 +124,7 @@ async def create_file(request: Request) -> Response:
         with store.writing() as (file_id, descriptor):
             form = await upload.receive(request, descriptor, max(0, min(room_bytes, limit_bytes)), words)
             _check(form)
-            stored = await asyncio.to_thread(store.add, file_id, None, owner, form.filename or "", "batch")
+            stored = await asyncio.to_thread(store.add, file_id, owner, form.filename or "", "batch")
     finally:
         running[owner] -= 1
     return json_response(stored.as_json())

@@ -131,13 +131,12 @@ _decode_written = msgspec.json.Decoder(_Written).decode
 
 
 class Results:
-    """The lines a batch has written so far, and by that what it need not do again (`done`). Two files lie next to
-    the batch's record: one of good answers, one of errors. A line counts when it is complete, so what a killed
-    server wrote in part is cut off and that request runs again. Blocks: made in a thread."""
+    """The lines a batch has written so far, and by that what it need not do again (`done`), in two files: one of
+    good answers, one of errors. A line counts when it is complete, so what a killed server wrote in part is cut off
+    and that request runs again. Blocks: made in a thread."""
 
-    def __init__(self, folder: Path, batch_id: str) -> None:
-        self.output_path = folder / f"{batch_id}.output"
-        self.error_path = folder / f"{batch_id}.errors"
+    def __init__(self, output_path: Path, error_path: Path) -> None:
+        self.output_path, self.error_path = output_path, error_path
         self._lock = threading.Lock()
         self.done: set[str] = set()
         self.completed = self._recover(self.output_path)

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from typing import get_args
+from weakref import WeakValueDictionary
 
 import msgspec
 from starlette.types import ASGIApp
@@ -33,8 +34,8 @@ class Batches:
         self.store = FileStore(service.options.files, service.options.files_per_key_bytes)
         self.uploads: Counter[str] = Counter()  # running now, by key
         self._records: dict[str, BatchRecord] = {}
-        self._waiting: dict[str, deque[BatchRecord]] = {}  # by key
-        self._workers: dict[str, asyncio.Task[None]] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by key
+        self._running: set[asyncio.Task[None]] = set()
         self._current: dict[str, BatchRun] = {}  # by batch
         self._writing = asyncio.Lock()
         for path in sorted(self.store.folder.glob("batch_*.json")):
@@ -55,23 +56,22 @@ class Batches:
             self._enqueue(record)
 
     async def close(self) -> None:
-        workers = list(self._workers.values())
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         self.store.close()
 
     def _enqueue(self, record: BatchRecord) -> None:
-        self._waiting.setdefault(record.owner, deque()).append(record)
-        if record.owner not in self._workers:
-            self._workers[record.owner] = asyncio.create_task(self._work(record.owner))
+        task = asyncio.create_task(self._run_in_turn(record))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
-    async def _work(self, owner: str) -> None:
-        """Run one key's batches, one after the other."""
-        waiting = self._waiting[owner]
-        while waiting:
-            await self._run(waiting.popleft())
-        del self._waiting[owner], self._workers[owner]
+    async def _run_in_turn(self, record: BatchRecord) -> None:
+        """One key's batches run one after the other."""
+        turn = self._turns.setdefault(record.owner, asyncio.Lock())
+        async with turn:
+            await self._run(record)
 
     async def _run(self, record: BatchRecord) -> None:
         if record.ended or record.id in self._current:
@@ -154,7 +154,6 @@ class Batches:
             raise invalid(
                 f"the batch is {record.status} and can no longer be cancelled", code="invalid_status"
             )
-        record.becomes = "cancelled"
         await self.change(record, "cancelling")
         if (run := self._current.get(record.id)) is not None:
             run.stop()

@@ -8,11 +8,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -22,7 +20,7 @@ from cumulo.serve.access.keys import CALLER_KEY, Caller
 from cumulo.serve.api.batches import lines
 from cumulo.serve.api.batches.lines import Results
 from cumulo.serve.api.batches.schemas import BatchRecord, LineError, Status
-from cumulo.serve.api.batches.store import FileStore
+from cumulo.serve.api.batches.store import FileStore, new_id
 from cumulo.serve.call import LEAST_PRIORITY_KEY
 from cumulo.serve.errors import ApiError
 from cumulo.serve.service import Service
@@ -113,33 +111,23 @@ class BatchRun:
 
     async def run(self) -> None:
         """Until it has ended. Cancelled when the server ends: then it is resumed by the next one."""
-        record = self.record
-        expiry = asyncio.get_running_loop().call_later(
-            max(0.0, record.expires_at - time.time()), self._expire
-        )
+        record, store = self.record, self._store
+        # Named before they are made: a server that is killed finds them by these ids.
+        record.output_file_id = record.output_file_id or new_id()
+        record.error_file_id = record.error_file_id or new_id()
+        if record.status == "validating":
+            await self._validate()
+        if record.ended:
+            return
+        paths = store.path(record.output_file_id), store.path(record.error_file_id)
+        results = await asyncio.to_thread(Results, *paths)
         try:
-            if record.status == "validating":
-                await self._validate()
-            results = await asyncio.to_thread(Results, self._store.folder, record.id)
-            try:
-                if record.output_file_id is None and record.error_file_id is None:  # else they have moved
-                    record.completed, record.failed = results.completed, results.failed
-                if record.status == "in_progress" and record.becomes is None:
-                    await self._work(results)
-                if record.becomes == "expired":
-                    await asyncio.to_thread(self._write_expired, results)
-                    record.completed, record.failed = results.completed, results.failed
-            finally:
-                await asyncio.to_thread(results.close)
-            if not record.ended:
-                await self._finalize(results)
+            record.completed, record.failed = results.completed, results.failed
+            if record.status == "in_progress":
+                await self._work(results)
         finally:
-            expiry.cancel()
-
-    def _expire(self) -> None:
-        if self.record.status in ("validating", "in_progress"):
-            self.record.becomes = "expired"
-            self.stop()
+            await asyncio.to_thread(results.close)
+        await self._finalize()
 
     # -- is it a batch? -----------------------------------------------------------------------------------
     async def _validate(self) -> None:
@@ -155,26 +143,18 @@ class BatchRun:
     # -- its requests -------------------------------------------------------------------------------------
     async def _work(self, results: Results) -> None:
         unread = lines.read(self._input_path, self._max_line_bytes)
-        running: set[asyncio.Task[None]] = set()
-        try:
+        places = asyncio.Semaphore(LINES_AT_A_TIME)
+        async with asyncio.TaskGroup() as running:  # those that are stopped end by themselves, within a step
             while some := await asyncio.to_thread(_some, unread):
                 for line in some:
                     if line.custom_id in results.done:
                         continue
-                    while len(running) >= LINES_AT_A_TIME:
-                        running -= await _first_done(running)
+                    await places.acquire()
                     await self._turn()
                     if self._stop.is_set():
                         return
-                    running.add(asyncio.create_task(self._line(line, results)))
-            while running:
-                running -= await _first_done(running)
-        finally:
-            if not self._stop.is_set():
-                for task in running:
-                    task.cancel()
-            if running:  # those that were stopped end by themselves, within a step
-                await asyncio.gather(*running, return_exceptions=True)
+                    asked = running.create_task(self._line(line, results))
+                    asked.add_done_callback(lambda _: places.release())
 
     async def _turn(self) -> None:
         """Wait until the engine has nothing to do first, and the key is valid."""
@@ -217,39 +197,26 @@ class BatchRun:
             "request_id": answer.headers.get("x-request-id"),
             "body": msgspec.Raw(answer.body),
         }
-        content = {**_head(line.custom_id), "response": response, "error": None}
+        name = f"batch_req_{secrets.token_hex(12)}"
+        content = {"id": name, "custom_id": line.custom_id, "response": response, "error": None}
         await asyncio.to_thread(results.write, content, good)
         self.record.completed, self.record.failed = results.completed, results.failed
         self._service.metrics.of("batch_requests", "completed" if good else "failed").inc()
 
-    def _write_expired(self, results: Results) -> None:
-        """Every request that was not answered in time is told so. Blocks: called in a thread."""
-        if not self.record.total:  # never checked
-            return
-        error = {"code": "batch_expired", "message": "this request was not done within the completion window"}
-        for line in lines.read(self._input_path, self._max_line_bytes):
-            if line.custom_id not in results.done:
-                results.write({**_head(line.custom_id), "response": None, "error": error}, good=False)
-
     # -- its end ------------------------------------------------------------------------------------------
-    async def _finalize(self, results: Results) -> None:
+    async def _finalize(self) -> None:
+        """The files that have lines become files like others."""
         record, store = self.record, self._store
-        end: Status = record.becomes or "completed"
-        record.becomes = end
-        # Named before they are made: a server that is killed in between finds them by these ids.
-        if results.completed and record.output_file_id is None:
-            record.output_file_id = _file_id()
-        if results.failed and record.error_file_id is None:
-            record.error_file_id = _file_id()
-        await self._change(record, "cancelling" if end == "cancelled" else "finalizing")
-        for file_id, path, word in (
-            (record.output_file_id, results.output_path, "output"),
-            (record.error_file_id, results.error_path, "errors"),
-        ):
-            if file_id is not None:
-                name = f"{record.id}_{word}.jsonl"
-                await asyncio.to_thread(store.add, file_id, path, record.owner, name, "batch_output")
-            path.unlink(missing_ok=True)
+        end: Status = "cancelled" if record.status == "cancelling" else "completed"
+        if end == "completed":
+            await self._change(record, "finalizing")
+        for kind, lines_written in (("output", record.completed), ("error", record.failed)):
+            field = f"{kind}_file_id"
+            if lines_written:
+                name = f"{record.id}_{kind}.jsonl"
+                await asyncio.to_thread(store.add, getattr(record, field), record.owner, name, "batch_output")
+            else:
+                setattr(record, field, None)
         await self._change(record, end)
         log.info(
             "batch %s %s: %d of %d requests answered, %d failed",
@@ -259,6 +226,8 @@ class BatchRun:
     async def fail(self, error: Exception) -> None:
         """Something of ours went wrong; the client is told, the log has the rest."""
         log.error("batch %s failed", self.record.id, exc_info=error)
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
         reason = error.strerror if isinstance(error, OSError) else "the server failed; its log says more"
         self.record.errors = [LineError("server_error", f"the batch was given up: {reason}")]
         with contextlib.suppress(OSError):
@@ -267,21 +236,6 @@ class BatchRun:
 
 def _some(unread: Iterator[lines.Line]) -> list[lines.Line]:
     return list(islice(unread, _LINES_PER_READ))
-
-
-async def _first_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        task.result()  # raises what went wrong
-    return done
-
-
-def _head(custom_id: str) -> dict[str, Any]:
-    return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id}
-
-
-def _file_id() -> str:
-    return f"file-{secrets.token_hex(12)}"
 
 
 def _code(body: bytes) -> str | None:

@@ -1,6 +1,6 @@
 """What /v1/files and /v1/batches take and answer, in OpenAI's form."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -8,11 +8,8 @@ from pydantic import BaseModel, Field
 from cumulo.serve.api.openai.schemas import Label
 from cumulo.serve.bodies.strict import Strict
 
-Status = Literal[
-    "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
-]
-ENDED: tuple[Status, ...] = ("completed", "failed", "expired", "cancelled")
-WINDOW_S = 24 * 3600
+Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled"]
+ENDED: tuple[Status, ...] = ("completed", "failed", "cancelled")
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -27,8 +24,8 @@ class LineError(msgspec.Struct, frozen=True):
 class BatchRecord(msgspec.Struct):
     """What is known of one batch, as it lies on disk and as OpenAI's API shows it. Kept by Batches.
 
-    validating -> in_progress -> finalizing -> completed, or failed (the file is no batch), or expired (the window
-    is over), or cancelling -> cancelled. Every change is on disk before anybody is told of it."""
+    validating -> in_progress -> finalizing -> completed, or failed (the file is no batch), or cancelling ->
+    cancelled. Every change is on disk before anybody is told of it."""
 
     id: str
     owner: str  # the name of the key it belongs to
@@ -41,14 +38,10 @@ class BatchRecord(msgspec.Struct):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    # Where its lines are written; at the end None for one that has no lines.
     output_file_id: str | None = None
     error_file_id: str | None = None
-    becomes: Status | None = None  # while finalizing or cancelling: how it ends
     times: dict[str, int] = {}  # when it came to each status
-
-    @property
-    def expires_at(self) -> int:
-        return self.created_at + WINDOW_S
 
     @property
     def ended(self) -> bool:
@@ -57,7 +50,7 @@ class BatchRecord(msgspec.Struct):
     def as_json(self) -> dict[str, Any]:
         errors = [msgspec.to_builtins(error) for error in self.errors]
         # Only what is complete has an id: a client that sees one may read the file.
-        shown = self.ended
+        shown = self.status in ("completed", "cancelled")
         return {
             "id": self.id,
             "object": "batch",
@@ -69,13 +62,7 @@ class BatchRecord(msgspec.Struct):
             "output_file_id": self.output_file_id if shown else None,
             "error_file_id": self.error_file_id if shown else None,
             "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            **{
-                f"{status}_at": self.times.get(status)
-                for status in (
-                    "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled",
-                )
-            },
+            **{f"{status}_at": self.times.get(status) for status in get_args(Status) if status != "validating"},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "metadata": self.metadata,
         }  # fmt: skip
@@ -88,7 +75,9 @@ Metadata = Annotated[dict[str, Label], Field(max_length=16)]
 class BatchRequest(Strict):
     input_file_id: Label = Field(description="A file uploaded with the purpose `batch`.")
     endpoint: Endpoint = Field(description="Where every line's request goes.")
-    completion_window: Literal["24h"] = Field(description="What is not done by then is given up.")
+    completion_window: Literal["24h"] = Field(
+        description="Accepted for compatibility: a batch goes on until it is done or cancelled."
+    )
     metadata: Metadata | None = Field(None, description="Up to 16 texts of your own, kept with the batch.")
 
 
@@ -115,11 +104,9 @@ class BatchObject(BaseModel):
     error_file_id: str | None
     created_at: int
     in_progress_at: int | None
-    expires_at: int
     finalizing_at: int | None
     completed_at: int | None
     failed_at: int | None
-    expired_at: int | None
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: dict[str, int]  # total, completed, failed

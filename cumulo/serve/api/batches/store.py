@@ -27,6 +27,10 @@ MAX_FILES_PER_KEY = 1000
 _LONGEST_NAME = 255
 
 
+def new_id() -> str:
+    return f"file-{secrets.token_hex(12)}"
+
+
 class StoredFile(msgspec.Struct, frozen=True):
     id: str
     owner: str  # the name of the key it belongs to
@@ -121,7 +125,7 @@ class FileStore:
     @contextlib.contextmanager
     def writing(self) -> Iterator[tuple[str, int]]:
         """A new id and a descriptor to write its content to; what `add` has not taken is removed at the end."""
-        file_id = f"file-{secrets.token_hex(12)}"
+        file_id = new_id()
         path = self.folder / f"{file_id}.upload"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -130,12 +134,11 @@ class FileStore:
             os.close(descriptor)
             path.unlink(missing_ok=True)
 
-    def add(self, file_id: str, source: Path | None, owner: str, filename: str, purpose: str) -> StoredFile:
-        """Keep what `source` holds (None: what `writing` wrote), which lies in this folder already."""
-        target = self.path(file_id)
-        source = source or self.folder / f"{file_id}.upload"
-        if source.exists() or not target.exists():  # else: a restart in the middle of this very step
-            source.replace(target)
+    def add(self, file_id: str, owner: str, filename: str, purpose: str) -> StoredFile:
+        """Keep what `writing` wrote, or what somebody wrote to the file's own path."""
+        target, uploaded = self.path(file_id), self.folder / f"{file_id}.upload"
+        if uploaded.exists():
+            uploaded.replace(target)
         name = "".join(letter for letter in filename if letter.isprintable())[:_LONGEST_NAME]
         stored = StoredFile(file_id, owner, name, purpose, target.stat().st_size, int(time.time()))
         write_whole(self.folder / f"{file_id}.json", msgspec.json.encode(stored), 0o600)
