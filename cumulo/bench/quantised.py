@@ -24,6 +24,7 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
 from cumulo.errors import ConfigError
+from cumulo.models.files.hub import resolve
 from cumulo.models.files.load import inspect_model
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.quant.decide.recipe import METHODS, Method, Recipe, settled
@@ -68,14 +69,14 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 
 def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figures]:
-    """The 16-bit model first, then every method and folder."""
-    text = _checked_text(model, config)
-    steps = 1 + 2 * len(config.methods) + len(config.folders)
-    blocks = config.sequences * -(-config.length // BLOCK_SIZE)
-    context = max(64, config.length)
+    """The 16-bit model first, then the file that it was read from if that is quantised, every method and folder."""
+    source, context = resolve(model), max(64, config.length)
+    known = (*([source.path] if source.format == "gguf" else []), *config.folders)
+    text = _checked_text(model, config, known)
+    steps = 1 + 2 * len(config.methods) + len(known)
     engine = EngineConfig(
         threads=config.threads,
-        kv_blocks=max(blocks, -(-context // BLOCK_SIZE)),
+        kv_blocks=-(-context // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         max_context=context,
     )
@@ -83,10 +84,10 @@ def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figure
         tell("the 16-bit model reads the text", 0, steps)
         with LLM(model, config=engine, keep_quantised=False) as exact, torch.inference_mode():
             tokens = held_out_tokens(exact.tokenizer, text, config.sequences, config.length)
-            reference = hidden_states(exact, tokens, tokens.shape[1], blocks)
+            reference = hidden_states(exact, tokens)
 
             def compared(name: str, own: LLM) -> Figures:
-                states = reference if own is exact else hidden_states(own, tokens, tokens.shape[1], blocks)
+                states = reference if own is exact else hidden_states(own, tokens)
                 found = likeness(exact, reference, own, states, tokens)
                 sides = {
                     name: lambda _, llm=llm: _decode_tok_s(llm) for name, llm in (("own", own), ("16", exact))
@@ -99,8 +100,8 @@ def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figure
 
             found, done = [compared("16-bit", exact)], 1
             variants = [(method, Path(work) / method) for method in config.methods]
-            for method, folder in [*variants, *((None, given) for given in config.folders)]:
-                name = folder.name
+            for method, folder in [*variants, *((None, given) for given in known)]:
+                name = "as in its file" if folder == source.path else folder.name
                 if method is not None:
 
                     def show(stage: str, *_: int, method: str = method, done: int = done) -> None:
@@ -118,9 +119,9 @@ def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figure
     return found
 
 
-def _checked_text(model: str | None, config: QualityConfig) -> str:
+def _checked_text(model: str | None, config: QualityConfig, known: Sequence[Path]) -> str:
     """The held-out text. What would fail after minutes of quantising is refused here."""
-    if not config.methods and not config.folders:
+    if not config.methods and not known:
         raise ConfigError(
             f"name a method or a folder to compare: --methods {','.join(METHODS)}, or --folder DIR"
         )

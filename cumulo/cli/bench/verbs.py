@@ -42,25 +42,14 @@ def engine(
     ),
     threads: options.Threads = None,
     rounds: Rounds = 5,
-    quality: bool = typer.Option(
-        True, help="Also compare the outputs with the model dequantized to float32."
-    ),
     json_file: options.JsonOption = None,
 ) -> None:
-    """Measure decode and prefill speed, also against other engines, and the accuracy of the fast path."""
-    from cumulo.bench import engine as bench_engine
+    """Measure decode and prefill speed, also against other engines."""
+    from cumulo.bench.engine import parse_rivals
 
-    config = options.engine_config(threads=threads)
-    threads = config.threads or available_cores()
-    rivals = bench_engine.parse_rivals(against)
-    warn_if_busy()
-    with loading(lines=True) as show:
-        rows = bench_engine.measure(model, rivals, threads, rounds, show)
-        if quality:
-            from cumulo.bench import quality as bench_quality
-
-            rows += bench_quality.measure(model, threads, show)
-    finish(f"engine, {threads} threads", rows, json_file)
+    threads = options.engine_config(threads=threads).threads or available_cores()
+    figures = model, parse_rivals(against), threads, rounds
+    measure("engine", f"engine, {threads} threads", json_file, *figures, progress=loading(lines=True))
 
 
 @app.command(epilog="Example: [bold]cumulo bench scheduler[/bold]")
@@ -209,7 +198,7 @@ def quality(chosen: QualityOptions) -> None:
 
 _QUALITY = (
     RunFigure("perplexity", lambda one: one.perplexity, "", "lower", "perplexity"),
-    RunFigure("mean KL", lambda one: one.kl, "nats", "lower", "mean KL"),
+    RunFigure("mean KL", lambda one: one.kl, "nats", "lower", "KL, nats", "{:.3g}"),
     RunFigure("top-1 agreement", lambda one: 100 * one.agreement, "%", heading="top-1", shown="{:.1f}%"),
     RunFigure("weights", lambda one: one.weight_bytes, "B", "lower", "weights"),
     RunFigure("decode", lambda one: one.decode_tok_s, "tok/s", heading="decode"),
