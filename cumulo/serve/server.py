@@ -54,8 +54,8 @@ class _Run:
         tally = Tally(service.metrics.on_refusal)
         room = find_room(service.options.max_connections)
         self._keeper = Keeper(http_limits(service.options, room), tally)
-        service.metrics.of("connections").set_function(lambda: float(self._keeper.count))
-        service.metrics.of("log_lines_lost").set_function(lambda: float(stderr_log.install().lost_lines))
+        service.metrics.series("connections").set_function(lambda: float(self._keeper.count))
+        service.metrics.series("log_lines_lost").set_function(lambda: float(stderr_log.install().lost_lines))
         app = self._app = create_app(service)
         if tracing is not None:
             from cumulo.serve.observe.otel import TracingMiddleware

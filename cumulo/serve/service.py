@@ -101,9 +101,9 @@ class Service:
         self.abort_reason = "the request was aborted"
         self._callers: dict[str, Caller] = {}  # of requests in flight
         self._ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
-        self.metrics.of("engine_up").set_function(lambda: float(self.engine.state == "ready"))
-        self.metrics.of("engine_restarts").set_function(lambda: float(self.engine.restarts))
-        self.metrics.of("lora_adapters").set_function(lambda: float(len(self.adapters.served)))
+        self.metrics.series("engine_up").set_function(lambda: float(self.engine.state == "ready"))
+        self.metrics.series("engine_restarts").set_function(lambda: float(self.engine.restarts))
+        self.metrics.series("lora_adapters").set_function(lambda: float(len(self.adapters.served)))
 
     def rank_states(self) -> dict[str, list[RankState]]:
         """The ranks of each engine that runs over several, by its name."""
@@ -172,7 +172,7 @@ class Service:
         adapter = self.adapters.named(name)
         assert adapter is not None
         self.adapters.hold(adapter)
-        self.metrics.of("lora_requests", name).inc()
+        self.metrics.series("lora_requests", name).inc()
         return adapter
 
     async def load_adapter(self, name: str, folder: str) -> ServedAdapter:
@@ -257,9 +257,9 @@ class Service:
     def on_delta(self, request: InFlight, delta: Delta, now_s: float) -> None:
         if not delta.token_ids:
             return
-        self.metrics.of("generation_tokens").inc(len(delta.token_ids))
+        self.metrics.series("generation_tokens").inc(len(delta.token_ids))
         if request.last_token_s is not None and request.submit.params.n == 1:
-            self.metrics.of("inter_token_latency_seconds").observe(now_s - request.last_token_s)
+            self.metrics.series("inter_token_latency_seconds").observe(now_s - request.last_token_s)
         request.last_token_s = now_s
         record = self.stories.get(delta.request_id)
         if record is not None:
@@ -273,7 +273,7 @@ class Service:
         if story is not None:
             self.limits.charge_output(caller, story.output_tokens)
             if not request.submit.stream:
-                self.metrics.of("generation_tokens").inc(story.output_tokens)
+                self.metrics.series("generation_tokens").inc(story.output_tokens)
         record = self.stories.get(request.submit.request_id)
         if record is None:  # pushed out by many newer ones
             return
@@ -281,7 +281,7 @@ class Service:
         if isinstance(end, Failure):
             record.outcome, record.error = "error", end.message
             if end.retry_after_s is not None:
-                self.metrics.of("slo_requests", "refused").inc()
+                self.metrics.series("slo_requests", "refused").inc()
         else:
             record.outcome = end.samples[0].finish_reason if end.samples else "abort"
         self.metrics.on_end(record)

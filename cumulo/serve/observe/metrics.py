@@ -102,22 +102,22 @@ class Metrics:
             for name, text, labels in table:
                 self._metrics[name] = kind(f"cumulo:{name}", text, (*_LABELS, *labels), registry=registry)
                 if not labels:
-                    self.of(name)  # it is shown before it has counted anything
+                    self.series(name)  # it is shown before it has counted anything
         for name, text, buckets in _HISTOGRAMS:
             metric = Histogram(f"cumulo:{name}", text, _LABELS, registry=registry, buckets=buckets)
             self._metrics[name] = metric
-            self.of(name)
+            self.series(name)
         for name, text, read in _OF_NOW:
             gauge = Gauge(f"cumulo:{name}", text, _LABELS, registry=registry)
             gauge.labels(*self._values).set_function(partial(self._of_now, read))
         self._now: Stats | None = None
-        self.of("fairness_index").set(1)
+        self.series("fairness_index").set(1)
         self._tenants: dict[str, str] = {}  # names with a series of their own: what others see instead
         self._ledger_of: Ready | None = None
         self._tiers_told: dict[str, int] = {}
         self.drafted_tokens = self.accepted_tokens = 0  # for the console
 
-    def of(self, name: str, *labels: str) -> Any:
+    def series(self, name: str, *labels: str) -> Any:
         """The counter, gauge or histogram of this name, with these values of its own labels."""
         return self._metrics[name].labels(*self._values, *labels)
 
@@ -128,17 +128,17 @@ class Metrics:
     def on_progress(self, stats: Stats) -> None:
         self._now = stats
         for record in stats.records:
-            self.of("iteration_tokens_total").observe(record.prefill_tokens + record.decode_tokens)
-            self.of("step_duration_seconds").observe(record.finished_s - record.started_s)
+            self.series("iteration_tokens_total").observe(record.prefill_tokens + record.decode_tokens)
+            self.series("step_duration_seconds").observe(record.finished_s - record.started_s)
         if stats.fairness is not None:
             self._on_fairness(stats.fairness)
         if stats.tiers is not None:
             self._on_tiers(stats.tiers)
 
     def _on_tiers(self, one: TierStats) -> None:
-        self.of("kv_tier_blocks", "host").set(one.host_blocks_used)
-        self.of("kv_tier_blocks", "disk").set(one.disk_blocks)
-        self.of("kv_disk_bytes").set(one.disk_bytes)
+        self.series("kv_tier_blocks", "host").set(one.host_blocks_used)
+        self.series("kv_tier_blocks", "disk").set(one.disk_blocks)
+        self.series("kv_disk_bytes").set(one.disk_bytes)
         for name, metric, value in (
             ("host", "kv_tier_hits", one.host_hit_tokens),
             ("disk", "kv_tier_hits", one.disk_hit_tokens),
@@ -150,11 +150,11 @@ class Metrics:
             ("bad file", "kv_tier_moved_blocks", one.bad_files),
         ):
             # A new engine process counts from 0 again; so do the engines of a fleet, each for itself.
-            self.of(metric, name).inc(max(0, value - self._tiers_told.get(name, 0)))
+            self.series(metric, name).inc(max(0, value - self._tiers_told.get(name, 0)))
             self._tiers_told[name] = value
 
     def _on_fairness(self, report: FairnessReport) -> None:
-        self.of("fairness_index").set(report.index)
+        self.series("fairness_index").set(report.index)
         for key, prompt_tokens, output_tokens in report.served:
             name = key or "anyone"
             if name not in self._tenants:
@@ -163,7 +163,7 @@ class Metrics:
                 else:
                     name = OTHER_TENANTS
             for kind, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
-                self.of("tenant_tokens", name, kind).inc(tokens)
+                self.series("tenant_tokens", name, kind).inc(tokens)
 
     def on_ready(self, info: Ready) -> None:
         """An engine is up: what it planned to hold, over what it holds. Parts it has not measured are left out."""
@@ -174,55 +174,55 @@ class Metrics:
         for row in info.ledger["rows"]:
             if row["measured_bytes"]:
                 ratio = row["predicted_bytes"] / row["measured_bytes"]
-                self.of("ledger_predicted_over_measured", row["name"].replace(" ", "_")).set(ratio)
+                self.series("ledger_predicted_over_measured", row["name"].replace(" ", "_")).set(ratio)
 
     def on_refusal(self, reason: str) -> None:
         """By the HTTP transport: before anything looked at the request."""
-        self.of("connections_refused", reason).inc()
+        self.series("connections_refused", reason).inc()
 
     def on_response(self, status: int) -> None:
-        self.of("http_responses", str(status)).inc()
+        self.series("http_responses", str(status)).inc()
 
     def on_end(self, record: Record) -> None:
-        self.of("request_success", record.outcome or "error").inc()
+        self.series("request_success", record.outcome or "error").inc()
         story = record.story
         if story is None:
             return
-        self.of("prompt_tokens").inc(record.prompt_tokens)
-        self.of("request_prompt_tokens").observe(record.prompt_tokens)
-        self.of("request_generation_tokens").observe(story.output_tokens)
-        self.of("request_params_n").observe(record.samples)
-        self.of("recomputed_tokens").inc(story.recomputed_tokens)
-        self.of("spec_decode_num_draft_tokens").inc(story.drafted_tokens)
-        self.of("spec_decode_num_accepted_tokens").inc(story.accepted_tokens)
+        self.series("prompt_tokens").inc(record.prompt_tokens)
+        self.series("request_prompt_tokens").observe(record.prompt_tokens)
+        self.series("request_generation_tokens").observe(story.output_tokens)
+        self.series("request_params_n").observe(record.samples)
+        self.series("recomputed_tokens").inc(story.recomputed_tokens)
+        self.series("spec_decode_num_draft_tokens").inc(story.drafted_tokens)
+        self.series("spec_decode_num_accepted_tokens").inc(story.accepted_tokens)
         self.drafted_tokens += story.drafted_tokens
         self.accepted_tokens += story.accepted_tokens
         if record.ended_s is not None:
-            self.of("e2e_request_latency_seconds").observe(record.ended_s - record.received_s)
+            self.series("e2e_request_latency_seconds").observe(record.ended_s - record.received_s)
         if story.admitted_s is not None:
-            self.of("prefix_cache_queries").inc(record.prompt_tokens)
-            self.of("prefix_cache_hits").inc(story.cached_tokens)
-            self.of("request_queue_time_seconds").observe(story.admitted_s - story.arrived_s)
+            self.series("prefix_cache_queries").inc(record.prompt_tokens)
+            self.series("prefix_cache_hits").inc(story.cached_tokens)
+            self.series("request_queue_time_seconds").observe(story.admitted_s - story.arrived_s)
             if story.finished_s is not None:
-                self.of("request_inference_time_seconds").observe(story.finished_s - story.admitted_s)
+                self.series("request_inference_time_seconds").observe(story.finished_s - story.admitted_s)
         if record.ttft_s is not None:
-            self.of("time_to_first_token_seconds").observe(record.ttft_s)
+            self.series("time_to_first_token_seconds").observe(record.ttft_s)
         if story.first_token_s is not None and story.admitted_s is not None:
-            self.of("request_prefill_time_seconds").observe(story.first_token_s - story.admitted_s)
+            self.series("request_prefill_time_seconds").observe(story.first_token_s - story.admitted_s)
             if story.finished_s is not None:
-                self.of("request_decode_time_seconds").observe(story.finished_s - story.first_token_s)
+                self.series("request_decode_time_seconds").observe(story.finished_s - story.first_token_s)
         if record.decode_tok_s:
-            self.of("request_time_per_output_token_seconds").observe(record.samples / record.decode_tok_s)
+            self.series("request_time_per_output_token_seconds").observe(record.samples / record.decode_tok_s)
         if (itl_s := kept_itl_s(record.itls_s)) is not None:
-            self.of("request_inter_token_latency_seconds").observe(itl_s)
+            self.series("request_inter_token_latency_seconds").observe(itl_s)
         if story.promise is not None and story.first_token_s is not None:
-            self.of("slo_requests", story.promise.outcome(story.ttft_s)).inc()
+            self.series("slo_requests", story.promise.outcome(story.ttft_s)).inc()
         for cause, seconds in story.waits_s.items():
-            self.of("wait_seconds", cause).inc(seconds)
+            self.series("wait_seconds", cause).inc(seconds)
         for event in story.events:
             if event.kind == "preempted":
-                self.of("num_preemptions").inc()
-                self.of("preemptions_by_reason", event.detail["cause"]).inc()
+                self.series("num_preemptions").inc()
+                self.series("preemptions_by_reason", event.detail["cause"]).inc()
 
     def text(self, with_names: bool = True, with_adapters: bool = True) -> bytes:
         """`with_names`: of API keys. Without, they are numbered in the order they were first seen. `with_adapters`:

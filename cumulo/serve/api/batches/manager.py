@@ -172,4 +172,4 @@ class Batches:
     def _show(self) -> None:
         counts = Counter(record.status for record in self._records.values())
         for status in get_args(Status):
-            self.service.metrics.of("batches", status).set(counts[status])
+            self.service.metrics.series("batches", status).set(counts[status])

@@ -201,7 +201,7 @@ class BatchRun:
         content = {"id": name, "custom_id": line.custom_id, "response": response, "error": None}
         await asyncio.to_thread(results.write, content, good)
         self.record.completed, self.record.failed = results.completed, results.failed
-        self._service.metrics.of("batch_requests", "completed" if good else "failed").inc()
+        self._service.metrics.series("batch_requests", "completed" if good else "failed").inc()
 
     # -- its end ------------------------------------------------------------------------------------------
     async def _finalize(self) -> None:
