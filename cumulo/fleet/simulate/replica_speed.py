@@ -3,7 +3,6 @@
 """
 
 import itertools
-import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run
 from cumulo.errors import ConfigError
 from cumulo.fleet.decide.scaling import ReplicaSpeed
+from cumulo.plan.serve.capacity import MOST_RATE, highest_rate
 from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.split import landing_blocks
 from cumulo.plan.serve.traffic import Traffic
@@ -19,7 +19,6 @@ from cumulo.spec.slo import Slo
 
 _SAMPLE = 600  # requests of the trace that the search plays
 _BATCH = 32  # sequences that decode together, to weigh an output token against a prompt token
-_LEAST_RATE, _MOST_RATE = 1e-3, 1e4
 _USUAL_TTFT_S, _USUAL_TPOT_S = 2.0, 0.1  # where the SLO has no such bound
 
 
@@ -27,7 +26,7 @@ def replica_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -
     """The highest Poisson rate of this traffic's requests that one replica serves within the SLO, as the tokens per
     second of prompts and of answers whose work fills it."""
     sample = poisson_sample(traffic, _SAMPLE, seed)
-    rate = highest_rate(replica, sample, slo)
+    rate = _highest_rate(replica, sample, slo)
     prompt, output, _ = sample.means()
     cost = replica.cost()
     decode = cost.decode(_BATCH)
@@ -56,7 +55,7 @@ def split_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -> 
         return simulate(landed, scheduler, replica.cost(float("inf")), itl_bound_s=later.itl_s)
 
     prompt, output, _ = sample.means()
-    rates = highest_rate(replica, prompts, first), highest_rate(replica, answers, later, decode)
+    rates = _highest_rate(replica, prompts, first), _highest_rate(replica, answers, later, decode)
     ended_s = decode(tuple(replace(one, arrived_s=0.0) for one in answers.arrivals)).ended_s
     drawn = len(answers.arrivals) / (ended_s * rates[1])  # when all are drawn at once
     return ReplicaSpeed(
@@ -92,7 +91,7 @@ def poisson_sample(traffic: Traffic, count: int, seed: int) -> Traffic:
     )
 
 
-def highest_rate(
+def _highest_rate(
     replica: Replica, sample: Traffic, slo: Slo, play: Callable[[tuple[Arrival, ...]], Run] | None = None
 ) -> float:
     """`play`: how one replica serves; None: it does both, prefill and decode."""
@@ -104,16 +103,7 @@ def highest_rate(
         kept = sum(slo.missed(times) is None for times in answered)
         return kept >= slo.share * len(run.served)
 
-    low = high = 1.0
-    if holds(low):
-        while high < _MOST_RATE and holds(high := high * 2):
-            low = high
-    else:
-        while not holds(low := low / 2):
-            high = low
-            if low < _LEAST_RATE:
-                raise ConfigError(f"one replica cannot keep {slo} even for single requests: use a looser SLO")
-    while high / low > 1.03:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    rate = highest_rate(holds, 1.0, 0.03)
+    if not rate:
+        raise ConfigError(f"one replica cannot keep {slo} even for single requests: use a looser SLO")
+    return min(rate, MOST_RATE)
