@@ -68,7 +68,7 @@ ATTACKS: dict[str, Attack] = {
         "/detokenize", lambda: _body(b'"tokens":[' + _many(b'"a"') + b"]"), STRINGS
     ),
     "nested lists": Attack(_CHAT, lambda: b"[" * SIZE_BYTES, CONTAINERS),
-    "nested objects": Attack(_CHAT, lambda: b'{"a":' * (SIZE_BYTES // 5), CONTAINERS),
+    "nested objects": Attack(_CHAT, lambda: b'{"a":' * (SIZE_BYTES // 5), STRINGS),
     "a number of millions of digits": Attack(
         _CHAT, lambda: _body(b'"seed":' + b"9" * SIZE_BYTES, True), "128 digits"
     ),
