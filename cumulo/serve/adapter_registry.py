@@ -73,10 +73,7 @@ class AdapterRegistry:
         return {one.name: one for one in self.all.values() if one.ready and not one.dropped}
 
     def named(self, name: str) -> ServedAdapter | None:
-        for one in self.all.values():
-            if one.name == name and one.ready and not one.dropped:
-                return one
-        return None
+        return self.served.get(name)
 
     # -- they come and go ---------------------------------------------------------------------------------
     def put(self, name: str, folder: str) -> ServedAdapter:

@@ -12,7 +12,7 @@ from starlette.staticfiles import StaticFiles
 
 from cumulo import __version__
 from cumulo.serve import errors
-from cumulo.serve.api import adapters, operation, rank
+from cumulo.serve.api import operation, rank
 from cumulo.serve.api.anthropic import messages
 from cumulo.serve.api.batches import endpoints as batches
 from cumulo.serve.api.batches.manager import Batches
@@ -26,8 +26,7 @@ from cumulo.serve.gate import Gate
 from cumulo.serve.service import Service
 
 _ENDPOINTS = (
-    chat, completions, responses, messages, embeddings, rank, batches, operation, adapters, fleet_endpoints,
-    fleet_state,
+    chat, completions, responses, messages, embeddings, rank, batches, operation, fleet_endpoints, fleet_state,
 )  # fmt: skip
 # The page /docs loads nothing from another host, and is in nobody's frame.
 _DOCS_POLICY = (

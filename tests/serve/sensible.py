@@ -78,7 +78,7 @@ def _sampling(body: dict[str, Any]) -> None:
 def _beams(body: dict[str, Any]) -> None:
     for name in (
         "temperature", "top_p", "top_k", "min_p", "logprobs", "top_logprobs", "stop", "best_of", "response_format",
-        "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
+        "tools", "tool_choice", "parallel_tool_calls",
     ):  # fmt: skip
         body.pop(name, None)
     body["n"] = min(body.get("n") or 1, 3)
@@ -90,7 +90,7 @@ def _chat(body: dict[str, Any]) -> None:
     for message in body["messages"]:
         _message(message)
     last = body["messages"][-1]
-    if last["role"] == "assistant" and not (last.get("tool_calls") or last.get("function_call")):
+    if last["role"] == "assistant" and not last.get("tool_calls"):
         body["add_generation_prompt"] = None if body.get("continue_final_message") else True
     else:
         body.pop("continue_final_message", None)
@@ -98,7 +98,6 @@ def _chat(body: dict[str, Any]) -> None:
         body.pop("echo", None)
     variables = body.get("chat_template_kwargs") or {}
     body["chat_template_kwargs"] = {f"v{number}": value for number, value in enumerate(variables.values())}
-    _functions(body)
     if body.get("max_completion_tokens") is not None:
         body.pop("max_tokens", None)
     if body.get("top_logprobs") is not None:
@@ -124,21 +123,6 @@ def _chat(body: dict[str, Any]) -> None:
             body.pop("ignore_eos", None)
 
 
-def _functions(body: dict[str, Any]) -> None:
-    """The older form of tools: only where there are no tools."""
-    functions = body.get("functions")
-    if body.get("tools") or not functions:
-        body.pop("functions", None)
-        body.pop("function_call", None)
-        return
-    for name in ("tools", "tool_choice", "parallel_tool_calls", "response_format", "ignore_eos"):
-        body[name] = None
-    for index, function in enumerate(functions):
-        function["name"] = f"{function['name'][:50]}_{index}"
-    if isinstance(body.get("function_call"), dict):
-        body["function_call"]["name"] = functions[0]["name"]
-
-
 def _message(message: dict[str, Any]) -> None:
     content = message.get("content") or "x"
     message["content"] = content[:LONGEST_TEXT] if isinstance(content, str) else content[:1]
@@ -147,14 +131,8 @@ def _message(message: dict[str, Any]) -> None:
     else:
         message.pop("tool_call_id", None)
     if message["role"] != "assistant":
-        for name in ("tool_calls", "reasoning_content", "function_call"):
+        for name in ("tool_calls", "reasoning_content"):
             message.pop(name, None)
-    if message["role"] == "function":
-        message["name"] = message.get("name") or "function"
-    if message.get("tool_calls"):
-        message.pop("function_call", None)
-    if message.get("function_call"):
-        message["function_call"]["arguments"] = "{}"
     for call in message.get("tool_calls") or ():
         call["function"]["arguments"] = "{}"
 

@@ -202,7 +202,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
         ),
         (
             said(role="assistant", content="x", function_call={"name": "f"}),
-            "messages[1].function_call.arguments",
+            "messages[1].function_call",
         ),
     ],
 )

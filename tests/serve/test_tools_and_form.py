@@ -75,8 +75,7 @@ def test_either_calls_or_the_form_fit_and_nothing_else(
 def test_calls_that_look_like_any_json_are_refused_beside_a_form(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="set tool_choice to"):
         tool_guide("llama3", [TOOL], "auto", tokenizer, answer_rule="%json {}")
-    for choice in ("required", "named"):
-        assert tool_guide("llama3", [TOOL], choice, tokenizer, name="get_weather", answer_rule="%json {}")
+    assert tool_guide("llama3", [TOOL], "required", tokenizer, answer_rule="%json {}")
 
 
 def test_every_finished_answer_is_a_call_or_has_the_form(client: openai.OpenAI) -> None:

@@ -1,19 +1,22 @@
-"""Endpoints for operators and tools: health, readiness, metrics, version, models, tokens, explanations."""
+"""Endpoints for operators and tools: health, metrics, version, models, tokens, explanations, adapters."""
 
 import contextlib
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from cumulo import __version__
-from cumulo.serve.access.keys import Caller, caller_of, shown_key
-from cumulo.serve.adapter_registry import ServedAdapter
+from cumulo.serve.access.keys import Caller, caller_of, require_operator, shown_key
+from cumulo.serve.adapter_registry import AdapterRefused, ServedAdapter
 from cumulo.serve.api.openai.chat import chat_prompt
 from cumulo.serve.api.openai.events import json_response
 from cumulo.serve.api.openai.schemas import ChatRequest, DetokenizeRequest, Templated, TokenizeRequest
 from cumulo.serve.api.openai.schemas_out import (
     ERRORS,
+    OPERATOR_ERRORS,
+    AdapterAnswer,
     Detokenized,
     ExplanationList,
     Health,
@@ -23,6 +26,7 @@ from cumulo.serve.api.openai.schemas_out import (
     Version,
 )
 from cumulo.serve.bodies.reader import JsonRoute
+from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.observe.stories import NotUnique, explanation
@@ -211,3 +215,67 @@ async def explain(request_id: str, request: Request, format: Format = "json") ->
         return json_response(chrome_trace(records))
     stories = [explanation(record) for record in records]
     return json_response({"id": request_id, "object": "list", "data": stories})
+
+
+# -- adapters: with API keys they need one that may operate -------------------------------------------------------
+class UnloadAdapterRequest(Strict):
+    lora_name: str = Field(
+        min_length=1, max_length=128, description="What requests call it, as their `model`"
+    )
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    lora_path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="A folder on the server, as PEFT or `cumulo train` writes it",
+    )
+
+
+def _adapter(adapter: ServedAdapter) -> dict[str, Any]:
+    state = "leaving" if adapter.dropped and adapter.calls else "dropped" if adapter.dropped else "loaded"
+    return {
+        "name": adapter.name,
+        "object": "adapter",
+        "state": state,
+        "path": adapter.folder,
+        "rank": adapter.rank,
+        "fingerprint": adapter.fingerprint,
+        "running": adapter.calls,
+        "created": int(adapter.loaded_s),
+    }
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    summary="Load an adapter",
+    response_model=AdapterAnswer,
+    responses=OPERATOR_ERRORS,
+)
+async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
+    """Answers when all engines have it: from then on requests name it as their `model`."""
+    require_operator(request)
+    service = _service(request)
+    service.check_ready()
+    try:
+        adapter = await service.load_adapter(body.lora_name, body.lora_path)
+    except AdapterRefused as error:
+        raise ApiError(400, str(error), param="lora_path", code="adapter_refused") from error
+    return json_response(_adapter(adapter))
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    summary="Drop an adapter",
+    response_model=AdapterAnswer,
+    responses=OPERATOR_ERRORS,
+)
+async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
+    """New requests cannot name it from now on. Those that run are answered; then its memory is free."""
+    require_operator(request)
+    service = _service(request)
+    try:
+        adapter = service.adapters.drop(body.lora_name)
+    except AdapterRefused as error:
+        raise ApiError(404, str(error), param="lora_name", code="adapter_not_found") from error
+    return json_response(_adapter(adapter))

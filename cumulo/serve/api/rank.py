@@ -8,7 +8,6 @@ geometric mean of the query tokens' probabilities, from 0 to 1; its logarithm is
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,7 +16,8 @@ from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response
 
 from cumulo.engine.decide.params import Pooling, SamplingParams
-from cumulo.serve.api.openai.events import json_response, usage
+from cumulo.serve.api.openai.embeddings import ask_many, told_at_end, vector_of
+from cumulo.serve.api.openai.events import json_response
 from cumulo.serve.api.openai.schemas import ModelRequest
 from cumulo.serve.api.openai.schemas_out import ERRORS, Explanation, InputUsage
 from cumulo.serve.bodies.reader import JsonRoute
@@ -100,60 +100,47 @@ class RerankAnswer(BaseModel):
     explain: list[Explanation] | None = None
 
 
-# A call of many texts does not fill the queue: so many are with the engine, the next goes when one is done.
-AT_A_TIME = 64
 _BEFORE_DOCUMENT = "Passage:"
 _AFTER_DOCUMENT = "\nPlease write a question based on this passage.\nQuestion:"  # the paper's instruction
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Queries, and the document that each is held against."""
-
-    queries: Sequence[str]
-    documents: Sequence[str]
-    document_tokens: int | None = None  # so many of each document are read; None: all
+Pairs = Sequence[tuple[str, str]]  # a query, and the document it is held against
+Scored = tuple[list[float], list[Finished]]  # one number for each pair; the engine's results
 
 
-Scored = tuple[
-    list[float], list[Finished]
-]  # in the order of the pairs; the engine's results, for the token counts
+async def score(call: Call, pairs: Pairs, body: Ranking, document_tokens: int | None = None) -> Scored:
+    """`document_tokens`: so many of each document are read; None: all."""
+    method = _likelihoods if body.method == "likelihood" else _cosines
+    return await method(call, pairs, body, document_tokens)
 
 
-async def score(call: Call, pairs: Pairs, body: Ranking) -> Scored:
-    return await (_likelihoods if body.method == "likelihood" else _cosines)(call, pairs, body)
-
-
-async def _cosines(call: Call, pairs: Pairs, body: Ranking) -> Scored:
+async def _cosines(call: Call, pairs: Pairs, body: Ranking, document_tokens: int | None) -> Scored:
     # Texts that come several times (the query of a reranking) are embedded once.
-    queries, documents = list(dict.fromkeys(pairs.queries)), list(dict.fromkeys(pairs.documents))
+    queries, documents = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))
     inputs = await _encode(call.service.text, queries, add_special=True)
     read = await _encode(call.service.text, documents, add_special=True)
-    inputs += [tokens[: pairs.document_tokens] for tokens in read]
-    results = await _ask(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
-    vectors = [_vector(finished) for finished in results]
+    inputs += [tokens[:document_tokens] for tokens in read]
+    results = await ask_many(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
+    vectors = [vector_of(finished).astype(np.float64) for finished in results]
     of_query = dict(zip(queries, vectors, strict=False))
     of_document = dict(zip(documents, vectors[len(queries) :], strict=True))
-    scores = [
-        float(of_query[query] @ of_document[document])
-        for query, document in zip(pairs.queries, pairs.documents, strict=True)
-    ]
+    scores = [float(of_query[query] @ of_document[document]) for query, document in pairs]
     return [max(-1.0, min(1.0, value)) for value in scores], results
 
 
-async def _likelihoods(call: Call, pairs: Pairs, body: Ranking) -> Scored:
+async def _likelihoods(call: Call, pairs: Pairs, body: Ranking, document_tokens: int | None) -> Scored:
     text = call.service.text
     before = await text.encode(_BEFORE_DOCUMENT)
     after = await text.encode(_AFTER_DOCUMENT, add_special=False)
     # Every part is tokenised by itself: where the query begins is then certain.
-    queries = await _encode(text, [f" {query}" for query in pairs.queries])
-    documents = await _encode(text, [f" {document}" for document in pairs.documents])
+    queries = await _encode(text, [f" {query}" for query, _ in pairs])
+    documents = await _encode(text, [f" {document}" for _, document in pairs])
     prompts = [
-        [*before, *document[: pairs.document_tokens], *after, *query]
+        [*before, *document[:document_tokens], *after, *query]
         for document, query in zip(documents, queries, strict=True)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    results = await _ask(call, prompts, params, body)
+    results = await ask_many(call, prompts, params, body)
     return [_geometric_mean(*pair) for pair in zip(results, map(len, queries), strict=True)], results
 
 
@@ -163,24 +150,6 @@ async def _encode(text: ModelText, texts: Sequence[str], *, add_special: bool = 
         if not tokens:
             raise invalid(f"the text {given[:64]!r} has no tokens: there is nothing to score")
     return encoded
-
-
-async def _ask(call: Call, prompts: list[list[int]], params: SamplingParams, body: Ranking) -> list[Finished]:
-    call.submit(
-        prompts,
-        params,
-        stream=False,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        at_a_time=AT_A_TIME,
-    )
-    return await call.results()
-
-
-def _vector(finished: Finished) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    if finished.embedding is None:
-        raise ApiError(500, "the engine ended this request without an embedding", code="engine_error")
-    return np.frombuffer(finished.embedding, dtype="<f4").astype(np.float64)
 
 
 def _geometric_mean(finished: Finished, query_tokens: int) -> float:
@@ -201,7 +170,7 @@ async def create_score(body: ScoreRequest, request: Request) -> Response:
     scores, results = await score(call, _pairs(body), body)
     data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scores)]
     head = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
-    return json_response({**head, "data": data, **_end(call, body, results)})
+    return json_response({**head, "data": data, **told_at_end(call, body, results)})
 
 
 @router.post(
@@ -213,8 +182,8 @@ async def create_rerank(body: RerankRequest, request: Request) -> Response:
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
     call = Call(request, "rerank-", body.model)
     call.log("texts", (body.query, texts))
-    pairs = Pairs([body.query] * len(texts), texts, body.max_tokens_per_doc)
-    scores, results = await score(call, pairs, body)
+    pairs = [(body.query, text) for text in texts]
+    scores, results = await score(call, pairs, body, body.max_tokens_per_doc)
     best_first = sorted(range(len(texts)), key=lambda index: -scores[index])  # stable: ties keep order
     ranked: list[dict[str, Any]] = [
         {"index": index, "relevance_score": scores[index]} for index in best_first[: body.top_n]
@@ -223,7 +192,7 @@ async def create_rerank(body: RerankRequest, request: Request) -> Response:
         for result in ranked:
             result["document"] = {"text": texts[result["index"]]}
     head = {"id": call.id, "model": call.model}
-    return json_response({**head, "results": ranked, **_end(call, body, results)})
+    return json_response({**head, "results": ranked, **told_at_end(call, body, results)})
 
 
 def _pairs(body: ScoreRequest) -> Pairs:
@@ -237,12 +206,4 @@ def _pairs(body: ScoreRequest) -> Pairs:
             "text_1",
             "invalid_value",
         )
-    return Pairs(first * len(second) if len(first) == 1 else first, second)
-
-
-def _end(call: Call, body: Ranking, results: list[Finished]) -> dict[str, Any]:
-    # A likelihood's request draws one token, since the engine draws at least one; nobody asked for it.
-    counts = usage(results)
-    counts["total_tokens"] = counts["prompt_tokens"]
-    del counts["completion_tokens"]
-    return {"usage": counts, **({"explain": call.stories()} if body.explain else {})}
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))

@@ -1,6 +1,6 @@
 """Guides that make a model call tools in its own format. Called by the chat endpoint for `tool_choice`.
 
-`required` and a named tool force a call, markers included. `auto` lets the model write text, but a call that
+`required` forces a call, markers included. `auto` lets the model write text, but a call that
 it begins fits one of the tools; where the text must have a form, the answer is either that or calls. Every
 tool's parameters are a JSON schema of their own in the grammar, so its `$ref`s stay valid.
 """
@@ -34,25 +34,17 @@ def tool_guide(
     choice: str,
     tokenizer: Tokenizer,
     *,
-    name: str | None = None,
     parallel: bool = True,
     reasoning_opened: bool = False,
     answer_rule: str | None = None,
 ) -> Guide | None:
-    """The guide for `choice`: "auto", "required", or "named" with the tool's `name` (one call, of this tool).
+    """The guide for `choice`: "auto" or "required".
 
     None where nothing can be enforced: Llama's bare JSON under "auto" looks like any JSON answer. With
     `reasoning_opened` the model may finish its thoughts before. `answer_rule`: what, in Lark, an answer without
     calls must fit; only "auto" leaves room for one.
     """
-    functions = [tool["function"] for tool in tools]
-    if choice == "named":
-        functions = [function for function in functions if function["name"] == name]
-        if not functions:
-            raise InvalidRequest(
-                f"tool_choice names the tool {name!r}, which is not among tools; add it there"
-            )
-    if not functions:
+    if not tools:
         raise InvalidRequest("tool_choice asks for a tool call, but there are no tools; give tools")
     formed = choice == "auto" and answer_rule is not None
     if choice == "auto" and tool_format == "llama3":
@@ -63,8 +55,8 @@ def tool_guide(
             )
         return None
     writer = _Writer(tokenizer)
-    most = 1 if choice == "named" or not parallel else MAX_PARALLEL_CALLS
-    calls = [writer.call(tool_format, index, function) for index, function in enumerate(functions)]
+    most = MAX_PARALLEL_CALLS if parallel else 1
+    calls = [writer.call(tool_format, index, tool["function"]) for index, tool in enumerate(tools)]
     writer.rule("call", " | ".join(calls))
     answer = _answer(writer, tool_format, "required" if formed else choice, most)
     if formed:

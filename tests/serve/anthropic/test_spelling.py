@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.serve.api.anthropic.as_chat import as_chat
 from cumulo.serve.api.anthropic.messages import MessageAnswer, Thoughts
-from cumulo.serve.api.anthropic.request import MessagesRequest
+from cumulo.serve.api.anthropic.request import MessagesRequest, as_chat
 from cumulo.serve.api.openai.answer_form import AnswerReader
 from cumulo.serve.api.responses.items import Output
 from cumulo.serve.formats.reasoning import ReasoningParser

@@ -81,7 +81,7 @@ def test_a_required_call_is_made_by_any_model(tool_format):
 @pytest.mark.long
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_a_named_tool_is_called_once(tool_format):
-    texts = write(GUIDANCE, tool_guide(tool_format, TOOLS, "named", TOKENIZER, name="say"))
+    texts = write(GUIDANCE, tool_guide(tool_format, TOOLS[1:2], "required", TOKENIZER, parallel=False))
     assert len(texts) == 6
     for text in texts:
         calls = calls_of(read(tool_format, text))
@@ -174,8 +174,6 @@ def test_a_model_that_is_thinking_may_finish_its_thoughts_first():
 
 
 def test_impossible_choices_are_refused():
-    with pytest.raises(InvalidRequest, match="'missing'"):
-        tool_guide("hermes", TOOLS, "named", TOKENIZER, name="missing")
     with pytest.raises(InvalidRequest, match="no tools"):
         tool_guide("hermes", [], "required", TOKENIZER)
     with pytest.raises(InvalidRequest, match="schema"):
@@ -193,7 +191,7 @@ def test_impossible_choices_are_refused():
 )
 def test_the_built_in_model_calls_the_tool_it_must():
     with LLM() as llm:
-        guide = tool_guide("hermes", TOOLS, "named", llm.tokenizer, name="add")
+        guide = tool_guide("hermes", TOOLS[:1], "required", llm.tokenizer, parallel=False)
         messages = [
             {"role": "system", "content": describe_tools(TOOLS)},
             {"role": "user", "content": "What is 3 plus 4?"},

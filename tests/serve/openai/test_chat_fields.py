@@ -1,10 +1,8 @@
-"""/v1/chat/completions, asked by the official client: continued messages, functions in their older form, beams,
-token ids and prompt log-probabilities, the forms of tools that clients send."""
+"""/v1/chat/completions, asked by the official client: continued messages, beams, token ids and prompt
+log-probabilities, the forms of tools that clients send."""
 
-import json
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 
@@ -22,9 +20,6 @@ SCHEMA = {
 }
 FUNCTION: dict[str, Any] = {"name": "weather", "description": "The weather in a city.", "parameters": SCHEMA}
 OTHER: dict[str, Any] = {"name": "time", "parameters": {"type": "object", "properties": {}}}
-LEGACY: dict[str, Any] = GREEDY | {
-    "functions": [FUNCTION, OTHER], "function_call": {"name": "weather"}, "max_tokens": 60,
-}  # fmt: skip
 
 
 def as_tool(function: dict[str, Any]) -> dict[str, Any]:
@@ -89,85 +84,6 @@ def test_only_an_assistants_text_can_be_continued(
         assert answer.json()["error"]["param"] == "continue_final_message"
 
 
-# -- functions in their older form ------------------------------------------------------------------------
-@pytest.mark.speaking
-def test_a_function_is_called_in_the_form_of_the_request(client: openai.OpenAI) -> None:
-    choice = client.chat.completions.create(**LEGACY).choices[0]
-    assert choice.finish_reason == "function_call"
-    assert choice.message.tool_calls is None and choice.message.content is None
-    assert choice.message.function_call is not None and choice.message.function_call.name == "weather"
-    jsonschema.validate(json.loads(choice.message.function_call.arguments), SCHEMA)
-    modern = GREEDY | {
-        "tools": [as_tool(FUNCTION), as_tool(OTHER)], "tool_choice": as_tool({"name": "weather"}),
-        "parallel_tool_calls": False, "max_tokens": 60,
-    }  # fmt: skip
-    calls: Any = client.chat.completions.create(**modern).choices[0].message.tool_calls
-    assert choice.message.function_call.arguments == calls[0].function.arguments
-
-
-@pytest.mark.long
-@pytest.mark.speaking
-def test_a_streamed_function_call_comes_in_pieces(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(**LEGACY).choices[0].message.function_call
-    choices = [chunk.choices[0] for chunk in client.chat.completions.create(**LEGACY, stream=True)]
-    calls = [choice.delta.function_call for choice in choices if choice.delta.function_call is not None]
-    assert whole is not None and len(calls) > 3
-    assert [call.name for call in calls if call.name] == ["weather"]
-    assert "".join(call.arguments or "" for call in calls) == whole.arguments
-    assert choices[-1].finish_reason == "function_call"
-    assert not any(choice.delta.tool_calls for choice in choices)
-
-
-def test_a_function_result_belongs_to_the_call_before_it(
-    client: openai.OpenAI, server: RunningServer
-) -> None:
-    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    older = [
-        *QUESTION,
-        {"role": "assistant", "content": None, "function_call": call},
-        {"role": "function", "name": "weather", "content": "sunny"},
-    ]
-    newer = [
-        *QUESTION,
-        {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    prompts = [
-        server.post("/tokenize", {"messages": messages}).json()["tokens"] for messages in (older, newer)
-    ]
-    assert prompts[0] == prompts[1]
-    answer = client.chat.completions.create(**LEGACY | {"messages": older, "function_call": "none"})
-    assert answer.choices[0].message.content and answer.choices[0].message.function_call is None
-    assert answer.choices[0].finish_reason in ("stop", "length")
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"tools": [as_tool(OTHER)]}, "tools"),
-        ({"function_call": {"name": "nobody"}}, "function_call"),
-        ({"function_call": "always"}, "function_call"),
-        ({"functions": None}, "function_call"),
-        ({"functions": [OTHER, OTHER]}, "functions[1].name"),
-        ({"messages": [*QUESTION, {"role": "function", "content": "x"}]}, "messages[1].name"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}
-                ]
-            },
-            "messages[0].function_call",
-        ),
-    ],
-)
-def test_contradictions_in_the_older_form_are_named(
-    server: RunningServer, change: dict[str, Any], param: str
-) -> None:
-    answer = server.post("/v1/chat/completions", LEGACY | change)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
-
-
 # -- tools ------------------------------------------------------------------------------------------------
 def test_some_of_the_tools_may_be_allowed(client: openai.OpenAI, server: RunningServer) -> None:
     """All are shown, which keeps the prompt the same from turn to turn; only the allowed ones are called."""
@@ -204,6 +120,7 @@ def test_some_of_the_tools_may_be_allowed(client: openai.OpenAI, server: Running
             "at least 1",
         ),
         ({"tool_choice": "always"}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"functions": [OTHER]}, "functions", "write them as tools"),
     ],
 )
 def test_a_tool_of_another_kind_is_refused_in_words(

@@ -41,7 +41,6 @@ def test_nobody_reads_continues_or_deletes_anothers_response(guarded: Guarded) -
     for refused in (
         lambda: guarded["bob"].responses.retrieve(anns.id),
         lambda: guarded["bob"].responses.delete(anns.id),
-        lambda: guarded["bob"].responses.cancel(anns.id),
         lambda: guarded["bob"].responses.input_items.list(anns.id),
         lambda: guarded["bob"].responses.create(**ASK, previous_response_id=anns.id),
         lambda: guarded["bob"].responses.create(**ASK, previous_response_id=anns.id, stream=True),

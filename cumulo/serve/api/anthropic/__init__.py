@@ -1,2 +1,2 @@
-"""Anthropic's Messages API, for Anthropic's own clients: `request` is what may be asked, `as_chat` makes a chat
-request of it, `messages` has the routes and words the answer."""
+"""Anthropic's Messages API, for Anthropic's own clients: `request` is what may be asked and makes a chat request of
+it, `messages` has the routes and words the answer."""

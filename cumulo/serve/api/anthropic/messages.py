@@ -8,8 +8,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
-from cumulo.serve.api.anthropic.as_chat import as_chat, tool_use_id
-from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesRequest
+from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesRequest, as_chat, tool_use_id
 from cumulo.serve.api.openai.answer_form import AnswerReader
 from cumulo.serve.api.openai.chat import begin_chat, chat_prompt, telling_format_as
 from cumulo.serve.api.openai.events import json_response, open_stream, to_line, usage
@@ -130,7 +129,7 @@ router = APIRouter(route_class=JsonRoute, responses=ANTHROPIC_ERRORS)
 )
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     with telling_format_as("output_config.format"):
-        call, form, _ = await begin_chat(request, await asyncio.to_thread(as_chat, body), "msg_")
+        call, form = await begin_chat(request, await asyncio.to_thread(as_chat, body), "msg_")
     if body.thinking is not None and body.thinking.budget_tokens is not None:
         warn("thinking.budget_tokens is not enforced; max_tokens bounds thoughts and answer together")
     answer = MessageAnswer(form.reader(), _thoughts(body))

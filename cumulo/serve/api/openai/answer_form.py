@@ -5,7 +5,7 @@ tells whether the model begins with its thoughts.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from cumulo.serve.errors import invalid
 from cumulo.serve.formats.events import Event, Text, ToolCallArguments, ToolCallStart
 from cumulo.serve.formats.forcing import after_thoughts, tool_guide
 from cumulo.serve.formats.reasoning import CLOSE, OPEN, Reasoning, ReasoningParser, opens_reasoning
-from cumulo.serve.formats.tool_calls import ToolCallParser, ToolFormat
+from cumulo.serve.formats.tool_calls import ToolCallParser
 from cumulo.serve.model_text import ModelText
 
 Piece = Reasoning | Event
@@ -98,84 +98,45 @@ def delta_of(piece: Piece) -> dict[str, Any]:
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.fragment}}]}
 
 
-def legacy_message(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """The assistant's message, with its call in the older form."""
-    message = message_of(pieces)
-    for call in message.pop("tool_calls", ())[:1]:
-        message["function_call"] = call["function"]
-    return message
-
-
-def legacy_delta(piece: Piece) -> dict[str, Any]:
-    """What a piece of an answer adds, as a streamed chunk says it."""
-    if isinstance(piece, Text | Reasoning):
-        return delta_of(piece)
-    if isinstance(piece, ToolCallStart):
-        return {"function_call": {"name": piece.name, "arguments": ""}}
-    return {"function_call": {"arguments": piece.fragment}}
-
-
-Choice = Literal["auto", "required", "named"]
-
-
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools of a request whose answer may call them."""
 
     tools: list[Tool]  # that may be called
-    choice: Choice
-    name: str | None  # with "named"
+    choice: Literal["auto", "required"]
     parallel: bool
-    all_tools: list[Tool]  # that the model is told of
-
-    @property
-    def shown(self) -> list[dict[str, Any]]:
-        return template_tools(self.all_tools)
+    shown: list[dict[str, Any]]  # what the model is told of
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
+    reader: Callable[[], AnswerReader]  # makes the reader of one answer
     guide: Guide | None = None
     guide_param: str | None = None  # the field to name when the guide is refused
     show_special: bool = False
-    tool_format: ToolFormat | None = None  # None: no calls are looked for
-    tool_names: tuple[str, ...] = ()
-    parallel: bool = True
-    thinks: bool = False
-    thoughts_opened: bool = False
-
-    def reader(self) -> AnswerReader:
-        """Make the reader of one answer."""
-        return AnswerReader(
-            ReasoningParser(opened=self.thoughts_opened) if self.thinks else None,
-            ToolCallParser(self.tool_format, self.tool_names) if self.tool_format is not None else None,
-            parallel=self.parallel,
-        )
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
     """Which tools the answer may call; None: it is to call none. Refuses contradictions."""
     tools, choice = body.tools or [], body.tool_choice
-    is_legacy = body.functions is not None or body.function_call is not None
-    listing, choosing = ("functions", "function_call") if is_legacy else ("tools", "tool_choice")
     if not tools:
         if choice is not None and choice != "none":
-            raise invalid(f"{choosing} needs {listing}; give {listing} or leave it out", choosing)
+            raise invalid("tool_choice needs tools; give tools or leave it out", "tool_choice")
         if body.parallel_tool_calls is not None:
             raise invalid("parallel_tool_calls needs tools; leave it out", "parallel_tool_calls")
         return None
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            param = f"functions[{index}].name" if is_legacy else f"tools[{index}].function.name"
-            raise invalid(f"{listing} has two functions named {name!r}", param)
+            raise invalid(f"tools has two functions named {name!r}", f"tools[{index}].function.name")
     if choice == "none":
         return None
-    for named in _named(choice):
-        if named not in names:
+    named = _named(choice)
+    for name in named:
+        if name not in names:
             raise invalid(
-                f"{choosing} names {named[:64]!r}, which is not among the {listing}: {', '.join(names)}",
-                choosing,
+                f"tool_choice names {name[:64]!r}, which is not among the tools: {', '.join(names)}",
+                "tool_choice",
             )
     if body.response_format is not None and body.response_format.type == "grammar":
         raise invalid(
@@ -183,13 +144,13 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
             "tool_choice to none",
             "response_format",
         )
-    parallel = body.parallel_tool_calls is not False
+    allowed = [tool for tool in tools if not named or tool.function.name in named]
+    shown, parallel = template_tools(tools), body.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
-        return ToolUse(tools, "named", choice.function.name, parallel, tools)
+        return ToolUse(allowed, "required", False, shown)  # one call, of this tool
     if isinstance(choice, AllowedTools):
-        allowed = [tool for tool in tools if tool.function.name in _named(choice)]
-        return ToolUse(allowed, choice.allowed_tools.mode, None, parallel, tools)
-    return ToolUse(tools, choice or "auto", None, parallel, tools)
+        return ToolUse(allowed, choice.allowed_tools.mode, parallel, shown)
+    return ToolUse(allowed, choice or "auto", parallel, shown)
 
 
 def _named(choice: object) -> list[str]:
@@ -227,37 +188,31 @@ def answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt:
 
 def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt: str) -> AnswerForm:
     formats = text.formats
-    if use is None and body.response_format is None and not formats.thinks:
-        return AnswerForm()
     opened = formats.thinks and (opens_reasoning(prompt) or _continues_thoughts(body))
-    show_thoughts = formats.thinks and formats.thought_markers_special
+    show_special = formats.thinks and formats.thought_markers_special
+
+    def reader() -> AnswerReader:
+        thoughts = ReasoningParser(opened=opened) if formats.thinks else None
+        if use is None:
+            return AnswerReader(thoughts, None)
+        names = [tool.function.name for tool in use.tools]
+        return AnswerReader(thoughts, ToolCallParser(formats.tools, names), parallel=use.parallel)
+
     if use is None:
         guide = _guide_of(body.response_format, text.tokenizer, opened)
-        param = "response_format" if guide is not None else None
-        return AnswerForm(
-            guide, param, show_special=show_thoughts, thinks=formats.thinks, thoughts_opened=opened
-        )
+        return AnswerForm(reader, guide, "response_format", show_special)
     form_rule = _rule_of(body.response_format)
     guide = tool_guide(
         formats.tools,
         [_enforced(tool) for tool in use.tools],
         use.choice,
         text.tokenizer,
-        name=use.name,
         parallel=use.parallel,
         reasoning_opened=opened,
         answer_rule=form_rule,
     )
-    return AnswerForm(
-        guide,
-        "tools" if form_rule is None else "response_format",
-        show_special=show_thoughts or formats.tool_markers_special,
-        tool_format=formats.tools,
-        tool_names=tuple(tool.function.name for tool in use.tools),
-        parallel=use.parallel,
-        thinks=formats.thinks,
-        thoughts_opened=opened,
-    )
+    param = "tools" if form_rule is None else "response_format"
+    return AnswerForm(reader, guide, param, show_special or formats.tool_markers_special)
 
 
 def _continues_thoughts(body: ChatRequest) -> bool:

@@ -1,4 +1,9 @@
-"""/v1/chat/completions: messages in, the assistant's answer out, whole or streamed."""
+"""/v1/chat/completions: messages in, the assistant's answer out, whole or streamed.
+
+The way of a request: the gate lets it in, BodyReader makes a ChatRequest of its body, `begin_chat` makes a prompt
+of its messages and sends that to the engine as a Call, and Chats words what comes back. /v1/responses and
+/v1/messages make a ChatRequest of theirs and go the same way from `begin_chat` on.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cumulo.engine.outputs import Delta
+from cumulo.engine.outputs import Delta, Sample
 from cumulo.serve.api.openai.answer_form import (
     AnswerForm,
     AnswerReader,
@@ -15,13 +20,10 @@ from cumulo.serve.api.openai.answer_form import (
     answer_form,
     check_form,
     delta_of,
-    legacy_delta,
-    legacy_message,
     message_of,
     tool_use,
 )
 from cumulo.serve.api.openai.conversation import (
-    as_tools,
     check_continued,
     conversation,
     template_variables,
@@ -36,7 +38,7 @@ from cumulo.serve.api.openai.events import (
     open_stream,
     usage,
 )
-from cumulo.serve.api.openai.logprobs import chat_logprobs, prompt_logprobs, spoken, worded
+from cumulo.serve.api.openai.logprobs import chat_logprobs, prompt_logprobs, worded
 from cumulo.serve.api.openai.sampling import chat_params, check_tokens, default_limit, is_search
 from cumulo.serve.api.openai.schemas import ChatRequest
 from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, ChatCompletion
@@ -53,22 +55,23 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
     "/v1/chat/completions", summary="Answer a conversation", response_model=ChatCompletion, responses=STREAMED
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    call, form, ends = await begin_chat(request, body, "chatcmpl-")
+    call, form = await begin_chat(request, body, "chatcmpl-")
+    answers = Chats(call, body, form)
     if body.stream:
-        return await open_stream(call, ChatEvents(call, body, form, ends))
-    results = await call.results()
+        return await open_stream(call, answers)
+    (finished,) = await call.results()
     asks_logprobs = body.logprobs or body.prompt_logprobs is not None
-    return json_response(await worded(asks_logprobs, lambda: _answer(call, body, form, ends, results)))
+    return json_response(await worded(asks_logprobs, lambda: answers.whole(finished)))
 
 
 async def begin_chat(
     request: Request, body: ChatRequest, prefix: str, guide_param: str | None = None
-) -> tuple[Call, AnswerForm, frozenset[int]]:
+) -> tuple[Call, AnswerForm]:
     """Check a conversation, make its prompt and send it to the engine. `guide_param`: what the client calls
     `response_format`, where that is not its name.
 
     The call brings the answer and has the prompt's tokens (`prompts`); the form makes the readers that take an
-    answer apart into thoughts, text and tool calls; the last are the tokens that end it."""
+    answer apart into thoughts, text and tool calls."""
     call = Call(request, prefix, body.model)
     service = call.service
     use, prompt, tokens = await chat_prompt(service, body)
@@ -89,7 +92,7 @@ async def begin_chat(
         guide_param=guide_param or form.guide_param,
         session=body.prompt_cache_key or "",
     )
-    return call, form, frozenset((*service.info.eos_ids, *params.stop_token_ids))
+    return call, form
 
 
 @contextlib.contextmanager
@@ -106,7 +109,6 @@ def telling_format_as(name: str) -> Iterator[None]:
 
 async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | None, str, list[int]]:
     """Which tools the answer may call, and the prompt as text and as tokens."""
-    body = as_tools(body)
     use = tool_use(body)
     check_form(body.response_format)
     if body.continue_final_message:
@@ -124,100 +126,72 @@ async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | No
     return use, prompt, tokens
 
 
-def _answer(
-    call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int], results: list[Finished]
-) -> dict[str, Any]:
-    service = call.service
-    choices = []
-    for sample in results[0].samples:
-        logprobs = None
-        if body.logprobs:
-            entries = spoken(sample.logprobs, sample.finish_reason, ends)
-            logprobs = chat_logprobs(service.text, entries, body.top_logprobs or 0)
-        reader = form.reader()
-        pieces = reader.read(sample.text, last=True)
-        message = message_of(pieces) if body.functions is None else legacy_message(pieces)
-        if body.echo:
-            message["content"] = text_of(body.messages[-1].content) + (message["content"] or "")
+class Chats(EventWriter):
+    """Words the answers of one request: whole, or as chunks while they are made."""
+
+    def __init__(self, call: Call, body: ChatRequest, form: AnswerForm) -> None:
+        self._call, self._body, self._form = call, body, form
+        self._counts = StreamCounts(call, body.stream_options)
+        self._base: dict[str, Any] = {"id": call.id, "created": call.created, "model": call.model}
+        if body.service_tier is not None:
+            self._base["service_tier"] = "default"
+        # What stands before each answer: the text that it continues.
+        self._echoed = text_of(body.messages[-1].content) if body.echo else ""
+        self._readers: dict[int, AnswerReader] = {}  # of the choices that have begun
+
+    def whole(self, finished: Finished) -> dict[str, Any]:
+        body, call = self._body, self._call
+        answer: dict[str, Any] = {
+            **self._base,
+            "object": "chat.completion",
+            "choices": [self._whole_choice(sample) for sample in finished.samples],
+            "usage": usage([finished], searched=is_search(body)),
+        }
+        if body.prompt_logprobs is not None:
+            of_prompt = finished.prompt_logprobs or []
+            answer["prompt_logprobs"] = prompt_logprobs(call.service.text, of_prompt, body.prompt_logprobs)
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = call.prompts[0]
+        if body.explain:
+            answer["explain"] = call.stories()
+        return answer
+
+    def _whole_choice(self, sample: Sample) -> dict[str, Any]:
+        reader = self._form.reader()
+        message = message_of(reader.read(sample.text, last=True))
+        if self._body.echo:
+            message["content"] = self._echoed + (message["content"] or "")
         choice = {
             "index": sample.index,
             "message": message,
-            "logprobs": logprobs,
-            "finish_reason": _reason(body, reader.finish_reason(sample.finish_reason)),
+            "logprobs": self._logprobs(sample),
+            "finish_reason": reader.finish_reason(sample.finish_reason),
         }
-        if body.return_token_ids:
+        if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
-        choices.append(choice)
-    answer: dict[str, Any] = {
-        "id": call.id,
-        "object": "chat.completion",
-        "created": call.created,
-        "model": call.model,
-        "choices": choices,
-        "usage": usage(results, searched=is_search(body)),
-        **_tier(body),
-    }
-    if body.prompt_logprobs is not None:
-        of_prompt = results[0].prompt_logprobs or []
-        answer["prompt_logprobs"] = prompt_logprobs(service.text, of_prompt, body.prompt_logprobs)
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = call.prompts[0]
-    if body.explain:
-        answer["explain"] = call.stories()
-    return answer
-
-
-def _reason(body: ChatRequest, reason: str | None) -> str | None:
-    """Why an answer ended, in the words of the form the request has."""
-    return "function_call" if reason == "tool_calls" and body.functions is not None else reason
-
-
-def _tier(body: ChatRequest) -> dict[str, str]:
-    return {} if body.service_tier is None else {"service_tier": "default"}
-
-
-class ChatEvents(EventWriter):
-    """An answer as chunks; those that are new at the same time go in one piece."""
-
-    def __init__(self, call: Call, body: ChatRequest, form: AnswerForm, ends: frozenset[int]) -> None:
-        self._call, self._body, self._form, self._ends = call, body, form, ends
-        self._counts = StreamCounts(call, body.stream_options)
-        self._base: dict[str, Any] = {
-            "id": call.id,
-            "object": "chat.completion.chunk",
-            "created": call.created,
-            "model": call.model,
-            **_tier(body),
-        }
-        self._prompt_told = False
-        self._readers: dict[int, AnswerReader] = {}  # of the choices that have begun
+        return choice
 
     def add(self, batch: Batch) -> bytes:
-        pieces: list[bytes] = []
-        for _, item in batch:
-            if isinstance(item, Delta):
-                pieces += self._chunks(item)
-        return b"".join(pieces)
+        """Chunks of what is new; those that are new at the same time go in one piece."""
+        chunks = [chunk for _, item in batch if isinstance(item, Delta) for chunk in self._chunks(item)]
+        return b"".join(map(event, chunks))
 
     def end(self) -> bytes:
-        return last_chunks(self._call, self._body, self._base, self._counts)
+        base = {**self._base, "object": "chat.completion.chunk"}
+        return last_chunks(self._call, self._body, base, self._counts)
 
-    def _chunks(self, item: Delta) -> list[bytes]:
+    def _chunks(self, item: Delta) -> list[dict[str, Any]]:
         self._counts.note(item)
-        logprobs = None
-        if self._body.logprobs and item.logprobs:
-            entries = spoken(item.logprobs, item.finish_reason, self._ends)
-            logprobs = chat_logprobs(self._call.service.text, entries, self._body.top_logprobs or 0)
+        tells_prompt = not self._readers
         begins = item.index not in self._readers
         if begins:
             self._readers[item.index] = self._form.reader()
         reader = self._readers[item.index]
-        added = reader.read(item.text, last=item.finish_reason is not None)
-        word = delta_of if self._body.functions is None else legacy_delta
-        deltas = [word(piece) for piece in added]
-        finish_reason = _reason(self._body, reader.finish_reason(item.finish_reason))
+        deltas = [delta_of(piece) for piece in reader.read(item.text, last=item.finish_reason is not None)]
+        logprobs = self._logprobs(item) if item.logprobs else None
+        finish_reason = reader.finish_reason(item.finish_reason)
         if begins:
-            repeated = [{"content": text_of(self._body.messages[-1].content)}] if self._body.echo else []
+            repeated = [{"content": self._echoed}] if self._body.echo else []
             deltas = repeated + deltas
             deltas[:1] = [{"role": "assistant", "content": "", **(deltas[0] if deltas else {})}]
         ids = item.token_ids if self._body.return_token_ids else None
@@ -230,11 +204,15 @@ class ChatEvents(EventWriter):
             chunks[-1]["choices"][0]["finish_reason"] = finish_reason
         if ids is not None and chunks:
             chunks[0]["choices"][0]["token_ids"] = ids
-            if not self._prompt_told:
+            if tells_prompt:
                 chunks[0]["prompt_token_ids"] = self._call.prompts[0]
-                self._prompt_told = True
-        return [event(chunk) for chunk in chunks]
+        return chunks
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self._base, "choices": [choice], **self._counts.field()}
+        return {**self._base, "object": "chat.completion.chunk", "choices": [choice], **self._counts.field()}
+
+    def _logprobs(self, made: Sample | Delta) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(self._call.service.text, self._call.spoken(made), self._body.top_logprobs or 0)

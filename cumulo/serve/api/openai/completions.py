@@ -1,7 +1,6 @@
 """/v1/completions: one text or many continued, as texts or as tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,7 +23,6 @@ from cumulo.serve.api.openai.logprobs import (
     echoed_columns,
     joined_columns,
     prompt_logprobs,
-    spoken,
     worded,
 )
 from cumulo.serve.api.openai.sampling import check_tokens, completion_params, is_search
@@ -39,32 +37,6 @@ from cumulo.serve.service import Service
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A checked request: what the wording of its answer needs to know."""
-
-    body: CompletionRequest
-    prompts: list[list[int]]
-    echoed: list[str]  # the prompts as texts; empty texts unless they are wanted
-    ends: frozenset[int]  # tokens that end an answer
-    skip_special: bool
-
-    @property
-    def nothing_new(self) -> bool:
-        """Only the prompt is wanted. The engine draws at least one token, which is not told."""
-        return self.body.max_tokens == 0
-
-    def columns(self, service: Service, position: int) -> CompletionColumns:
-        top = self.body.logprobs or 0
-        start = len(self.echoed[position])
-        return CompletionColumns(service.text, top, skip_special=self.skip_special, start=start)
-
-    def echoed_columns(self, service: Service, position: int, entries: Any) -> dict[str, Any]:
-        prompt, length = self.prompts[position], len(self.echoed[position])
-        top = self.body.logprobs or 0
-        return echoed_columns(service.text, top, prompt, entries or [], length, self.skip_special)
-
-
 @router.post("/v1/completions", summary="Continue a text", response_model=Completion, responses=STREAMED)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     call = Call(request, "cmpl-", body.model)
@@ -72,26 +44,30 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
         raise invalid("max_tokens: 0 asks for nothing unless echo is true", "max_tokens")
     params = completion_params(body, service.info.generation_defaults)
-    asked = await _asked(body, service, params)
-    service.check_lengths(asked.prompts, params)  # first: looking at every token takes long if there are many
-    check_tokens(asked.prompts, params, service.info.vocab_size)
+    prompts, echoed = await _prompts(body, service, params)
+    service.check_lengths(prompts, params)  # first: looking at every token takes long if there are many
+    check_tokens(prompts, params, service.info.vocab_size)
     call.log("prompt", body.prompt)
     call.submit(
-        asked.prompts,
+        prompts,
         params,
         stream=bool(body.stream),
         priority=body.priority,
         cache_salt=body.cache_salt,
         slo=body.slo.as_slo() if body.slo is not None else None,
     )
+    answers = Completions(call, body, echoed)
     if body.stream:
-        return await open_stream(call, CompletionEvents(call, asked))
+        return await open_stream(call, answers)
     results = await call.results()
     asks_logprobs = body.logprobs is not None or body.prompt_logprobs is not None
-    return json_response(await worded(asks_logprobs, lambda: _answer(call, asked, results)))
+    return json_response(await worded(asks_logprobs, lambda: answers.whole(results)))
 
 
-async def _asked(body: CompletionRequest, service: Service, params: SamplingParams) -> Asked:
+async def _prompts(
+    body: CompletionRequest, service: Service, params: SamplingParams
+) -> tuple[list[list[int]], list[str]]:
+    """The prompts as tokens, and as the texts that are echoed: empty ones unless that is wanted."""
     given = body.prompt
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts: list[list[int]] = []
@@ -111,137 +87,112 @@ async def _asked(body: CompletionRequest, service: Service, params: SamplingPara
             echoed.append(prompt)
         else:
             echoed.append(service.text.tokenizer.decode(tokens, skip_special=params.skip_special_tokens))
-    ends = frozenset((*service.info.eos_ids, *params.stop_token_ids))
-    return Asked(body, prompts, echoed, ends, params.skip_special_tokens)
+    return prompts, echoed
 
 
-def _answer(call: Call, asked: Asked, results: list[Finished]) -> dict[str, Any]:
-    choices = [
-        _choice(asked, call.service, position, finished, sample)
-        for position, finished in enumerate(results)
-        for sample in finished.samples
-    ]
-    answer: dict[str, Any] = {
-        "id": call.id,
-        "object": "text_completion",
-        "created": call.created,
-        "model": call.model,
-        "choices": choices,
-        "usage": usage(results, len(choices) if asked.nothing_new else 0, is_search(asked.body)),
-    }
-    if asked.body.explain:
-        answer["explain"] = call.stories()
-    return answer
+class Completions(EventWriter):
+    """Words the answers of one request: each choice whole, or piece by piece as it is made."""
 
-
-def _choice(
-    asked: Asked, service: Service, position: int, finished: Finished, sample: Sample
-) -> dict[str, Any]:
-    body = asked.body
-    text, entries, ids = sample.text, sample.logprobs, sample.token_ids
-    finish_reason = sample.finish_reason
-    if asked.nothing_new:
-        text, entries, ids, finish_reason = "", [], [], "length"
-    text = asked.echoed[position] + text
-    logprobs = None
-    if body.logprobs is not None:
-        columns = asked.columns(service, position)
-        columns.push(spoken(entries, finish_reason, asked.ends))
-        logprobs = columns.finish(len(text))
-        if body.echo:
-            of_prompt = asked.echoed_columns(service, position, finished.prompt_logprobs)
-            logprobs = joined_columns(of_prompt, logprobs)
-    choice: dict[str, Any] = {
-        "index": position * (body.n or 1) + sample.index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": finish_reason,
-    }
-    if body.prompt_logprobs is not None:
-        of_tokens = finished.prompt_logprobs or []
-        choice["prompt_logprobs"] = prompt_logprobs(service.text, of_tokens, body.prompt_logprobs)
-    if body.return_token_ids:
-        choice |= {"prompt_token_ids": asked.prompts[position], "token_ids": ids}
-    return choice
-
-
-class CompletionEvents(EventWriter):
-    """Answers as chunks; those that are new at the same time go in one piece."""
-
-    def __init__(self, call: Call, asked: Asked) -> None:
-        self._call, self._asked, self._body = call, asked, asked.body
-        self._samples = asked.body.n or 1
-        self._counts = StreamCounts(call, asked.body.stream_options)
+    def __init__(self, call: Call, body: CompletionRequest, echoed: list[str]) -> None:
+        """`echoed`: what stands before each prompt's answers."""
+        self._call, self._body, self._echoed = call, body, echoed
+        # Only the prompt is wanted. The engine draws at least one token, which is not told.
+        self._nothing_new = body.max_tokens == 0
+        self._counts = StreamCounts(call, body.stream_options)
         self._base: dict[str, Any] = {
             "id": call.id,
             "object": "text_completion",
             "created": call.created,
             "model": call.model,
         }
-        self._begun: set[int] = set()
-        self._shown: dict[int, int] = {}  # characters of a choice's text that the client has, where counted
+        # Of the choices that have begun: characters of the text that the client has.
+        self._shown: dict[int, int] = {}
         self._columns: dict[int, CompletionColumns] = {}
 
+    def whole(self, results: list[Finished]) -> dict[str, Any]:
+        body, choices = self._body, []
+        for position, finished in enumerate(results):
+            for sample in finished.samples:
+                choice = self._choice(position, sample, finished.prompt_logprobs)
+                if body.prompt_logprobs is not None:
+                    of_tokens = finished.prompt_logprobs or []
+                    choice["prompt_logprobs"] = prompt_logprobs(
+                        self._call.service.text, of_tokens, body.prompt_logprobs
+                    )
+                choices.append(choice)
+        counts = usage(results, len(choices) if self._nothing_new else 0, is_search(body))
+        explained = {"explain": self._call.stories()} if body.explain else {}
+        return {**self._base, "choices": choices, "usage": counts, **explained}
+
     def add(self, batch: Batch) -> bytes:
-        pieces: list[bytes] = []
+        """Chunks of what is new; those that are new at the same time go in one piece."""
+        chunks: list[bytes] = []
         for position, item in batch:
-            if not isinstance(item, Delta):
-                continue
-            index = position * self._samples + item.index
-            pieces += self._chunk(position, index, item)
-        return b"".join(pieces)
+            if isinstance(item, Delta):
+                if not self._nothing_new:
+                    self._counts.note(item)
+                choice = self._choice(position, item, item.prompt_logprobs)
+                ids = choice.get("token_ids")
+                # Without any of these the token's text is not certain yet.
+                if choice["text"] or choice["logprobs"] is not None or choice["finish_reason"] or ids:
+                    chunks.append(event({**self._base, "choices": [choice], **self._counts.field()}))
+        return b"".join(chunks)
 
     def end(self) -> bytes:
-        dropped = (
-            sum(len(one.samples) for one in self._call.finished if one) if self._asked.nothing_new else 0
-        )
+        dropped = sum(len(one.samples) for one in self._call.finished if one) if self._nothing_new else 0
         return last_chunks(self._call, self._body, self._base, self._counts, dropped)
 
-    def _chunk(self, position: int, index: int, item: Delta) -> list[bytes]:
-        begins = index not in self._begun
-        self._begun.add(index)
-        text, entries, ids = item.text, item.logprobs, item.token_ids
-        finish_reason = item.finish_reason
-        if self._asked.nothing_new:
-            text, entries, ids = "", [], []
-            finish_reason = "length"
-        else:
-            self._counts.note(item)
+    def _choice(
+        self, position: int, made: Sample | Delta, of_prompt: list[TokenLogprobs] | None
+    ) -> dict[str, Any]:
+        """The next piece of an answer to the prompt at this position, or all of it. `of_prompt`: comes with the
+        first piece."""
+        call, body = self._call, self._body
+        index = position * (body.n or 1) + made.index
+        begins = index not in self._shown
+        text, entries, ids, finish_reason = made.text, call.spoken(made), made.token_ids, made.finish_reason
+        if self._nothing_new:
+            text, entries, ids, finish_reason = "", [], [], "length"
         if begins:
-            text = self._asked.echoed[position] + text
+            text = self._echoed[position] + text
+        self._shown[index] = self._shown.get(index, 0) + len(text)
         logprobs = None
-        if self._body.logprobs is not None:
-            told = spoken(entries, finish_reason, self._asked.ends)
-            logprobs = self._columns_of(position, index, text, told, finish_reason is not None)
-            if begins and self._body.echo:
-                of_prompt = self._asked.echoed_columns(self._call.service, position, item.prompt_logprobs)
-                logprobs = of_prompt if logprobs is None else joined_columns(of_prompt, logprobs)
-        if (
-            not text
-            and logprobs is None
-            and finish_reason is None
-            and not (self._body.return_token_ids and ids)
-        ):
-            return []  # the token's text is not certain yet
+        if body.logprobs is not None:
+            logprobs = self._columns_of(position, index, entries, finish_reason is not None)
+            if begins and body.echo:
+                echoed = echoed_columns(
+                    call.service.text,
+                    body.logprobs,
+                    call.prompts[position],
+                    of_prompt or [],
+                    len(self._echoed[position]),
+                    call.params.skip_special_tokens,
+                )
+                logprobs = echoed if logprobs is None else joined_columns(echoed, logprobs)
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        if self._body.return_token_ids:
+        if body.return_token_ids:
             choice["token_ids"] = ids
             if begins:
-                choice["prompt_token_ids"] = self._asked.prompts[position]
-        return [event({**self._base, "choices": [choice], **self._counts.field()})]
+                choice["prompt_token_ids"] = call.prompts[position]
+        return choice
 
     def _columns_of(
-        self, position: int, index: int, text: str, entries: Sequence[TokenLogprobs], last: bool
+        self, position: int, index: int, entries: Sequence[TokenLogprobs], last: bool
     ) -> dict[str, Any] | None:
         """The log-probabilities that belong to the text told so far and have not been told."""
         if index not in self._columns:
-            self._columns[index] = self._asked.columns(self._call.service, position)
+            self._columns[index] = CompletionColumns(
+                self._call.service.text,
+                self._body.logprobs or 0,
+                skip_special=self._call.params.skip_special_tokens,
+                start=len(self._echoed[position]),
+            )
         columns = self._columns[index]
         columns.push(entries)
-        self._shown[index] = shown = self._shown.get(index, 0) + len(text)
+        shown = self._shown[index]
         return columns.finish(shown) if last else columns.next_columns(shown)

@@ -1,9 +1,7 @@
 """From a request's messages and tools to what chat templates expect. Used by /v1/chat/completions and /tokenize.
 
-`functions` and `function_call`, OpenAI's form of tools before there were tools, become tools here; a message of
-the role `function` is the result of the call before it. Templates of models that know tools get them, and earlier
-calls, as transformers would pass them. For other models a system message describes the tools, and calls and
-results are written out in Hermes' form.
+Templates of models that know tools get them, and earlier calls, as transformers would pass them. For other models a
+system message describes the tools, and calls and results are written out in Hermes' form.
 """
 
 import json
@@ -13,7 +11,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from cumulo.serve.api.openai.schemas import ChatRequest, ChosenFunction, Message, NamedTool, Tool, ToolCall
+from cumulo.serve.api.openai.schemas import ChatRequest, Message, Tool, ToolCall
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.formats.forcing import describe_tools
 from cumulo.serve.formats.tool_calls import HERMES_CLOSE, HERMES_OPEN
@@ -146,7 +144,7 @@ def check_continued(messages: Sequence[Message], add_generation_prompt: bool | N
             "the other begins a new one; leave one of them out",
             param,
         )
-    if last.role != "assistant" or last.tool_calls or last.function_call:
+    if last.role != "assistant" or last.tool_calls:
         kind = "an assistant that calls tools" if last.role == "assistant" else last.role
         raise invalid(
             f"continue_final_message continues an assistant's text, and the last message is of the role {kind}: "
@@ -197,57 +195,3 @@ def _written_out(entry: TemplateMessage) -> TemplateMessage:
         f"{HERMES_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{HERMES_CLOSE}" for call in calls
     ]
     return {**entry, "content": "\n".join(lines)}
-
-
-def as_tools(body: ChatRequest) -> ChatRequest:
-    """The same request with tools; itself if nothing in it has the older form."""
-    changes: dict[str, Any] = {}
-    if body.functions is not None or body.function_call is not None:
-        changes |= _tools(body)
-    messages = with_tool_calls(body.messages)
-    if messages is not body.messages:
-        changes["messages"] = messages
-    return body.model_copy(update=changes) if changes else body
-
-
-def _tools(body: ChatRequest) -> dict[str, Any]:
-    for name in ("tools", "tool_choice", "parallel_tool_calls"):
-        if getattr(body, name) is not None:
-            raise invalid(f"{name} and functions exclude each other: write the functions as tools", name)
-    functions, choice = body.functions or [], body.function_call
-    wanted = (
-        NamedTool.model_construct(type="function", function=choice)
-        if isinstance(choice, ChosenFunction)
-        else choice
-    )
-    tools = [Tool.model_construct(type="function", function=function) for function in functions]
-    return {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": False if functions else None}
-
-
-def with_tool_calls(messages: list[Message]) -> list[Message]:
-    """Messages with tool calls in place of function calls; the same list if there are none. Calls get ids of
-    their own, and a result belongs to the last call before it."""
-    if not any(message.function_call is not None or message.role == "function" for message in messages):
-        return messages
-    changed: list[Message] = []
-    last_id = "call_0"
-    for index, message in enumerate(messages):
-        update: dict[str, Any] = {}
-        if message.function_call is not None:
-            place = f"messages[{index}].function_call"
-            if message.role != "assistant":
-                raise invalid(
-                    f"'{place}' belongs to messages of the role assistant, not {message.role}", place
-                )
-            if message.tool_calls:
-                raise invalid(f"'{place}' and tool_calls exclude each other", place)
-            last_id = f"call_{index}"
-            call = ToolCall.model_construct(id=last_id, type="function", function=message.function_call)
-            update = {"function_call": None, "tool_calls": [call]}
-        elif message.role == "function":
-            if message.name is None:
-                place = f"messages[{index}].name"
-                raise invalid(f"'{place}' is missing", place, "missing_required_parameter")
-            update = {"role": "tool", "tool_call_id": last_id}
-        changed.append(message.model_copy(update=update) if update else message)
-    return changed

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response
 
@@ -86,17 +87,19 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
         )
     inputs = await _tokens(body, service)
     call.log("input", body.input)
-    call.submit(
-        inputs,
-        SamplingParams(pooling=body.pooling or "mean"),
-        stream=False,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        at_a_time=_AT_A_TIME,
-    )
-    results = await call.results()
+    results = await ask_many(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
     # In a thread: there may be millions of numbers.
     return json_response(await asyncio.to_thread(lambda: msgspec.Raw(to_json(_answer(call, body, results)))))
+
+
+async def ask_many(
+    call: Call, inputs: list[list[int]], params: SamplingParams, body: ModelRequest
+) -> list[Finished]:
+    """Send the inputs to the engine, a bounded number at a time, and wait for all results."""
+    call.submit(
+        inputs, params, stream=False, priority=body.priority, cache_salt=body.cache_salt, at_a_time=_AT_A_TIME
+    )
+    return await call.results()
 
 
 async def _tokens(body: EmbeddingRequest, service: Service) -> list[list[int]]:
@@ -112,9 +115,7 @@ async def _tokens(body: EmbeddingRequest, service: Service) -> list[list[int]]:
 
 
 def _answer(call: Call, body: EmbeddingRequest, results: list[Finished]) -> dict[str, Any]:
-    counts = usage(results)
-    del counts["completion_tokens"]
-    answer: dict[str, Any] = {
+    return {
         "id": call.id,
         "object": "list",
         "model": call.model,
@@ -122,17 +123,27 @@ def _answer(call: Call, body: EmbeddingRequest, results: list[Finished]) -> dict
             {"object": "embedding", "index": position, "embedding": _written(finished, body)}
             for position, finished in enumerate(results)
         ],
-        "usage": counts,
+        **told_at_end(call, body, results),
     }
-    if body.explain:
-        answer["explain"] = call.stories()
-    return answer
+
+
+def told_at_end(call: Call, body: ModelRequest, results: list[Finished]) -> dict[str, Any]:
+    """The counts of a call that has no answer in tokens, and its stories where they are wanted. A token that the
+    engine had to draw all the same is not counted."""
+    counts = usage(results)
+    counts["total_tokens"] = counts["prompt_tokens"]
+    del counts["completion_tokens"]
+    return {"usage": counts, **({"explain": call.stories()} if body.explain else {})}
+
+
+def vector_of(finished: Finished) -> NDArray[np.float32]:
+    if finished.embedding is None:
+        raise ApiError(500, "the engine ended this request without an embedding", code="engine_error")
+    return np.frombuffer(finished.embedding, dtype="<f4")
 
 
 def _written(finished: Finished, body: EmbeddingRequest) -> str | list[float]:
-    if finished.embedding is None:
-        raise ApiError(500, "the engine ended this request without an embedding", code="engine_error")
-    numbers = np.frombuffer(finished.embedding, dtype="<f4")
+    numbers = vector_of(finished)
     if body.dimensions is not None:
         numbers = shortened(numbers, body.dimensions).astype("<f4")
     if body.encoding_format == "base64":

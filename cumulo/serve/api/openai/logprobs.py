@@ -18,15 +18,6 @@ _to_json = msgspec.json.Encoder().encode
 _LOWEST = -9999.0  # what OpenAI's API says of impossible tokens; JSON has no minus infinity
 
 
-def spoken(
-    entries: Sequence[TokenLogprobs], finish_reason: str | None, stop_ids: frozenset[int]
-) -> Sequence[TokenLogprobs]:
-    """Without the token that ended the answer: it is not part of the text."""
-    if finish_reason == "stop" and entries and entries[-1].token in stop_ids:
-        return entries[:-1]
-    return entries
-
-
 # -- chats ------------------------------------------------------------------------------------------------
 def chat_logprobs(text: ModelText, entries: Iterable[TokenLogprobs], top: int) -> dict[str, Any]:
     return {

@@ -13,14 +13,13 @@ from cumulo.serve.errors import invalid
 # Fields that a search has no use for, each with the values that ask for nothing.
 _MEANINGLESS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (0,), "min_p": (0,), "logprobs": (False,), "stop": ([],),
-    "response_format": (), "tools": ([],), "functions": ([],), "best_of": (),
+    "response_format": (), "tools": ([],), "best_of": (),
 }  # fmt: skip
 _WHY = {
     "logprobs": "the engine keeps none for beams",
     "stop": "the engine compares beams by tokens: use stop_token_ids",
     "response_format": "a guide cannot steer beam search",
     "tools": "a guide cannot steer beam search",
-    "functions": "a guide cannot steer beam search",
     "best_of": "set n and beam_width",
 }
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")

@@ -267,7 +267,7 @@ TextParts = Annotated[
 class Message(Strict):
     """Which fields a role needs is checked where messages become a prompt (conversation.py)."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = Field(
         None, description="May be left out only by an assistant that called tools."
     )
@@ -276,15 +276,12 @@ class Message(Strict):
         None, description="Assistant: the calls it made."
     )
     tool_call_id: Label | None = Field(None, description="Tool: the call whose result this is.")
-    function_call: CalledFunction | None = Field(
-        None, description="Assistant: the call it made, in the form that came before tool_calls."
-    )
     reasoning_content: str | None = Field(
         None, description="Assistant: what it thought before; used if the model's chat template does."
     )
     ignores_unknown: ClassVar[bool] = True
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "refusal": (), "audio": (), "annotations": ([],), "parsed": (),
+        "refusal": (), "audio": (), "annotations": ([],), "parsed": (), "function_call": (),
     }  # fmt: skip
 
 
@@ -327,22 +324,21 @@ class ChatRequest(Sampling, Templated):
         description="Whether it may, must, must call this one, or which ones. Left out: auto if there are tools.",
     )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call per answer.")
-    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="The form that came before tools; the answer calls one in function_call."
-    )
-    function_call: Literal["none", "auto"] | ChosenFunction | None = Field(
-        None, description="The form that came before tool_choice."
-    )
     store: bool | None = Field(None, description="Accepted for compatibility; nothing is stored.")
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
         None, description="Accepted for compatibility: every request is served as default."
     )
+    instead: ClassVar[dict[str, str]] = {
+        "functions": "write them as tools",
+        "function_call": "use tool_choice",
+    }
     echo: bool | None = Field(
         None, description="Extension, with continue_final_message: the answer begins with the continued text."
     )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "audio": (), "modalities": (["text"],), "moderation": (), "prediction": (), "prompt_cache_options": (),
-        "prompt_cache_retention": (), "verbosity": ("medium",), "web_search_options": (),
+        "audio": (), "function_call": ("none",), "functions": ([],), "modalities": (["text"],), "moderation": (),
+        "prediction": (), "prompt_cache_options": (), "prompt_cache_retention": (), "verbosity": ("medium",),
+        "web_search_options": (),
     }  # fmt: skip
 
 

@@ -86,7 +86,6 @@ class AssistantMessage(BaseModel):
     refusal: None
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
-    function_call: FunctionCall | None = None
 
 
 class PromptLogprob(BaseModel):
@@ -102,7 +101,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int] | None = None
 
 

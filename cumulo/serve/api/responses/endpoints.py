@@ -8,16 +8,22 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta
+from cumulo.errors import InvalidRequest
 from cumulo.serve.access.keys import caller_of
-from cumulo.serve.api.openai.chat import begin_chat, telling_format_as
+from cumulo.serve.api.openai.chat import begin_chat, chat_prompt, telling_format_as
 from cumulo.serve.api.openai.events import json_response, open_stream, page, to_line
-from cumulo.serve.api.openai.logprobs import spoken
 from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, Deleted, Page, ResponseObject
-from cumulo.serve.api.responses.as_chat import as_chat, fitted
 from cumulo.serve.api.responses.items import Item, Output, TextLogprobs, response_object, spelled_inputs
-from cumulo.serve.api.responses.request import InputItem, InputMessage, ResponsesRequest, input_items
+from cumulo.serve.api.responses.request import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputItem,
+    InputMessage,
+    ResponsesRequest,
+    as_chat,
+    input_items,
+)
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
@@ -36,7 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         return await open_stream(asked.call, ResponseEvents(asked))
     results = await asked.call.results()
     sample = results[0].samples[0]
-    asked.output.add(sample.text, True, asked.spoken(sample.logprobs, sample.finish_reason))
+    asked.output.add(sample.text, True, asked.call.spoken(sample))
     asked.output.close(sample.finish_reason)
     return json_response(asked.finish(results))
 
@@ -59,9 +65,9 @@ async def _ask(body: ResponsesRequest, request: Request) -> "_Asked":
     formed = body.text is not None and body.text.format is not None and body.text.format.type != "text"
     with telling_format_as("text.format"):
         chat = await asyncio.to_thread(as_chat, body, items)
-        call, form, ends = await begin_chat(request, chat, "resp_", "text.format" if formed else None)
+        call, form = await begin_chat(request, chat, "resp_", "text.format" if formed else None)
     logprobs = TextLogprobs(service.text, body.top_logprobs or 0) if body.wants_logprobs else None
-    return _Asked(call, body, Output(call.id, form.reader(), logprobs), spelled, ends)
+    return _Asked(call, body, Output(call.id, form.reader(), logprobs), spelled)
 
 
 def _conversation(
@@ -85,10 +91,6 @@ class _Asked:
     body: ResponsesRequest
     output: Output
     inputs: list[Item]
-    ends: frozenset[int]
-
-    def spoken(self, entries: Sequence[TokenLogprobs], reason: str | None) -> Sequence[TokenLogprobs]:
-        return spoken(entries, reason, self.ends)
 
     def finish(self, results: list[Finished]) -> Item:
         response = response_object(self.call, self.body, self.output, results)
@@ -115,8 +117,8 @@ class ResponseEvents:
             ]
         for _, item in batch:
             if isinstance(item, Delta):
-                entries = self._asked.spoken(item.logprobs, item.finish_reason)
-                events += self._output.add(item.text, item.finish_reason is not None, entries)
+                spoken = self._call.spoken(item)
+                events += self._output.add(item.text, item.finish_reason is not None, spoken)
                 if item.finish_reason is not None:
                     events += self._output.close(item.finish_reason)
         return self._packed(events)
@@ -138,24 +140,63 @@ class ResponseEvents:
         return b"".join(lines)
 
 
+# -- a conversation that is longer than the context -------------------------------------------------------
+async def fitted(service: Service, body: ResponsesRequest, items: Sequence[InputItem]) -> Sequence[InputItem]:
+    """As many of the newest items as fit, with room for the answer; the last one at least."""
+    max_context = service.info.max_context
+    room_tokens = max_context - min(body.max_output_tokens or 1, max_context // 2)
+
+    async def fits(dropped: int) -> bool:
+        chat = await asyncio.to_thread(as_chat, body, without_oldest(items, dropped))
+        try:
+            _, _, tokens = await chat_prompt(service, chat)
+        except InvalidRequest:  # too long to be tokenised at all
+            return False
+        return len(tokens) <= room_tokens
+
+    if await fits(0):
+        return items
+    # How many to drop; the search takes log2 of the items, not all of them.
+    too_few, enough = 0, len(items) - 1
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if await fits(middle):
+            enough = middle
+        else:
+            too_few = middle
+    return without_oldest(items, enough)
+
+
+def without_oldest(items: Sequence[InputItem], dropped: int) -> list[InputItem]:
+    """System messages stay, and no output stays without its call."""
+    kept: list[InputItem] = []
+    called: set[str] = set()
+    for index, item in enumerate(items):
+        if isinstance(item, InputMessage) and item.role in ("system", "developer"):
+            kept.append(item)
+        elif index < dropped or (isinstance(item, FunctionCallOutputItem) and item.call_id not in called):
+            continue
+        else:
+            kept.append(item)
+            if isinstance(item, FunctionCallItem):
+                called.add(item.call_id)
+    return kept or [items[-1]]
+
+
 # -- what was stored --------------------------------------------------------------------------------------
 def _stored(request: Request, response_id: str, param: str | None = None) -> StoredResponse:
     kept = request.app.state.service.stored_responses
     stored: StoredResponse | None = kept.get(caller_of(request).name, response_id)
-    if stored is None:
-        raise _not_kept(response_id, kept.most, param)
-    return stored
-
-
-def _not_kept(response_id: str, most: int, param: str | None = None) -> ApiError:
+    if stored is not None:
+        return stored
     why = (
-        f"the server keeps the newest {most:,}, in memory, until it stops; one made with store: false or with "
+        f"the server keeps the newest {kept.most:,}, in memory, until it stops; one made with store: false or with "
         "another API key is not found either"
-        if most
+        if kept.most
         else "the server keeps none (--stored-responses 0)"
     )
     message = f"there is no response {response_id[:80]!r} here: {why}. Send the earlier items again instead"
-    return ApiError(404, message, param=param, code="response_not_found")
+    raise ApiError(404, message, param=param, code="response_not_found")
 
 
 @router.get(
@@ -183,24 +224,9 @@ async def get_response(
     response_model=Deleted,
 )
 async def delete_response(response_id: str, request: Request) -> Response:
-    kept = request.app.state.service.stored_responses
-    if not kept.delete(caller_of(request).name, response_id):
-        raise _not_kept(response_id, kept.most)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-@router.post(
-    "/v1/responses/{response_id}/cancel",
-    summary="Refused: no response runs in the background",
-    response_model=ResponseObject,
-)
-async def cancel_response(response_id: str, request: Request) -> Response:
     _stored(request, response_id)
-    raise invalid(
-        "only a response that runs in the background can be cancelled, and this server runs none; a stream ends "
-        "when its connection is closed",
-        "response_id",
-    )
+    request.app.state.service.stored_responses.delete(caller_of(request).name, response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.get(

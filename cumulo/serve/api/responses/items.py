@@ -9,14 +9,7 @@ from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.serve.api.openai.answer_form import AnswerReader
 from cumulo.serve.api.openai.events import usage
 from cumulo.serve.api.openai.logprobs import chat_logprobs
-from cumulo.serve.api.responses.request import (
-    FunctionCallItem,
-    FunctionCallOutputItem,
-    InputItem,
-    InputMessage,
-    InputText,
-    ResponsesRequest,
-)
+from cumulo.serve.api.responses.request import InputItem, ResponsesRequest
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError
@@ -156,38 +149,19 @@ def _new_item(block: Block, suffix: str) -> Item:
 
 
 # -- input items as the API gives them back ---------------------------------------------------------------
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
 def spelled_inputs(items: Sequence[InputItem]) -> list[Item]:
-    """The input items, each with an id, and messages in parts."""
+    """The input items, each with an id."""
     suffix = secrets.token_hex(12)
     return [_spelled_input(item, f"{suffix}_in{index}") for index, item in enumerate(items)]
 
 
 def _spelled_input(item: InputItem, place: str) -> Item:
-    spelled = item.model_dump(exclude_none=True, exclude={"parsed_arguments"})
-    if isinstance(item, InputMessage):
-        kind = "output_text" if item.role == "assistant" else "input_text"
-        parts = [(kind, item.content)] if isinstance(item.content, str) else _told(item.content)
-        spelled["content"] = [_spelled_part(*part) for part in parts]
-        prefix = "msg_"
-    elif isinstance(item, FunctionCallItem):
-        prefix = "fc_"
-    elif isinstance(item, FunctionCallOutputItem):
-        prefix = "fco_"
-        if not isinstance(item.output, str):
-            spelled["output"] = [_spelled_part(*part) for part in _told(item.output)]
-    else:
-        prefix = "rs_"
-        spelled.setdefault("summary", [])
-    return {"id": f"{prefix}{place}", "status": "completed", **spelled}
-
-
-def _told(parts: Sequence[InputText]) -> list[tuple[str, str]]:
-    return [(part.type, part.text) for part in parts]
-
-
-def _spelled_part(kind: str, text: str) -> Item:
-    more: Item = {"annotations": []} if kind == "output_text" else {}
-    return {"type": kind, "text": text, **more}
+    unused: Any = {"parsed_arguments": True, "content": {"__all__": {"logprobs", "prompt_cache_breakpoint"}}}
+    told = item.model_dump(exclude_none=True, exclude=unused)
+    return {"id": f"{_ID_PREFIXES[item.type]}_{place}", "status": "completed", **told}
 
 
 def response_object(

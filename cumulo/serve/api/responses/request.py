@@ -1,9 +1,16 @@
-"""The request body of /v1/responses, as OpenAI's clients send it: items, function tools, the answer's form."""
+"""The request body of /v1/responses, as OpenAI's clients send it: items, function tools, the answer's form; and the
+chat request that asks the same.
 
+Items are finer than messages: an assistant's thoughts, text and calls are items of their own, and one message.
+"""
+
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, TypeAdapter
+from pydantic import Discriminator, Field, StringConstraints, Tag, TypeAdapter, model_validator
 
+from cumulo.serve.api.openai.answer_form import check_form
+from cumulo.serve.api.openai.conversation import as_chat_request, text_of
 from cumulo.serve.api.openai.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -11,6 +18,7 @@ from cumulo.serve.api.openai.schemas import (
     TEXT_ONLY,
     AnswerFormat,
     CalledFunction,
+    ChatRequest,
     Function,
     Label,
     ReasoningEffort,
@@ -19,6 +27,7 @@ from cumulo.serve.api.openai.schemas import (
     TopP,
 )
 from cumulo.serve.bodies.strict import Strict, kind_of, of_type
+from cumulo.serve.errors import invalid
 
 _OF_EARLIER = "Of an earlier answer; not used."
 
@@ -74,6 +83,15 @@ class InputMessage(EarlierItem):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[InputParts, Field(min_length=1)]
     phase: Label | None = Field(None, description=_OF_EARLIER)
+
+    @model_validator(mode="after")
+    def _in_parts(self) -> "InputMessage":
+        """A text is one part, as the API gives it back."""
+        if isinstance(self.content, str):
+            more = {"annotations": []} if self.role == "assistant" else {}
+            kind = "output_text" if self.role == "assistant" else "input_text"
+            self.content = [InputText.model_validate({"type": kind, "text": self.content, **more})]
+        return self
 
 
 class FunctionCallItem(EarlierItem, CalledFunction):
@@ -209,3 +227,109 @@ class ResponsesRequest(Strict):
     @property
     def wants_logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ())
+
+
+# -- as a chat request ------------------------------------------------------------------------------------
+Entry = dict[str, Any]
+
+
+def as_chat(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
+    if body.top_logprobs and not body.wants_logprobs:
+        raise invalid('top_logprobs needs include: ["message.output_text.logprobs"]', "top_logprobs")
+    messages: list[Entry] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    fields: Entry = {
+        "model": body.model,
+        "messages": messages + chat_messages(items),
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": body.wants_logprobs,
+        "top_logprobs": body.top_logprobs or 0 if body.wants_logprobs else None,
+        "response_format": _response_format(body.text.format if body.text is not None else None),
+        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        **_tools(body),
+    }
+    return as_chat_request(fields, "input")
+
+
+# -- messages ---------------------------------------------------------------------------------------------
+def chat_messages(items: Sequence[InputItem]) -> list[Entry]:
+    messages: list[Entry] = []
+    called: set[str] = set()
+    for index, item in enumerate(items):
+        if isinstance(item, InputMessage):
+            if item.role != "assistant":
+                messages.append({"role": item.role, "content": text_of(item.content)})
+            else:
+                _assistant(messages, "content", "tool_calls")["content"] = text_of(item.content)
+        elif isinstance(item, ReasoningItem):
+            entry = _assistant(messages, "content", "tool_calls")
+            thoughts = "".join(part.text for part in item.content or item.summary or ())
+            entry["reasoning_content"] = entry.get("reasoning_content", "") + thoughts
+        elif isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            calls = _assistant(messages).setdefault("tool_calls", [])
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+            called.add(item.call_id)
+        else:
+            messages.append(_result(item, index, called))
+    for entry in messages:
+        if "tool_calls" not in entry:
+            entry.setdefault("content", "")  # an assistant that only thought
+    return messages
+
+
+def _assistant(messages: list[Entry], *closing: str) -> Entry:
+    """The assistant's message that is being gathered; a new one if it has one of `closing` already."""
+    if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in closing):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _result(item: FunctionCallOutputItem, index: int, called: set[str]) -> Entry:
+    if item.call_id not in called:
+        raise invalid(
+            f"input[{index}] is the output of the call {item.call_id[:64]!r}, but no function_call with this "
+            "call_id comes before it: send that item too, or the previous_response_id of the response that called",
+            f"input[{index}].call_id",
+            "invalid_value",
+        )
+    return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+
+
+# -- the answer's form ------------------------------------------------------------------------------------
+def _tools(body: ResponsesRequest) -> Entry:
+    choice = body.tool_choice
+    wanted: Any = choice
+    if isinstance(choice, NamedFunction):
+        wanted = _named(choice)
+    elif isinstance(choice, AllowedFunctions):
+        allowed = {"mode": choice.mode, "tools": [_named(function) for function in choice.tools]}
+        wanted = {"type": "allowed_tools", "allowed_tools": allowed}
+    if not body.tools:
+        return {"tool_choice": None if choice == "auto" else wanted}
+    functions = [tool.model_dump(exclude={"type"}) for tool in body.tools]
+    return {
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "tool_choice": wanted,
+        "parallel_tool_calls": body.parallel_tool_calls,
+    }
+
+
+def _named(function: NamedFunction) -> Entry:
+    return {"type": "function", "function": {"name": function.name}}
+
+
+def _response_format(wanted: TextFormat | None) -> Entry | None:
+    """The wanted form as `response_format` of a chat completion."""
+    if wanted is None:
+        return None
+    check_form(wanted, "text.format", "schema_")
+    schema = {"name": wanted.name or "", "schema": wanted.schema_, "strict": wanted.strict}
+    return {
+        "type": wanted.type,
+        "json_schema": schema if wanted.type == "json_schema" else None,
+        "regex": wanted.regex,
+        "grammar": wanted.grammar,
+    }
