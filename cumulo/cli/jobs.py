@@ -19,15 +19,22 @@ JobArgument = Annotated[
 
 def jobs(
     everything: bool = typer.Option(False, "--all", help="Also show jobs that have ended."),
+    replay: bool = typer.Option(
+        False, "--replay", help="Ask the policies again for every recorded decision, and compare."
+    ),
     store: StoreOption = None,
     json_file: options.JsonOption = None,
 ) -> None:
     """Show the jobs of all targets: state, placement, why a job waits, predicted next to measured speed."""
-    from cumulo.cli.jobs_report import print_jobs
+    from cumulo.cli.jobs_report import print_jobs, print_replay
     from cumulo.cluster.job_store import JobStore, default_store
     from cumulo.cluster.launching import refreshed
 
     kept = JobStore(store or default_store())
+    if replay:
+        if not print_replay(kept, json_file):
+            raise typer.Exit(1)
+        return
     records, troubles = refreshed(kept)
     print_jobs([one for one in records if everything or not one.ended], len(records), json_file)
     for trouble in troubles:

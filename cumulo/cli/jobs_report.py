@@ -1,4 +1,4 @@
-"""How the verbs about jobs show them: the table, and what a job prints."""
+"""How the verbs about jobs show them: the table, what a job prints, and the verdict of a replay."""
 
 import sys
 import time
@@ -9,8 +9,10 @@ from typing import TextIO
 from rich.table import Table
 
 from cumulo.base.quantities import quantity
-from cumulo.base.report import grid, write_json
+from cumulo.base.report import Row, grid, write_json
 from cumulo.cli.shared.terminal import note, only_json, out
+from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers.command import output_file
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobRecord, JobStore
@@ -106,3 +108,16 @@ def follow(store: JobStore, job_id: str, show_output: bool) -> bool:
             note(f"{job_id} is {record.state}: {record.reason}")
             return record.state == "done"
         time.sleep(_POLL_S)
+
+
+def print_replay(store: JobStore, json_file: Path | None) -> bool:
+    turns, differing = replay(store.decisions, lambda name: policy_named(name).decide)
+    row = Row(
+        "decisions that differ", len(differing), "turns", "lower", must=0, note=f"of {turns} recorded turns"
+    )
+    if not only_json(json_file):
+        out.print(f"{turns} turns replayed, {len(differing)} differ")
+        for line in differing[:10]:
+            out.print(line)
+    write_json(json_file, [row])
+    return not differing

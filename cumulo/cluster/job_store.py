@@ -119,6 +119,7 @@ class JobStore:
                 f"cannot keep jobs in {folder}: {error.strerror}; choose another --store"
             ) from error
         self.log = self.folder / "log.jsonl"
+        self.decisions = self.folder / "decisions.jsonl"
 
     @contextmanager
     def locked(self) -> Iterator[None]:

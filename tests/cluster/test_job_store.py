@@ -1,5 +1,6 @@
-"""The store of jobs: one job per key, and nothing lost to a crash."""
+"""The store of jobs: one job per key, nothing lost to a crash, and decisions that replay."""
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,8 +9,12 @@ from typing import Any
 import pytest
 
 from cumulo.cluster import launching
-from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
+from cumulo.cluster.decide.nodes import ClusterNode
+from cumulo.cluster.decide.queueing import fifo
 from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt, recovery
+from cumulo.cluster.decide.snapshot import snapshot_of
+from cumulo.cluster.decision_log import DecisionLog, plain_snapshot, read_snapshot, replay
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_store import JobStore
 from cumulo.errors import ConfigError
@@ -81,6 +86,29 @@ def test_an_unknown_job_is_named_with_those_that_exist(tmp_path: Path) -> None:
     store.submit(JOB, "local")
     with pytest.raises(ConfigError, match=r"no job 'big'.*tiny-1"):
         store.find("big")
+
+
+def test_a_recorded_decision_replays_identically_and_a_changed_one_is_seen(tmp_path: Path) -> None:
+    running = RunningJob(
+        JobRequest("a", tasks=2, gpus_per_task=2), (TaskPlace("n1", (0, 1)), TaskPlace("n1", (2, 3)))
+    )
+    waiting = [
+        JobRequest("b", tasks=2, gpus_per_task=2, priority=3, deadline_s=9.0),
+        JobRequest("c", tasks=9),
+    ]
+    snapshot = snapshot_of(5.0, [ClusterNode("n1", 4), ClusterNode("n2", 4)], waiting, [running])
+    again = read_snapshot(json.loads(json.dumps(plain_snapshot(snapshot))))
+    assert (again.nodes, again.waiting, again.running) == (snapshot.nodes, snapshot.waiting, snapshot.running)
+    earlier = plain_snapshot(snapshot)
+    earlier["nodes"][0]["nvlink_domain"] = "rack-1"  # as logs of earlier versions have it
+    assert read_snapshot(earlier).nodes == snapshot.nodes
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    decided = fifo(snapshot)
+    log.add("fifo", snapshot, decided)
+    log.add("fifo", snapshot, decided)  # nothing is new
+    assert replay(log.path, lambda _: fifo) == (1, [])
+    turns, differing = replay(log.path, lambda _: lambda _: [])
+    assert turns == 1 and "turn 1" in differing[0]
 
 
 @pytest.mark.parametrize(

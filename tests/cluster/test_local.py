@@ -13,6 +13,7 @@ import pytest
 
 from cumulo.cluster import launching
 from cumulo.cluster.decide.policies import policy_named
+from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers import local_supervisor
 from cumulo.cluster.drivers.local import LocalDriver, set_policy, set_slots
 from cumulo.cluster.drivers.local_supervisor import Supervisor
@@ -51,7 +52,7 @@ def states(store: JobStore) -> list[str]:
     return [record.state for record in store.jobs().values()]
 
 
-def test_a_gang_waits_whole_until_the_first_has_gone(store: JobStore) -> None:
+def test_a_gang_waits_whole_until_the_first_has_gone_and_the_log_replays(store: JobStore) -> None:
     for name in ("first", "second", "third"):
         launching.launch(job(name), "local", store)
     supervisor = Supervisor(store)
@@ -62,6 +63,8 @@ def test_a_gang_waits_whole_until_the_first_has_gone(store: JobStore) -> None:
     assert store.find("third").reason == "waits behind second-1"
     launching.cancel(store, "first")
     until(store, supervisor, lambda: states(store) == ["cancelled", "running", "queued"], "the second gang")
+    turns, differing = replay(store.decisions, lambda name: policy_named(name).decide)
+    assert turns >= 3 and differing == []
 
 
 def test_a_supervisor_that_takes_over_adopts_what_runs_and_starts_nothing_twice(store: JobStore) -> None:
@@ -147,6 +150,7 @@ def test_the_example_trains_shows_its_speed_and_survives_its_supervisor(tmp_path
     assert [(one["job"], one["state"], one["attempt"]) for one in jobs] == [("tiny-1", "done", 1)]
     assert jobs[0]["step_s"] > 0 and jobs[0]["predicted_step_s"] > 0
     assert [one.step for one in read_log(log)] == list(range(1, 41))
+    assert "0 differ" in cumulo("jobs", "--replay")
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""What no policy ever does, over random snapshots: half a gang, overcommitment, a broken quota."""
+"""What no policy ever does, over random snapshots: half a gang, overcommitment, a broken quota; and that decisions
+on record are decided the same again."""
 
 import random
 
@@ -19,6 +20,7 @@ from cumulo.cluster.decide.packing import (
 )
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decide.snapshot import Snapshot, TenantQuota, snapshot_of
+from cumulo.cluster.decision_log import DecisionLog, replay
 
 NAMES = (
     "fifo", "backfill", "conservative", "shortest", "las", "fair", "priority", "elastic", "goodput",
@@ -99,6 +101,16 @@ def test_packing_rules_break_none_either(rule):
             place = place_by_score(job, snapshot.free, scorer, seed)
             if place is not None:
                 assert violations(snapshot, [JobPlacement(job.job_id, (place,))]) == [], seed
+
+
+@pytest.mark.parametrize("name", ("backfill", "fair", "priority+topology", "elastic"))
+def test_decisions_on_record_are_decided_the_same_again(name, tmp_path):
+    policy, log = policy_named(name).decide, DecisionLog(tmp_path / "decisions.jsonl")
+    for snapshot in map(random_snapshot, range(30)):
+        log.add(name, snapshot, policy(snapshot))
+    turns, differing = replay(log.path, lambda name: policy_named(name).decide)
+    assert turns >= 28 and differing == []  # two snapshots may be the same
+    assert replay(log.path, lambda name: lambda snapshot: [])[1]
 
 
 def test_the_rules_are_found_broken():

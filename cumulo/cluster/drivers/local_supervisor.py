@@ -25,6 +25,7 @@ from cumulo.cluster.decide.jobs import JobRequest, RunningJob, TaskPlace
 from cumulo.cluster.decide.policies import NamedPolicy, policy_named
 from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt
 from cumulo.cluster.decide.snapshot import Snapshot, snapshot_of
+from cumulo.cluster.decision_log import DecisionLog
 from cumulo.cluster.drivers.command import mark_attempt, output_file, ranks_command, run_folder, served_url
 from cumulo.cluster.drivers.local import LOCK, WAKE, policy_name, this_machine
 from cumulo.cluster.job_progress import run_progress
@@ -122,6 +123,7 @@ class Stopping:
 class Supervisor:
     def __init__(self, store: JobStore) -> None:
         self.store = store
+        self.decisions = DecisionLog(store.decisions)
         self.stopping: dict[str, Stopping] = {}
 
     def turn(self) -> bool:
@@ -195,7 +197,9 @@ class Supervisor:
         return snapshot_of(time.time(), this_machine(self.store), requests, running)
 
     def _decide(self, policy: NamedPolicy, waiting: list[JobRecord]) -> None:
-        decided = policy.decide(self._snapshot(waiting))
+        snapshot = self._snapshot(waiting)
+        decided = policy.decide(snapshot)
+        self.decisions.add(policy.name, snapshot, decided)
         records = {record.job_id: record for record in self._jobs()}
         behind = next((one.job_id for one in decided if isinstance(one, Waits)), None)
         told = set()
