@@ -11,7 +11,7 @@ from cumulo.bench.overhead import FirstToken, Round, RoundWork, rows
 from cumulo.bench.server import ServerProcess
 from cumulo.bench.sides import FreshPieces
 from cumulo.errors import CumuloError
-from cumulo.load.prompts import Uniform
+from cumulo.load.prompts import uniform
 from tests.cli.conftest import Run
 from tests.serve.running_server import needs_built_in_model
 
@@ -37,7 +37,7 @@ def test_what_is_added_is_what_the_client_waited_less_what_the_engine_took() -> 
 
 def test_no_text_is_used_twice_and_both_sides_get_the_same_work() -> None:
     pieces = FreshPieces(reference_text())
-    first, second = (RoundWork.drawn(pieces, 1, 20, Uniform(64, 128)) for _ in range(2))
+    first, second = (RoundWork.drawn(pieces, 1, 20, uniform(64, 128)) for _ in range(2))
     assert len({*first.texts, *second.texts}) == 40
     assert first.output_tokens == second.output_tokens and len(set(first.output_tokens)) > 5
 
