@@ -88,9 +88,10 @@ class InputMessage(EarlierItem):
     def _in_parts(self) -> "InputMessage":
         """A text is one part, as the API gives it back."""
         if isinstance(self.content, str):
-            more = {"annotations": []} if self.role == "assistant" else {}
-            kind = "output_text" if self.role == "assistant" else "input_text"
-            self.content = [InputText.model_validate({"type": kind, "text": self.content, **more})]
+            part: dict[str, Any] = {"type": "input_text", "text": self.content}
+            if self.role == "assistant":
+                part |= {"type": "output_text", "annotations": []}
+            self.content = [InputText.model_validate(part)]
         return self
 
 
