@@ -20,11 +20,11 @@ if find_spec("triton") is None:
 
 from triton import next_power_of_2  # noqa: E402
 
+from cumulo.engine.decide import plan as step_plan  # noqa: E402
 from cumulo.engine.decide.core.config import SchedulerConfig  # noqa: E402
 from cumulo.engine.decide.scheduler import Scheduler  # noqa: E402
 from cumulo.engine.decide.speculation.choose import most_draws  # noqa: E402
 from cumulo.engine.engine import Engine  # noqa: E402
-from cumulo.engine.play.cuda import step_words  # noqa: E402
 from cumulo.engine.play.runner_cuda import CudaRunner  # noqa: E402
 from cumulo.engine.play.runner_torch import TorchRunner  # noqa: E402
 from cumulo.kernels.cuda.linear import linear, small_linear  # noqa: E402
@@ -61,7 +61,7 @@ def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreted program takes milliseconds, however large: a GPU's tile of one row would take the whole time,
     and so would tokens that only fill up a shape."""
     if not HAS_GPU:
-        monkeypatch.setattr(step_words, "_EAGER_STEP", 16)
+        monkeypatch.setattr(step_plan, "_EAGER_STEP", 16)
         monkeypatch.setattr(
             small_linear,
             "default_config",
