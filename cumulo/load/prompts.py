@@ -8,7 +8,7 @@ what users type.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cumulo.base.quantities import parse_count, parse_number
@@ -22,7 +22,7 @@ class Lengths:
     """A distribution over whole numbers of at least 1."""
 
     shown: str
-    draw: Callable[[random.Random], int]
+    draw: Callable[[random.Random], int] = field(compare=False)
 
     def __str__(self) -> str:
         return self.shown

@@ -10,7 +10,7 @@ pytest.importorskip("torch.distributed", reason="this torch has no distributed p
 
 from torch import Tensor
 
-from cumulo.layout.layout import Layout, held_chunks, is_bidirectional, pipeline_chunks, splits_backward
+from cumulo.layout.layout import Layout, held_chunks, pipeline_chunks, splits_backward
 from cumulo.pipeline.decide.actions import Sends, StagePlacement
 from cumulo.pipeline.decide.catalog import FAMILIES, Family, build
 from cumulo.pipeline.decide.check import check
@@ -100,7 +100,6 @@ def test_its_layout_is_that_of_its_family() -> None:
         ((0, 0), (5, 0)), ((1, 0), (4, 0)), ((2, 0), (3, 0))
     ]  # fmt: skip
     assert splits_backward(layout)
-    assert not is_bidirectional(layout)
 
 
 def test_it_is_planned() -> None:
