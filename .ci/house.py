@@ -22,30 +22,30 @@ FRAGMENT = re.compile(r"(Of|So|Such|Those|As|Its|Whose|And|Both|Nor|That)\b(?![^
 # The most that each room, the package, benchmarks and docs may have. Raising one needs a reason in the commit.
 LINES_PER_ROOM = {
     "base": 1_650,
-    "bench": 4_450,
+    "bench": 3_050,
     "checkpoint": 1_250,
-    "cli": 8_100,
-    "cluster": 10_200,
-    "collectives": 5_100,
-    "console": 4_200,
-    "diagnose": 1_850,
-    "engine": 17_000,
+    "cli": 7_700,
+    "cluster": 9_700,
+    "collectives": 4_850,
+    "console": 4_150,
+    "diagnose": 1_950,
+    "engine": 16_600,
     "errors.py and the like": 100,
-    "fleet": 2_800,
-    "gateway": 1_400,
-    "kernels": 11_150,
+    "fleet": 2_650,
+    "gateway": 1_350,
+    "kernels": 10_100,
     "layout": 1_250,
     "load": 2_550,
-    "models": 8_650,
+    "models": 8_300,
     "pipeline": 2_250,
-    "plan": 10_100,
-    "quant": 1_250,
+    "plan": 9_950,
+    "quant": 1_200,
     "ranks": 2_400,
-    "serve": 15_400,
+    "serve": 14_850,
     "spec": 2_350,
     "train": 7_700,
 }
-MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 132_250, 826, 4_000, 55_000
+MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 117_300, 770, 3_900, 54_500
 
 # Formulas that were once in several files: what each decides, how its code looks, where, and in how many at most.
 FORMULAS = (
