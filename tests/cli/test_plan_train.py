@@ -250,6 +250,7 @@ def test_recomputed_operations_are_named_in_any_order(cumulo: Run) -> None:
     assert json.loads(ran.out)["plans"][0]["recompute"] == "norm+attention"
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_is_told_how_many_gpus_would_hold_it(cumulo: Run) -> None:
     ran = cumulo("plan", "train", "llama-3.1-70b", "--gpus", "8", "--device", "a100-40gb", "--batch", "64")
     assert ran.code == 2 and "of these GPUs would hold it" in ran.err
@@ -269,6 +270,7 @@ def test_a_missed_deadline_names_a_cluster_that_keeps_it(cumulo: Run) -> None:
     assert "omit --fixed" in cumulo(*SMALL, *limits, "--fixed", "dp=8").err
 
 
+@pytest.mark.long
 def test_the_named_cluster_is_not_much_larger_than_needed(cumulo: Run) -> None:
     """The next smaller one that was tried is too small."""
     asked = ("--batch", "192", "--tokens", "1e12", "--deadline-days", "7", "--no-why")

@@ -246,6 +246,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_size() -> None:
         run("simulate", "serve", "llama-3.1-405b")
 
 
+@pytest.mark.long
 def test_simulating_and_planning_import_no_torch() -> None:
     code = (
         "import sys; from cumulo.cli import simulation, plan; import cumulo.plan.serve.search;"
@@ -277,6 +278,7 @@ def test_every_option_of_the_engine_can_be_simulated() -> None:
         run("simulate", "serve", "llama-3.1-8b", *FAST, "--disk-gb-s", "0")
 
 
+@pytest.mark.long
 def test_a_plan_says_why_each_option_is_chosen_or_not(tmp_path: Path, plan_app: typer.Typer) -> None:
     asked = ["--kv-disk", "/var/cache/kv:9", "--swap-gib", "4", "--acceptance", "0.6", "--speculate", "head"]
     words = ["serve", "qwen3-0.6b", "--rate", "1", "--slo", "ttft=2s,itl=100ms", "--devices", "l40s", "--together",

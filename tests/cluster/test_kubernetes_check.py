@@ -201,6 +201,7 @@ def test_an_object_that_the_cluster_has_need_not_be_there() -> None:
     assert check_bodies(bodies, exists=["Queue/other"]) == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not CRDS.is_dir(), reason="the folder with the projects' own definitions is not here")
 def test_whole_manifests_are_valid_against_the_projects_own_definitions() -> None:
     manifests, problems = check_files([HERE / "whole_manifests.yaml"], crds=CRDS)

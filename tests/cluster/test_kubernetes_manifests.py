@@ -25,6 +25,8 @@ from cumulo.errors import ConfigError
 from cumulo.serve.observe.metrics import Metrics
 from tests.cli.conftest import ROOT
 
+pytestmark = pytest.mark.long
+
 CRDS = ROOT.parent / "shared" / "data" / "crds"
 TRAIN: dict[str, Any] = {
     "name": "pretrain",

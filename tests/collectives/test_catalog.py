@@ -102,6 +102,7 @@ def test_the_two_level_all_to_all_sends_one_message_to_each_node() -> None:
     assert [t.peer for t in far] == [4, 8, 12]
 
 
+@pytest.mark.long
 def test_a_schedule_of_a_hundred_thousand_ranks_is_made_without_listing_it() -> None:
     for algorithm in ("ring", "halving-doubling", "two-level"):
         schedule = make_schedule("all_reduce", algorithm, CollectiveShape(131_072, 1 << 28, node_size=8))

@@ -31,6 +31,7 @@ def test_crossovers_are_where_the_next_choice_becomes_the_faster() -> None:
         assert (smaller.algorithm, smaller.protocol) == (one.before.algorithm, one.before.protocol)
 
 
+@pytest.mark.long
 def test_a_ring_beats_a_tree_when_bytes_count_and_loses_when_hops_do() -> None:
     def seconds(size: int) -> dict[str, float]:
         choices = tune("all_reduce", size, 512 if thorough.chosen else 256, NODE)

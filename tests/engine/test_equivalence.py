@@ -46,6 +46,7 @@ def test_tokens_do_not_depend_on_what_happens_around_them(
     check(maker(name), rng, requests, way, nats=1e-9)
 
 
+@pytest.mark.long
 def test_preemption_by_either_means_really_happens_and_changes_nothing():
     """Guards the property test above: the cases it draws do reach both ways of preemption."""
     prompts = [[(i * 7 + j) % VOCAB for j in range(12)] for i in range(4)]

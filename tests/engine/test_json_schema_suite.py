@@ -35,6 +35,7 @@ def nothing(stage: str, done: int = 0, total: int = 0) -> None:
     pass
 
 
+@pytest.mark.long
 def test_no_value_that_the_suite_calls_invalid_gets_through_a_guide(suite):
     enforced = values = 0
     let_through = []

@@ -33,6 +33,8 @@ from tests.engine.guided_engine import CLOSING, VOCAB
 from tests.engine.ranked_models import CONFIGS, save_model
 from tests.engine.tiny_engine import run
 
+pytestmark = pytest.mark.long
+
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
 # Few blocks and small steps: prompts are cut, and sequences are preempted.
 TIGHT = dict(

@@ -16,6 +16,8 @@ from tests.engine.ranked_models import save_model
 from tests.engine.test_ranks import compare, started
 from tests.engine.tiny_engine import run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -101,6 +101,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("overlap", [False, True])
 @settings(max_examples=thorough.examples(6), deadline=None)

@@ -179,6 +179,7 @@ def slowest_ttft_s(arrivals: list[Arrival]) -> float:
     return sorted(times)[int(len(times) * 0.99)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("samples", "output", "every_s"), [(8, 32, 2.5), (64, 32, 20.0), (128, 16, 20.0)])
 def test_many_answers_of_one_tenant_at_most_double_anothers_first_token(
     samples: int, output: int, every_s: float

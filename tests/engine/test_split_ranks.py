@@ -97,6 +97,7 @@ def compare(model: Path, folder: Path, transport: str, **layout: int) -> None:
         assert_same(output, expected[name])
 
 
+@pytest.mark.long
 def test_engines_with_roles_over_two_ranks_say_what_one_says(tmp_path: Path) -> None:
     compare(save_model("dense", tmp_path), tmp_path, "unix", tp=2)
 

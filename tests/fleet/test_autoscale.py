@@ -269,6 +269,7 @@ def test_prefill_and_decode_replicas_are_scaled_apart_and_lose_no_request(replic
     assert 0 in [look.ready + look.starting for look in run.looks if look.role == "decode"]
 
 
+@pytest.mark.long
 def test_the_speed_of_a_replica_is_what_it_serves_within_the_objective(replica: Replica) -> None:
     traffic = Traffic(tuple(Arrival(float(second), 600, 40) for second in range(100)))
     tight, loose = (replica_speed(replica, traffic, Slo(ttft_s=bound)) for bound in (0.15, 0.6))

@@ -104,7 +104,7 @@ def by_engine(slo: Slo, times_s: list[float]) -> bool:
     return promise.outcome(times_s[0]) == "kept"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(slos(), _TTFT, _GAPS)
 def test_every_judge_of_an_slo_agrees(slo: Slo, ttft_s: float, gaps_s: list[float]) -> None:
     times_s = token_times_s(ttft_s, gaps_s)

@@ -65,6 +65,7 @@ def test_metadata_and_tensors_are_those_of_the_reference_reader(tmp_path, alignm
         )
 
 
+@pytest.mark.long
 def test_the_built_in_model_is_read_as_by_the_reference_reader(tmp_path):
     # The reference reader takes long for a large vocabulary.
     path = built_in_model() if thorough.chosen else cut_smollm(tmp_path / "cut.gguf", tokens=1024)

@@ -17,6 +17,8 @@ from tests.models.hostile_files import FOLDER_CASES, GGUF_CASES
 from tests.models.vocabularies import sentencepiece_metadata
 from tests.serve.tiny_model import save_tiny_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:

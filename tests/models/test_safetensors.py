@@ -131,6 +131,7 @@ def anonymous_bytes() -> int:
     raise AssertionError
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_no_second_copy_of_the_model_is_made(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 4000}

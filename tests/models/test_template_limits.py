@@ -109,6 +109,7 @@ def test_memory_is_bounded_whatever_fills_it(monkeypatch: pytest.MonkeyPatch) ->
         ChatTemplate(grows).render([USER])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "source",
     ["{{ " + "(" * 30000 + "1" + ")" * 30000 + " }}", "{{ a" + ".b" * 40000 + " }}", "{% if 1 %}" * 5000],

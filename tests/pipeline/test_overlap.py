@@ -22,6 +22,8 @@ from cumulo.ranks.differentiable import exchanged
 from cumulo.ranks.groups import Group, Groups, SecondLane, world_group
 from cumulo.ranks.start import run_ranks
 
+pytestmark = pytest.mark.long
+
 ROWS, WIDTH = 8, 16
 WIRE = Wire((ROWS, WIDTH), torch.float64, torch.device("cpu"))
 

@@ -20,6 +20,8 @@ from cumulo.ranks.groups import world_group
 from tests.thorough import rare
 from tests.train.pool import run_ranks
 
+pytestmark = pytest.mark.long
+
 ROWS, WIDTH = 3, 8
 WIRE = Wire((ROWS, WIDTH), torch.float64, torch.device("cpu"))
 

@@ -145,6 +145,7 @@ def test_promising_sizes_divide_the_batch_and_fill_whole_nodes():
     assert all(size % 8 == 0 and size <= 98_900 for size in sizes)
 
 
+@pytest.mark.long
 def test_more_failures_cost_goodput(plan):
     often = assumptions({"failures": 20.0})
     assert plan_cluster(a_goal(assumptions=often)).sheet["ettr_simulated"] < plan.sheet["ettr_simulated"]

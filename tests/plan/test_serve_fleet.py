@@ -72,6 +72,7 @@ def test_right_drafts_make_answers_faster_in_every_kind_of_fleet(replica: Replic
     assert all(one.kept == one.admitted == 2 for one in with_promises)
 
 
+@pytest.mark.long
 def test_prefix_aware_routing_reaches_nearly_the_reuse_of_one_shared_cache(replica: Replica) -> None:
     traffic = conversations(31, 8, gap_s=0.01)
     found = {

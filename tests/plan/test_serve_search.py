@@ -237,6 +237,7 @@ def test_no_kind_of_replica_takes_more_than_its_bound() -> None:
             assert find_capacity(at, SLO, start=one.most_rate / 2, tolerance=0.1).rate < one.most_rate
 
 
+@pytest.mark.long
 def test_more_traffic_needs_more_replicas() -> None:
     traffic = some_traffic(60, 300, 30)
     plans = []

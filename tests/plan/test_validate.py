@@ -39,6 +39,8 @@ from cumulo.plan.time.efficiency import left_out_efficiency, shipped_efficiency
 from cumulo.plan.time.step import step_time
 from cumulo.spec import catalog
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def predictions() -> list[RowPrediction]:

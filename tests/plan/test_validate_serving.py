@@ -19,6 +19,8 @@ from cumulo.plan.evidence.serving import (
 )
 from cumulo.plan.serve.profile import constants, fitted_file
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("key", ["model", "device"])
 def test_models_and_devices_that_the_constants_never_saw_are_within_the_bar(key: str) -> None:

@@ -50,6 +50,7 @@ def test_guides_come_back_with_what_is_wrong_with_them(checker: GuideChecker) ->
     assert checker.checked == 3 and not checker.pending
 
 
+@pytest.mark.long
 def test_other_keys_and_known_guides_do_not_wait_for_slow_ones(
     checker: GuideChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model, wait_for
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 PERSON: dict[str, Any] = {
     "type": "object",

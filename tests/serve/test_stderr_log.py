@@ -16,6 +16,8 @@ from tests.ports import reserved_port
 from tests.serve.running_server import ROOT, wait_for
 from tests.serve.tiny_model import NAME, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 _SCRIPT = """
 import logging, sys, warnings

@@ -15,7 +15,7 @@ from cumulo.serve.formats.tool_calls import ToolFormat
 from cumulo.serve.model_text import ModelText
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 PERSON: dict[str, Any] = {
     "type": "object",

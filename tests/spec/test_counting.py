@@ -12,6 +12,7 @@ from tests.spec import published
 from tests.spec.active import active_parameter_count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_parameters_are_as_many_as_transformers_has(name: str) -> None:
     model = tiny.build(name)

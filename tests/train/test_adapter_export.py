@@ -13,6 +13,7 @@ from cumulo.train.run.trainer import Trainer
 from tests.train.ranked import tiny, write_texts
 
 
+@pytest.mark.long
 def test_peft_loads_the_adapter_and_computes_what_the_merged_model_does(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -125,6 +125,7 @@ def test_a_damaged_dataset_is_refused(tmp_path: Path, tokenizer: Path) -> None:
         TokenDataset(built)
 
 
+@pytest.mark.long
 def test_the_standard_library_is_found_without_its_tests() -> None:
     files = find_files([STANDARD_LIBRARY])
     assert len(files) > 300

@@ -23,6 +23,8 @@ from tests.train.layout_runs import train_config
 from tests.train.pool import run_ranks
 from tests.train.split_case import LATENT, Case, cut, make_batch, rows, whole_model
 
+pytestmark = pytest.mark.long
+
 NAME = "layers.1.ffn.router.selection_bias"
 CPU = torch.device("cpu")
 

@@ -13,6 +13,8 @@ from cumulo.train.decide.config import LoraConfig, ModelConfig, config_from, kno
 from cumulo.train.decide.ledger import predict, refuse_if_too_large
 from tests.train.ranked import tiny, train, write_texts
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, tp=2, zero=1)], ids=str)
 def test_weights_and_optimizer_are_as_large_as_predicted(layout: Layout, tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from cumulo.layout.layout import Layout
 from cumulo.train.run.verify import Outcome
 from tests.train.layout_runs import SPECS, train_config, train_parallel
+
+pytestmark = pytest.mark.long
 
 
 def _run(layout: Layout, **changes: Any) -> list[Outcome]:

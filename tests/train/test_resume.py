@@ -25,6 +25,8 @@ from cumulo.train.run.log import TrainRecord
 from tests import thorough
 from tests.train.ranked import tiny, train, write_texts
 
+pytestmark = pytest.mark.long
+
 DENSE = ModelSpec("llama", 64, 16, 4, 4, 4, 8, 24, 64, tied_embeddings=True, qkv_bias=True)
 MOE = ModelSpec("qwen3_moe", 64, 16, 4, 4, 4, 8, 24, 64, qk_norm=True, moe=MoESpec(4, 2, 8, shared_hidden=8))
 LATENT = ModelSpec("deepseek_v3", 64, 16, 4, 4, 4, 8, 24, 64, mla=MLASpec(8, 8, 4, 4, 8))

@@ -19,6 +19,8 @@ from cumulo.train.run.verify import TOLERANCE, Outcome, largest_difference, trai
 from tests.thorough import rare
 from tests.train.layout_runs import SPECS, train_config, train_parallel
 
+pytestmark = pytest.mark.long
+
 ROWS, STEPS = 8, 3
 COMBINATIONS, SEED = 44, 8
 

@@ -78,6 +78,7 @@ class Interrupting(Silent):
         self.heard.append(message)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("harm", [False, True], ids=["whole", "latest-checkpoint-damaged"])
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(harm: bool, tmp_path: Path, source: Path) -> None:
     whole = Trainer(tiny(tmp_path / "whole", source)).run()
@@ -158,6 +159,7 @@ def test_micro_batches_and_recomputation_change_nothing_in_float64(tmp_path: Pat
         assert own.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-9)
 
 
+@pytest.mark.long
 def test_experts_are_trained_and_kept_even(tmp_path: Path, source: Path) -> None:
     moe = {"experts": 4, "experts_per_token": 2, "expert_hidden": 16}
     from cumulo.spec.model import MoESpec
@@ -169,6 +171,7 @@ def test_experts_are_trained_and_kept_even(tmp_path: Path, source: Path) -> None
     assert load_model(result.model_folder).spec.moe == dataclasses.replace(MoESpec(**moe), dense_layers=())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_bfloat16_with_master_weights_learns(tmp_path: Path, source: Path) -> None:
     config = tiny(tmp_path / "run", source, dtype="bfloat16", steps=12)
@@ -251,6 +254,7 @@ def test_adapters_learn_answers_and_leave_the_model_as_it_was(tmp_path: Path, so
         Trainer(changed).run()
 
 
+@pytest.mark.long
 def test_training_needs_no_triton() -> None:
     """Where there is no GPU there is none."""
     program = (

@@ -112,6 +112,7 @@ def test_a_worker_that_is_killed_from_outside_is_started_again(worker: Worker) -
     assert worker.call(("echo", 2), AMPLE)[0]["value"] == 2
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stopped_does_not_hold_its_owner_for_ever(worker: Worker) -> None:
     pids = worker.call(("pids", None), AMPLE)[0]
     os.kill(pids["child"], signal.SIGSTOP)

@@ -3,6 +3,7 @@ Hopper, only weights are asked for before the wait."""
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from cumulo.kernels.cuda.attention.paged_attention_decode import DecodeConfig
@@ -42,6 +43,7 @@ def likeliest() -> Case:
     return Case(kernel, types, constants | EARLY, 4, options=PDL)
 
 
+@pytest.mark.long
 def test_what_a_kernel_ahead_writes_is_read_behind_the_wait() -> None:
     decode = decode_case(DecodeConfig())
     decode = replace(decode, constants={**decode.constants, **EARLY}, options=PDL)

@@ -15,6 +15,8 @@ from tests.kernels.cuda.play_dots import Played, constants_of
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 from tests.thorough import rare
 
+pytestmark = pytest.mark.long
+
 CONSTANTS = constants_of(op, "_few_dot_kernel")
 
 

@@ -137,6 +137,7 @@ def _without_empty_rows(
     return call
 
 
+@pytest.mark.long
 def test_what_lies_past_the_last_document_becomes_zeros(device: torch.device) -> None:
     query, key, value = (random(80, 1, 16, seed=s, device=device) for s in range(3))
     starts = starts_of([13, 20], device)
@@ -175,6 +176,7 @@ def test_heads_may_be_slices_of_one_wide_buffer_and_outputs_of_another(device: t
     assert wide[:, 4 * dim :].isnan().all() and lse.isfinite().all()
 
 
+@pytest.mark.long
 def test_described_loads_give_the_same_bits(device: torch.device) -> None:
     query, key, value = (random(70, h, 16, seed=h, device=device) for h in (2, 1, 1))
     starts = starts_of([20, 50], device)
@@ -187,6 +189,7 @@ def test_described_loads_give_the_same_bits(device: torch.device) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.long
 def test_it_is_a_torch_operator_with_fake_kernel_and_gradient(device: torch.device) -> None:
     query, key, value = (random(20, h, 16, seed=h, device=device).requires_grad_() for h in (2, 1, 1))
     starts = starts_of([5, 15], device)

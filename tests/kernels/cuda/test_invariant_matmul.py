@@ -22,6 +22,8 @@ from tests.kernels.cuda.multiply import inputs
 from tests.kernels.cuda.tolerance import check_close, poisoned, relative_error
 from tests.thorough import rare
 
+pytestmark = pytest.mark.long
+
 TINY = InvariantConfig(16, 16, 32, 4, 2)
 SWAPPED = InvariantConfig(16, 16, 32, 4, 2, swapped=True)
 

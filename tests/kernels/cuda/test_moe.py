@@ -95,6 +95,7 @@ def test_in_the_invariant_mode_ranks_have_the_bits_of_one(ranks: int, device: to
     assert torch.equal(before + sums[0], whole)
 
 
+@pytest.mark.long
 def test_experts_of_a_few_tokens_in_several_tiles(device: torch.device) -> None:
     """Rows and columns that tiles do not divide, and more than one tile of both."""
     spec = MoESpec(experts=8, experts_per_token=2, expert_hidden=25)

@@ -128,6 +128,7 @@ def test_a_request_has_the_same_bits_whatever_else_is_in_the_batch(mode: str, de
         assert torch.equal(alone.run(alone.plan(**options)), together[rows])
 
 
+@pytest.mark.long
 def test_a_token_has_the_same_bits_however_its_context_was_chunked(device: torch.device) -> None:
     options = {"chunking_invariant": True, "decode_only": False, "chunk": ChunkConfig(rows=32, key_tile=16)}
     whole = PagedCase([(50, 50)], device=device)

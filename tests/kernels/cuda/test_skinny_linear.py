@@ -11,6 +11,8 @@ from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.multiply import inputs, skinny_linear
 from tests.kernels.cuda.tolerance import check_close, poisoned
 
+pytestmark = pytest.mark.long
+
 
 def tiny(splits: int = 1) -> SkinnyConfig:
     return SkinnyConfig(block_n=16, block_k=32, splits=splits, num_warps=4, num_stages=2)

@@ -13,6 +13,8 @@ from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.multiply import inputs, small_linear
 from tests.kernels.cuda.tolerance import check_close, poisoned
 
+pytestmark = pytest.mark.long
+
 TINY = SmallConfig(rows=2, block_k=64, num_warps=2)
 
 

@@ -10,6 +10,8 @@ from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.multiply import inputs, w4_linear
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_codes_come_back_as_they_were_packed(group: int) -> None:

@@ -18,6 +18,8 @@ from tests.kernels.cuda.multiply import inputs, w4_dot
 from tests.kernels.cuda.play_dots import Played, constants_of
 from tests.kernels.cuda.tolerance import poisoned, relative_error
 
+pytestmark = pytest.mark.long
+
 KERNEL = "_w4_dot_kernel"
 CONSTANTS = constants_of(op, KERNEL)
 

@@ -9,7 +9,7 @@ import pytest
 from tests import peers
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 QUESTION = "What is the capital of France?"
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}

@@ -12,6 +12,8 @@ from tests.serve.batches.help import CHAT, Bench, begin, chat, end_of, line, res
 from tests.serve.running_server import wait_for
 from tests.serve.tiny_model import NAME
 
+pytestmark = pytest.mark.long
+
 LONG = {"max_tokens": 400, "ignore_eos": True}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: chat("hello"),

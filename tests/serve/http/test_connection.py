@@ -245,6 +245,7 @@ def test_an_idle_connection_is_closed_after_a_while(hasty: Transport) -> None:
     wait_for(lambda: hasty.refused["keep_alive_timeout"], "the count")
 
 
+@pytest.mark.long
 def test_a_request_that_computes_long_is_left_alone(hasty: Transport) -> None:
     with Client(hasty.url) as client, Client(hasty.url) as other:
         client.send(get("/hold"))

@@ -176,6 +176,7 @@ def test_a_chat_is_searched_with_beams(client: openai.OpenAI, server: RunningSer
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name
 
 
+@pytest.mark.long
 def test_heads_are_answered_like_gets(server: RunningServer) -> None:
     import httpx
 

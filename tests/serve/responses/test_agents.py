@@ -9,7 +9,7 @@ from tests import peers
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 from tests.thorough import rare
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 
 
 @pytest.mark.speaking
