@@ -185,6 +185,7 @@ def test_a_plan_names_the_cheapest_the_second_best_and_what_bounds_it(
         run(*words, *FAST, "--together", "--out", str(tmp_path / "nowhere" / "plan.yaml"), of=plan_app)
 
 
+@pytest.mark.long
 def test_a_plan_can_be_hypothetical(tmp_path: Path, plan_app: typer.Typer) -> None:
     words = [
         "serve",

@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: "-".join(map(str, CASES[i])))
 def test_results_equal_those_of_transformers(case: int) -> None:
     width, n, penalty, eos = CASES[case]

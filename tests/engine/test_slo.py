@@ -24,6 +24,8 @@ from cumulo.errors import CumuloError, Overloaded
 from cumulo.spec.slo import ITL_SHARE, Slo
 from tests.engine.test_simulated import LinearCost
 
+pytestmark = pytest.mark.long
+
 SLO = Slo(0.6, 0.05)
 COST = LinearCost(fixed_s=0.006, token_s=4e-5, context_s=1e-7)
 

@@ -158,6 +158,7 @@ def test_no_rule_ever_leaves_its_limits_or_sleeps_on_a_request(seed: int, fewest
             replicas = answer.replicas
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(
     states=st.lists(

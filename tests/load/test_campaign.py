@@ -20,6 +20,8 @@ from cumulo.load.schedule import Arrivals, Workload
 from cumulo.spec.slo import Slo
 from tests.load.toy_server import Behaviour, ToyServer
 
+pytestmark = pytest.mark.long
+
 
 class Quiet:
     """A watcher that only remembers."""

@@ -20,6 +20,8 @@ from cumulo.load.summary import RequestRecord, summarise
 from cumulo.load.trace import TraceRow, plan_trace
 from tests.load.toy_server import Behaviour, Seen, ToyServer
 
+pytestmark = pytest.mark.long
+
 SHORT = Workload(constant(12), constant(4))
 
 

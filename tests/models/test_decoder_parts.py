@@ -32,6 +32,7 @@ def tiny_spec(name: str) -> ModelSpec:
     return spec_from_config(tiny.build(name).config.to_dict())
 
 
+@pytest.mark.long
 def test_a_decoder_on_the_meta_device_has_every_parameter_and_no_memory() -> None:
     for name in tiny.FAMILIES:
         spec = tiny_spec(name)

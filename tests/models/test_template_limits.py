@@ -11,6 +11,8 @@ from cumulo.models.text import chat_template
 from cumulo.models.text.caller_text import sought_texts
 from cumulo.models.text.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.long
+
 USER = {"role": "user", "content": "Hi"}
 DOUBLING = (
     "{% set ns = namespace(a=['x']) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"

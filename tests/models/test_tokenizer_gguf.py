@@ -16,6 +16,8 @@ from tests.models.cut_smollm import cut_smollm
 from tests.models.gguf_writing import write_gguf
 from tests.models.vocabularies import TEXT, byte_level_metadata, sentencepiece_metadata, trained_sentencepiece
 
+pytestmark = pytest.mark.long
+
 CORPUS = [
     *TEXT[:7],
     "",

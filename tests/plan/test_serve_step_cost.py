@@ -196,6 +196,7 @@ def _gpu_runs() -> list[dict[str, Any]]:
     return [row for row in json.loads(path.read_text())["rows"] if "steps" in row] if path.exists() else []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", _gpu_runs(), ids=lambda row: row["name"])
 def test_runs_measured_on_an_h200_are_predicted_within_seven_percent(row: dict[str, Any]) -> None:
     """The very steps (their number is the scheduler's, so it must agree exactly), and their time."""

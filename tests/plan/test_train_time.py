@@ -160,6 +160,7 @@ def test_the_loss_counts_as_layers_where_stages_are_balanced() -> None:
     assert min(split_layers(8, 4, 30.0)) >= 1
 
 
+@pytest.mark.long
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; from cumulo.plan.evidence import validate; from cumulo.plan.time import step; "

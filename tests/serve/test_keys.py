@@ -26,6 +26,8 @@ from tests.serve.running_server import (
     wait_for,
 )
 
+pytestmark = pytest.mark.long
+
 ANYONE = Caller("anyone", requests_per_minute=7)
 
 

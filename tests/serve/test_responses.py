@@ -11,7 +11,7 @@ import pytest
 
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 ASK: dict[str, Any] = {
     "model": MODEL,
     "input": "What is the capital of France?",

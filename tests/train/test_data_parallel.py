@@ -15,6 +15,8 @@ from cumulo.train.optimizer.data_parallel import DataParallel
 from tests.train.data_case import DENSE, ROWS, Case
 from tests.train.pool import run_ranks
 
+pytestmark = pytest.mark.long
+
 RANKS = 2
 
 

@@ -27,6 +27,8 @@ from tests.train.pool import run_ranks
 from tests.train.ranked import tiny, train
 from tests.train.test_resume import DENSE, assert_same, difference, rank_state, whole_state
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("layout", "world", "expected"),

@@ -12,6 +12,8 @@ from cumulo.train.data.packing import to_device
 from cumulo.train.model.model import TrainingDecoder
 from tests.train.split_case import DENSE, LATENT, SPARSE, TIED, Case, check, make_batch, rows, whole_model
 
+pytestmark = pytest.mark.long
+
 SPECS = {"dense": DENSE, "tied": TIED, "sparse": SPARSE, "latent": LATENT}
 
 

@@ -12,6 +12,8 @@ from cumulo.serve.formats.tool_calls import ToolCallParser, _ObjectEnd, detect_t
 from tests import thorough
 from tests.serve.formats.event_tools import calls_of, counted_ids, cut, parse, text_of
 
+pytestmark = pytest.mark.long
+
 NAMES = ["get_weather", "add", "f.g-h_2"]
 FORMATS = ["hermes", "llama3", "mistral", "mistral_args"]
 

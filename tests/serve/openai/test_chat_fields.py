@@ -8,7 +8,7 @@ import pytest
 
 from tests.serve.running_server import MODEL, RunningServer, needs_built_in_model
 
-pytestmark = needs_built_in_model
+pytestmark = [needs_built_in_model, pytest.mark.long]
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 12}
 BEGUN: list[Any] = [*QUESTION, {"role": "assistant", "content": "The capital of France is the city of"}]
