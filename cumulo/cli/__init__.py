@@ -14,7 +14,7 @@ def main() -> None:
     from cumulo.cli.app import application
     from cumulo.cli.shared.help import use_plain_types
 
-    command = get_command(application(next(iter(sys.argv[1:]), "")))
+    command = get_command(application(sys.argv[1:]))
     use_plain_types(command)
     try:
         command(prog_name="cumulo")

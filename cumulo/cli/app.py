@@ -1,6 +1,7 @@
 """The typer application: which verbs exist. Importing it must stay quick and free of torch."""
 
 import importlib
+from collections.abc import Sequence
 
 import typer
 
@@ -48,8 +49,7 @@ _VERBS = (
     (schedule.schedule, schedule.EXAMPLE, _PLAN),
     (calibrate.calibrate, calibrate.EXAMPLE, _PLAN),
 )
-# Verbs with verbs of their own: the panel, and what its help says. `simulate/` is the name of folders that decide.
-_MODULES = {"simulate": "simulation"}
+# Verbs with verbs of their own: the panel, and what its help says.
 _GROUPS = {
     "bench": (_CHECK, "Measure performance. Reports show every figure next to the value it must reach."),
     "collective": (
@@ -64,8 +64,17 @@ _GROUPS = {
 }
 
 
-def application(word: str | None = None) -> typer.Typer:
-    """The whole command. With the first word that was typed, other groups are only listed, not imported."""
+# Groups whose verbs are modules of their own. `simulate/` is the name of folders that decide.
+_FOLDERS = {"plan": "plan", "simulate": "simulation"}
+_VERBS_OF = {
+    "plan": ("train", "serve", "cluster", "validate"),
+    "simulate": ("serve", "autoscale", "cluster", "network"),
+}
+
+
+def application(words: Sequence[str] | None = None) -> typer.Typer:
+    """The whole command. With the words that were typed, other groups are only listed, not imported, and so are the
+    other verbs of a group."""
     app = typer.Typer(
         name="cumulo",
         help="Run, serve, train and plan language models.",
@@ -80,12 +89,22 @@ def application(word: str | None = None) -> typer.Typer:
     for verb, example, panel in _VERBS:
         app.command(verb.__name__, epilog=example, rich_help_panel=panel)(verb)
     for name, (panel, told) in _GROUPS.items():
-        needed = word in (None, name)
-        inner = (
-            importlib.import_module(f"cumulo.cli.{_MODULES.get(name, name)}").app if needed else typer.Typer()
-        )
+        needed = words is None or name in words[:1]
+        inner = _group(name, words or ()) if needed else typer.Typer()
         app.add_typer(inner, name=name, help=told, rich_help_panel=panel, no_args_is_help=True)
     return app
+
+
+def _group(name: str, words: Sequence[str]) -> typer.Typer:
+    verbs = _VERBS_OF.get(name)
+    if verbs is None:
+        found: typer.Typer = importlib.import_module(f"cumulo.cli.{name}").app
+        return found
+    group = typer.Typer()
+    for verb in [one for one in verbs if one in words[1:2]] or verbs:
+        module = importlib.import_module(f"cumulo.cli.{_FOLDERS[name]}.{verb}")
+        group.command(verb, epilog=module.EXAMPLE)(getattr(module, verb))
+    return group
 
 
 def _print_version(wanted: bool) -> None:
