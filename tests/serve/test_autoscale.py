@@ -107,14 +107,14 @@ def test_prefill_engines_follow_prompts_and_replicas_follow_answers(tmp_path: Pa
 @pytest.mark.parametrize(
     ("autoscale", "words"),
     [
-        ("3", "as in 1..4"),
+        ("3", "a range such as 1..4"),
         ("2..4", "must be within autoscale 2..4"),
         ("1..4,idel=5s", "did you mean idle?"),
         ("1..4,idle=soon", "a time such as"),
         ("0..0", "max of 1 or more"),
-        ("1..4,prefill=2", "a range such as 1..2"),
+        ("1..4,prefill=2", "prefill must be a range such as 1..4"),
         ("1..4,prefill=1..2", "prefill=0 must be 1 or more"),
-        ("1..4,devices=many", "a number of engines"),
+        ("1..4,devices=many", "devices must be a whole number"),
     ],
 )
 def test_what_makes_no_sense_is_refused(autoscale: str, words: str) -> None:
