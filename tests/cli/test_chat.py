@@ -171,6 +171,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     assert "finished: stop" not in terminal.wait_for("finished: abort")
 
 
+@pytest.mark.thorough
 def test_a_second_ctrl_c_at_the_prompt_exits(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.interrupt(lambda: "press Ctrl-C again to exit" in terminal.seen)
