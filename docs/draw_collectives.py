@@ -17,8 +17,6 @@ PICTURES = {
     "one-shot": ("all_reduce", "one-shot", CollectiveShape(4, 64)),
     "two-shot": ("all_reduce", "two-shot", CollectiveShape(4, 64)),
     "sharp": ("all_reduce", "sharp", CollectiveShape(4, 64, pieces=2, radix=2)),
-    "switchml": ("all_reduce", "switchml", CollectiveShape(3, 64, channels=2, pieces=2)),
-    "omnireduce": ("all_reduce", "omnireduce", CollectiveShape(3, 64, pieces=6, density=0.4, seed=1)),
     "ring-all-gather": ("all_gather", "ring", CollectiveShape(4, 64)),
     "butterfly-all-gather": ("all_gather", "butterfly", CollectiveShape(6, 60)),
     "direct-all-gather": ("all_gather", "direct", CollectiveShape(4, 64)),

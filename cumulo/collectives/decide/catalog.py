@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cumulo.base.nearest import did_you_mean
-from cumulo.collectives.decide import aggregators, hypercube, levels, ring, trees
+from cumulo.collectives.decide import hypercube, levels, ring, trees
 from cumulo.collectives.decide.schedule import Collective, CollectiveSchedule, EvenSizes, Transfer
 from cumulo.errors import ConfigError
 
@@ -27,8 +27,6 @@ class CollectiveShape:
     root: int = 0
     blocks: tuple[int, ...] = ()  # uneven: elements of each rank (all_to_all: of each pair); (): even
     radix: int = 32  # ports down of a switch that adds
-    density: float = 1.0  # of blocks that are not zero (omnireduce)
-    seed: int = 0
 
 
 Make = Callable[[CollectiveShape], CollectiveSchedule]
@@ -95,12 +93,6 @@ def _in_channels(make: Callable[[int, int], CollectiveSchedule]) -> Make:
     return made
 
 
-def _sparse(shape: CollectiveShape) -> CollectiveSchedule:
-    blocks = max(1, shape.channels * shape.pieces)
-    present = aggregators.random_presence(shape.ranks, blocks, shape.density, shape.seed)
-    return aggregators.omnireduce(shape.ranks, shape.elements, present, shape.channels)
-
-
 _ALL: Mapping[str, Mapping[str, Make]] = {
     "all_reduce": {
         "ring": lambda s: ring.ring_all_reduce(s.ranks, s.elements, s.channels, s.pieces),
@@ -119,8 +111,6 @@ _ALL: Mapping[str, Mapping[str, Make]] = {
         "one-shot": _in_channels(hypercube.one_shot_all_reduce),
         "two-shot": _in_channels(hypercube.two_shot_all_reduce),
         "sharp": lambda s: trees.in_switch(s.ranks, s.elements, s.radix, s.channels * s.pieces),
-        "switchml": lambda s: aggregators.switchml(s.ranks, s.elements, s.pieces, s.channels),
-        "omnireduce": _sparse,
     },
     "all_gather": {
         "ring": lambda s: ring.ring_all_gather(

@@ -50,7 +50,8 @@ def halving_doubling_all_reduce(ranks: int, elements: int) -> CollectiveSchedule
     base = (2,) * (core.bit_length() - 1)
 
     def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
-        steps = [*_scatter(rank, base), *_gather(rank, base)] if rank < core else []
+        moves = (Move.REDUCE, Move.COPY) if rank < core else ()
+        steps = [step for move in moves for step in _exchange(rank, base, move)]
         return _folded(rank, ranks, core, core, steps)
 
     return CollectiveSchedule(
@@ -74,8 +75,9 @@ def butterfly(
     base = tuple(factor for factor in factors or prime_factors(ranks) if factor > 1)
 
     def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
-        scatters = [] if collective == "all_gather" else _scatter(rank, base)
-        return scatters if collective == "reduce_scatter" else [*scatters, *_gather(rank, base)]
+        scatters = [] if collective == "all_gather" else _exchange(rank, base, Move.REDUCE)
+        gathers = [] if collective == "reduce_scatter" else _exchange(rank, base, Move.COPY)
+        return [*scatters, *gathers]
 
     return CollectiveSchedule(collective, name, ranks, sizes, program, symmetry=base or (1,))
 
@@ -133,29 +135,24 @@ def prime_factors(number: int) -> list[int]:
     return sorted([*found, number] if number > 1 else found, reverse=True)
 
 
-def _scatter(rank: int, base: Sequence[int]) -> list[CollectiveStep]:
-    """Phase by phase, from the most significant digit: ranks that share their first digits share a run of chunks,
-    and each takes its part of it."""
+def _exchange(rank: int, base: Sequence[int], move: Move) -> list[CollectiveStep]:
+    """Phase by phase: ranks that share their first digits share a run of chunks. To reduce, from the most
+    significant digit on, each takes its part of it from the others; to copy, the other way round, each gives its
+    part to them."""
     steps: list[CollectiveStep] = []
-    for first, span, radix in _phases(rank, base):
-        own = (rank - first) // span
-        offset = rank - first - own * span
-        peers = [(digit, first + digit * span + offset) for digit in range(radix) if digit != own]
-        sends = [Transfer(Move.SEND, peer, first + digit * span, span) for digit, peer in peers]
-        takes = [Transfer(Move.REDUCE, peer, first + own * span, span) for _, peer in peers]
-        steps.append((*sends, *takes))
-    return steps
-
-
-def _gather(rank: int, base: Sequence[int]) -> list[CollectiveStep]:
-    steps: list[CollectiveStep] = []
-    for first, span, radix in reversed(_phases(rank, base)):
-        own = (rank - first) // span
-        offset = rank - first - own * span
-        peers = [(digit, first + digit * span + offset) for digit in range(radix) if digit != own]
-        sends = [Transfer(Move.SEND, peer, first + own * span, span) for _, peer in peers]
-        takes = [Transfer(Move.COPY, peer, first + digit * span, span) for digit, peer in peers]
-        steps.append((*sends, *takes))
+    phases = _phases(rank, base)
+    for first, span, radix in phases if move is Move.REDUCE else reversed(phases):
+        own, offset = (rank - first) // span, (rank - first) % span
+        mine = first + own * span
+        others = [first + digit * span for digit in range(radix) if digit != own]  # where their parts begin
+        sends = [(one + offset, one if move is Move.REDUCE else mine) for one in others]
+        takes = [(one + offset, mine if move is Move.REDUCE else one) for one in others]
+        steps.append(
+            (
+                *(Transfer(Move.SEND, peer, chunk, span) for peer, chunk in sends),
+                *(Transfer(move, peer, chunk, span) for peer, chunk in takes),
+            )
+        )
     return steps
 
 

@@ -3,7 +3,7 @@ rails, and all-to-alls, of which one crosses the network once for each node. The
 
 from collections.abc import Sequence
 
-from cumulo.collectives.decide.ring import ring_all_reduce
+from cumulo.collectives.decide.ring import ring_all_reduce, ring_round
 from cumulo.collectives.decide.schedule import (
     CollectiveSchedule,
     CollectiveStep,
@@ -21,44 +21,23 @@ def two_level_all_reduce(ranks: int, elements: int, node_size: int) -> Collectiv
 
     def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
         node, local = divmod(rank, node_size)
-        inside, across = node * node_size, local
-        steps: list[CollectiveStep] = []
-        for step in range(node_size - 1):  # blocks of `nodes` chunks; GPU l keeps block l
-            sent, taken = (local - 1 - step) % node_size, (local - 2 - step) % node_size
-            steps.append(_block(inside, local, node_size, sent, taken, nodes, Move.REDUCE))
-        for move, behind in ((Move.REDUCE, 1), (Move.COPY, 0)):
-            for step in range(nodes - 1):
-                after, before = (node + 1) % nodes, (node - 1) % nodes
-                sent, taken = (node - behind - step) % nodes, (node - behind - step - 1) % nodes
-                steps.append(
-                    (
-                        Transfer(Move.SEND, after * node_size + across, local * nodes + sent),
-                        Transfer(move, before * node_size + across, local * nodes + taken),
-                    )
-                )
-        for step in range(node_size - 1):
-            sent, taken = (local - step) % node_size, (local - 1 - step) % node_size
-            steps.append(_block(inside, local, node_size, sent, taken, nodes, Move.COPY))
-        return steps
+        near, far = range(node * node_size, (node + 1) * node_size), range(local, ranks, node_size)
 
-    return CollectiveSchedule(
-        "all_reduce",
-        "two-level",
-        ranks,
-        EvenSizes(elements, ranks),
-        program,
-        symmetry=(nodes, node_size),
-    )
+        def block(member: int) -> int:  # of `nodes` chunks: GPU l keeps block l
+            return member % node_size * nodes
 
+        def share(member: int) -> int:
+            return local * nodes + member // node_size
 
-def _block(
-    first: int, local: int, size: int, sent: int, taken: int, nodes: int, move: Move
-) -> CollectiveStep:
-    after, before = first + (local + 1) % size, first + (local - 1) % size
-    return (
-        Transfer(Move.SEND, after, sent * nodes, nodes),
-        Transfer(move, before, taken * nodes, nodes),
-    )
+        return [
+            *ring_round(near, local, Move.REDUCE, block, nodes),
+            *ring_round(far, node, Move.REDUCE, share),
+            *ring_round(far, node, Move.COPY, share),
+            *ring_round(near, local, Move.COPY, block, nodes),
+        ]
+
+    sizes = EvenSizes(elements, ranks)
+    return CollectiveSchedule("all_reduce", "two-level", ranks, sizes, program, symmetry=(nodes, node_size))
 
 
 def multi_ring_all_reduce(ranks: int, elements: int, node_size: int, rounds: int = 1) -> CollectiveSchedule:

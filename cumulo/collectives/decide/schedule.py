@@ -15,7 +15,7 @@ The rules that every reader follows:
   its place, so that ranks which add the same parts get the same bits.
 - Channels are independent: each has its own steps and its own messages, and no two touch the same chunk of a rank.
 - Between two ranks, messages of a channel arrive in the order they were sent.
-- Switches that add (SHARP, SwitchML) have steps like ranks, numbered after them; they begin with nothing, and the
+- Switches that add (SHARP) have steps like ranks, numbered after them; they begin with nothing, and the
   first part that arrives is copied.
 
 Nothing is listed before it is asked for: a schedule of 16,384 ranks is as small as one of four. Where `symmetry` is
@@ -112,8 +112,6 @@ class CollectiveSchedule:
     # The ranks as digits, the most significant first: (n,) a ring of n, (nodes, gpus) two levels, (2, 2, 2) a
     # hypercube. (): ranks differ.
     symmetry: tuple[int, ...] = ()
-    # Of each chunk, the ranks on which it is not zero; None: all of them.
-    present: tuple[frozenset[int], ...] | None = None
     # Steps that differ only in their chunks, as (how many, one of them): of (rank, channel). None: each by itself.
     alike: Callable[[int, int], Sequence[tuple[int, CollectiveStep]]] | None = None
 
@@ -175,8 +173,6 @@ class CollectiveSchedule:
 
     def contributors(self, chunk: int) -> Collection[int]:
         """The ranks that have a part of it first."""
-        if self.present is not None:
-            return self.present[chunk]
         source = self.source(chunk)
         return range(self.ranks) if source is None else (source,)
 

@@ -14,7 +14,7 @@ from cumulo.collectives.decide.play_cost import PlayedCost, play_cost
 from cumulo.collectives.decide.schedule import Collective
 
 _PIPELINED = {"tree", "chain", "sharp"}  # pieces follow each other through them
-_NOT_CHOSEN = {"omnireduce", "switchml", "sharp"}  # they need zeros, or switches that add
+_NOT_CHOSEN = {"sharp"}  # it needs switches that add
 _UNIT = 64
 _MOST_PLAYED = 128  # ranks of a schedule whose ranks differ
 
