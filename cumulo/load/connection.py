@@ -58,7 +58,7 @@ class Response:
         self._pieces = []
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise BadResponse(f"{error} in {data[:40]!r}") from error
         if not self.status:
             self._head_bytes += len(data)
@@ -166,9 +166,7 @@ class UpstreamExchange:
     def fail(self, error: Exception | str) -> None:
         """Nobody waits for this server any longer."""
         if not self.over:
-            self.error = UpstreamError(error) if isinstance(error, str) else error
-            self.close()
-            self._wake()
+            self._end(UpstreamError(error) if isinstance(error, str) else error)
 
     def close(self) -> None:
         """No more is wanted of it."""
@@ -177,10 +175,18 @@ class UpstreamExchange:
     # -- what the connection brings -----------------------------------------------------------------------
     def feed(self, data: bytes) -> None:
         self.heard_s = time.monotonic()
-        pieces = self.response.feed(data)
+        try:
+            pieces = self.response.feed(data)
+        except BadResponse as error:
+            self._end(NoHttp(f"its answer is not an HTTP response: {error}"))
+            return
         if self._on_body is not None:
-            for piece in pieces:
-                self._on_body(self.response, piece, self.heard_s)
+            try:
+                for piece in pieces:
+                    self._on_body(self.response, piece, self.heard_s)
+            except Exception as error:
+                self._end(error)  # whoever waits for this answer gets it, also if all of the answer has come
+                return
             if not self.response.complete:
                 return
         else:
@@ -194,6 +200,11 @@ class UpstreamExchange:
         self.response.end()
         if not self.over:
             self.error = UpstreamError(reason, status=self.response.status)
+        self._wake()
+
+    def _end(self, error: Exception) -> None:
+        self.error = error
+        self.close()
         self._wake()
 
     async def _wait(self) -> None:
@@ -250,16 +261,10 @@ class ClientConnection(asyncio.Protocol):
         self.open = True
 
     def data_received(self, data: bytes) -> None:
-        exchange = self._exchange
-        if exchange is None:
+        if self._exchange is None:
             self.abort()  # nobody asked
-            return
-        try:
-            exchange.feed(data)
-        except BadResponse as error:
-            exchange.fail(NoHttp(f"its answer is no HTTP: {error}"))
-        except Exception as error:  # of `on_body`: it belongs to whoever waits for this answer
-            exchange.fail(error)
+        else:
+            self._exchange.feed(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False

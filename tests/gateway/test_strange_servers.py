@@ -60,7 +60,7 @@ def joining(answer: bytes, more: bytes = b"", key: str | None = None) -> str:
         (HEAD + b"content-length: 9\r\n\r\n{", "did not answer within 0.3 s"),
         (b"HTTP/1.1 200", "had no answer in 0.3 s"),
         (b"HTTP/1.1 500 Oh\r\ncontent-length: 0\r\n\r\n", "gives status 500"),
-        (b"220 mail.example ESMTP\r\n\r\n", "no HTTP"),
+        (b"220 mail.example ESMTP\r\n\r\n", "not an HTTP response"),
         (counted(b"[" * 100_000), "not what an OpenAI-compatible server answers"),
         (counted(b'{"data": [5]}'), "not what an OpenAI-compatible server answers"),
         (counted(b'{"data": {"id": "a"}}'), "not what an OpenAI-compatible server answers"),

@@ -179,7 +179,6 @@ def test_the_server_counts_the_tokens_where_it_can() -> None:
     assert [(r.output_tokens, r.input_tokens) for r in silent.records] == [(2, None)]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("behaviour", "kind", "detail"),
     [
