@@ -13,6 +13,10 @@ class InvalidRequest(CumuloError):
     """A request's own fields make it impossible to serve (empty prompt, NaN temperature, ...)."""
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt has more tokens than the model's context holds."""
+
+
 class Overloaded(InvalidRequest):
     """A promised latency cannot be kept now; later it can."""
 

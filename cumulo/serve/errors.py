@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from cumulo.errors import CumuloError
+from cumulo.errors import CumuloError, PromptTooLong
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(CumuloError)
     async def user_error(request: Request, error: CumuloError) -> Response:
-        return shaped(invalid(str(error)), request.scope)
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        return shaped(invalid(str(error), code=code), request.scope)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

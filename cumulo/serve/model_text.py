@@ -1,7 +1,8 @@
 """ModelText: text to tokens and back in the API process, which loads the model's tokenizer but not its weights.
 
 Short texts are tokenised where they arrive. Long ones go to a thread (the tokenizer lets go of the
-interpreter's lock), and one that cannot fit the context whatever its tokens are is refused before that.
+interpreter's lock), and very long ones to another, one at a time, so that nobody else waits for them. A text
+that cannot fit the context whatever its tokens are is refused before that, others when their beginning is too long.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cumulo.errors import CumuloError, InvalidRequest, ModelError
+from cumulo.errors import CumuloError, InvalidRequest, ModelError, PromptTooLong
 from cumulo.models.files.gguf_file import open_gguf
 from cumulo.models.files.hub import resolve
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
@@ -95,6 +96,8 @@ _TAKEN_AS_TEXT = (
     "parse_special_tokens: true recognises them"
 )
 _LONG_CHARACTERS = 8_000  # a few milliseconds of work: more would hold up everybody's streams
+_VERY_LONG_CHARACTERS = 100_000  # a tenth of a second: more would hold up other long texts
+COUNTED_CONTEXTS = 4  # a text that is counted, not answered, may be so many times as long as the context
 
 
 class ModelText:
@@ -103,10 +106,13 @@ class ModelText:
         self.formats = ModelFormats.for_tokenizer(tokenizer)
         self.parse_special_tokens = False  # whether callers' texts may contain special tokens
         self.max_context = 0  # set when the engine has said it; 0: not known yet
+        # A token is so many bytes of the text, or, where a normaliser may join characters, so many characters.
+        self._counts_bytes = tokenizer.kind == "byte_level" and tokenizer.backend.normalizer is None
         self._longest_token_bytes = max(
             1, max((len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1)
         )
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
+        self._thread_of_very_long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise-long")
 
     @classmethod
     def load(
@@ -134,21 +140,32 @@ class ModelText:
         return text
 
     async def encode(
-        self, text: str, add_special: bool = True, parse_special_tokens: bool | None = None
+        self,
+        text: str,
+        add_special: bool = True,
+        parse_special_tokens: bool | None = None,
+        most_contexts: int = 1,
     ) -> list[int]:
-        """`parse_special_tokens`: the text's own special tokens are recognised; None: as the server was started."""
-        return (await self.encode_many([text], add_special, parse_special_tokens))[0]
+        """`parse_special_tokens`: the text's own special tokens are recognised; None: as the server was started.
+        `most_contexts`: a text with more tokens than so many contexts is refused."""
+        return (await self.encode_many([text], add_special, parse_special_tokens, most_contexts))[0]
 
     async def encode_many(
-        self, texts: Sequence[str], add_special: bool = True, parse_special_tokens: bool | None = None
+        self,
+        texts: Sequence[str],
+        add_special: bool = True,
+        parse_special_tokens: bool | None = None,
+        most_contexts: int = 1,
     ) -> list[list[int]]:
         for text in texts:
-            self._refuse_hopeless(len(text))
+            self._refuse_hopeless([text], most_contexts)
+        most_tokens = self.max_context * most_contexts or None
         parse = self.parse_special_tokens if parse_special_tokens is None else parse_special_tokens
 
         def encode_all() -> tuple[list[list[int]], bool]:
             taken_as_text = not parse and any(map(self.tokenizer.control.occur_in, texts))
-            return [self.tokenizer.encode(text, add_special, parse) for text in texts], taken_as_text
+            encoded = [self.tokenizer.encode(text, add_special, parse, most_tokens) for text in texts]
+            return encoded, taken_as_text
 
         tokens, taken_as_text = await self._apart(sum(map(len, texts)), encode_all)
         if taken_as_text:
@@ -163,12 +180,15 @@ class ModelText:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = {},
         continue_final_message: bool = False,
+        most_contexts: int = 1,
     ) -> tuple[str, list[int]]:
         """The prompt the model's chat template makes of messages and tools, and its tokens. `variables`: further
         ones for the template. `continue_final_message`: the prompt ends inside the last message."""
-        self._refuse_hopeless(sum(len(message.get("content") or "") for message in messages))
+        contents = [message.get("content") or "" for message in messages]
+        self._refuse_hopeless(contents, most_contexts)
+        # Never here: the template's worker may be busy, and schemas and arguments may be of any size.
         return await self._apart(
-            _LONG_CHARACTERS,  # the template's worker may be busy, and schemas and arguments may be of any size
+            max(_LONG_CHARACTERS, sum(map(len, contents))),
             self.tokenizer.render_chat,
             with_open_end(messages) if continue_final_message else messages,
             add_generation_prompt,
@@ -176,6 +196,7 @@ class ModelText:
             variables,
             up_to_open_end if continue_final_message else None,
             self.parse_special_tokens,
+            self.max_context * most_contexts or None,
         )
 
     async def decode(self, tokens: list[int]) -> str:
@@ -186,19 +207,25 @@ class ModelText:
         spelled = self.tokenizer.token_bytes(token)
         return spelled.decode("utf-8", "replace"), list(spelled)
 
-    def _refuse_hopeless(self, characters: int) -> None:
-        """A text longer than the context filled with the longest tokens needs no tokenising to be refused."""
-        if self.max_context and characters > self.max_context * self._longest_token_bytes:
-            raise InvalidRequest(
-                f"the prompt has {characters:,} characters; the context holds {self.max_context:,} tokens "
-                f"including the answer, at most {self.max_context * self._longest_token_bytes:,} characters: "
-                f"shorten the prompt"
+    def _refuse_hopeless(self, texts: Sequence[str], most_contexts: int) -> None:
+        """Texts longer than the context filled with the longest tokens need no tokenising to be refused."""
+        most = self.max_context * most_contexts * self._longest_token_bytes
+        size = sum(
+            len(text.encode("utf-8", "surrogatepass")) if self._counts_bytes else len(text) for text in texts
+        )
+        if self.max_context and size > most:
+            unit = "bytes" if self._counts_bytes else "characters"
+            raise PromptTooLong(
+                f"the prompt has {size:,} {unit}; the context holds {self.max_context:,} tokens including the "
+                f"answer, and no prompt of more than {most:,} {unit} is read: shorten the prompt"
             )
 
     async def _apart(self, size: int, work: Callable[..., Result], *arguments: Any) -> Result:
         if size < _LONG_CHARACTERS:
             return work(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        threads = self._threads if size < _VERY_LONG_CHARACTERS else self._thread_of_very_long
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._thread_of_very_long):
+            threads.shutdown(wait=False, cancel_futures=True)

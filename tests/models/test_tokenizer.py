@@ -1,13 +1,17 @@
 """Tokenizers from tokenizer.json and its companions: the same ids and texts as transformers gives."""
 
 import json
+import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from cumulo.errors import InvalidRequest, ModelError
+from cumulo.errors import InvalidRequest, ModelError, PromptTooLong
+from cumulo.models.text import control_tokens
+from cumulo.models.text import tokenizer as tokenizer_module
 from cumulo.models.text.tokenizer import load_tokenizer
 from cumulo.models.text.tokenizer_gguf import tokenizer_from_gguf
 from tests import peers, thorough
@@ -195,3 +199,63 @@ def test_an_added_token_of_latin_letters_is_spelled_as_text(byte_level_folder, t
     backend.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path)
     assert loaded.decode(loaded.encode("café")) == "café"
+
+
+# -- long texts ----------------------------------------------------------------------------------------------
+_WORDLESS = "".join(chr(0x4E00 + 7 * place % 20_000) for place in range(200_000))  # no spaces: one word
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(byte_level_folder):
+    tokenizer = load_tokenizer(byte_level_folder)
+    begun, ended = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        tokenizer.encode(_WORDLESS)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    started_s = last_s = time.perf_counter()
+    longest_pause_s = 0.0
+    while not ended.is_set():
+        now_s = time.perf_counter()
+        longest_pause_s, last_s = max(longest_pause_s, now_s - last_s), now_s
+    thread.join()
+    assert longest_pause_s < (last_s - started_s) / 2
+
+
+def test_a_text_that_is_too_long_is_read_up_to_the_limit(byte_level_folder, monkeypatch):
+    tokenizer, read = load_tokenizer(byte_level_folder), []
+
+    def backend_ids(backend, text, add_special=False):
+        read.append(len(text))
+        return control_tokens.backend_ids(backend, text, add_special)
+
+    monkeypatch.setattr(tokenizer_module, "backend_ids", backend_ids)
+    for text in (_WORDLESS, "word " * 40_000, "e\u0301" * 100_000):
+        read.clear()
+        tokens = len(tokenizer.encode(text))
+        assert read.pop() == len(text)
+        with pytest.raises(PromptTooLong, match="more than 1,000 tokens"):
+            tokenizer.encode(text, most_tokens=1000)
+        assert sum(read) <= 0.4 * len(text)
+        assert len(tokenizer.encode(text, most_tokens=tokens)) == tokens
+
+
+@pytest.fixture(scope="module")
+def byte_level_tokenizer(byte_level_folder):
+    return load_tokenizer(byte_level_folder)
+
+
+@settings(max_examples=60 if thorough else 15, deadline=None)
+@given(
+    st.text(alphabet="ab é\u4e00\u3042\u0301\n<", max_size=30).filter(bool),
+    st.integers(1, 300),
+    st.integers(1, 400),
+)
+def test_no_text_that_fits_is_refused(byte_level_tokenizer, piece, repeats, shift):
+    text = piece * repeats
+    tokens = byte_level_tokenizer.encode(text)
+    assert byte_level_tokenizer.encode(text, most_tokens=len(tokens) + shift - 1) == tokens

@@ -77,6 +77,19 @@ class Attacks:
         with contextlib.suppress(httpx.ReadTimeout):
             self._http.post("/v1/completions", content=body, timeout=10)
 
+    def texts_without_spaces(self) -> None:
+        """Four connections with 600,000 Chinese characters, marks on letters, and many long prompts."""
+        chinese = "".join(chr(self._chance.randint(0x4E00, 0x9FFF)) for _ in range(600_000))
+        many = [chinese[begin : begin + 4000] for begin in range(0, 512_000, 4000)]
+        asked = [
+            ("/v1/chat/completions", self._chat(messages=[{"role": "user", "content": chinese}])),
+            ("/v1/completions", {"model": MODEL, "prompt": "e\u0301" * 300_000, "max_tokens": 1}),
+            ("/v1/embeddings", {"model": MODEL, "input": many}),
+            ("/tokenize", {"model": MODEL, "prompt": chinese[:100_000]}),
+        ]
+        for path, body in asked:
+            together(lambda path=path, body=body: self._post(path, body), 4)  # type: ignore[misc]
+
     def log_probabilities(self) -> None:
         """Many answers with twenty log-probabilities for each token."""
         self._post("/v1/chat/completions", self._chat(n=8, logprobs=True, top_logprobs=20, max_tokens=32))

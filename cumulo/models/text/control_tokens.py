@@ -17,6 +17,13 @@ from tokenizers import AddedToken
 _MOST_GAPS = 1 << 20  # ids without a token below the largest one; load_tokenizer refuses more
 
 
+def backend_ids(backend: tokenizers.Tokenizer, text: str, add_special: bool = False) -> list[int]:
+    """The ids of a text by the library, which holds the interpreter's lock while it encodes one text, and lets go
+    of it for a batch. A batch without offsets is also faster, at any length."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    return ids
+
+
 def is_marker(token: AddedToken) -> bool:
     """Whether a caller must not be able to write this token: special ones, and markers such as <tool_call> that are
     added without being special. Runs of spaces and whole words that were added stay ordinary text."""
@@ -52,12 +59,12 @@ class ControlTokens:
     def encode(self, text: str) -> list[int]:
         """Without recognising control tokens, except those that `renamed` has given their secret names."""
         clone, meant, _ = self._plain
-        ids: list[int] = clone.encode(text, add_special_tokens=False).ids
+        ids = backend_ids(clone, text)
         if not self._words.isdisjoint(ids):  # Unigram models have control tokens among their words
             ids = [
                 token
                 for piece in _cut(text, self.pattern.finditer(text))
-                for token in clone.encode(piece, add_special_tokens=False).ids
+                for token in backend_ids(clone, piece)
             ]
         return [meant.get(token, token) for token in ids]
 
@@ -73,8 +80,8 @@ class ControlTokens:
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
         """What the library puts before and after a text when it adds special tokens."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        whole = self._backend.encode("a", add_special_tokens=True).ids
+        bare = backend_ids(self._backend, "a")
+        whole = backend_ids(self._backend, "a", add_special=True)
         for begin in range(len(whole) - len(bare) + 1):
             if whole[begin : begin + len(bare)] == bare:
                 return whole[:begin], whole[begin + len(bare) :]

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import tokenizers
 
-from cumulo.errors import InvalidRequest, ModelError
+from cumulo.errors import InvalidRequest, ModelError, PromptTooLong
 from cumulo.models.files.json_file import read_json, token_ids
 from cumulo.models.text.caller_text import CallerText, Guarded, Sought, sought_texts
 from cumulo.models.text.chat_template import ChatTemplate, Message
-from cumulo.models.text.control_tokens import ControlTokens
+from cumulo.models.text.control_tokens import ControlTokens, backend_ids
 from cumulo.models.text.tokenizer_file import is_failure, open_tokenizer_file
 
 Kind = Literal["byte_level", "sentencepiece"]
@@ -77,23 +77,39 @@ class Tokenizer:
 
     # -- text to ids ---------------------------------------------------------------------------------------
     def encode(
-        self, text: str | bytes, add_special: bool = False, parse_special_tokens: bool = True
+        self,
+        text: str | bytes,
+        add_special: bool = False,
+        parse_special_tokens: bool = True,
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Special tokens written out in the text are recognised, unless `parse_special_tokens` is False: then they
         are text. `add_special` puts those around it that the model was trained with (usually a begin-of-sequence
-        token)."""
+        token). `most_tokens`: a text whose beginning has more is refused, and the rest is not read."""
         text = _valid_text(text)
         try:
+            if most_tokens is not None:
+                self._refuse_longer(text, most_tokens)
             if not parse_special_tokens and self.control.occur_in(text):
                 before, after = self.control.around if add_special else ([], [])
                 ids = [*before, *self.control.encode(text), *after]
             else:
-                ids = self.backend.encode(text, add_special_tokens=add_special).ids
+                ids = backend_ids(self.backend, text, add_special)
         except BaseException as error:
             raise _refusal(error) from error
         if add_special and self._always_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def _refuse_longer(self, text: str, most_tokens: int) -> None:
+        """Encodes longer and longer beginnings until one has too many tokens or most of the text is read. A cut
+        changes only the last tokens of a beginning, so a sixteenth more than `most_tokens` proves that the whole
+        text has too many, too."""
+        characters = 2 * most_tokens
+        while characters < len(text):
+            if len(backend_ids(self.backend, text[:characters])) > most_tokens + most_tokens // 16 + 64:
+                raise PromptTooLong(f"the text has more than {most_tokens:,} tokens: shorten it")
+            characters *= 4
 
     @cached_property
     def control(self) -> ControlTokens:
@@ -187,6 +203,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         cut: Callable[[str], str] | None = None,
         parse_special_tokens: bool = False,
+        most_tokens: int | None = None,
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation and its tokens. A template writes its special tokens itself, so none are
         added; what callers write stays text, unless `parse_special_tokens`. `cut` shortens what the template wrote.
@@ -205,8 +222,10 @@ class Tokenizer:
         else:
             unlike = guarded is not None and control.places(rendered) != control.places(text)
         if not unlike:
-            return text, self.encode(text)
+            return text, self.encode(text, most_tokens=most_tokens)
         _valid_text(text)
+        if most_tokens is not None:
+            self._refuse_longer(text, most_tokens)
         named = control.renamed(rendered)
         try:
             return text, control.encode(named if guarded is None else guarded.restored(named))
@@ -227,7 +246,7 @@ class Tokenizer:
 
 def _refusal(error: BaseException) -> BaseException:
     """What to raise when the library cannot encode a text: its word rules gave up, or it panicked."""
-    if not is_failure(error):
+    if isinstance(error, PromptTooLong) or not is_failure(error):
         return error
     return InvalidRequest(f"the model's tokenizer fails on this text ({' '.join(str(error).split())[:200]})")
 

@@ -29,6 +29,7 @@ from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.model_text import COUNTED_CONTEXTS
 from cumulo.serve.observe.stories import NotUnique, explanation
 from cumulo.serve.observe.trace import chrome_trace
 from cumulo.serve.service import Service
@@ -156,11 +157,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         # The tokens that a chat completion with the same fields would send to the engine.
         fields = {name: getattr(body, name) for name in ("messages", *Templated.model_fields)}
         chat = ChatRequest.model_construct(model=service.model_name, **fields)
-        _, _, tokens = await chat_prompt(service, chat)
+        _, _, tokens = await chat_prompt(service, chat, COUNTED_CONTEXTS)
     else:
         _refuse_for_prompts(body)
         assert body.prompt is not None
-        tokens = await service.text.encode(body.prompt, body.add_special_tokens, body.parse_special_tokens)
+        tokens = await service.text.encode(
+            body.prompt, body.add_special_tokens, body.parse_special_tokens, COUNTED_CONTEXTS
+        )
     spelled = [service.text.token_text(token)[0] for token in tokens] if body.return_token_strs else None
     info = service.engine.info
     return json_response(

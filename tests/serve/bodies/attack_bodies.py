@@ -78,6 +78,9 @@ ATTACKS: dict[str, Attack] = {
     "no object at all": Attack("/tokenize", lambda: b"[" + _many(b"{}") + b"]", CONTAINERS),
 }
 
+# No spaces: to a tokenizer it is one word.
+_CHINESE = "".join(chr(0x4E00 + 7 * place % 20_000) for place in range(600_000)).encode()
+
 # Below every limit, and as expensive as that can be.
 WITHIN_LIMITS: dict[str, Attack] = {
     "16,000 parts": Attack(
@@ -99,9 +102,27 @@ WITHIN_LIMITS: dict[str, Attack] = {
         lambda: _body(b'"prompt":[' + b",".join([b"321"] * 300_000) + b",-1]"),
         "greater than or equal to 0",
     ),
-    "escapes": Attack(_TEXT, lambda: _body(b'"prompt":"' + b"\\n" * (SIZE_BYTES // 2) + b'"'), "characters"),
+    "escapes": Attack(_TEXT, lambda: _body(b'"prompt":"' + b"\\n" * (SIZE_BYTES // 2) + b'"'), "shorten"),
     "backslashes": Attack(
-        _TEXT, lambda: _body(b'"prompt":"' + b"\\\\" * (SIZE_BYTES // 2) + b'"'), "characters"
+        _TEXT, lambda: _body(b'"prompt":"' + b"\\\\" * (SIZE_BYTES // 2) + b'"'), "shorten"
+    ),
+    "600,000 Chinese characters": Attack(_TEXT, lambda: _body(b'"prompt":"' + _CHINESE + b'"'), "shorten"),
+    "a chat of 8,000 Chinese characters": Attack(
+        _CHAT,
+        lambda: _body(b'"messages":[{"role":"user","content":"' + _CHINESE[:24_000] + b'"}]'),
+        "more than 2,048 tokens",
+    ),
+    "marks on 300,000 letters": Attack(
+        "/tokenize", lambda: _body(b'"prompt":"' + "e\u0301".encode() * 300_000 + b'"'), "shorten"
+    ),
+    "128 inputs without spaces": Attack(
+        "/v1/embeddings",
+        lambda: _body(
+            b'"input":['
+            + b",".join(b'"%b"' % _CHINESE[begin : begin + 12_000] for begin in range(0, 1_536_000, 12_000))
+            + b"]"
+        ),
+        "more than 2,048 tokens",
     ),
     "digits of a fraction": Attack(
         _CHAT,

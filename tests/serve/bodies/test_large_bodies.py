@@ -91,6 +91,22 @@ def test_a_long_prompt_of_tokens_or_text_is_answered(attacked: Attacked) -> None
         assert answer.status_code == 400 and "shorten the prompt" in answer.text
 
 
+def test_texts_that_are_too_long_say_so_by_code_and_can_be_counted(attacked: Attacked) -> None:
+    content = "\u4e2d" * 1500 + " and on" * 900
+    counted = attacked.send("/tokenize", {"model": NAME, "prompt": content}).json()["count"]
+    assert 2048 < counted < 4 * 2048
+    chat = {"model": NAME, "messages": [{"role": "user", "content": content}]}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", {"model": NAME, "prompt": content}),
+        ("/v1/embeddings", {"model": NAME, "input": content}),
+        ("/tokenize", {"model": NAME, "prompt": 4 * content}),
+    ):
+        answer = attacked.send(path, body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+
+
 def test_a_large_body_with_a_mistake_is_told_as_a_small_one(attacked: Attacked) -> None:
     for path, fields in (
         ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}),

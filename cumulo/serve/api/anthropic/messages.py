@@ -20,6 +20,7 @@ from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, anthropic_error
 from cumulo.serve.formats.blocks import Block, BlockChange, Blocks
 from cumulo.serve.formats.reasoning import Reasoning
+from cumulo.serve.model_text import COUNTED_CONTEXTS
 from cumulo.serve.service import Service
 
 Item = dict[str, Any]
@@ -149,7 +150,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     with telling_format_as("output_config.format"):
-        _, _, tokens = await chat_prompt(service, await asyncio.to_thread(as_chat, body))
+        _, _, tokens = await chat_prompt(service, await asyncio.to_thread(as_chat, body), COUNTED_CONTEXTS)
     return json_response({"input_tokens": len(tokens)})
 
 

@@ -107,7 +107,9 @@ def telling_format_as(name: str) -> Iterator[None]:
         raise
 
 
-async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | None, str, list[int]]:
+async def chat_prompt(
+    service: Service, body: ChatRequest, most_contexts: int = 1
+) -> tuple[ToolUse | None, str, list[int]]:
     """Which tools the answer may call, and the prompt as text and as tokens."""
     use = tool_use(body)
     check_form(body.response_format)
@@ -122,6 +124,7 @@ async def chat_prompt(service: Service, body: ChatRequest) -> tuple[ToolUse | No
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         variables=template_variables(body.chat_template_kwargs, body.reasoning_effort, service.text),
         continue_final_message=bool(body.continue_final_message),
+        most_contexts=most_contexts,
     )
     return use, prompt, tokens
 
