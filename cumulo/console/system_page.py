@@ -273,7 +273,6 @@ def engine_rows(config: EngineConfig, info: Ready) -> Rows:
         "max_tokens_per_step": info.max_tokens_per_step,
         "threads": config.threads or f"all cores ({available_cores()})",
         "kv_memory_gib": config.kv_memory_gib or _kv_memory(info),
-        "preemption": _preemption(config),
         "weights": "as the model's file has them" if config.weights == "auto" else config.weights,
         "kv_dtype": settled.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         "rank_backend": _rank_backend(config, info, on_gpu),
@@ -300,12 +299,6 @@ def _rank_backend(config: EngineConfig, info: Ready, on_gpu: bool) -> str:
         2
     ]  # with its reason, where it is not the usual one
     return told or ("symmetric" if on_gpu else "gloo")
-
-
-def _preemption(config: EngineConfig) -> str:
-    if config.preemption != "auto":
-        return config.preemption
-    return "recompute or swap, whichever is faster" if config.swap_gib else "recompute"
 
 
 def shown(name: str, value: Any) -> str:

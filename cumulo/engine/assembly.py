@@ -174,7 +174,7 @@ def _engine(
     guidance: Guidance | None,
 ) -> Engine:
     scheduler = Scheduler(scheduler_config(config, memory))
-    if memory.all_host_blocks:
+    if memory.tier_blocks:
         scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
     return Engine(
         scheduler,

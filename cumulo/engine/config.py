@@ -25,8 +25,7 @@ class EngineConfig(SchedulingOptions):
     kv_blocks: int | None = None  # None: as many as kv_memory_gib holds
     kv_memory_gib: float | None = None  # None: chosen by the memory ledger from what is free
     max_context: int | None = None  # longest prompt + output; None: what the model was trained for
-    swap_gib: float = 0.0  # host memory for swapped-out blocks; 0: preemption always recomputes
-    # Prefixes that leave the device's KV cache are kept in host memory, and from there on disk: docs/kv-tiers.md
+    # Blocks that leave the device's KV cache are kept in host memory, and from there on disk: docs/kv-tiers.md
     kv_host_gib: float = 0.0
     kv_disk: str = ""  # folder; engines of one host may share it
     kv_disk_gib: float = 0.0  # most that its files may take
@@ -97,7 +96,7 @@ class EngineConfig(SchedulingOptions):
                 )
         if bool(self.kv_disk) != (self.kv_disk_gib > 0):
             raise CumuloError("kv_disk is a folder and needs kv_disk_gib, the most that its files may take")
-        for name in ("kv_memory_gib", "swap_gib", "kv_host_gib", "kv_disk_gib", "max_context", "threads"):
+        for name in ("kv_memory_gib", "kv_host_gib", "kv_disk_gib", "max_context", "threads"):
             value = getattr(self, name)
             smallest = int(name in ("max_context", "threads"))
             if value is not None and not smallest <= value < float("inf"):
@@ -198,7 +197,6 @@ class EngineConfig(SchedulingOptions):
 _ALLOWED = {
     "slo_late": ("refuse", "queue"),
     "role": ("both", "prefill", "decode"),
-    "preemption": ("auto", "recompute", "swap"),
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float64", "float32", "float16", "bfloat16"),
     "weights": ("auto", "fp8", "int4"),

@@ -265,13 +265,11 @@ def test_every_option_of_the_engine_can_be_simulated() -> None:
         "/nowhere:1",
         "--disk-gb-s",
         "2",
-        "--swap-gib",
-        "1",
         "--kv",
         "float8",
     ]
     text = run("simulate", "serve", "llama-3.1-8b", *FAST, *tiers)
-    assert "float8 KV, --kv-host-gib 1, --kv-disk /nowhere:1, --swap-gib 1" in " ".join(text.split())
+    assert "float8 KV, --kv-host-gib 1, --kv-disk /nowhere:1" in " ".join(text.split())
     head = ["--acceptance", "0.6", "--speculate", "head"]
     text = run("simulate", "serve", "llama-3.1-8b", *FAST, *head)
     assert "--speculate head" in " ".join(text.split())
@@ -281,12 +279,12 @@ def test_every_option_of_the_engine_can_be_simulated() -> None:
 
 @pytest.mark.long
 def test_a_plan_says_why_each_option_is_chosen_or_not(tmp_path: Path, plan_app: typer.Typer) -> None:
-    asked = ["--kv-disk", "/var/cache/kv:9", "--swap-gib", "4", "--acceptance", "0.6", "--speculate", "head"]
+    asked = ["--kv-disk", "/var/cache/kv:9", "--acceptance", "0.6", "--speculate", "head"]
     words = ["serve", "qwen3-0.6b", "--rate", "1", "--slo", "ttft=2s,itl=100ms", "--devices", "l40s", "--together",
              "--weights", "bfloat16,float8", *asked]  # fmt: skip
     found = report_of(tmp_path / "plan.json", *words, *FAST, of=plan_app)
     told = {one["option"]: one for one in found["options"]}
-    assert {"--kv-disk /var/cache/kv:9", "--swap-gib 4", "speculation", "no speculation"} <= told.keys()
+    assert {"--kv-disk /var/cache/kv:9", "speculation", "no speculation"} <= told.keys()
     assert sum(told[name]["chosen"] for name in ("bfloat16 weights", "float8 weights")) == 1
     assert all(one["why"] for one in told.values())
 

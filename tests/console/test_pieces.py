@@ -73,7 +73,7 @@ def test_options_are_shown_as_they_apply_and_never_as_auto() -> None:
     left = dict(engine_rows(EngineConfig(), INFO))
     assert left["max_running"] == "256 sequences" and left["block_size"] == "16 tokens"
     assert left["kv_memory_gib"].startswith("512.0 MiB") and left["device"] == "cpu"
-    assert (left["dtype"], left["kv_dtype"], left["preemption"]) == ("float32", "float32", "recompute")
+    assert (left["dtype"], left["kv_dtype"]) == ("float32", "float32")
     on_gpu = dict(
         engine_rows(
             EngineConfig(kv_memory_gib=2.5), msgspec.structs.replace(INFO, runs_on="GPU kernels on H200")

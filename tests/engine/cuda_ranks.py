@@ -66,7 +66,7 @@ def rank_runner(
         batch_invariant=invariant, rank_backend=backend,
     )  # fmt: skip
     memory = SimpleNamespace(
-        kv_blocks=SIZES["blocks"] * layout.dp, max_context=SIZES["max_context"], all_host_blocks=0
+        kv_blocks=SIZES["blocks"] * layout.dp, max_context=SIZES["max_context"], tier_blocks=0
     )
     # Every rank at an address of its own, as if each were on another host.
     links = connect(part, store, 60.0, host=THIS_HOST if backend == "auto" else f"127.0.0.{rank + 2}")

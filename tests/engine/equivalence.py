@@ -36,8 +36,7 @@ class Way:
     budget: int  # tokens a step
     prefix_cache: bool
     overlap: bool
-    preemption: str
-    tier_blocks: int = 0  # of host memory, for prefixes
+    tier_blocks: int = 0  # of host memory, for what leaves the device
     speculate: bool = False  # with drafts that are thought to cost nothing: as many as there can be
 
 
@@ -101,8 +100,7 @@ def check(make_engine: MakeEngine, rng: random.Random, requests: list[Request], 
     engine = make_engine(
         blocks=-(-longest // way.block_size) + way.spare_blocks, block_size=way.block_size, max_running=5,
         tier_blocks=way.tier_blocks,
-        max_tokens_per_step=way.budget, prefix_cache=way.prefix_cache, preemption=way.preemption,
-        host_blocks=60 if way.preemption == "swap" else 0, overlap=way.overlap,
+        max_tokens_per_step=way.budget, prefix_cache=way.prefix_cache, overlap=way.overlap,
         **({"speculate": "ngram"} if way.speculate else {}),
     )  # fmt: skip
     if engine.scheduler.speculation is not None:

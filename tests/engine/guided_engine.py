@@ -71,7 +71,7 @@ def make_engine(
     cache = KVCache(DECODER.spec, config.blocks, config.block_size, torch.float64)
     runner = TorchRunner(
         DECODER, cache, max_slots=config.max_running, max_context=config.max_context, eos_token_ids=(EOS,),
-        host_blocks=config.host_blocks, overlap=overlap, guidance=guidance,
+        host_blocks=config.tier_blocks, overlap=overlap, guidance=guidance,
     )  # fmt: skip
     return Engine(
         Scheduler(config), runner, TOKENIZER if guidance else None, vocab_size=VOCAB, eos_ids=(EOS,),

@@ -53,8 +53,8 @@ def test_a_gpu_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": "bf16"}, {"weights": "int3"}, {"kv_dtype": "float8"}, {"preemption": "never"},
-        {"max_context": 0}, {"threads": 0}, {"threads": 1_000_000}, {"swap_gib": -1}, {"kv_memory_gib": -0.5},
+        {"dtype": "bf16"}, {"weights": "int3"}, {"kv_dtype": "float8"},
+        {"max_context": 0}, {"threads": 0}, {"threads": 1_000_000}, {"kv_host_gib": -1}, {"kv_memory_gib": -0.5},
     ],
 )  # fmt: skip
 def test_a_setting_that_does_not_exist_is_named(options: dict) -> None:

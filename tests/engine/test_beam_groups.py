@@ -33,8 +33,7 @@ def searched_alone(made: Request) -> list[tuple[list[int], float]]:
     spare_blocks=st.integers(0, 30),
     block_size=st.sampled_from([1, 3, 4, 16]),
     overlap=st.booleans(),
-    host_blocks=st.sampled_from([0, 20]),
-    preemption=st.sampled_from(["auto", "swap"]),
+    tier_blocks=st.sampled_from([0, 20]),
     prefix_cache=st.booleans(),
     rivals=st.integers(0, 3),
 )
@@ -45,16 +44,14 @@ def test_beams_find_the_same_hypotheses_in_any_memory(
     spare_blocks,
     block_size,
     overlap,
-    host_blocks,
-    preemption,
+    tier_blocks,
     prefix_cache,
     rivals,
 ):
     longest = max(len(prompt), 4) + max(max_tokens, 12)
     scheduler, runner = make(
         blocks=-(-longest // block_size) + spare_blocks, block_size=block_size, max_running=5,
-        max_tokens_per_step=7, host_blocks=host_blocks, prefix_cache=prefix_cache,
-        preemption=preemption if host_blocks else "recompute",
+        max_tokens_per_step=7, tier_blocks=tier_blocks, prefix_cache=prefix_cache,
     )  # fmt: skip
     searched = request("beams", prompt, max_tokens=max_tokens, beam_width=width, n=width)
     others = [request(f"other{i}", [i, 1, 2], seed=i, max_tokens=12) for i in range(rivals)]

@@ -28,7 +28,7 @@ def draw_way(rng: random.Random) -> Way:
     return Way(
         block_size=rng.choice([16, 32, 64]), spare_blocks=rng.randrange(5), prefix_cache=rng.random() < 0.5,
         budget=rng.choice([7, 33, 70, 200, 512] if HAS_GPU else [7, 20]), overlap=rng.random() < 0.5,
-        preemption=rng.choice(["recompute", "swap"]),
+        tier_blocks=rng.choice([0, 60]),
     )  # fmt: skip
 
 

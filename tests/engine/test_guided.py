@@ -226,9 +226,9 @@ def test_overlap_and_preemption_do_not_change_guided_tokens():
     expected = tokens_of(alone)
     assert tokens_of(answers(requests, overlap=True)) == expected
     for options in (
-        dict(preemption="recompute"),
-        dict(preemption="swap", host_blocks=40),
-        dict(preemption="recompute", overlap=True, prefix_cache=False),
+        dict(),
+        dict(tier_blocks=40),
+        dict(overlap=True, prefix_cache=False),
     ):
         outputs = answers(requests, blocks=24, block_size=4, **options)
         assert tokens_of(outputs) == expected, options

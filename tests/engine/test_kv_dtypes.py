@@ -28,12 +28,12 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "model"), [("int8", "dense"), ("fp8", "dense"), ("fp8", "latent")])
-def test_preempted_swapped_and_cached_sequences_get_the_same_tokens(kind: str, model: str) -> None:
+def test_preempted_and_cached_sequences_get_the_same_tokens(kind: str, model: str) -> None:
     dtype, decoder = KINDS[kind], make_decoder(model)
     alone = [
         answers(make_engine(decoder, blocks=40, block_size=4, kv_dtype=dtype), [one])[0] for one in PROMPTS
     ]
-    tight = make_engine(decoder, blocks=14, block_size=4, host_blocks=20, preemption="swap", kv_dtype=dtype)
+    tight = make_engine(decoder, blocks=14, block_size=4, tier_blocks=20, kv_dtype=dtype)
     assert answers(tight, PROMPTS) == alone
     assert answers(tight, PROMPTS[:1]) == alone[:1]  # from the prefix cache
 

@@ -114,7 +114,7 @@ def test_the_ledger_says_that_routed_experts_are_not_quantised() -> None:
             "kv_memory_gib": st.sampled_from([0.01, 0.5, 7.0]),
             "max_tokens_per_step": st.sampled_from([1, 512, 30_000]),
             "max_running": st.sampled_from([1, 64, 4096]),
-            "swap_gib": st.sampled_from([0.0, 3.0]),
+            "kv_host_gib": st.sampled_from([0.0, 3.0]),
             "block_size": st.sampled_from([1, 16, 128]),
         },
     ),
@@ -141,7 +141,7 @@ def test_a_plan_fits_and_a_refusal_names_settings_that_do(
     assert plan.max_context == (
         config.max_context or min(spec.max_context, plan.kv_blocks * config.block_size)
     )
-    assert plan.host_blocks * config.block_size * spec.kv_bytes_per_token(4) <= config.swap_gib * GIB
+    assert plan.tier_blocks * config.block_size * spec.kv_bytes_per_token(4) <= config.kv_host_gib * GIB
 
 
 def test_measurements_stand_beside_predictions_in_every_rendering() -> None:
@@ -194,7 +194,7 @@ def profiled_peak(runner: TorchRunner, tokens: int, draws: int) -> int:
 def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
     """Weights, KV cache and tables exactly; activations within 35% and logits within 50% of what is counted."""
     spec = SHAPES[kind]
-    config = EngineConfig(kv_blocks=128, max_running=128, max_tokens_per_step=1024, swap_gib=0.01).settled(
+    config = EngineConfig(kv_blocks=128, max_running=128, max_tokens_per_step=1024, kv_host_gib=0.01).settled(
         "cpu"
     )
     model = Decoder(spec)
@@ -203,10 +203,10 @@ def test_predictions_hold_for_a_real_model_of_each_kind(kind: str) -> None:
     plan = plan_memory(spec, weight_bytes(spec), config, 4 * GIB)
     cache = KVCache(spec, plan.kv_blocks, config.block_size)
     runner = TorchRunner(
-        model, cache, max_slots=config.max_running, max_context=plan.max_context, host_blocks=plan.host_blocks
+        model, cache, max_slots=config.max_running, max_context=plan.max_context, host_blocks=plan.tier_blocks
     )
     ledger = plan.ledger.measured(runner.memory_bytes())
-    for name in ("weights", "kv cache", "swap pool"):
+    for name in ("weights", "kv cache", "host tier"):
         assert ledger[name].measured == ledger[name].predicted
     tables = ledger["token tables"]
     assert tables.measured == pytest.approx(tables.predicted, rel=0.02)

@@ -98,13 +98,13 @@ def test_draws_with_cuts_are_the_torch_runners_and_need_no_host(monkeypatch: pyt
 @pytest.mark.parametrize(
     "name, way",
     [
-        ("dense", dict(preemption="recompute")),
+        ("dense", dict()),
         # whose values are no memory of their own
-        pytest.param("latent", dict(preemption="swap", host_blocks=12), marks=pytest.mark.long),
-        *rare(("dense", dict(preemption="swap", host_blocks=12))),
+        pytest.param("latent", dict(tier_blocks=12), marks=pytest.mark.long),
+        *rare(("dense", dict(tier_blocks=12))),
     ],
 )
-def test_preemption_by_recomputation_and_by_swap_changes_no_token(name: str, way: dict) -> None:
+def test_preemption_with_and_without_a_host_tier_changes_no_token(name: str, way: dict) -> None:
     decoder = make_decoder(SPECS[name])
     requests = [
         (prompt(14, seed), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)) for seed in range(3)

@@ -269,7 +269,7 @@ def test_prompts_that_begin_alike_are_computed_once() -> None:
 
 def test_a_request_prefilled_elsewhere_computes_no_prompt() -> None:
     arrival = Arrival(1.0, 100, 10, first_token_s=0.5)
-    run = simulate([arrival], Scheduler(config(host_blocks=16)), LinearCost(fixed_s=1.0))
+    run = simulate([arrival], Scheduler(config()), LinearCost(fixed_s=1.0))
     assert run.computed_tokens == 9  # the first token came with it, and the last drawn one is never computed
     assert run.served[0].first_token_s == 0.5 and run.served[0].finished
     assert max(run.itl_s) > 1.0  # from the first token, drawn elsewhere, to the second

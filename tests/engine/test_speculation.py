@@ -61,15 +61,15 @@ def copying(**more) -> SamplingParams:
     budget=st.sampled_from([9, 64]),
     prefix_cache=st.booleans(),
     overlap=st.booleans(),
-    preemption=st.sampled_from(["recompute", "swap"]),
+    tier_blocks=st.sampled_from([0, 60]),
     count=st.integers(1, 6),
 )
 def test_tokens_and_log_probabilities_are_those_of_a_run_without_drafts(
-    name, seed, block_size, spare_blocks, budget, prefix_cache, overlap, preemption, count
+    name, seed, block_size, spare_blocks, budget, prefix_cache, overlap, tier_blocks, count
 ):
     rng = random.Random(seed)
     requests = draw_requests(rng, count, rng.choice([4, VOCAB]), Lengths(answer=40))
-    way = Way(block_size, spare_blocks, budget, prefix_cache, overlap, preemption, speculate="ngram")
+    way = Way(block_size, spare_blocks, budget, prefix_cache, overlap, tier_blocks, speculate="ngram")
     check(
         lambda **options: make_engine(DECODERS[name], **{"blocks": 64, **options}), rng, requests, way, 1e-9
     )
@@ -136,11 +136,11 @@ def test_following_a_prompt_is_not_taken_for_what_a_proposal_costs():
     block_size=st.sampled_from([1, 4, 16]),
     spare_blocks=st.integers(0, 12),
     overlap=st.booleans(),
-    preemption=st.sampled_from(["recompute", "swap"]),
+    tier_blocks=st.sampled_from([0, 60]),
     count=st.integers(1, 5),
 )
 def test_drafts_of_any_model_change_no_token(
-    seed, draft, block_size, spare_blocks, overlap, preemption, count
+    seed, draft, block_size, spare_blocks, overlap, tier_blocks, count
 ):
     rng = random.Random(seed)
     requests = draw_requests(rng, count, VOCAB, Lengths())
@@ -154,7 +154,7 @@ def test_drafts_of_any_model_change_no_token(
         make,
         rng,
         requests,
-        Way(block_size, spare_blocks, 64, True, overlap, preemption, speculate=True),
+        Way(block_size, spare_blocks, 64, True, overlap, tier_blocks, speculate=True),
         1e-9,
     )
 

@@ -111,7 +111,7 @@ def make_engine(
         max_slots=config.max_running,
         max_context=config.max_context,
         eos_token_ids=(EOS,),
-        host_blocks=config.host_blocks,
+        host_blocks=config.tier_blocks,
     )
     if on_kernels:
         model = CudaDecoder(

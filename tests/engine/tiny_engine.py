@@ -61,7 +61,7 @@ def make_engine(
     cache.value_storage.fill_(-nonsense)
     runner = TorchRunner(
         decoder, cache, max_slots=config.max_running, max_context=config.max_context, eos_token_ids=(EOS,),
-        host_blocks=config.host_blocks + config.tier_blocks, overlap=overlap,
+        host_blocks=config.tier_blocks, overlap=overlap,
     )  # fmt: skip
     if runner.pool is not None:
         for block in range(runner.pool.blocks):

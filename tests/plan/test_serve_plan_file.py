@@ -97,7 +97,7 @@ def test_every_option_of_a_plan_reaches_the_engine(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     chosen = replace(
         replica("cpu"), weights="float32", max_tokens_per_step=256, max_running=64, max_loras=3, max_lora_rank=8,
-        kv_host_gib=2.0, kv_disk="/var/cache/kv", kv_disk_gib=9.0, swap_gib=1.5, acceptance=0.5,
+        kv_host_gib=2.0, kv_disk="/var/cache/kv", kv_disk_gib=9.0, acceptance=0.5,
         speculate="/models/head",
     )  # fmt: skip
     planned = plan_file(replace(deployment(), replica=chosen, replicas=1), str(tmp_path), SLO)
@@ -105,7 +105,7 @@ def test_every_option_of_a_plan_reaches_the_engine(tmp_path: Path) -> None:
     engine = _served(with_plan(ServeCommandOptions(), path)).engine
     told = {
         "max_tokens_per_step": 256, "max_running": 64, "max_loras": 3, "max_lora_rank": 8, "kv_host_gib": 2.0,
-        "kv_disk": "/var/cache/kv", "kv_disk_gib": 9.0, "swap_gib": 1.5, "speculate": "/models/head",
+        "kv_disk": "/var/cache/kv", "kv_disk_gib": 9.0, "speculate": "/models/head",
         "kv_dtype": "fp8", "device": "cpu",
     }  # fmt: skip
     assert {name: getattr(engine, name) for name in told} == told

@@ -71,7 +71,6 @@ class PlanServeOptions:
         helps={
             "kv_host_gib": "Also consider host memory of each engine for prefixes that leave the KV cache, in GiB.",
             "kv_disk": "Also consider a folder, with its size in GiB, for prefixes that leave host memory.",
-            "swap_gib": "Also consider host memory of each engine for KV blocks of preempted sequences, in GiB.",
         },
     )
     disk_gb_s: shared.DiskSpeed = 0.5

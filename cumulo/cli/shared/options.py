@@ -181,8 +181,8 @@ class TierOptions:
     PANEL: ClassVar[str] = "KV cache in host memory and on disk"
 
     kv_host_gib: float = option(
-        "Host memory for prefixes that leave the KV cache, in GiB: they are fetched from there instead of computed "
-        "again.",
+        "Host memory for blocks that leave the KV cache, in GiB: prefixes and preempted sequences are fetched from "
+        "there instead of computed again.",
         0.0,
     )
     kv_disk: str = option(
@@ -191,15 +191,11 @@ class TierOptions:
         "",
         metavar="PATH:GIB",
     )
-    swap_gib: float = option(
-        "Host memory for the KV blocks of preempted sequences, in GiB; 0: preemption recomputes.", 0.0
-    )
 
     def config(self) -> dict[str, Any]:
         """Fields of EngineConfig."""
-        for name, value in (("--kv-host-gib", self.kv_host_gib), ("--swap-gib", self.swap_gib)):
-            if not 0 <= value < float("inf"):
-                raise CumuloError(f"{name} must be a size in GiB, 0 or more; got {value:g}")
+        if not 0 <= self.kv_host_gib < float("inf"):
+            raise CumuloError(f"--kv-host-gib must be a size in GiB, 0 or more; got {self.kv_host_gib:g}")
         folder, gib = "", 0.0
         if self.kv_disk:
             folder, _, size = self.kv_disk.rpartition(":")
@@ -212,9 +208,7 @@ class TierOptions:
                     f"--kv-disk must be a folder and a size in GiB, such as /var/cache/kv:100; got {self.kv_disk!r}"
                 )
             _check_disk(folder, gib)
-        return {
-            "kv_host_gib": self.kv_host_gib, "kv_disk": folder, "kv_disk_gib": gib, "swap_gib": self.swap_gib
-        }  # fmt: skip
+        return {"kv_host_gib": self.kv_host_gib, "kv_disk": folder, "kv_disk_gib": gib}
 
 
 def _check_disk(folder: str, gib: float) -> None:

@@ -23,12 +23,11 @@ class HostTier:
     """Least recently used first, as on the device. A block is pinned while a step in flight or a file reads or
     writes it."""
 
-    def __init__(self, first: int, count: int) -> None:
-        """Host blocks [first, first + count); those before are the swap pool's."""
-        self.first, self.count = first, count
+    def __init__(self, count: int) -> None:
+        self.count = count
         self.block_of: OrderedDict[BlockHash, int] = OrderedDict()
         self.evictions = 0
-        self._free = list(range(first + count - 1, first - 1, -1))
+        self._free = list(range(count - 1, -1, -1))
         self._pins: Counter[int] = Counter()
 
     def find(self, block_hash: BlockHash) -> int | None:
@@ -160,7 +159,7 @@ class Tiers(Extension):
     def __init__(self, batch: RequestBatch) -> None:
         config = batch.config
         self._batch = batch
-        self.host = HostTier(config.host_blocks, config.tier_blocks)
+        self.host = HostTier(config.tier_blocks)
         self.disk = config.disk
         self.on_disk: set[BlockHash] = set()
         self.counts = TierCounts()
@@ -225,8 +224,6 @@ class Tiers(Extension):
 
     def admitted(self, sequence: Sequence, cached: int, plan: StepPlan, now_s: float) -> int:
         """Blocks in host memory that continue the cached ones are moved to the device by this plan."""
-        if sequence.computed != cached:
-            return 0  # its own blocks were swapped in
         size = self._batch.pool.block_size
         first = cached // size
         blocks = self._in_host_memory(sequence, first)
@@ -270,7 +267,7 @@ class Tiers(Extension):
         """Host blocks that continue a sequence's cached ones, where moving them is sooner than computing them."""
         batch, size = self._batch, self._batch.pool.block_size
         is_sooner = batch.kv.costs.swap_s_per_block < size * batch.kv.costs.prompt_s_per_token
-        if sequence.host_blocks or not batch.pool.prefix_cache or not is_sooner:
+        if not batch.pool.prefix_cache or not is_sooner:
             return []
         hashes = sequence.extend_hashes(batch.kv.usable_blocks(sequence), size)
         found = []

@@ -54,8 +54,8 @@ _WORDS = {
     "prompt budget is shared with other keys",
     "turns": "from step {step} on its samples take turns: steps are kept short for other keys",
     "forked": "{samples} samples share the computed prompt",
-    "preempted": "preempted in step {step} by {by}, {why}: {blocks} blocks freed; {how}",
-    "resumed": "resumed in step {step} by {how}: {recomputed} tokens to recompute, {cached} from the cache",
+    "preempted": "preempted in step {step} by {by}, {why}: {blocks} blocks freed",
+    "resumed": "resumed in step {step}: {recomputed} tokens to recompute, {cached} from the cache",
     "taken_over": "continues after {output_tokens} output tokens of an engine that stopped",
     "prefill_there": "{peer} computes {tokens} tokens of it, because {why}",
     "prefill_here": "its prompt is computed by the engine that answers: {why}",
@@ -182,7 +182,7 @@ class Story:
         if self.drafted_tokens:
             self.add(now_s, "speculated", accepted=self.accepted_tokens, drafted=self.drafted_tokens)
 
-    def admit(self, now_s: float, step: int, tokens: int, cached: int, lost: int, how: str) -> None:
+    def admit(self, now_s: float, step: int, tokens: int, cached: int, lost: int) -> None:
         """A sequence starts, or comes back after preemption with `lost` tokens to make up for."""
         self._wait(now_s, None)
         if self.admitted_s is None:
@@ -192,15 +192,15 @@ class Story:
         else:
             recomputed = max(0, lost - cached)
             self.recomputed_tokens += recomputed
-            self.add(now_s, "resumed", step=step, how=how, recomputed=recomputed, cached=cached)
+            self.add(now_s, "resumed", step=step, recomputed=recomputed, cached=cached)
 
     def preempt(
-        self, now_s: float, step: int, cause: PreemptionCause, by: str, why: str, blocks: int, how: str
+        self, now_s: float, step: int, cause: PreemptionCause, by: str, why: str, blocks: int
     ) -> None:
-        """A sequence gives way: to whom (a request's id), what for, and how it will come back."""
+        """A sequence gives way: to whom (a request's id), and what for."""
         self.preemptions += 1
         self._wait(now_s, "preempted")
-        self.add(now_s, "preempted", step=step, cause=cause, by=by, why=why, blocks=blocks, how=how)
+        self.add(now_s, "preempted", step=step, cause=cause, by=by, why=why, blocks=blocks)
 
     @property
     def queue_s(self) -> float | None:

@@ -34,15 +34,9 @@ _GPU_SHARE_LEFT_FREE = 0.03
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     kv_blocks: int
-    host_blocks: int  # of the swap pool
     max_context: int  # prompt and output together; less than the model's where the KV cache is smaller
     ledger: Ledger
-    tier_blocks: int = 0  # of host memory, for prefixes
-
-    @property
-    def all_host_blocks(self) -> int:
-        """The swap pool's, then the tier's."""
-        return self.host_blocks + self.tier_blocks
+    tier_blocks: int = 0  # of host memory, for KV that leaves the device
 
 
 def plan_memory(
@@ -93,9 +87,7 @@ def plan_memory(
     if context < needs.context:
         why += f"; longest context {context:,} of the model's {needs.context:,}"
     rows = tuple(needs.rows(kv_blocks, why))
-    return MemoryPlan(
-        kv_blocks, needs.host_blocks, context, Ledger(rows, available_bytes), tier_blocks=needs.tier_blocks
-    )
+    return MemoryPlan(kv_blocks, context, Ledger(rows, available_bytes), needs.tier_blocks)
 
 
 def refusal(needs: Needs, usable_bytes: int) -> str:
@@ -123,7 +115,7 @@ def refusal(needs: Needs, usable_bytes: int) -> str:
         value = getattr(config, name)
         if value is not None and (best := _largest_setting(needs, usable_bytes, name, value, 1)) is not None:
             advice.append(f"{name}={best}")
-    for name in ("kv_memory_gib", "swap_gib", "kv_host_gib"):
+    for name in ("kv_memory_gib", "kv_host_gib"):
         value = getattr(config, name)
         if value and (best := _largest_setting(needs, usable_bytes, name, int(value * 100), 100)) is not None:
             advice.append(f"{name}={best / 100:g}")
@@ -138,9 +130,7 @@ def _largest_setting(needs: Needs, usable_bytes: int, name: str, present: int, p
     def fit(value: int) -> bool:
         return needs.changed(**{name: value / per_unit if per_unit > 1 else value}).fit(usable_bytes)
 
-    smallest = {"max_context": 1, "kv_blocks": needs.least_kv_blocks, "swap_gib": 0, "kv_host_gib": 0}.get(
-        name, 1
-    )
+    smallest = {"kv_blocks": needs.least_kv_blocks, "kv_host_gib": 0}.get(name, 1)
     if name == "kv_memory_gib":  # the least that holds one sequence
         smallest = math.ceil(needs.least_kv_blocks * needs.block_bytes / GIB * per_unit)
     return largest(fit, smallest, present) if smallest <= present and fit(smallest) else None
@@ -160,7 +150,6 @@ def scheduler_config(config: EngineConfig, memory: MemoryPlan) -> SchedulerConfi
         **{option.name: getattr(config, option.name) for option in fields(SchedulingOptions)},
         blocks=memory.kv_blocks,
         max_context=memory.max_context,
-        host_blocks=memory.host_blocks,
         tier_blocks=memory.tier_blocks,
         disk=bool(config.kv_disk),
         speculate=_drafts(config),
@@ -197,11 +186,9 @@ def plan_rank_memory(
     # Ranks of a stage hold as much as each other, within a row of the vocabulary.
     plans = [plan(rank, asked) for rank in range(0, layout.world, layout.stage_ranks)]
     blocks = min(one.kv_blocks for one in plans)
-    host_blocks = min(one.host_blocks for one in plans)
     return dataclasses.replace(
         plan(0, blocks),
         kv_blocks=blocks * layout.dp,
-        host_blocks=host_blocks,
         tier_blocks=min(one.tier_blocks for one in plans),
     )
 

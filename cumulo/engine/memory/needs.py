@@ -141,10 +141,6 @@ class Needs:
         return self.config.block_size * per_token
 
     @property
-    def host_blocks(self) -> int:
-        return int(self.config.swap_gib * GIB) // self.block_bytes
-
-    @property
     def tier_blocks(self) -> int:
         """Blocks pass through host memory on their way to disk: there are some where only a disk is asked for."""
         asked = int(self.config.kv_host_gib * GIB) // self.block_bytes
@@ -214,14 +210,10 @@ class Needs:
             "token tables", table_bytes(config.max_running, context, config.block_size),
             f"{config.max_running:,} sequences of {context:,} tokens, committed as they are used",
         )  # fmt: skip
-        if self.host_blocks:
-            yield row(
-                "swap pool", self.host_blocks * self.block_bytes, f"{self.host_blocks:,} blocks on the host"
-            )
         if self.tier_blocks:
             yield row(
                 "host tier", self.tier_blocks * self.block_bytes,
-                f"{self.tier_blocks:,} blocks of prefixes, committed as they are used",
+                f"{self.tier_blocks:,} blocks, committed as they are used",
             )  # fmt: skip
 
     def _adapters_in_words(self) -> str:
@@ -261,7 +253,7 @@ class Needs:
         yield row(
             "libraries and graphs", _GPU_LIBRARIES_BYTES, "reserved; what they take depends on the driver"
         )
-        # The swap pool lies in the host's memory: it is no part of this sum.
+        # The host tier lies in the host's memory: it is no part of this sum.
 
     def total(self, kv_blocks: int) -> int:
         return int(sum(row.predicted for row in self.rows(kv_blocks)))

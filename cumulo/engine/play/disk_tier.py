@@ -212,7 +212,7 @@ class TierMover:
         assert tiers is not None
         self._tiers = tiers
         tiers.on_disk.update(self._known)
-        self._block_bytes = sum(part.nbytes for part in self._views(tiers.host.first))
+        self._block_bytes = sum(part.nbytes for part in self._views(0))
         self._writes: queue.SimpleQueue[WriteFile | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[ReadFiles | None] = queue.SimpleQueue()
         self._threads = [

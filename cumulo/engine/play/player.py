@@ -105,7 +105,7 @@ def make_player(
         max_slots=config.max_running,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
-        host_blocks=memory.all_host_blocks,
+        host_blocks=memory.tier_blocks,
         guidance=guidance,
         graphs=config.cuda_graphs,
     )
@@ -137,8 +137,7 @@ def runner_maker(
         max_slots=config.max_running,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
-        host_blocks=memory.all_host_blocks,
-        tier_blocks=memory.tier_blocks,
+        host_blocks=memory.tier_blocks,
     )
 
 

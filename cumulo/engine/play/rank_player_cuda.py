@@ -219,7 +219,7 @@ def make_cuda_runner(
         max_slots=draws,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
-        host_blocks=memory.all_host_blocks,
+        host_blocks=memory.tier_blocks,
         graphs=config.cuda_graphs and config.rank_backend != "gloo",  # whose messages the host sends
         rank=DeviceRank(part, stage, SequenceSplit(part, draws, blocks), links),
     )

@@ -45,7 +45,6 @@ class TorchRunner:
         max_context: int,
         eos_token_ids: Sequence[int] = (),
         host_blocks: int = 0,
-        tier_blocks: int = 0,
         overlap: bool = False,
         threads: int | None = None,
         guidance: Guidance | None = None,
@@ -53,15 +52,13 @@ class TorchRunner:
         bank: AdapterBank | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """`tier_blocks`: of the host blocks, the last ones, for prefixes and not for swapped sequences. `rank`:
-        this runner is one of several that play every plan together."""
+        """`rank`: this runner is one of several that play every plan together."""
         self.model, self.cache = model, cache
         self.rank, self.drafter = rank, drafter
         self.device = cache.key_storage.device
         self.table = SlotTable(max_slots, max_context, cache.block_size, eos_token_ids, guidance)
         self.pool = SwapPool(cache, host_blocks) if host_blocks else None
         self.bank, self.table.serves_adapters = bank, bank is not None
-        self._tier_blocks = tier_blocks
         self.layer_teller: LayerTeller | None = None  # who is told of rows that other engines wait for
         self._closed = False
         self._worker: ThreadPoolExecutor | None = None
@@ -101,15 +98,13 @@ class TorchRunner:
         held = {"weights": self.model.weight_bytes, "kv cache": self.cache.nbytes}
         if self.bank is not None:
             held["adapters"] = self.bank.nbytes
-        if self.device.type != "cpu":  # tables and swap pool are the host's, the ledger is the device's
+        if self.device.type != "cpu":  # tables and host tier are the host's, the ledger is the device's
             return held
         held["token tables"] = self.table.nbytes
         if self.drafter is not None:
             held |= self.drafter.memory_bytes()
         if self.pool is not None:
-            of_tier = self._tier_blocks * self.pool.nbytes // self.pool.blocks
-            named = {"host tier": of_tier, "swap pool": self.pool.nbytes - of_tier}
-            held |= {name: size for name, size in named.items() if size}
+            held["host tier"] = self.pool.nbytes
         return held
 
     def warm_up(self, tell: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Sequence as ListLike
 from functools import lru_cache
 
-from cumulo.engine.decide.core.extension import Flight, StepTiming
+from cumulo.engine.decide.core.extension import Extension, Flight, Points, StepTiming
 from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
@@ -75,6 +75,7 @@ class SimulatedEngine:
         """`acceptance` and `head_pass_s`: of drafts, with a scheduler that speculates. `disk`: of the KV tier, with
         one that has it."""
         self.scheduler, self.cost, self.overlap = scheduler, cost, overlap
+        scheduler.batch.points = Points((Landing(), *scheduler.batch.points.extensions))
         self.acceptance, self.head_pass_s = acceptance, head_pass_s
         self.disk, self._until_s = disk, float("inf")
         self.run = Run()
@@ -332,23 +333,26 @@ def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepClock
         served.refused = str(error)
     else:
         if arrival.first_token_s is not None:
-            _receive(request, arrival.first_token_s, scheduler)
+            request.sequences[0].tokens.append(0)
+            served.first_token_s = served.last_token_s = arrival.first_token_s
     return cost.arrival_s(arrival.prompt_tokens)
 
 
-def _receive(request: Request, first_token_s: float, scheduler: Scheduler) -> None:
-    """Its keys and values lie where swapped-out blocks do, until the scheduler has room for them on the
-    device."""
-    sequence, landing = request.sequences[0], scheduler.kv.free_host_blocks
-    blocks = -(-request.prompt_length // scheduler.config.block_size)
-    if blocks > len(landing):
-        raise RuntimeError(
-            f"{blocks} blocks arrive and {len(landing)} host blocks are free: plan more of them"
-        )
-    sequence.host_blocks = [landing.pop() for _ in range(blocks)]
-    sequence.tokens.append(0)
-    sequence.computed = request.prompt_length
-    request.tag.first_token_s = request.tag.last_token_s = first_token_s
+class Landing(Extension):
+    """Requests whose prompts another engine has computed: keys and values are there once the scheduler has room for
+    them. What of them is lost to preemption is computed again."""
+
+    def tokens_elsewhere(self, sequence: Sequence, cached: int) -> int:
+        return sequence.prompt_length - cached if _has_landed(sequence.request) else 0
+
+    def admitted(self, sequence: Sequence, cached: int, plan: StepPlan, now_s: float) -> int:
+        if _has_landed(sequence.request):
+            sequence.computed = sequence.prompt_length
+        return 0
+
+
+def _has_landed(request: Request) -> bool:
+    return request.tag.arrival.first_token_s is not None and request.story.admitted_s is None
 
 
 @lru_cache(4096)

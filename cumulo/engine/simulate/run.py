@@ -24,7 +24,7 @@ class Arrival:
     output_tokens: int
     # The beginning of the prompt in pieces (name, tokens): prompts that begin with the same pieces share their KV.
     shared: tuple[tuple[int, int], ...] = ()
-    # When another engine has drawn its first token: it arrives with keys and values, as swapped-out ones return.
+    # When another engine has drawn its first token: it arrives with keys and values.
     first_token_s: float | None = None
     tenant: str = ""  # whose it is: an API key
 

@@ -20,7 +20,7 @@ from cumulo.fleet.decide.hpa_rule import METRICS, HpaRule
 from cumulo.fleet.decide.scaling import FleetSeen, ReplicaSpeed, ScaleTo, ScalingLimits, ScalingRule
 from cumulo.fleet.simulate.autoscaled_fleet import AutoscaledFleet, ScaledRun
 from cumulo.plan.serve.replica import Replica
-from cumulo.plan.serve.split import NETWORK_SHARE, landing_blocks
+from cumulo.plan.serve.split import NETWORK_SHARE
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.slo import Slo
 
@@ -121,7 +121,7 @@ class Rehearsal:
     ) -> ScaledRun:
         """`earlier`: what came before, which the forecast rule remembers."""
         fleet = AutoscaledFleet(
-            self._maker(traffic),
+            lambda role: SimulatedEngine(self.replica.scheduler(), self.replica.cost()),
             lambda: router(self.routing),
             self.rule(chosen, speed, traffic, earlier),
             self.slo,
@@ -142,17 +142,6 @@ class Rehearsal:
         if isinstance(self.begin_with, int):
             return replace(self, begin_with=last.get("both", self.begin_with))
         return replace(self, begin_with={**self.begin_with, **last})
-
-    def _maker(self, traffic: Traffic) -> Callable[[str], SimulatedEngine]:
-        replica = self.replica
-        landing = landing_blocks(replica, traffic) if isinstance(self.begin_with, Mapping) else 0
-
-        def make(role: str) -> SimulatedEngine:
-            if role == "decode":  # the transfer is counted on the way
-                return SimulatedEngine(replica.scheduler(landing), replica.cost(float("inf")))
-            return SimulatedEngine(replica.scheduler(), replica.cost())
-
-        return make
 
     def _transfer_s(self) -> Callable[[int], float]:
         replica = self.replica

@@ -13,7 +13,6 @@ from cumulo.errors import ConfigError
 from cumulo.fleet.decide.scaling import ReplicaSpeed
 from cumulo.plan.serve.capacity import MOST_RATE, highest_rate
 from cumulo.plan.serve.replica import Replica
-from cumulo.plan.serve.split import landing_blocks
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.slo import Slo
 
@@ -51,8 +50,7 @@ def split_speed(replica: Replica, traffic: Traffic, slo: Slo, seed: int = 0) -> 
 
     def decode(arrivals: tuple[Arrival, ...]) -> Run:
         landed = [replace(one, first_token_s=one.arrived_s) for one in arrivals]
-        scheduler = replica.scheduler(landing_blocks(replica, answers))
-        return simulate(landed, scheduler, replica.cost(float("inf")), itl_bound_s=later.itl_s)
+        return simulate(landed, replica.scheduler(), replica.cost(), itl_bound_s=later.itl_s)
 
     prompt, output, _ = sample.means()
     rates = _highest_rate(replica, prompts, first), _highest_rate(replica, answers, later, decode)

@@ -71,7 +71,6 @@ class ReplicaChoices:
     kv_disk: str = ""  # folder that prefixes could go to from there
     kv_disk_gib: float = 0.0  # of all engines of a host
     disk_bytes_per_s: float = DISK_BYTES_PER_S
-    swap_gib: float = 0.0  # host memory that preempted sequences could go to
 
     @property
     def stores(self) -> dict[str, dict[str, Any]]:
@@ -83,8 +82,6 @@ class ReplicaChoices:
             asked[f"--kv-disk {self.kv_disk}:{self.kv_disk_gib:g}"] = {
                 "kv_disk": self.kv_disk, "kv_disk_gib": self.kv_disk_gib, "disk_bytes_per_s": self.disk_bytes_per_s,
             }  # fmt: skip
-        if self.swap_gib:
-            asked[f"--swap-gib {self.swap_gib:g}"] = {"swap_gib": self.swap_gib}
         return asked
 
 
@@ -148,7 +145,7 @@ def why_no_store(replica: Replica, apart: bool) -> str:
     """Why a replica cannot keep KV blocks beyond the device as it says; empty: it can."""
     if replica.engine == TENSORRT_LLM:
         return "TensorRT-LLM's published throughputs say nothing about it"
-    if apart and (replica.kv_disk or replica.swap_gib):
+    if apart and replica.kv_disk:
         return "it is considered only where replicas do prefill and decode"
     return obstacle(replica, apart)
 

@@ -93,7 +93,7 @@ def _store(best: Deployment, wanted: Wanted, option: str, fields: dict[str, Any]
     except OutOfMemory:
         return OptionVerdict(option, False, "the memory has no room for it")
     absent = _played(without, best, wanted)
-    effect = _effect(without, with_it, absent, there, wanted)
+    effect = _effect(with_it, absent, there, wanted)
     several = f"{best.replicas} replica{'s' if best.replicas > 1 else ''}"
     if not chosen:
         return OptionVerdict(
@@ -110,17 +110,14 @@ def _played(replica: Replica, best: Deployment, wanted: Wanted) -> ServeReport:
     return play(replica.one_of(best.replicas), traffic, wanted.slo.percentile, slow)
 
 
-def _effect(
-    without: Replica, with_it: Replica, absent: ServeReport, there: ServeReport, wanted: Wanted
-) -> str:
+def _effect(with_it: Replica, absent: ServeReport, there: ServeReport, wanted: Wanted) -> str:
     words = [_first_token(absent, there)]
-    if with_it.swap_gib != without.swap_gib:
-        if not absent.preemptions:
-            return "no request is preempted"
+    shares = any(one.shared for one in wanted.traffic.arrivals)
+    if absent.preemptions:
         words.insert(0, f"recomputed tokens {absent.recomputed_tokens:,} → {there.recomputed_tokens:,}")
-    else:
-        if not any(one.shared for one in wanted.traffic.arrivals):
-            return "no prompts share a prefix"
+    elif not shares:
+        return "no prompts share a prefix and no request is preempted"
+    if shares:
         words.insert(0, f"prefix cache hit rate {absent.cached_share:.0%} → {there.cached_share:.0%}")
         if there.cached_share - absent.cached_share < _SAME:
             words.append(_why_not_fetched(with_it, absent, wanted.traffic))

@@ -62,7 +62,6 @@ class ServePlanFile(BatchLimits):
     kv_dtype: str | None = None
     kv_host_gib: float = 0.0
     kv_disk: str = ""
-    swap_gib: float = 0.0
     speculate: str | None = None
     max_loras: int | None = None
     max_lora_rank: int | None = None
@@ -117,7 +116,6 @@ def plan_file(best: Deployment, model: str, slo: Slo, promise: Promised | None =
         kv_dtype="fp8" if replica.kv == "float8" else None,
         kv_host_gib=replica.kv_host_gib,
         kv_disk=f"{replica.kv_disk}:{replica.kv_disk_gib:g}" if replica.kv_disk else "",
-        swap_gib=replica.swap_gib,
         speculate=replica.speculate if replica.acceptance else None,
         max_loras=replica.max_loras or None,
         max_lora_rank=replica.max_lora_rank if replica.max_loras else None,

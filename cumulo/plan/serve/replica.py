@@ -57,7 +57,7 @@ FORMATS = {
 # Of a replica as of its engine.
 _ENGINE_OPTIONS = (
     "max_context", "max_running", "max_tokens_per_step", "prefix_cache", "kv_host_gib", "kv_disk", "kv_disk_gib",
-    "swap_gib", "pp", "max_loras", "max_lora_rank",
+    "pp", "max_loras", "max_lora_rank",
 )  # fmt: skip
 
 
@@ -77,7 +77,6 @@ class Replica(BatchLimits):
     kv_disk: str = ""  # folder for prefixes that leave host memory
     kv_disk_gib: float = 0.0  # of this engine: engines of a host share a folder
     disk_bytes_per_s: float = DISK_BYTES_PER_S
-    swap_gib: float = 0.0  # host memory for the blocks of preempted sequences
     pp: int = 1  # layers over this many stages, of tp ranks each
     acceptance: float = 0.0  # speculation: how often a drafted token is right; 0: none are drafted
     speculate: str = "ngram"  # with acceptance: what drafts, or the folder of a head
@@ -172,11 +171,10 @@ class Replica(BatchLimits):
                 return tp
         return None
 
-    def scheduler(self, host_blocks: int = 0) -> Scheduler:
-        """The engine's own; `host_blocks`: room for keys and values that arrive from other engines."""
-        config = scheduler_config(self.engine_config(), self.memory())
-        scheduler = Scheduler(replace(config, host_blocks=config.host_blocks + host_blocks))
-        if config.tier_blocks or config.host_blocks:  # what a real engine measures before it is ready
+    def scheduler(self) -> Scheduler:
+        """The engine's own."""
+        scheduler = Scheduler(scheduler_config(self.engine_config(), self.memory()))
+        if scheduler.tiers is not None:  # what a real engine measures before it is ready
             scheduler.costs.swap_s_per_block = self.block_bytes / self.device.host_bytes_per_s
         return scheduler
 
@@ -211,12 +209,10 @@ class Replica(BatchLimits):
         reached = profile.products.get("bfloat16") or next(iter(profile.products.values()))
         return 2 * parameters / (self.device.memory_bytes_per_s * reached.bandwidth) + profile.layer_s
 
-    def cost(self, swap_bytes_per_s: float | None = None, slower: float = 1.0) -> StepCostModel:
-        return self.cost_under(self.profile, swap_bytes_per_s, slower)
+    def cost(self, slower: float = 1.0) -> StepCostModel:
+        return self.cost_under(self.profile, slower)
 
-    def cost_under(
-        self, profile: ServingProfile, swap_bytes_per_s: float | None = None, slower: float = 1.0
-    ) -> StepCostModel:
+    def cost_under(self, profile: ServingProfile, slower: float = 1.0) -> StepCostModel:
         """Under constants other than the device's own: those that never saw it."""
         tensor = expert = stages = None
         if self.ranks > 1:
@@ -227,7 +223,7 @@ class Replica(BatchLimits):
         return StepCostModel(
             self.work(), self.device, profile, weights=self.weights, compute=self.form.compute, tensor=tensor,
             expert=expert, stages=stages, block_size=self.engine_config().block_size,
-            swap_bytes_per_s=swap_bytes_per_s, slower=slower, adapters=self.max_loras,
+            slower=slower, adapters=self.max_loras,
             adapter_bytes=self._adapter_bytes,
         )  # fmt: skip
 
@@ -257,14 +253,7 @@ class Replica(BatchLimits):
 
     def without_options(self) -> "Replica":
         """No KV blocks beyond the device."""
-        return replace(
-            self,
-            kv_host_gib=0.0,
-            kv_disk="",
-            kv_disk_gib=0.0,
-            disk_bytes_per_s=DISK_BYTES_PER_S,
-            swap_gib=0.0,
-        )
+        return replace(self, kv_host_gib=0.0, kv_disk="", kv_disk_gib=0.0, disk_bytes_per_s=DISK_BYTES_PER_S)
 
     def with_context_for(self, arrivals: tuple[Arrival, ...]) -> "Replica":
         """With room for the longest request, so that none is refused and no memory is planned for longer ones."""
@@ -293,7 +282,6 @@ class Replica(BatchLimits):
         named = {
             "--kv-host-gib": f"{self.kv_host_gib:g}" if self.kv_host_gib else "",
             "--kv-disk": self.kv_disk and f"{self.kv_disk}:{self.kv_disk_gib:g}",
-            "--swap-gib": f"{self.swap_gib:g}" if self.swap_gib else "",
             "--speculate": self.speculate if self.acceptance else "",
         }
         return tuple(f"{name} {value}" for name, value in named.items() if value)

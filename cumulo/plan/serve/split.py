@@ -2,7 +2,7 @@
 
 Prompts are computed by prefill replicas, which draw the first token; keys and values travel over the network, and
 decode replicas draw the rest (Zhong et al. 2024, "DistServe"; Patel et al. 2024, "Splitwise"). Both run the real
-scheduler: a prefill replica's requests have one output token, a decode replica's arrive as swapped-out ones do.
+scheduler: a prefill replica's requests have one output token, a decode replica's arrive with keys and values.
 """
 
 from dataclasses import dataclass, replace
@@ -59,9 +59,10 @@ def decode(
         [one.first_token_s or 0.0 for one in arrivals], [one.arrived_s for one in arrivals]
     )
     blocks = replica.memory().kv_blocks
-    scheduler = replica.scheduler(host_blocks=landing_blocks(replica, traffic))
-    cost = replica.cost(swap_bytes_per_s=float("inf"), slower=slower)  # the transfer was counted on the way
-    run = simulate(arrivals, scheduler, cost, acceptance=replica.acceptance, head_pass_s=replica.head_pass_s)
+    cost = replica.cost(slower)
+    run = simulate(
+        arrivals, replica.scheduler(), cost, acceptance=replica.acceptance, head_pass_s=replica.head_pass_s
+    )
     result = report(run, blocks, cost.spent(run), percentile)
     return replace(
         result,
@@ -70,9 +71,3 @@ def decode(
         cached_share=prefilled.report.cached_share,
         waiting_grows=result.waiting_grows or prefilled.report.waiting_grows or transfers_grow,
     )
-
-
-def landing_blocks(replica: Replica, traffic: Traffic) -> int:
-    """Room for every request of the traffic at once: how long they wait is the result, not a limit."""
-    size = replica.engine_config().block_size
-    return sum(-(-one.prompt_tokens // size) for one in traffic.arrivals)

@@ -107,7 +107,6 @@ class StepCostModel:
         expert: Group | None = None,
         stages: Group | None = None,
         block_size: int = 64,
-        swap_bytes_per_s: float | None = None,
         slower: float = 1.0,
         adapters: int = 0,
         adapter_bytes: float = 0.0,
@@ -150,8 +149,7 @@ class StepCostModel:
             + work.moe_layers * profile.expert_layer_s
         )
         self._batch_s = work.layers * profile.batch_layer_s
-        swap = device.host_bytes_per_s if swap_bytes_per_s is None else swap_bytes_per_s
-        self._block_s = block_size * work.kv_bytes_per_token / swap
+        self._block_s = block_size * work.kv_bytes_per_token / device.host_bytes_per_s
         self._decodes: dict[int, DecodeTime] = {}
         self._products: dict[tuple[int, int], tuple[float, float, float, float]] = {}
         self._spent = [0.0] * len(PARTS)  # by all steps asked about

@@ -65,8 +65,6 @@ def check_whole(tokens: int, config: SchedulerConfig, verb: str) -> None:
 # -- from the queue ------------------------------------------------------------------------------------------------
 def tokens_to_compute(batch: RequestBatch, sequence: Sequence) -> int:
     """Tokens of a waiting sequence that are in no cache."""
-    if sequence.host_blocks:
-        return sequence.to_compute
     cached = len(batch.kv.blocks_wanted(sequence)[0]) * batch.pool.block_size
     elsewhere = sum(one.tokens_elsewhere(sequence, cached) for one in batch.points.tokens_elsewhere)
     return len(sequence.tokens) - cached - elsewhere
@@ -101,11 +99,11 @@ def admit(batch: RequestBatch, sequence: Sequence, plan: StepPlan, now_s: float)
     for one in batch.points.take_admission:
         if one.take_admission(sequence, plan, now_s):
             return sequence
-    cached, how = batch.kv.seat(sequence, plan)
+    cached = batch.kv.seat(sequence, plan)
     batch.add_running(sequence)
     cached += sum(one.admitted(sequence, cached, plan, now_s) for one in batch.points.admitted)
     lost, sequence.lost = sequence.lost, 0
-    request.story.admit(now_s, plan.index, len(sequence.tokens), cached, lost, how)
+    request.story.admit(now_s, plan.index, len(sequence.tokens), cached, lost)
     return sequence
 
 
@@ -188,8 +186,8 @@ def preempt(
 ) -> None:
     """Take the victim's blocks and slot; if it has something to do, it takes its old place in the queue."""
     blocks = len(victim.blocks)
-    how = batch.kv.send_away(victim, plan)
-    victim.request.story.preempt(now_s, plan.index, cause, by.request.id, why, blocks, how)
+    batch.kv.send_away(victim)
+    victim.request.story.preempt(now_s, plan.index, cause, by.request.id, why, blocks)
     if victim.candidates is None:
         batch.queue.enter(victim)
     else:  # a beam with nothing to compute until its fellows are there, too

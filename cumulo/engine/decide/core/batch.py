@@ -3,11 +3,10 @@ scheduler; admission, results of steps and extensions change it.
 """
 
 from bisect import insort
-from collections.abc import Iterable
 from operator import attrgetter
 
 from cumulo.engine.decide.core.config import SchedulerConfig
-from cumulo.engine.decide.core.extension import Extension, Flight, Points
+from cumulo.engine.decide.core.extension import Flight, Points
 from cumulo.engine.decide.core.kv_manager import KVManager
 from cumulo.engine.decide.core.queue import WaitingQueue
 from cumulo.engine.decide.core.request import FinishReason, Request, Sequence, State
@@ -30,9 +29,6 @@ class RequestBatch:
         self.last_result_s = float("-inf")  # when the last result came
         self.longest_step_s = float("inf")  # that a step may take, where somebody was promised so
         self.next_plan = StepPlan(0)  # collects what happens between plans: ended slots, the next beams
-
-    def extend(self, extensions: Iterable[Extension]) -> None:
-        self.points = Points(extensions)
 
     def add_running(self, sequence: Sequence) -> None:
         insort(self.running, sequence, key=_by_order)
@@ -79,7 +75,6 @@ class RequestBatch:
             self.kv.release_blocks(sequence)
         elif was == State.WAITING:
             self.queue.leave(sequence)
-            self.kv.forget_swapped(sequence)
         slot, sequence.slot = sequence.slot, -1
         return slot
 

@@ -29,7 +29,6 @@ class SchedulingOptions(BatchLimits):
     # Tokens per KV block; 0: 16 on a CPU, 64 on a GPU, where a block is one tile of attention.
     block_size: int = 0
     prefix_cache: bool = True
-    preemption: Literal["auto", "recompute", "swap"] = "auto"  # auto: whichever is predicted cheaper
     priority_step_s: float = 30.0  # a request one priority lower overtakes those that came this much later
     # While several tenants (API keys) are about, a step takes about this long, and twice as long while one key is
     # alone: a newcomer waits for no step that another has filled
@@ -47,8 +46,7 @@ class SchedulingOptions(BatchLimits):
 class SchedulerConfig(SchedulingOptions):
     blocks: int
     max_context: int
-    host_blocks: int = 0
-    tier_blocks: int = 0  # further ones, for prefixes that leave the device
+    tier_blocks: int = 0  # of host memory, for KV that leaves the device
     disk: bool = False  # from where they are written to files, and read
     # Which drafts: by lookup, of a model, or of a head that a GPU asks by itself, in rounds.
     speculate: Literal["", "ngram", "model", "rounds"] = ""
@@ -67,10 +65,6 @@ class SchedulerConfig(SchedulingOptions):
         if self.speculate and self.pp > 1:
             raise CumuloError(
                 "speculate needs pp 1: a pipeline's stages never wait for drawn tokens; omit one"
-            )
-        if self.dp > 1 and self.host_blocks:
-            raise CumuloError(
-                "swap_gib needs dp 1: with data-parallel attention preemption recomputes; omit it"
             )
         if self.dp > 1 and self.tier_blocks:
             raise CumuloError("kv_host_gib and kv_disk need dp 1, without data-parallel attention; omit them")

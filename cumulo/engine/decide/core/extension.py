@@ -132,7 +132,7 @@ class Points:
     """The extensions of a scheduler by point: of each point, those that have something to do there."""
 
     def __init__(self, extensions: Iterable[Extension] = ()) -> None:
-        self._extensions = tuple(extensions)
+        self.extensions = tuple(extensions)
         self.arrive = self._having("arrive")
         self.hold_back = self._having("hold_back")
         self.order_victims = self._having("order_victims")
@@ -155,4 +155,4 @@ class Points:
 
     def _having(self, point: str) -> tuple[Extension, ...]:
         plain = getattr(Extension, point)
-        return tuple(one for one in self._extensions if getattr(type(one), point) is not plain)
+        return tuple(one for one in self.extensions if getattr(type(one), point) is not plain)

@@ -1,12 +1,11 @@
 """KVManager: who has a slot and KV blocks. Seats sequences, makes room for their next token, sends them away.
 
 Owned by the batch. The scheduler decides *who*; here it is decided *where*, and written into the plan. Within one
-plan the runner applies changes in a fixed order, so a few things freed while planning are held back until the
-plan is complete: slots, swapped-in host blocks and the sources of copies.
+plan the runner applies changes in a fixed order, so what is freed while planning is held back until the plan is
+complete: slots and the sources of copies.
 """
 
 from collections.abc import Iterable
-from typing import Literal
 
 from cumulo.engine.decide.core.block_pool import BlockPool
 from cumulo.engine.decide.core.config import SchedulerConfig
@@ -25,9 +24,7 @@ class KVManager:
         # Whether others than the runner's steps write into blocks: then no step may be played before it is planned.
         self.written_by_others = False
         self.free_slots = list(range(config.max_running - 1, -1, -1))
-        self.free_host_blocks = list(range(config.host_blocks - 1, -1, -1))
-        self.slots_freed: list[int] = []  # these three: held back until the plan is complete
-        self._host_blocks_freed: list[int] = []
+        self.slots_freed: list[int] = []  # these two: held back until the plan is complete
         self._copy_sources: list[int] = []
 
     # -- is there room? -----------------------------------------------------------------------------------
@@ -35,7 +32,7 @@ class KVManager:
         """Cached blocks the sequence can share, and how many free ones seating it takes in all."""
         pool = self.pool
         needed = -(-len(sequence.tokens) // pool.block_size)
-        if sequence.host_blocks or not pool.prefix_cache:
+        if not pool.prefix_cache:
             return [], needed
         cached = pool.cached_prefix(sequence.extend_hashes(self.usable_blocks(sequence), pool.block_size))
         wanted = needed - len(cached) + pool.idle_among(cached)
@@ -84,20 +81,12 @@ class KVManager:
         sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
         return len(cached)
 
-    def seat(self, sequence: Sequence, plan: StepPlan) -> tuple[int, str]:
-        """Let a sequence run. Returns the tokens found in the prefix cache, and how the rest comes back."""
-        cached = self.allocate(sequence) * self.pool.block_size
-        if sequence.host_blocks:
-            plan.swap_in.extend(zip(sequence.host_blocks, sequence.blocks, strict=False))
-            self._host_blocks_freed += sequence.host_blocks
-            sequence.host_blocks = []
-            how = "swapping its blocks in"
-        else:
-            sequence.computed = cached
-            how = "recomputation"
+    def seat(self, sequence: Sequence, plan: StepPlan) -> int:
+        """Let a sequence run. Returns the tokens found in the prefix cache."""
+        sequence.computed = self.allocate(sequence) * self.pool.block_size
         sequence.state = State.RUNNING
         plan.begin.append(new_slot(sequence))
-        return cached, how
+        return sequence.computed
 
     def seat_twin(self, twin: Sequence) -> None:
         """A fork takes one of its request's reserved slots and shares all blocks."""
@@ -162,29 +151,15 @@ class KVManager:
         self.pool.register_many(sequence.blocks[first:full], hashes[first:])
 
     # -- going --------------------------------------------------------------------------------------------
-    def send_away(self, victim: Sequence, plan: StepPlan) -> str:
-        """Preemption: blocks go to host memory or are dropped, whichever is predicted cheaper. Says why."""
-        held = -(-victim.computed // self.pool.block_size)
-        way, why = choose_preemption(
-            computed_tokens=victim.computed, blocks=held, host_blocks_free=len(self.free_host_blocks),
-            mode=self.config.preemption, costs=self.costs,
-        )  # fmt: skip
-        if way == "swap" and held:
-            victim.host_blocks = [self.free_host_blocks.pop() for _ in range(held)]
-            plan.swap_out.extend(zip(victim.blocks, victim.host_blocks, strict=False))
-        else:
-            victim.lost, victim.computed = max(victim.lost, victim.computed), 0
+    def send_away(self, victim: Sequence) -> None:
+        """Preemption: what it has computed stays in the prefix cache for as long as nobody needs the room."""
+        victim.lost, victim.computed = max(victim.lost, victim.computed), 0
         self.release_blocks(victim)
         self.slots_freed.append(victim.slot)
         # Nobody who waits keeps a slot, or two that wait could keep each other out for ever.
         self.slots_freed += victim.request.reserved_slots
         victim.request.reserved_slots = []
         victim.slot = -1
-        return why
-
-    def forget_swapped(self, sequence: Sequence) -> None:
-        self.free_host_blocks += sequence.host_blocks
-        sequence.host_blocks = []
 
     def reuse_slots(self) -> None:
         """Slots freed while planning may begin anew: at once, if the plan has no rows."""
@@ -193,8 +168,7 @@ class KVManager:
 
     def plan_complete(self) -> None:
         self.pool.release(self._copy_sources)
-        self.free_host_blocks += self._host_blocks_freed
-        self._copy_sources, self._host_blocks_freed = [], []
+        self._copy_sources = []
         self.reuse_slots()
 
     def release_blocks(self, sequence: Sequence) -> None:
@@ -210,9 +184,6 @@ class KVManager:
         slots = sorted([sequence.slot for sequence in seated] + self.free_slots + reserved)
         if slots != list(range(self.config.max_running)):
             found.append(f"slots are lost or doubled: {slots}")
-        swapped = [block for r in requests for s in r.sequences for block in s.host_blocks]
-        if sorted(swapped + self.free_host_blocks) != list(range(self.config.host_blocks)):
-            found.append("host blocks are lost or doubled")
         return found
 
 
@@ -223,26 +194,3 @@ def new_slot(sequence: Sequence) -> NewSlot:
         sequence.slot, sequence.tokens[:], sequence.prompt_length, sequence.blocks[:], request.params, request.seed,
         sequence.sample_index, request.adapter,
     )  # fmt: skip
-
-
-def choose_preemption(
-    *,
-    computed_tokens: int,
-    blocks: int,
-    host_blocks_free: int,
-    mode: Literal["auto", "recompute", "swap"],
-    costs: StepCost,
-) -> tuple[Literal["recompute", "swap"], str]:
-    """How a sequence gives way, also in words. Swapping moves every block twice; recomputing pays for every token
-    again."""
-    recompute_s = computed_tokens * costs.prompt_s_per_token
-    swap_s = 2 * blocks * costs.swap_s_per_block
-    if mode == "recompute":
-        return "recompute", "recomputed later (configured)"
-    if host_blocks_free < blocks:
-        return "recompute", f"recomputed later: host memory has room for {host_blocks_free} blocks"
-    if mode == "swap":
-        return "swap", "swapped to host memory (configured)"
-    if swap_s < recompute_s:
-        return "swap", f"swapped to host memory ({swap_s * 1e3:.2g} ms against {recompute_s * 1e3:.2g} ms)"
-    return "recompute", f"recomputed later ({recompute_s * 1e3:.2g} ms against {swap_s * 1e3:.2g} ms)"

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from cumulo.engine.decide.core import admission
 from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.config import SchedulerConfig
-from cumulo.engine.decide.core.extension import Extension, Flight, PromptChunk, Prompts, StepTiming
+from cumulo.engine.decide.core.extension import Extension, Flight, Points, PromptChunk, Prompts, StepTiming
 from cumulo.engine.decide.core.kv_manager import new_slot
 from cumulo.engine.decide.core.queue import WaitingQueue
 from cumulo.engine.decide.core.request import FinishReason, Request, Sequence, State
@@ -39,7 +39,7 @@ class CoreScheduler:
 
     def extend(self, extensions: Iterable[Extension]) -> None:
         """Attach extensions. At each point they are called in this order."""
-        self.batch.extend(extensions)
+        self.batch.points = Points(extensions)
 
     @property
     def costs(self) -> StepCost:

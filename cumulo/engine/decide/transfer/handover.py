@@ -275,9 +275,7 @@ class Handover(Extension):
             now_s, "received", blocks=incoming.plan.blocks, peer=incoming.peer, tail_ms=landed.tail_s * 1e3
         )
         held = incoming.plan.held_blocks * self._batch.config.block_size
-        sequence.request.story.admit(
-            now_s, self._batch.next_plan.index, len(sequence.tokens), held, 0, "transfer"
-        )
+        sequence.request.story.admit(now_s, self._batch.next_plan.index, len(sequence.tokens), held, 0)
 
     def _tell_computed(self, event: OrderComputed, now_s: float) -> None:
         """How long the prefill engine took. Blocks may have arrived before it said so."""
