@@ -122,7 +122,7 @@ WITHIN_LIMITS: dict[str, Attack] = {
             + b",".join(b'"%b"' % _CHINESE[begin : begin + 12_000] for begin in range(0, 1_536_000, 12_000))
             + b"]"
         ),
-        "more than 2,048 tokens",
+        "shorten the input",
     ),
     "digits of a fraction": Attack(
         _CHAT,
