@@ -6,10 +6,11 @@ every message has one sender and one receiver. What is counted on the way: steps
 additions.
 """
 
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 
-from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
+from cumulo.collectives.decide.schedule import CollectiveSchedule, Move, Transfer
+from cumulo.collectives.decide.walk import Lane, ScheduleWalk
 from cumulo.errors import CumuloError
 
 _BITS = 32  # to count one rank's contribution in
@@ -39,20 +40,6 @@ class CollectiveReport:
         for (sender, _), elements in self.elements_by_link.items():
             sent[sender] += elements
         return max(sent.values(), default=0)
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One channel of one rank: where it stands."""
-
-    rank: int
-    channel: int
-    steps: tuple[CollectiveStep, ...]
-    at: int = 0
-    open: int = 0  # transfers of its step that have no partner yet
-    begun: int = 0  # when its step began, in steps
-    ends: int = 0
-    arrived: list[tuple[int, Transfer, dict[int, int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,82 +72,42 @@ class _Play:
         for chunk in range(len(schedule.sizes)):
             for rank in schedule.contributors(chunk):
                 self.held[rank][chunk] = 1 << (_BITS * rank)
-        self.lanes = {
-            (rank, channel): _Lane(rank, channel, tuple(schedule.steps(rank, channel)))
-            for rank in range(schedule.nodes)
-            for channel in range(schedule.channels)
-        }
-        # By (sender, receiver, channel): sends and receives that wait for each other.
-        self.sends: dict[tuple[int, int, int], deque[tuple[_Lane, Transfer, dict[int, int]]]] = defaultdict(
-            deque
-        )
-        self.receives: dict[tuple[int, int, int], deque[tuple[_Lane, Transfer]]] = defaultdict(deque)
+        self.walk = ScheduleWalk(schedule, self._meet, self._check_step)
+        self.arrived: dict[Lane, list[tuple[Transfer, dict[int, int]]]] = defaultdict(list)
         self.touched: dict[tuple[int, int], int] = {}
         self.links: dict[tuple[int, int], int] = defaultdict(int)
         self.additions = [0] * schedule.nodes
-        self.messages = 0
         self.placed: list[PlacedMessage] = []
-        self.ready: deque[_Lane] = deque()
 
     def run(self) -> CollectiveReport:
-        for lane in self.lanes.values():
-            self._begin(lane)
-        while self.ready:
-            lane = self.ready.popleft()
-            self._finish(lane)
-            self._begin(lane)
+        self.walk.start()
+        self.walk.go_on(self._finish)
         self._check_all_done()
         self._check_values()
-        steps = max((lane.ends for lane in self.lanes.values()), default=0)
-        return CollectiveReport(steps, self.messages, dict(self.links), tuple(self.additions))
+        steps = max((lane.ends for lane in self.walk.lanes), default=0)
+        return CollectiveReport(steps, len(self.placed), dict(self.links), tuple(self.additions))
 
-    def _begin(self, lane: _Lane) -> None:
-        if lane.at >= len(lane.steps):
-            return
-        step = lane.steps[lane.at]
-        lane.open, lane.begun = len(step), lane.ends
-        if not step:
-            self.ready.append(lane)
-        own = self.held[lane.rank]
-        for transfer in step:
-            self._check_belongs(lane, transfer)
-        for transfer in step:
-            if transfer.move is Move.SEND:
-                key = (lane.rank, transfer.peer, lane.channel)
-                values = {chunk: own[chunk] for chunk in transfer.chunks}
-                self.sends[key].append((lane, transfer, values))
-            else:
-                key = (transfer.peer, lane.rank, lane.channel)
-                self.receives[key].append((lane, transfer))
-            self._match(key)
-
-    def _match(self, key: tuple[int, int, int]) -> None:
-        if not (self.sends[key] and self.receives[key]):
-            return
-        sender, sent, values = self.sends[key].popleft()
-        receiver, received = self.receives[key].popleft()
+    def _meet(self, sender: Lane, sent: Transfer, receiver: Lane, received: Transfer) -> None:
         if sent.chunks != received.chunks:
             raise WrongCollective(
                 f"{self.schedule.name}: rank {sender.rank} sends {_what(sent)} in its step {sender.at}, but rank "
                 f"{receiver.rank} expects {_what(received)} from it in its step {receiver.at}"
             )
-        receiver.arrived.append((sender.rank, received, values))
-        self.messages += 1
-        self.links[key[:2]] += self.schedule.elements(sent)
+        held = self.held[sender.rank]
+        self.arrived[receiver].append((received, {chunk: held[chunk] for chunk in sent.chunks}))
+        self.links[sender.rank, receiver.rank] += self.schedule.elements(sent)
         ends = max(sender.begun, receiver.begun) + 1
-        self.placed.append(PlacedMessage(ends - 1, sender.rank, receiver.rank, key[2], received))
+        self.placed.append(PlacedMessage(ends - 1, sender.rank, receiver.rank, sender.channel, received))
         for lane in (sender, receiver):
             lane.ends = max(lane.ends, ends)
-            lane.open -= 1
-            if not lane.open:
-                self.ready.append(lane)
+            self.walk.end(lane)
 
-    def _finish(self, lane: _Lane) -> None:
+    def _finish(self, lane: Lane) -> None:
         """All messages of its step are through: take in what arrived."""
         held, sizes = self.held[lane.rank], self.schedule.sizes
         copied: set[int] = set()
         as_set = self.schedule.collective == "barrier"
-        for _, transfer, values in lane.arrived:
+        for transfer, values in self.arrived.pop(lane, []):
             for chunk, value in values.items():
                 if transfer.move is Move.COPY:
                     if chunk in copied:
@@ -173,10 +120,12 @@ class _Play:
                     if chunk in held:
                         self.additions[lane.rank] += sizes[chunk]
                     held[chunk] = held.get(chunk, 0) + value
-        lane.arrived.clear()
-        lane.at += 1
 
-    def _check_belongs(self, lane: _Lane, transfer: Transfer) -> None:
+    def _check_step(self, lane: Lane) -> None:
+        for transfer in lane.steps[lane.at]:
+            self._check_belongs(lane, transfer)
+
+    def _check_belongs(self, lane: Lane, transfer: Transfer) -> None:
         nodes = self.schedule.nodes
         if not 0 <= transfer.peer < nodes or transfer.peer == lane.rank:
             raise self._wrong(lane, f"has a message with {transfer.peer}, which is no other rank")
@@ -189,16 +138,15 @@ class _Play:
                 raise self._wrong(lane, f"sends chunk {chunk} to rank {transfer.peer} and does not have it")
 
     def _check_all_done(self) -> None:
-        stuck = [lane for lane in self.lanes.values() if lane.at < len(lane.steps)]
+        stuck = [lane for lane in self.walk.lanes if not lane.over]
         if stuck:
             raise WrongCollective(f"{self.schedule.name}: deadlock: {'; '.join(self._circle(stuck))}")
 
-    def _circle(self, stuck: list[_Lane]) -> list[str]:
+    def _circle(self, stuck: list[Lane]) -> list[str]:
         """Who waits for whom, until one is met again."""
-        waits: dict[tuple[int, int], tuple[_Lane, Transfer]] = {}
-        waiting = [(lane, transfer) for queue in self.sends.values() for lane, transfer, _ in queue]
-        waiting += [entry for queue in self.receives.values() for entry in queue]
-        for lane, transfer in waiting:
+        waits: dict[tuple[int, int], tuple[Lane, Transfer]] = {}
+        queues = (*self.walk.sends.values(), *self.walk.receives.values())
+        for lane, transfer in (entry for queue in queues for entry in queue):
             waits.setdefault((lane.rank, lane.channel), (lane, transfer))
         said: list[str] = []
         at: tuple[int, int] | None = (stuck[0].rank, stuck[0].channel)
@@ -233,7 +181,7 @@ class _Play:
                 return f"it has rank {rank}'s part {got} times, not {want}"
         return "its parts overflowed"
 
-    def _wrong(self, lane: _Lane, what: str) -> WrongCollective:
+    def _wrong(self, lane: Lane, what: str) -> WrongCollective:
         node = "rank" if lane.rank < self.schedule.ranks else "switch"
         where = f"{node} {lane.rank}, channel {lane.channel}, step {lane.at}"
         return WrongCollective(f"{self.schedule.name}: {where} {what}")

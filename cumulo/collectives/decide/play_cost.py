@@ -9,11 +9,11 @@ Ranks that are alike are played once: with `node_size` ranks to a node, the rank
 nodes. Steps that repeat are not played to their end: once a round adds the same to all ranks, the rest is counted.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, EvenSizes, Move
+from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, EvenSizes, Move, Transfer
+from cumulo.collectives.decide.walk import Lane, ScheduleWalk
 
 _FAR = 1 << 40  # a hop through the network outweighs all hops inside nodes
 
@@ -131,36 +131,15 @@ def _even_gain(before: list[int], now: list[int]) -> int | None:
 
 
 def _hops(schedule: CollectiveSchedule, node_size: int, channel: int) -> int:
-    """Every rank, message by message, in an order that follows the messages."""
-    steps = [schedule.steps(rank, channel) for rank in range(schedule.nodes)]
-    began: list[list[int]] = [[0] for _ in steps]  # of each rank, when its steps began
-    sent: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # when messages left
-    waiting: dict[tuple[int, int], int] = {}
-    ready = deque(range(schedule.nodes))
-    posted = [0] * schedule.nodes  # steps whose sends have left
-    while ready:
-        rank = ready.popleft()
-        while (index := len(began[rank]) - 1) < len(steps[rank]):
-            now, step = began[rank][-1], steps[rank][index]
-            if posted[rank] == index:
-                posted[rank] += 1
-                for transfer in step:
-                    if transfer.move is Move.SEND:
-                        key = (rank, transfer.peer)
-                        sent[key].append(now)
-                        if (waiter := waiting.pop(key, None)) is not None:
-                            ready.append(waiter)
-            needs: dict[int, int] = defaultdict(int)
-            for transfer in step:
-                if transfer.move is not Move.SEND:
-                    needs[transfer.peer] += 1
-            missing = [peer for peer, count in needs.items() if len(sent[peer, rank]) < count]
-            if missing:
-                waiting[missing[0], rank] = rank
-                break
-            for peer, count in needs.items():
-                takes = 1 if peer // node_size == rank // node_size or peer >= schedule.ranks else _FAR
-                for _ in range(count):
-                    now = max(now, sent[peer, rank].popleft() + takes)
-            began[rank].append(now)
-    return max(one[-1] for one in began)
+    """Every rank, message by message."""
+
+    def meet(sender: Lane, sent: Transfer, receiver: Lane, taken: Transfer) -> None:
+        near = sender.rank // node_size == receiver.rank // node_size or sender.rank >= schedule.ranks
+        receiver.ends = max(receiver.ends, sender.begun + (1 if near else _FAR))
+        walk.end(sender)
+        walk.end(receiver)
+
+    walk = ScheduleWalk(schedule, meet, channels=(channel,))
+    walk.start()
+    walk.go_on()
+    return max(lane.ends for lane in walk.lanes)

@@ -3,14 +3,13 @@
 Schedules whose ranks are alike, and rings over rails, are played round by round; all others message by
 message, which is for a few thousand ranks."""
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
 from cumulo.collectives.decide.catalog import CollectiveShape, make_schedule
-from cumulo.collectives.decide.schedule import CollectiveSchedule, CollectiveStep, Move, Transfer
+from cumulo.collectives.decide.schedule import CollectiveSchedule, Transfer
+from cumulo.collectives.decide.walk import Lane, ScheduleWalk
 from cumulo.collectives.simulate.fabrics.links import Ints
 from cumulo.collectives.simulate.player import Messages, NetworkTraffic, RoundTraffic
 from cumulo.collectives.simulate.rounds import (
@@ -22,16 +21,6 @@ from cumulo.collectives.simulate.rounds import (
     thinned,
 )
 from cumulo.errors import ConfigError
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One channel of one rank."""
-
-    rank: int
-    steps: Sequence[CollectiveStep]
-    at: int = -1
-    open: int = 0
 
 
 class ScheduleTraffic:
@@ -53,63 +42,34 @@ class ScheduleTraffic:
         self.name, self.start_s, self.background = name, start_s, background
         self.schedule, self.element_bytes = schedule, element_bytes
         self.placement = np.arange(schedule.nodes) if placement is None else placement
-        self._lanes: Mapping[tuple[int, int], _Lane] = {
-            (rank, channel): _Lane(rank, schedule.steps(rank, channel))
-            for rank in range(schedule.nodes)
-            for channel in range(schedule.channels)
-        }
-        self._sends: dict[tuple[int, int, int], deque[tuple[_Lane, Transfer]]] = defaultdict(deque)
-        self._receives: dict[tuple[int, int, int], deque[_Lane]] = defaultdict(deque)
-        self._under_way: dict[int, tuple[_Lane, _Lane]] = {}
+        self._walk = ScheduleWalk(schedule, self._meet)
+        self._under_way: dict[int, tuple[Lane, Lane]] = {}
         self._started: list[tuple[int, int, float, int]] = []
         self._count = 0
 
     def begin(self) -> Iterator[Messages]:
-        for (_, channel), lane in self._lanes.items():
-            self._next(lane, channel)
+        self._walk.start()
         yield from self._messages()
 
     def sent(self, tags: Ints) -> Iterator[Messages]:
         for tag in tags.tolist():
-            self._end(self._under_way[tag][0], tag)
+            self._walk.end(self._under_way[tag][0])
         yield from self._messages()
 
     def delivered(self, tags: Ints) -> Iterator[Messages]:
         for tag in tags.tolist():
-            self._end(self._under_way.pop(tag)[1], tag)
+            self._walk.end(self._under_way.pop(tag)[1])
         yield from self._messages()
 
-    def _end(self, lane: _Lane, tag: int) -> None:
-        lane.open -= 1
-        if not lane.open:
-            self._next(lane, tag % self.schedule.channels)
-
-    def _next(self, lane: _Lane, channel: int) -> None:
-        lane.at += 1
-        while lane.at < len(lane.steps) and not lane.steps[lane.at]:
-            lane.at += 1
-        if lane.at >= len(lane.steps):
-            return
-        step = lane.steps[lane.at]
-        lane.open = len(step)
-        for transfer in step:
-            if transfer.move is Move.SEND:
-                key = (lane.rank, transfer.peer, channel)
-                self._sends[key].append((lane, transfer))
-            else:
-                key = (transfer.peer, lane.rank, channel)
-                self._receives[key].append(lane)
-            if self._sends[key] and self._receives[key]:
-                self._start(key, *self._sends[key].popleft(), self._receives[key].popleft())
-
-    def _start(self, key: tuple[int, int, int], sender: _Lane, transfer: Transfer, receiver: _Lane) -> None:
-        tag = self._count * self.schedule.channels + key[2]
+    def _meet(self, sender: Lane, sent: Transfer, receiver: Lane, taken: Transfer) -> None:
+        self._under_way[self._count] = (sender, receiver)
+        source, target = int(self.placement[sender.rank]), int(self.placement[receiver.rank])
+        size = self.schedule.elements(sent) * self.element_bytes
+        self._started.append((source, target, size, self._count))
         self._count += 1
-        self._under_way[tag] = (sender, receiver)
-        size = self.schedule.elements(transfer) * self.element_bytes
-        self._started.append((int(self.placement[key[0]]), int(self.placement[key[1]]), size, tag))
 
     def _messages(self) -> Iterator[Messages]:
+        self._walk.go_on()
         if not self._started:
             return
         source, target, size, tags = zip(*self._started, strict=True)
