@@ -48,8 +48,8 @@ def eventful() -> Story:
     story.add(11.0, "blocked", why="1 of the 256 slots in use")
     story.add(14.0, "admitted", step=3, cached=512, tokens=640)
     story.add(15.0, "first_token")
-    story.add(16.0, "preempted", step=9, by="other", blocks=40, how="recomputed later (configured)")
-    story.add(20.0, "resumed", step=12, how="recomputing", recomputed=640, cached=0)
+    story.add(16.0, "preempted", step=9, by="other", blocks=40)
+    story.add(20.0, "resumed", step=12, recomputed=640, cached=0)
     story.add(25.0, "finished", sample=0, reason="length", tokens=11)
     return story
 
@@ -124,7 +124,7 @@ def test_a_preempted_request_shows_when_it_was_away() -> None:
     decode = collector.below(root)["decode"]
     away = collector.below(decode)["preempted"]
     assert away.end_time_unix_nano - away.start_time_unix_nano == pytest.approx(4e9, abs=1e4)
-    assert attributes(away.attributes)["cumulo.preempted.how"] == "recomputed later (configured)"
+    assert attributes(away.attributes)["cumulo.preempted.blocks"] == 40
     assert collector.resources[0]["service.name"] == "cumulo"
 
 

@@ -17,11 +17,11 @@ def eventful(cause: PreemptionCause = "kv_blocks") -> Story:
     story.block(11.0, "slots", "1 of the 256 slots in use")
     story.block(12.0, "slots", "2 of the 256 slots in use")
     story.block(13.0, "kv_blocks", "4 of the 90 KV blocks in use")
-    story.admit(14.0, 3, tokens=640, cached=512, lost=0, how="")
+    story.admit(14.0, 3, tokens=640, cached=512, lost=0)
     story.add(15.0, "first_token")
-    story.preempt(16.0, 9, cause, "other", "which needed it", blocks=40, how="recomputed later (configured)")
+    story.preempt(16.0, 9, cause, "other", "which needed it", blocks=40)
     story.block(17.0, "kv_blocks", "1 of the 90 KV blocks in use")
-    story.admit(20.0, 12, tokens=640, cached=0, lost=640, how="recomputation")
+    story.admit(20.0, 12, tokens=640, cached=0, lost=640)
     story.add(25.0, "finished", sample=0, reason="length", tokens=11)
     story.finish(25.0, output_tokens=11)
     return story
@@ -55,7 +55,7 @@ def test_a_story_does_not_grow_with_the_time_of_waiting() -> None:
     for step in range(10_000):
         story.block(float(step), "slots" if step % 2 else "token_budget", "something")
     assert len(story.events) <= 200
-    story.admit(10_000.0, 1, tokens=1, cached=0, lost=0, how="")
+    story.admit(10_000.0, 1, tokens=1, cached=0, lost=0)
     assert sum(story.waits_s.values()) == 10_000 and story.waits_s["slots"] == 5_000
 
 
@@ -66,7 +66,7 @@ def test_an_explanation_names_what_happened() -> None:
     explained = explanation(told)
     for words in (
         "queued 4.00 s behind 37 requests", "waited for 1 of the 256 slots in use; then for 4 of the 90 KV blocks",
-        "prefix cache hit 512 of 640 tokens", "preempted in step 9 by other, which needed it, recomputed later",
+        "prefix cache hit 512 of 640 tokens", "preempted in step 9 by other, which needed it",
         "640 tokens recomputed", "longest 5500.0 ms", "stopped at max_tokens after 11 tokens", "16.00 s in all",
     ):  # fmt: skip
         assert words in explained["summary"]

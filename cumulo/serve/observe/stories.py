@@ -254,8 +254,7 @@ def summary(record: Record) -> str:
     for event in story.events:
         if event.kind == "preempted":
             parts.append(
-                f"preempted in step {event.detail['step']} by {event.detail['by']}, {event.detail['why']}, "
-                f"{event.detail['how']}"
+                f"preempted in step {event.detail['step']} by {event.detail['by']}, {event.detail['why']}"
             )
     if story.drafted_tokens:
         parts.append(f"{story.accepted_tokens} of {story.drafted_tokens} drafted tokens accepted")
