@@ -5,10 +5,10 @@ A conversation has turns and slash commands, and Ctrl-C stops only the answer.
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from cumulo.errors import CumuloError, InvalidRequest
 
 if TYPE_CHECKING:
     from cumulo.engine.decide.params import SamplingParams
-    from cumulo.engine.decide.story import Story
     from cumulo.engine.llm import LLM
+    from cumulo.engine.outputs import RequestOutput
 
 EXAMPLE = 'Example: [bold]echo "What is the capital of France?" | cumulo chat[/bold]'
 
@@ -127,14 +127,12 @@ def answer_stdin(chosen: ChatOptions, sampling: Mapping[str, Any]) -> None:
             'standard input contains no question; try: echo "What is the capital of France?" | cumulo chat'
         )
     with load_llm(chosen.model, chosen.engine.config(), chosen.lora) as llm:
-        turn = ChatTurn()
-        for text in turn.run(llm, _messages(chosen.system, [], question), llm.sampling(**sampling)):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        messages = _messages(chosen.system, [], question)
+        output = streamed(llm, messages, llm.sampling(**sampling), partial(print, end="", flush=True))
         print(flush=True)
-        if turn.error:
-            raise CumuloError(turn.error)
-        note(turn.summary())
+        if output.error:
+            raise CumuloError(output.error)
+        note(summary(output))
 
 
 def talk(chosen: ChatOptions, sampling: Mapping[str, Any]) -> None:
@@ -153,55 +151,51 @@ def talk(chosen: ChatOptions, sampling: Mapping[str, Any]) -> None:
                 session.ask(line)
 
 
-@dataclass(slots=True)
-class ChatTurn:
-    """One answer while it streams: its text, its times, and its story at the end."""
+class Interrupted:
+    """Whether Ctrl-C was pressed: inside its `with`, the first one only sets a flag (the engine is never cut in
+    half); a second raises."""
 
-    text: str = ""
-    tokens: int = 0
-    ttft_s: float | None = None
-    decode_s: float = 0.0
-    interrupted: bool = False
-    error: str | None = None
-    story: "Story | None" = None
+    def __init__(self) -> None:
+        self.set = False
 
-    def run(self, llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams") -> Iterator[str]:
-        """Yield the answer's text as it arrives; closing early aborts the request."""
-        began_s = time.perf_counter()
-        stream = llm.stream(messages, params)
-        with _interruptible(self):
-            for delta in stream:
-                now_s = time.perf_counter()
-                if delta.token_ids and self.ttft_s is None:
-                    self.ttft_s = now_s - began_s
-                self.tokens += len(delta.token_ids)
-                if self.ttft_s is not None:
-                    self.decode_s = now_s - began_s - self.ttft_s
-                self.text += delta.text
-                yield delta.text
-                if self.interrupted:
-                    break
-        stream.close()
-        output: Any = getattr(stream, "output", None)
-        if output is not None:
-            self.story, self.error = output.story, output.error
+    def __enter__(self) -> "Interrupted":
+        self._previous = signal.signal(signal.SIGINT, self._heard)
+        return self
 
-    @property
-    def tok_s(self) -> float | None:
-        """Decoding speed: the first token is the prompt's doing, so it does not count."""
-        return (self.tokens - 1) / self.decode_s if self.tokens > 1 and self.decode_s > 0 else None
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
 
-    def summary(self) -> str:
-        parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
-        if self.tok_s is not None:
-            parts.append(f"{self.tok_s:.1f} tok/s")
-        if self.ttft_s is not None:
-            parts.append(f"TTFT {self.ttft_s:.2f} s")
-        if self.story is not None and self.story.cached_tokens:
-            parts.append(f"{self.story.cached_tokens} of {self.story.prompt_tokens} prompt tokens cached")
-        if self.interrupted:
-            parts.append("stopped")
-        return " · ".join(parts)
+    def _heard(self, signum: int, frame: FrameType | None) -> None:
+        if self.set:
+            raise KeyboardInterrupt
+        self.set = True
+
+
+def streamed(
+    llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams", show: Callable[[str], object]
+) -> "RequestOutput":
+    """The answer, shown as it comes. Ctrl-C ends it where it is."""
+    with llm.stream(messages, params) as stream, Interrupted() as interrupted:
+        for delta in stream:
+            show(delta.text)
+            if interrupted.set:
+                break
+    assert stream.output is not None
+    return stream.output
+
+
+def summary(output: "RequestOutput") -> str:
+    story = output.story
+    parts = [f"{story.output_tokens} token{'' if story.output_tokens == 1 else 's'}"]
+    if story.decode_tok_s is not None:
+        parts.append(f"{story.decode_tok_s:.1f} tok/s")
+    if story.ttft_s is not None:
+        parts.append(f"TTFT {story.ttft_s:.2f} s")
+    if story.cached_tokens:
+        parts.append(f"{story.cached_tokens} of {story.prompt_tokens} prompt tokens cached")
+    if any(sample.finish_reason == "abort" for sample in output.samples):
+        parts.append("stopped")
+    return " · ".join(parts)
 
 
 @dataclass(slots=True)
@@ -212,28 +206,24 @@ class Session:
     params: "SamplingParams"
     system: str | None
     history: list[dict[str, str]] = field(default_factory=list)
-    turns: list[ChatTurn] = field(default_factory=list)
+    answers: list["RequestOutput"] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
         """Stream one answer; a failed one leaves the conversation as it was."""
-        turn = ChatTurn()
         try:
-            for text in turn.run(self.llm, _messages(self.system, self.history, question), self.params):
-                out.print(text, end="", soft_wrap=True)
+            messages = _messages(self.system, self.history, question)
+            output = streamed(self.llm, messages, self.params, partial(out.print, end="", soft_wrap=True))
             out.print()
-            if turn.error:
-                raise CumuloError(turn.error)
+            if output.error:
+                raise CumuloError(output.error)
         except CumuloError as error:
             print_error(error)
             if self.history:
                 note("the conversation so far counts towards the context; /clear deletes it")
             return
-        self.turns.append(turn)
-        self.history += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": turn.text},
-        ]
-        note(turn.summary())
+        self.answers.append(output)
+        self.history = [*messages[bool(self.system) :], {"role": "assistant", "content": output.text}]
+        note(summary(output))
 
     def command(self, line: str) -> bool:
         """Carry out a slash command; False ends the session."""
@@ -296,39 +286,24 @@ class Session:
         return _WITHOUT.get(name, "none") if value is None else f"{value:g}" if name != "seed" else str(value)
 
     def _show_stats(self, _: str) -> None:
-        tokens, decode_s = sum(t.tokens for t in self.turns), sum(t.decode_s for t in self.turns)
-        decoded = sum(max(t.tokens - 1, 0) for t in self.turns)
-        speed = f", {decoded / decode_s:.1f} tok/s while decoding" if decode_s > 0 else ""
-        answers = "1 answer" if len(self.turns) == 1 else f"{len(self.turns)} answers"
-        out.print(f"{answers}, {tokens} tokens{speed}")
+        stories = [answer.story for answer in self.answers]
+        timed = [story for story in stories if story.decode_tok_s]
+        decode_s = sum((story.output_tokens - 1) / (story.decode_tok_s or 1.0) for story in timed)
+        decoded = sum(story.output_tokens - 1 for story in timed)
+        speed = f", {decoded / decode_s:.1f} tok/s while decoding" if timed else ""
+        answers = "1 answer" if len(stories) == 1 else f"{len(stories)} answers"
+        out.print(f"{answers}, {sum(story.output_tokens for story in stories)} tokens{speed}")
         out.print(self.llm.ledger)
 
     def _show_why(self, _: str) -> None:
-        if not self.turns:
+        if self.answers:
+            out.print(self.answers[-1].story.describe())
+        else:
             note("there is no answer yet")
-            return
-        story = self.turns[-1].story
-        out.print(story.describe() if story else "there is no story of the last answer")
 
 
 def _number(text: str) -> int | float:
     return int(text) if text.removeprefix("-").isdecimal() else float(text)
-
-
-@contextmanager
-def _interruptible(turn: ChatTurn) -> Iterator[None]:
-    """While inside, the first Ctrl-C only sets a flag (the engine is never cut in half); a second raises."""
-
-    def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        if turn.interrupted:
-            raise KeyboardInterrupt
-        turn.interrupted = True
-
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _messages(system: str | None, history: list[dict[str, str]], question: str) -> list[dict[str, str]]:

@@ -128,7 +128,7 @@ class RunOptions:
     dtype: str = option("Any torch dtype: float32, bfloat16, int32, ...", "float32")
     transport: str = option("shm or torch.", "shm")
     timeout_s: float = option(
-        "How long a rank waits for a message before it names who is missing, in s.", 60.0
+        "How long a rank waits for a message before it names who is missing, in s.", 60.0, "--timeout-s"
     )
     json_file: options.JsonOption = None
 

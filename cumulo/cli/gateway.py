@@ -45,25 +45,19 @@ class GatewayCommandOptions:
     port: int = option("Port to listen on; 0: any free port.", 8080)
     router: str = option("Routing policy: prefix-aware, least-loaded or round-robin.", "prefix-aware")
     retries: int = option("Further attempts on other replicas, without a token in between.", 3)
-    wait_for_replica_s: float = option(
-        "Seconds that a request waits while no replica takes requests.", 15.0, "--wait-for-replica"
-    )
-    connect_timeout_s: float = option("Seconds to connect to a replica.", 2.0, "--connect-timeout")
+    wait_for_replica_s: float = option("Seconds that a request waits while no replica takes requests.", 15.0)
+    connect_timeout_s: float = option("Seconds to connect to a replica.", 2.0)
     hang_timeout_s: float = option(
-        "Seconds of silence after which a replica counts as hung and its streams move.", 5.0, "--hang-timeout"
+        "Seconds of silence after which a replica counts as hung and its streams move.", 5.0
     )
     stall_timeout_s: float = option(
-        "Seconds without a finished step, while it has work, after which the streams of a replica move.",
-        30.0,
-        "--stall-timeout",
+        "Seconds without a finished step, while it has work, after which the streams of a replica move.", 30.0
     )
-    first_byte_timeout_s: float = option(
-        "Seconds until the first byte of an answer.", 600.0, "--first-byte-timeout"
-    )
-    idle_timeout_s: float = option("Seconds between two pieces of a stream.", 120.0, "--idle-timeout")
+    first_byte_timeout_s: float = option("Seconds until the first byte of an answer.", 600.0)
+    idle_timeout_s: float = option("Seconds between two pieces of a stream.", 120.0)
     breaker_failures: int = option("Failures in a row after which a replica is left alone for a while.", 3)
     drain_timeout_s: float = option(
-        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0, "--drain-timeout"
+        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0
     )
     requests_per_minute: int | None = option("Request limit per key, over all replicas.", None)
     tokens_per_minute: int | None = option("Token limit per key, over all replicas.", None)

@@ -233,15 +233,10 @@ def register(shell: Shell, app: FastAPI) -> None:
         with shell.page(request, "/fleet") as visitor:
             if shell.service.fleet is None:
                 show(empty("This server has a single engine", _NO_FLEET), "card")
-                draw_ranks = _ranks_card(shell)
-
-                async def tick() -> None:
-                    draw_ranks()
-
-                shell.clock(visitor, _REFRESH_S, tick)
+                shell.clock(visitor, _REFRESH_S, _ranks_card(shell))
                 return
             page = _FleetPage(shell, visitor, shell.service.fleet)
-            shell.clock(visitor, _REFRESH_S, page.tick)
+            shell.clock(visitor, _REFRESH_S, page.draw)
 
 
 def _ranks_card(shell: Shell) -> Callable[[], None]:
@@ -275,10 +270,7 @@ class _FleetPage:
         self._overlap, self._decisions = show("", "card"), show("", "card")
         ui.on("operate", lambda event: self._operate(*map(str, event.args)))
 
-    async def tick(self) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
+    def draw(self) -> None:
         fleet, now_s = self._fleet, time.perf_counter()
         reports = replica_reports(fleet)
         metrics = self._shell.service.fleet_metrics
@@ -329,7 +321,7 @@ class _FleetPage:
             return actions[what][1]
 
         await self._shell.operate(self._visitor, act)
-        self._draw()
+        self.draw()
 
 
 def _button(text: str, icon: str, act: Callable[[], Any]) -> ui.button:

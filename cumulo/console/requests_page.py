@@ -146,11 +146,7 @@ def _tell(shell: Shell, visitor: Visitor, request_id: str) -> None:
 
     draw()
     if any(record.outcome is None for record in records):
-
-        async def tick() -> None:
-            draw()
-
-        shell.clock(visitor, _REFRESH_S, tick)
+        shell.clock(visitor, _REFRESH_S, draw)
 
 
 def _compare(shell: Shell, visitor: Visitor, first: str, second: str) -> None:

@@ -110,7 +110,7 @@ class Shell:
         except CumuloError as error:
             ui.notify(str(error).capitalize(), type="negative", position="top", multi_line=True)
 
-    def clock(self, visitor: Visitor, interval_s: float, tick: Callable[[], Awaitable[None]]) -> None:
+    def clock(self, visitor: Visitor, interval_s: float, tick: Callable[[], Awaitable[None] | None]) -> None:
         """Call `tick` now and then at this interval, but only while the page is connected and seen."""
         busy = False
 
@@ -120,10 +120,10 @@ class Shell:
                 return
             busy = True
             try:
-                if self.sessions.still_valid(visitor):
-                    await tick()
-                else:
+                if not self.sessions.still_valid(visitor):
                     ui.navigate.to("/login")
+                elif (ticked := tick()) is not None:
+                    await ticked
             finally:
                 busy = False
 

@@ -45,7 +45,7 @@ def register(shell: Shell, app: FastAPI) -> None:
             middle = show("", "pair")
             adapters = AdaptersCard(shell, visitor)
 
-            async def tick() -> None:
+            def tick() -> None:
                 service = shell.service
                 top.set_content(
                     _card("Model", _model(service)) + _card("Server", _server(service)) + versions

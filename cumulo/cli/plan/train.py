@@ -118,7 +118,9 @@ class PlanTrainOptions:
         None,
     )
     storage_gb_s: float = shared.CLUSTER(
-        "Storage bandwidth per node, in GB/s, for reading data and writing checkpoints.", 1.0
+        "Storage bandwidth per node, in GB/s, for reading data and writing checkpoints.",
+        1.0,
+        "--storage-gb-s",
     )
     checkpoint_minutes: float | None = shared.TRAINING(
         "Minutes between two checkpoints. Default: the best interval for the failure rate.", None

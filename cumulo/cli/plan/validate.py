@@ -1,16 +1,16 @@
 """`cumulo plan validate`: the planner's predictions against published training results."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import typer
 from rich.console import Console
 
 from cumulo.base import report
 from cumulo.base.files import write_text_file
 from cumulo.base.report import Row
 from cumulo.cli.plan.validate_rows import as_asked, likely, validate_serving
+from cumulo.cli.shared.declare import argument, flag, option, takes_options
 from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
 from cumulo.cli.shared.terminal import err, marked, only_json, out
 from cumulo.errors import ConfigError
@@ -32,46 +32,40 @@ from cumulo.plan.evidence.validate import (
 EXAMPLE = "Try: [bold]cumulo plan validate --left-out --worst 5[/bold]"
 
 
-def validate(
-    what: str = typer.Argument(
-        "training", metavar="WHICH", help="Which published results to predict: training or serving."
-    ),
-    tables: Path | None = typer.Option(
-        None,
-        help="A CSV file, or a folder of them, with results to predict instead of the built-in ones, in the "
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions:
+    what: str = argument("Which published results to predict: training or serving.", "training", "WHICH")
+    tables: Path | None = option(
+        "A CSV file, or a folder of them, with results to predict instead of the built-in ones, in the "
         "columns of cumulo/plan/data/published_training.csv (serving: published_serving.csv).",
-    ),
-    left_out: bool = typer.Option(
-        False,
-        "--left-out",
-        help="Predict each row as if its generation of software had published nothing: with constants fitted "
-        "without it, and with intervals for which only the others vouch.",
-    ),
-    held_out: bool = typer.Option(
-        False,
-        "--held-out",
-        help="Predict the built-in rows that no constant was ever fitted to: Llama 3, DeepSeek-V3, MT-NLG, "
-        "MegaScale and InternLM.",
-    ),
-    as_user: bool = typer.Option(
-        False,
-        "--as-user",
-        help="Ask for each row with what a user of `cumulo plan train` knows: model, GPUs, layout, "
-        "batch, sequence, number format and the name of the software.",
-    ),
-    unnamed: bool = typer.Option(
-        False,
-        "--unnamed",
-        help="With --as-user: name the month in which the row was published instead of the software.",
-    ),
-    undated: bool = typer.Option(False, "--undated", help="With --unnamed: do not name the month either."),
-    worst: int = typer.Option(0, min=0, help="Also print this many rows with the largest errors."),
-    svg: Path | None = typer.Option(
-        None, help="Write a chart of predicted over published step times to this file (SVG)."
-    ),
-    json: Path | None = typer.Option(None, help="Write the report to this file as JSON; '-': stdout."),
-    sources: bool = typer.Option(False, "--sources", help="Print the sources of the published results."),
-) -> None:
+        None,
+    )
+    left_out: bool = flag(
+        "Predict each row as if its generation of software had published nothing: with constants fitted "
+        "without it, and with intervals for which only the others vouch."
+    )
+    held_out: bool = flag(
+        "Predict the built-in rows that no constant was ever fitted to: Llama 3, DeepSeek-V3, MT-NLG, "
+        "MegaScale and InternLM."
+    )
+    as_user: bool = flag(
+        "Ask for each row with what a user of `cumulo plan train` knows: model, GPUs, layout, "
+        "batch, sequence, number format and the name of the software."
+    )
+    unnamed: bool = flag(
+        "With --as-user: name the month in which the row was published instead of the software."
+    )
+    undated: bool = flag("With --unnamed: do not name the month either.")
+    worst: int = option("Also print this many rows with the largest errors.", 0, min=0)
+    svg: Path | None = option(
+        "Write a chart of predicted over published step times to this file (SVG).", None
+    )
+    json: Path | None = option("Write the report to this file as JSON; '-': stdout.", None)
+    sources: bool = flag("Print the sources of the published results.")
+
+
+@takes_options
+def validate(chosen: ValidateOptions) -> None:
     """Compare the planner's predictions with published training results, by source, or with serving throughputs.
 
     Errors are errors of step time: +5% means that the predicted step is 5% too long. The figures that matter are
@@ -80,66 +74,63 @@ def validate(
     """
     from rich.progress import track
 
-    console = err if only_json(json) else out
-    if what not in ("training", "serving"):
-        raise ConfigError(f"cumulo plan validate takes training or serving, got {what!r}")
-    if what == "serving":
-        validate_serving(console, left_out, worst, json, tables)
+    console = err if only_json(chosen.json) else out
+    if chosen.what not in ("training", "serving"):
+        raise ConfigError(f"cumulo plan validate takes training or serving, got {chosen.what!r}")
+    if chosen.what == "serving":
+        validate_serving(console, chosen.left_out, chosen.worst, chosen.json, chosen.tables)
         return
-    if held_out and (left_out or tables is not None):
+    if chosen.held_out and (chosen.left_out or chosen.tables is not None):
         raise ConfigError(
             "--held-out has rows of its own, which nothing was fitted to; omit --left-out and --tables"
         )
-    if undated and not unnamed:
+    if chosen.undated and not chosen.unnamed:
         raise ConfigError("--undated goes with --unnamed: a row whose software is named needs no date")
-    chosen = _rows(tables, held_out, console)
-    if not chosen:
-        raise ConfigError(
-            f"{tables} contains no rows that can be predicted; the columns are those of "
-            "cumulo/plan/data/published_training.csv"
-        )
-    rows = track(chosen, "predicting", console=console, transient=True)
-    if as_user or unnamed:
-        predictions = _as_user(rows, named=not unnamed, dated=not undated, left_out=left_out)
-    else:
-        predictions = [predict_left_out(row) if left_out else predict(row) for row in rows]
+    rows = _rows(chosen, console)
+    known = dates() if chosen.unnamed and not chosen.undated else {}
+    predictions = [
+        _predicted(row, chosen, known) for row in track(rows, "predicting", console=console, transient=True)
+    ]
     summaries = by_source(predictions)
-    how = "never fitted" if held_out else "their software left out" if left_out else "as fitted"
+    how = "never fitted" if chosen.held_out else "their software left out" if chosen.left_out else "as fitted"
     named = [(one.name, one) for one in summaries]
     console.print(figure_table("source", named, _FIGURES, f"Published step times, {how}"))
-    for prediction in sorted(predictions, key=lambda each: -abs(each.error))[:worst]:
+    for prediction in sorted(predictions, key=lambda each: -abs(each.error))[: chosen.worst]:
         console.print(
             f"{prediction.error:+7.1%}  {prediction.row.name}: published {prediction.row.step_s:.3g} s, "
-            f"predicted {prediction.predicted_s:.3g} s",
-            highlight=False,
+            f"predicted {prediction.predicted_s:.3g} s"
         )
-    if sources:
-        for name in dict.fromkeys(row.source for row in chosen):
+    if chosen.sources:
+        for name in dict.fromkeys(row.source for row in rows):
             console.print(marked("[bold]{}[/bold]: {}", name, citations().get(name, "no citation")))
-    if svg is not None:
-        write_text_file(svg, scatter_svg(predictions))
-        console.print(f"chart written to {svg}")
-    report.write_json(json, _report(summaries, left_out))
+    if chosen.svg is not None:
+        write_text_file(chosen.svg, scatter_svg(predictions))
+        console.print(f"chart written to {chosen.svg}")
+    report.write_json(chosen.json, _report(summaries, chosen.left_out))
 
 
-def _rows(tables: Path | None, held_out: bool, console: Console) -> list[PublishedRow]:
-    if tables is None:
-        return list(held_out_rows() if held_out else rows())
+def _rows(chosen: ValidateOptions, console: Console) -> list[PublishedRow]:
+    if chosen.tables is None:
+        return list(held_out_rows() if chosen.held_out else rows())
     refused: list[str] = []
-    found = read_rows(tables, refused)
+    found = read_rows(chosen.tables, refused)
     for reason in refused:
         console.print(f"left out: {reason}")
+    if not found:
+        raise ConfigError(
+            f"{chosen.tables} contains no rows that can be predicted; the columns are those of "
+            "cumulo/plan/data/published_training.csv"
+        )
     return found
 
 
-def _as_user(rows: Iterable[PublishedRow], named: bool, dated: bool, left_out: bool) -> list[RowPrediction]:
-    if not named:
-        known = dates() if dated else {}
-        return [predict_unnamed(row, likely(row, left_out, known.get(row.source)), left_out) for row in rows]
-    return [
-        predict_left_out(as_asked(row), row.job.software) if left_out else predict(as_asked(row))
-        for row in rows
-    ]
+def _predicted(row: PublishedRow, chosen: ValidateOptions, known: Mapping[str, str]) -> RowPrediction:
+    """`known`: when the software of each source was released."""
+    if chosen.unnamed:
+        jobs = likely(row, chosen.left_out, known.get(row.source))
+        return predict_unnamed(row, jobs, chosen.left_out)
+    asked = as_asked(row) if chosen.as_user else row
+    return predict_left_out(asked, row.job.software) if chosen.left_out else predict(asked)
 
 
 _FIGURES = (

@@ -31,9 +31,10 @@ _typed: ContextVar[Mapping[str, str]] = ContextVar("typed", default=MappingProxy
 
 
 def option(help: str, default: Any = REQUIRED, *flags: str, panel: str | None = None, **more: Any) -> Any:
-    """A field that is an option; `flags` name it where its field's name does not."""
+    """A field that is an option; `flags` name it where its field's name does not. Seconds are options without their
+    unit: `idle_timeout_s` is --idle-timeout."""
     found = typer.Option(*flags, help=help, rich_help_panel=panel, **more)
-    return dataclasses.field(default=default, metadata={"option": found})
+    return dataclasses.field(default=default, metadata={"option": found, "named": bool(flags)})
 
 
 def flag(help: str, panel: str | None = None) -> Any:
@@ -117,8 +118,8 @@ def _parameters(
                 found = copy.copy(told["option"])
                 found.help = helps.get(field.name, found.help)
                 found.rich_help_panel = found.rich_help_panel or getattr(kind, "PANEL", None)
-                if "flag" in told:
-                    found.param_decls = (f"--{field.name.replace('_', '-')}",)
+                if "flag" in told or (field.name.endswith("_s") and not told.get("named", True)):
+                    found.param_decls = (f"--{field.name.removesuffix('_s').replace('_', '-')}",)
                 hint = Annotated[hint, found]
             default = inspect.Parameter.empty if default is REQUIRED else default
             yield inspect.Parameter(

@@ -134,9 +134,7 @@ class ServeCommandOptions:
     )
     rank_count: int = REPLICAS("With --rank-of: number of ranks on this host, one process each.", 1, min=1)
     transfer_stall_s: float = REPLICAS(
-        "Seconds after which a KV transfer, or a prefill engine, that stands still is given up.",
-        10.0,
-        "--transfer-stall",
+        "Seconds after which a KV transfer, or a prefill engine, that stands still is given up.", 10.0
     )
     max_queue: int = LIMITS("Maximum number of queued requests; more are refused with 429.", 1024)
     shared_step_ms: float | None = LIMITS(
@@ -160,10 +158,10 @@ class ServeCommandOptions:
         "Ignore unknown fields of requests and warn in a header, instead of answering 400."
     )
     stall_timeout_s: float = LIMITS(
-        "Restart the engine after this many seconds without a finished step.", 60.0, "--stall-timeout"
+        "Restart the engine after this many seconds without a finished step.", 60.0
     )
     drain_timeout_s: float = LIMITS(
-        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0, "--drain-timeout"
+        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0
     )
     max_connections: int = LIMITS(
         "Maximum number of open connections; beyond it, idle ones are closed, then new ones get 503.", 4096
@@ -171,19 +169,11 @@ class ServeCommandOptions:
     max_connections_per_address: int | None = LIMITS(
         "Maximum number of open connections per client address. Default: half of all.", None
     )
-    header_timeout_s: float = LIMITS(
-        "Seconds that a client has to send the header of a request.", 10.0, "--header-timeout"
-    )
-    body_timeout_s: float = LIMITS(
-        "Seconds that a client can pause while it sends a body.", 20.0, "--body-timeout"
-    )
-    keep_alive_timeout_s: float = LIMITS(
-        "Seconds that a connection can be idle between two requests.", 75.0, "--keep-alive-timeout"
-    )
+    header_timeout_s: float = LIMITS("Seconds that a client has to send the header of a request.", 10.0)
+    body_timeout_s: float = LIMITS("Seconds that a client can pause while it sends a body.", 20.0)
+    keep_alive_timeout_s: float = LIMITS("Seconds that a connection can be idle between two requests.", 75.0)
     write_timeout_s: float = LIMITS(
-        "Abort an answer after this many seconds in which the client reads none of it.",
-        60.0,
-        "--write-timeout",
+        "Abort an answer after this many seconds in which the client reads none of it.", 60.0
     )
     allow_host: list[str] | None = LIMITS(
         "Host name that clients can use for this server, such as a reverse proxy's. Can be given more than "
