@@ -20,6 +20,7 @@ from cumulo.gateway.proxied_request import STORED, ProxiedRequest
 from cumulo.gateway.stories import GatewayStories, ProxiedRecord
 from cumulo.serve.access.keys import Caller
 from cumulo.serve.errors import ApiError, ClientGone, shaped
+from cumulo.serve.http.host_check import refuse
 
 log = logging.getLogger("cumulo.gateway.access")
 
@@ -39,6 +40,13 @@ class GatewayApp:
         self._operation = GatewayPages(self.gate, fleet, self.metrics, self.stories, lambda: self.draining)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await refuse(
+                ApiError(501, "the gateway passes on no WebSockets", code="no_websockets"),
+                scope,
+                receive,
+                send,
+            )
         if scope["type"] != "http":
             return
         received_s, path = time.perf_counter(), scope["path"]
@@ -61,6 +69,12 @@ class GatewayApp:
                 await shaped(error, scope)(scope, receive, exchange)
         except ClientGone:
             exchange.status = exchange.status or 499
+        except Exception:
+            log.exception("%s %s failed", scope["method"], path)
+            if exchange.status:
+                raise  # which ends the connection: an answer that has begun cannot become an error
+            bug = ApiError(500, "the gateway failed on this request; its log says more")
+            await shaped(bug, scope)(scope, receive, exchange)
         finally:
             if path.startswith(_PASSED):
                 took_ms = (time.perf_counter() - received_s) * 1e3

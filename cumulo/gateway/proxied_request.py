@@ -29,7 +29,7 @@ from cumulo.fleet.wire import (
     written,
 )
 from cumulo.gateway.stories import ProxiedRecord
-from cumulo.load.connection import Response, UpstreamError
+from cumulo.load.connection import NoHttp, Response, UpstreamError
 from cumulo.serve.errors import ApiError, ClientGone, anthropic_error, speaks_anthropic
 
 _OWN_OF_A_CONNECTION = frozenset(
@@ -113,6 +113,7 @@ class ProxiedRequest:
         self._begun = False  # has the client got a byte?
         self._refusal: tuple[Response, bytes] | None = None  # what a replica answered that others may not
         self._gone = False
+        self._give_up_status = 503
         self._work: ReplicaWork | None = None
 
     async def run(self) -> None:
@@ -165,6 +166,7 @@ class ProxiedRequest:
                     choice.replica.breaker.on_no_outcome()
                     raise ClientGone from None
                 reason = self._note_failure(choice.replica, str(error))
+                self._give_up_status = 502 if isinstance(error, NoHttp) else 503
                 tried = (
                     {choice.replica.name} if self._stream.tokens > tokens else tried | {choice.replica.name}
                 )
@@ -210,7 +212,7 @@ class ProxiedRequest:
                 await self._relay(work)
                 return True
             whole = await self._whole(work)
-            self._learn(response)
+            self._learn(replica, response)
             if self._pinned is None and (
                 is_worth_retrying(response.status, whole) or self._is_elsewhere(response)
             ):
@@ -252,12 +254,15 @@ class ProxiedRequest:
                 body, path = self._stream.resume_body(self._scope["path"], body), RESUME_PATH
         return replica.upstream.request("GET" if method == "HEAD" else method, path, headers, body)
 
-    def _learn(self, response: Response) -> None:
+    def _learn(self, replica: UpstreamReplica, response: Response) -> None:
         """What the replica told of the prompt, when the client has the first byte of its answer."""
         told = response.headers.get(_PROMPT)
-        if told is None:
+        if told is None or not replica.is_cumulo:
             return
-        prompt = read_told(told)
+        try:
+            prompt = read_told(told)
+        except ValueError as error:
+            raise NoHttp(f"sent a header {_PROMPT} that cannot be read: {error}") from None
         self.record.note_prompt(prompt.tokens, prompt.cached)
         self._fleet.learn(self._prompt.model, self._prompt.text_bytes, prompt.tokens)
 
@@ -274,13 +279,16 @@ class ProxiedRequest:
         while pieces := await exchange.next_pieces():
             data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             if sealed:
-                data = stream.feed(data)
+                try:
+                    data = stream.feed(data)
+                except ValueError as error:
+                    raise NoHttp(f"sent a seal that cannot be read: {error}") from None
             if data:
                 self.record.note_sent(time.perf_counter())
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if not learnt:
                 learnt = True
-                self._learn(exchange.response)
+                self._learn(replica, exchange.response)
             if self._gone:
                 raise ClientGone
         if sealed:
@@ -335,4 +343,5 @@ class ProxiedRequest:
         elif self._refusal is not None:
             await self._answer(*self._refusal)
         else:
-            raise ApiError(503, f"no replica could answer: {reason}", code="no_replica", retry_after_s=2)
+            message = f"no replica could answer: {reason}"
+            raise ApiError(self._give_up_status, message, code="no_replica", retry_after_s=2)

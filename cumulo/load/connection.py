@@ -83,6 +83,8 @@ class Response:
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if status > 599:
+            raise BadResponse(f"there is no status {status}")
         if status >= 200:
             self.status, self.keep_alive = status, self._parser.should_keep_alive()
         else:

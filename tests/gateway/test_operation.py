@@ -95,6 +95,15 @@ def servers(folder: Path, key: str) -> Iterator[tuple[RunningServer, RunningServ
         yield first, second
 
 
+@contextlib.contextmanager
+def gateway_of_urls(*arguments: str) -> Iterator[RunningGateway]:
+    gateway = RunningGateway(*arguments)
+    try:
+        yield gateway
+    finally:
+        gateway.end()
+
+
 def refused(*arguments: str) -> str:
     """What a gateway says that does not start."""
     with pytest.raises(AssertionError) as error:
@@ -203,6 +212,15 @@ def test_another_servers_broken_stream_ends_with_a_clear_error() -> None:
             assert door.status_code == 403 and "--operator-key-file" in door.text
         finally:
             gateway.end()
+
+
+def test_what_asks_to_become_a_websocket_is_refused_with_the_reason() -> None:
+    with other_server() as (url, _), gateway_of_urls(url) as gateway:
+        shown = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
+                 "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}  # fmt: skip
+        found = gateway.get("/v1/realtime", headers=shown)
+        assert found.status_code == 501 and "no WebSockets" in found.json()["error"]["message"]
+        assert gateway.status("/health") == 200
 
 
 def test_keys_are_checked_at_the_gateway(

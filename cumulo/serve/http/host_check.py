@@ -37,7 +37,7 @@ class HostCheck:
                     origin = value
             error = self._problem(scope, host, hosts, origin)
             if error is not None:
-                await _refuse(error, scope, receive, send)
+                await refuse(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -126,7 +126,8 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request, or what asked to become a WebSocket, with the error."""
     if scope["type"] == "http":
         await error.response()(scope, receive, send)
     elif "websocket.http.response" in scope.get("extensions", {}):
