@@ -18,8 +18,15 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.cluster.drivers.kubernetes.check import check_together
 from cumulo.cluster.drivers.kubernetes.manifest_source import Manifest
 from cumulo.cluster.drivers.kubernetes.manifests_serve import serve_manifests
-from cumulo.cluster.drivers.kubernetes.manifests_train import queue_name, train_manifests
-from cumulo.cluster.drivers.kubernetes.pod_template import CONFIG, Body, config_source, metadata, secret_name
+from cumulo.cluster.drivers.kubernetes.manifests_train import train_manifests
+from cumulo.cluster.drivers.kubernetes.pod_template import (
+    CONFIG,
+    Body,
+    config_source,
+    metadata,
+    queue_name,
+    secret_name,
+)
 from cumulo.cluster.drivers.kubernetes.references import EXISTS
 from cumulo.cluster.job_file import JobFile, plain_job
 from cumulo.errors import ConfigError

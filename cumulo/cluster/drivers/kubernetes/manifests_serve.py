@@ -4,15 +4,10 @@ apart, KubeRay's RayService; with Service, probes, autoscaler, disruption budget
 """
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from cumulo.cluster.drivers.kubernetes.manifests_train import (
-    kueue_queues,
-    queue_name,
-    ray_cluster,
-    volcano_queue,
-)
 from cumulo.cluster.drivers.kubernetes.pod_template import (
     DATA,
     DRAIN_S,
@@ -21,20 +16,18 @@ from cumulo.cluster.drivers.kubernetes.pod_template import (
     RANK_PORT,
     TRANSFER_PORT,
     Body,
-    fleet_key,
-    labels_of,
-    manifest,
-    metadata,
+    filled,
     pod_template,
-    service,
+    queue_name,
+    queues,
+    ray_pods,
 )
-from cumulo.cluster.drivers.kubernetes.scaling import autoscaler
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_settings import ServeWork
 from cumulo.cluster.served_shape import ServedShape, served_shape
 from cumulo.errors import ConfigError
 
-_PICKER_PORT = 9002  # where endpoint pickers of the Gateway API listen
+_PICKER_PORT = "9002"  # where endpoint pickers of the Gateway API listen
 
 
 def _node_devices(job: JobFile) -> int | None:
@@ -69,22 +62,24 @@ def _check(job: JobFile, shape: ServedShape) -> None:
 
 
 def serve_manifests(job: JobFile) -> list[Body]:
-    shape = served_shape(job)
+    shape, serve = served_shape(job), job.serve
+    assert serve is not None
     _check(job, shape)
-    on_gpu = not job.devices[0].on_cpu
+    gpus, each = 0 if job.devices[0].on_cpu else shape.ranks, _node_devices(job)
     if job.kubernetes.scheduler == "ray":
-        return _ray(job, shape, on_gpu)
-    queues = volcano_queue(job) if job.kubernetes.scheduler == "volcano" else []
-    queues = kueue_queues(job) if job.kubernetes.scheduler == "kueue" else queues
-    workloads: list[Body]
-    each = _node_devices(job)
+        return filled("serve", job, **_ray(job, serve, shape, gpus))
+    if job.kubernetes.autoscaler == "cumulo" and serve.max_replicas is not None and serve.autoscale is None:
+        raise ConfigError(
+            f"{job.name}: autoscaler: cumulo needs serve.autoscale with prompt_tok_s and output_tok_s; "
+            "`cumulo simulate autoscale` prints them"
+        )
     if each is not None and shape.ranks > each:
-        workloads = _leader_worker(job, shape, each)
-    elif shape.prefill:
-        workloads = [*_prefill(job, shape, on_gpu), _deployment(job, shape, on_gpu, "decode")]
+        values = _leader_worker(job, shape, each)
     else:
-        workloads = [_deployment(job, shape, on_gpu, "")]
-    return [*queues, *workloads, *_around(job, workloads[-1])]
+        values = _deployment(job, shape, gpus)
+    name, _, port = (job.kubernetes.endpoint_picker or "").partition(":")
+    values |= {"shape": shape, "picker": (name, int(port or _PICKER_PORT))}
+    return [*queues(job), *filled("serve", job, **values, fewest=serve.fewest, most=serve.most)]
 
 
 def server_command(job: JobFile, shape: ServedShape, *more: str) -> list[str]:
@@ -93,186 +88,76 @@ def server_command(job: JobFile, shape: ServedShape, *more: str) -> list[str]:
     options = [*serve.options, *shape.missing(serve.options)]
     keys = ["--api-keys", f"{KEYS}/api-keys"] if job.kubernetes.api_keys else []
     return [
-        "cumulo", "serve", *_model_argument(job), "--host", "0.0.0.0", "--port", str(PORT), "--allow-host", "*",
-        "--drain-timeout", str(DRAIN_S), "--no-console", *keys, *options, *more,
+        "cumulo", "serve", *_model_argument(job, serve), "--host", "0.0.0.0", "--port", str(PORT), "--allow-host",
+        "*", "--drain-timeout", str(DRAIN_S), "--no-console", *keys, *options, *more,
     ]  # fmt: skip
 
 
-def _model_argument(job: JobFile) -> list[str]:
-    assert job.serve is not None
-    path = model_path(job, job.serve)
-    return [path] if path else []
-
-
-def model_path(job: JobFile, serve: ServeWork) -> str:
+def _model_argument(job: JobFile, serve: ServeWork) -> list[str]:
     """A folder of this machine is on the volume in the cluster."""
     model = serve.model
     if serve.plan is not None:
         model = yaml.safe_load(Path(serve.plan).read_text("utf-8")).get("model")
-    if model and Path(model).is_absolute():
-        return f"{DATA}/models/{Path(model).name}" if job.kubernetes.claim else model
-    return model or ""
+    if model and Path(model).is_absolute() and job.kubernetes.claim:
+        model = f"{DATA}/models/{Path(model).name}"
+    return [model] if model else []
 
 
-def _admission(job: JobFile, body: Body) -> Body:
-    if job.kubernetes.scheduler == "kueue":
-        body["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = queue_name(job)
-    return body
-
-
-def _deployment(job: JobFile, shape: ServedShape, on_gpu: bool, part: str) -> Body:
+def _deployment(job: JobFile, shape: ServedShape, gpus: int) -> Body:
+    """Replicas on one node each; prefill engines where they are apart, from which the others order prompts."""
+    values: Body = {"api_version": "apps/v1", "kind": "Deployment", "part": "decode" if shape.prefill else ""}
     more: list[str] = []
-    if part == "decode":
-        more = ["--role", "decode"]
-        for number in range(shape.prefill):
-            peer = f"{job.name}-prefill-{number}.{job.name}-prefill"
-            more += ["--prefill-engine", f"tcp:{peer}:{TRANSFER_PORT}"]
-    gpus = shape.ranks if on_gpu else 0
-    many = bool(part)
-    template = pod_template(
-        job, server_command(job, shape, *more), gpus, part=part, serves=True, many_nodes=many
-    )
-    if job.kubernetes.scheduler == "volcano":
-        template["spec"]["schedulerName"] = "volcano"
-        template["metadata"]["annotations"] = {"scheduling.volcano.sh/queue-name": queue_name(job)}
-    made = manifest(
-        "apps/v1/Deployment",
-        metadata(job, part),
-        replicas=shape.replicas,
-        selector={"matchLabels": labels_of(job, part)},
-        # A new pod is up before an old one goes, where there are GPUs for it; never one fewer than asked for.
-        strategy={"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-        template=template,
-    )
-    return _admission(job, made)
+    if shape.prefill:
+        name = f"{job.name}-prefill"
+        peers = [f"tcp:{name}-{number}.{name}:{TRANSFER_PORT}" for number in range(shape.prefill)]
+        more = ["--role", "decode", *(word for peer in peers for word in ("--prefill-engine", peer))]
+        listens = ("--role", "prefill", "--transfer-address", f"tcp:0.0.0.0:{TRANSFER_PORT}")
+        values["prefill"] = pod_template(
+            job, server_command(job, shape, *listens), gpus, part="prefill", serves=True, many_nodes=True,
+            ports={"transfer": TRANSFER_PORT},
+        )  # fmt: skip
+    in_queue = {"scheduling.volcano.sh/queue-name": queue_name(job)}
+    volcano = job.kubernetes.scheduler == "volcano"
+    values["pod"] = pod_template(
+        job, server_command(job, shape, *more), gpus, part=values["part"], serves=True, volcano=volcano,
+        many_nodes=bool(shape.prefill), annotations=in_queue if volcano else {},
+    )  # fmt: skip
+    return values
 
 
-def _prefill(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
-    """Prefill engines have names that decode engines order prompts from."""
-    name, gpus = f"{job.name}-prefill", shape.ranks if on_gpu else 0
-    command = server_command(
-        job, shape, "--role", "prefill", "--transfer-address", f"tcp:0.0.0.0:{TRANSFER_PORT}"
-    )
-    port = {"name": "transfer", "containerPort": TRANSFER_PORT}
-    template = pod_template(job, command, gpus, part="prefill", serves=True, many_nodes=True, ports=[port])
-    made = manifest(
-        "apps/v1/StatefulSet",
-        metadata(job, "prefill"),
-        replicas=shape.prefill,
-        serviceName=name,
-        podManagementPolicy="Parallel",
-        selector={"matchLabels": labels_of(job, "prefill")},
-        template=template,
-    )
-    return [service(job, "prefill", "transfer", TRANSFER_PORT, clusterIP="None"), _admission(job, made)]
-
-
-def _leader_worker(job: JobFile, shape: ServedShape, each: int) -> list[Body]:
+def _leader_worker(job: JobFile, shape: ServedShape, each: int) -> Body:
     """A replica over several nodes, on each as many ranks as the pod has devices: the leader has the server and the
     first ranks, workers have the others."""
-    size, gpus = shape.ranks // each, 0 if job.devices[0].on_cpu else each
-    address = f"$(LWS_LEADER_ADDRESS):{RANK_PORT}"
-    port = {"name": "ranks", "containerPort": RANK_PORT}
+    assert job.serve is not None
+    gpus, address = 0 if job.devices[0].on_cpu else each, f"$(LWS_LEADER_ADDRESS):{RANK_PORT}"
     leads = server_command(job, shape, "--remote-ranks", str(shape.ranks - each), "--rank-address", address)
     works = [  # its engine tells it all else
-        "cumulo", "serve", *_model_argument(job), "--rank-of", address, "--rank-count", str(each),
+        "cumulo", "serve", *_model_argument(job, job.serve), "--rank-of", address, "--rank-count", str(each),
     ]  # fmt: skip
-    leader = pod_template(job, leads, gpus, serves=True, many_nodes=True, ports=[port])
-    worker = pod_template(job, works, gpus, part="worker", many_nodes=True, env=fleet_key(job))
-    group: Body = {
-        "size": size,
-        "restartPolicy": "RecreateGroupOnPodRestart",
-        "leaderTemplate": leader,
-        "workerTemplate": worker,
-    }
-    one_by_one = {"maxUnavailable": 1, "maxSurge": 0}
-    made = manifest(
-        "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
-        metadata(job),
-        replicas=shape.replicas,
-        startupPolicy="LeaderCreated",
-        rolloutStrategy={"type": "RollingUpdate", "rollingUpdateConfiguration": one_by_one},
-        leaderWorkerTemplate=group,
-    )
-    if job.kubernetes.scheduler != "volcano":
-        return [_admission(job, made)]
-    for template in (leader, worker):
-        template["spec"]["schedulerName"] = "volcano"
-        template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": job.name}
-    return [_gangs(job, size), made]
+    volcano = job.kubernetes.scheduler == "volcano"
+    shared: Body = {"many_nodes": True, "volcano": volcano}
+    shared["annotations"] = {"scheduling.k8s.io/group-name": job.name} if volcano else {}
+    leader = pod_template(job, leads, gpus, serves=True, ports={"ranks": RANK_PORT}, **shared)
+    worker = pod_template(job, works, gpus, part="worker", in_fleet=True, **shared)
+    return {
+        "api_version": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "part": "",
+        "nodes": shape.ranks // each, "leader": leader, "worker": worker,
+    }  # fmt: skip
 
 
-def _gangs(job: JobFile, size: int) -> Body:
-    """A PodGroup whose pods start replica by replica. minMember alone would be content with two leaders."""
-    each: Body = {
-        "name": "replica",
-        "labelSelector": {"matchLabels": {"leaderworkerset.sigs.k8s.io/name": job.name}},
-        "matchLabelKeys": ["leaderworkerset.sigs.k8s.io/group-index"],
-        "subGroupSize": size,
-        "minSubGroups": 1,
-    }
-    if job.kubernetes.leafs:
-        each["networkTopology"] = {"mode": "soft", "highestTierAllowed": 1}
-    kind, queue = "scheduling.volcano.sh/v1beta1/PodGroup", queue_name(job)
-    return manifest(kind, metadata(job), minMember=size, queue=queue, subGroupPolicy=[each])
-
-
-def _ray(job: JobFile, shape: ServedShape, on_gpu: bool) -> list[Body]:
+def _ray(job: JobFile, serve: ServeWork, shape: ServedShape, gpus: int) -> Body:
     """The applications that `cumulo launch --on ray` deploys, for KubeRay to keep."""
-    serve = job.serve
-    assert serve is not None
-    low = shape.replicas if serve.min_replicas is None else max(1, serve.min_replicas)
-    high = serve.max_replicas or shape.replicas
-    gpus = shape.ranks if on_gpu else 0
-    options = [*serve.options, *shape.missing(serve.options)]
     entry = "cumulo.cluster.drivers.ray_serve"
-    model = model_path(job, serve)
-    engines = {"arguments": [*([model] if model else []), *options], "gpus": gpus, "replicas": shape.replicas}
+    arguments = [*_model_argument(job, serve), *serve.options, *shape.missing(serve.options)]
+    engines: dict[str, Any] = {"arguments": arguments, "gpus": gpus, "replicas": shape.replicas}
     apps = [
         {"name": name, "route_prefix": route, "import_path": f"{entry}:{name}", "args": args}
         for name, route, args in (("front", "/", {"router": "prefix-aware"}), ("engines", None, engines))
     ]
-    spec: Body = {
-        "serveConfigV2": yaml.safe_dump({"applications": apps}, sort_keys=False),
-        "rayClusterConfig": ray_cluster(job, shape.replicas, gpus, low, high),
+    return {
+        "applications": yaml.safe_dump({"applications": apps}, sort_keys=False),
+        "nodes": shape.replicas,
+        "fewest": shape.replicas if serve.min_replicas is None else max(1, serve.min_replicas),
+        "most": serve.max_replicas or shape.replicas,
+        **ray_pods(job, gpus, in_fleet=True),
     }
-    for group in (spec["rayClusterConfig"]["headGroupSpec"], *spec["rayClusterConfig"]["workerGroupSpecs"]):
-        group["template"]["spec"]["containers"][0]["env"] += fleet_key(job)
-    return [manifest("ray.io/v1/RayService", metadata(job), **spec)]
-
-
-def _around(job: JobFile, workload: Body) -> list[Body]:
-    """What stands next to the pods that answer."""
-    serve, part = job.serve, "decode" if workload["metadata"]["name"].endswith("-decode") else ""
-    assert serve is not None
-    selected = labels_of(job, part)
-    chosen, pods = {"matchLabels": labels_of(job)}, {"matchLabels": selected}
-    made = [
-        service(job, "", "http", 80, selected),
-        manifest("policy/v1/PodDisruptionBudget", metadata(job), maxUnavailable=1, selector=pods),
-    ]
-    if job.kubernetes.monitor:
-        endpoint, kind = {"port": "http", "path": "/metrics", "interval": "15s"}, "ServiceMonitor"
-        made.append(
-            manifest(f"monitoring.coreos.com/v1/{kind}", metadata(job), selector=chosen, endpoints=[endpoint])
-        )
-    if job.kubernetes.inference_pool:
-        made.append(
-            manifest(
-                "inference.networking.k8s.io/v1/InferencePool",
-                metadata(job),
-                selector=pods,
-                targetPorts=[{"number": PORT}],
-                endpointPickerRef=_picker(job),
-            )
-        )
-    return [*made, *autoscaler(job, workload)]
-
-
-def _picker(job: JobFile) -> Body:
-    """The extension that a gateway asks which pod to use. Without one, the gateway chooses: our own Service
-    stands in the required field, and does not speak the protocol."""
-    if job.kubernetes.endpoint_picker is None:
-        return {"name": job.name, "port": {"number": 80}, "failureMode": "FailOpen"}
-    name, _, port = job.kubernetes.endpoint_picker.partition(":")
-    return {"name": name, "port": {"number": int(port or _PICKER_PORT)}}

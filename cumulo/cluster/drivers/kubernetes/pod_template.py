@@ -1,43 +1,81 @@
-"""The pods of a job: command, GPUs, NCCL and RDMA, shared memory, secrets, probes, graceful drain. Used by all
+"""The pods of a job, and how its objects are made: `templates/`, filled in with the job's settings. Used by all
 manifests.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cumulo.cluster.drivers.kubernetes.pods import quantity
 from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_settings import KubernetesSettings, seconds
 from cumulo.cluster.served_shape import served_shape
 
-PORT, RANK_PORT, TRANSFER_PORT, MASTER_PORT = 8000, 9100, 9200, 29500
+PORT, RANK_PORT, TRANSFER_PORT, MASTER_PORT, SCALER_PORT = 8000, 9100, 9200, 29500, 9090
 DRAIN_S = 60  # for running requests, after a pod was told to stop
 _GONE_S = 5  # until no Service sends requests to a pod that stops
-_START_S, _PROBE_S = 1800, 10  # to load a model; between two probes
 _SHARED_MIB = 16 << 10  # of /dev/shm, at most
 CONFIG, DATA, KEYS = "/etc/cumulo", "/data", "/etc/cumulo-keys"
 Body = dict[str, Any]
+_NO_YAML = re.compile(r"[\x7f-\x9f\ufeff\ufffe\uffff]")  # what YAML takes as an escape only
 
 
-def manifest(kind: str, named: Body, **spec: Any) -> Body:
-    """An object: `kind` is its API version and kind, `named` its metadata."""
-    api_version, _, name = kind.rpartition("/")
-    return {"apiVersion": api_version, "kind": name, "metadata": named, "spec": spec}
+def filled(template: str, job: JobFile, **values: Any) -> list[Body]:
+    """The objects of a template. Every value stands in it as JSON: no text of a job file is read as YAML."""
+    text = (
+        _templates()
+        .get_template(f"{template}.yaml.j2")
+        .render(
+            job=job,
+            settings=job.kubernetes,
+            queue=queue_name(job),
+            secret=secret_name(job),
+            labels=lambda part="": labels_of(job, part),
+            metadata=lambda part="": metadata(job, part),
+            workload=lambda part="": _workload(job, part),
+            **values,
+        )
+    )
+    found = yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return [body for body in found if body is not None]
 
 
-def service(
-    job: JobFile, part: str, port: str, number: int, selects: dict[str, str] | None = None, **more: Any
-) -> Body:
-    """A Service before the pods of a part, at one of their named ports."""
-    ports = [{"name": port, "port": number, "targetPort": port}]
-    selector = labels_of(job, part) if selects is None else selects
-    return manifest("v1/Service", metadata(job, part), **more, selector=selector, ports=ports)
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"), finalize=_as_json, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, autoescape=False,
+    )  # fmt: skip
+    made.globals |= {
+        "CONFIG": CONFIG, "DATA": DATA, "KEYS": KEYS, "GONE_S": _GONE_S, "PORT": PORT, "MASTER_PORT": MASTER_PORT,
+        "TRANSFER_PORT": TRANSFER_PORT, "SCALER_PORT": SCALER_PORT,
+    }  # fmt: skip
+    return made
 
 
-def metadata(job: JobFile, part: str = "", **labels: str) -> Body:
+def _as_json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return _NO_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def metadata(job: JobFile, part: str = "") -> Body:
     """The metadata of an object of the job; its labels select its pods."""
     name = f"{job.name}-{part}" if part else job.name
-    return {"name": name, "namespace": job.kubernetes.namespace, "labels": labels_of(job, part) | labels}
+    return {"name": name, "namespace": job.kubernetes.namespace, "labels": labels_of(job, part)}
+
+
+def _workload(job: JobFile, part: str) -> Body:
+    """The metadata of an object that has pods, which Kueue admits by its queue."""
+    made = metadata(job, part)
+    if job.kubernetes.scheduler == "kueue":
+        made["labels"]["kueue.x-k8s.io/queue-name"] = queue_name(job)
+    return made
 
 
 def labels_of(job: JobFile, part: str = "") -> dict[str, str]:
@@ -53,61 +91,73 @@ def secret_name(job: JobFile) -> str:
     return job.kubernetes.secret or f"{job.name}-keys"
 
 
+def queue_name(job: JobFile) -> str:
+    return job.kubernetes.queue or job.tenant
+
+
+def queues(job: JobFile) -> list[Body]:
+    """The queue of Volcano or Kueue, where the job file has a quota for it."""
+    settings = job.kubernetes
+    if settings.quota is None or settings.scheduler not in ("volcano", "kueue"):
+        return []
+    quotas = {
+        "cpu": settings.quota * settings.cpus_per_gpu,
+        "memory": times(settings.quota, settings.memory_per_gpu),
+        settings.gpu_resource: settings.quota,
+    }
+    return filled("queues", job, quotas=quotas | ({settings.rdma: settings.quota} if settings.rdma else {}))
+
+
 def pod_template(
     job: JobFile,
     command: Sequence[str],
     gpus: int,
     *,
+    name: str = "cumulo",
     part: str = "",
     serves: bool = False,
+    in_fleet: bool = False,
     many_nodes: bool = False,
-    env: Sequence[Body] = (),
-    ports: Sequence[Body] = (),
-    restart: str | None = None,
+    ports: Mapping[str, int] | None = None,
+    restart: str = "",
+    volcano: bool = False,
+    subdomain: str = "",
+    annotations: Mapping[str, str] | None = None,
 ) -> Body:
-    """`part`: which of the job's pods; `serves`: it answers HTTP; `many_nodes`: NCCL crosses nodes."""
-    container: Body = {
-        "name": "cumulo",
-        "image": job.kubernetes.image,
-        "command": list(command),
-        "env": [*_nccl(job.kubernetes, gpus, many_nodes), *_keys(job, serves), *env],
-        "resources": resources(job, gpus, many_nodes),
-        "volumeMounts": _mounts(job),
-    }
-    if serves:
-        container |= {"ports": [{"name": "http", "containerPort": PORT}, *ports], **_probes()}
-    elif ports:
-        container["ports"] = list(ports)
-    if job.kubernetes.rdma and many_nodes:
-        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # RDMA pins memory
-    spec: Body = {
-        "containers": [container],
-        "volumes": _volumes(job, container["resources"]["limits"]["memory"]),
-        "terminationGracePeriodSeconds": _grace_s(job, serves),
-    }
-    if restart is not None:
-        spec["restartPolicy"] = restart
-    if job.kubernetes.node_labels:
-        spec["nodeSelector"] = dict(job.kubernetes.node_labels)
-    if gpus:
-        key = job.kubernetes.gpu_resource
-        spec["tolerations"] = [{"key": key, "operator": "Exists", "effect": "NoSchedule"}]
-    return {"metadata": {"labels": labels_of(job, part)}, "spec": spec}
+    """`part`: which of the job's pods; `serves`: it answers HTTP; `in_fleet`: it has the key of the fleet;
+    `many_nodes`: NCCL crosses nodes."""
+    amounts = _amounts(job, gpus, many_nodes)
+    (made,) = filled(
+        "pod", job, command=list(command), gpus=gpus, name=name, part=part, serves=serves, many_nodes=many_nodes,
+        restart=restart, volcano=volcano, subdomain=subdomain, annotations=annotations, amounts=amounts,
+        in_fleet=in_fleet or serves, ports=({"http": PORT} if serves else {}) | dict(ports or {}),
+        nccl=_nccl(job.kubernetes, many_nodes) if gpus else {}, config=config_source(job) is not None,
+        keys=job.kubernetes.api_keys and job.serve is not None, grace_s=_grace_s(job, serves),
+        shared_memory=_shared_memory(amounts["memory"]),
+    )  # fmt: skip
+    return made
 
 
-def resources(job: JobFile, gpus: int, many_nodes: bool = False) -> Body:
+def ray_pods(job: JobFile, gpus: int, in_fleet: bool = False) -> dict[str, Body]:
+    """The pods of a Ray cluster, in which KubeRay starts Ray itself."""
+    counts = (("head", 0), ("worker", gpus))
+    return {
+        part: pod_template(job, [], count, name=f"ray-{part}", part=part, in_fleet=in_fleet)
+        for part, count in counts
+    }
+
+
+def _amounts(job: JobFile, gpus: int, many_nodes: bool) -> Body:
+    """What one pod asks for, which is also all that it gets."""
     settings = job.kubernetes
     if not gpus:
-        asked: Body = {"cpu": str(_cores(job)), "memory": _memory(job)}
-        return {"requests": asked, "limits": dict(asked)}
-    limits: Body = {
+        return {"cpu": str(_cores(job)), "memory": _memory(job)}
+    found: Body = {
         "cpu": str(settings.cpus_per_gpu * gpus),
         "memory": times(gpus, settings.memory_per_gpu),
         settings.gpu_resource: gpus,
     }
-    if settings.rdma and many_nodes:
-        limits[settings.rdma] = 1
-    return {"requests": dict(limits), "limits": limits}
+    return found | ({settings.rdma: 1} if settings.rdma and many_nodes else {})
 
 
 def times(count: int, amount: str) -> str:
@@ -130,63 +180,20 @@ def _memory(job: JobFile) -> str:
     return f"{group.memory_mib * _cores(job)}Mi" if group.memory else "4Gi"
 
 
-def _nccl(settings: KubernetesSettings, gpus: int, many_nodes: bool) -> list[Body]:
-    if not gpus:
-        return []
+def _shared_memory(memory: str) -> str:
+    """Shared memory is memory of the container: half of it at most."""
+    half_mib = int((quantity(memory) or 0.0) / 2 / 2**20)
+    return "16Gi" if half_mib >= _SHARED_MIB else f"{half_mib}Mi"
+
+
+def _nccl(settings: KubernetesSettings, many_nodes: bool) -> dict[str, str]:
     given = {"NCCL_DEBUG": "WARN"}
     if many_nodes:
         given["NCCL_SOCKET_IFNAME"] = "eth0"  # the pod's own; start-up goes over it
+        given["NCCL_IB_DISABLE"] = "0" if settings.rdma else "1"
         if settings.rdma:
-            given["NCCL_IB_DISABLE"] = "0"
             given["NCCL_NET_GDR_LEVEL"] = "PHB"  # the NIC reads GPU memory where both hang on one host bridge
-        else:
-            given["NCCL_IB_DISABLE"] = "1"
-    return [{"name": name, "value": value} for name, value in (given | dict(settings.nccl)).items()]
-
-
-def fleet_key(job: JobFile) -> list[Body]:
-    """What servers and gateways of one fleet know each other by."""
-    return [_from_secret(job, "CUMULO_FLEET_KEY", "fleet-key")]
-
-
-def _from_secret(job: JobFile, variable: str, key: str, optional: bool = False) -> Body:
-    ref: Body = {"name": secret_name(job), "key": key}
-    return {"name": variable, "valueFrom": {"secretKeyRef": ref | ({"optional": True} if optional else {})}}
-
-
-def _keys(job: JobFile, serves: bool) -> list[Body]:
-    token = _from_secret(job, "HF_TOKEN", "hf-token", optional=True)
-    return [*fleet_key(job), token] if serves else [token]
-
-
-def _mounts(job: JobFile) -> list[Body]:
-    mounts: list[Body] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    if has_config(job):
-        mounts.append({"name": "config", "mountPath": CONFIG, "readOnly": True})
-    if job.kubernetes.claim:
-        mounts.append({"name": "data", "mountPath": DATA})
-    if job.kubernetes.api_keys and job.serve is not None:
-        mounts.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
-    return mounts
-
-
-def _volumes(job: JobFile, memory: str) -> list[Body]:
-    """Shared memory is memory of the container: half of it at most."""
-    half_mib = int((quantity(memory) or 0.0) / 2 / 2**20)
-    shared = "16Gi" if half_mib >= _SHARED_MIB else f"{half_mib}Mi"
-    volumes: list[Body] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}}]
-    if has_config(job):
-        volumes.append({"name": "config", "configMap": {"name": f"{job.name}-config"}})
-    if job.kubernetes.claim:
-        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": job.kubernetes.claim}})
-    if job.kubernetes.api_keys and job.serve is not None:
-        items = [{"key": "api-keys", "path": "api-keys"}]
-        volumes.append({"name": "keys", "secret": {"secretName": secret_name(job), "items": items}})
-    return volumes
-
-
-def has_config(job: JobFile) -> bool:
-    return config_source(job) is not None
+    return given | dict(settings.nccl)
 
 
 def config_source(job: JobFile) -> str | None:
@@ -199,17 +206,3 @@ def config_source(job: JobFile) -> str | None:
 
 def _grace_s(job: JobFile, serves: bool) -> int:
     return DRAIN_S + _GONE_S + 10 if serves else int(seconds(job.save_before, "save_before")) + 10
-
-
-def _probes() -> Body:
-    """/ready: requests are taken. /health: the engine finishes steps, not only that a port is open."""
-    ready, health = ({"path": path, "port": "http"} for path in ("/ready", "/health"))
-    return {
-        "startupProbe": {
-            "httpGet": ready, "periodSeconds": _PROBE_S, "failureThreshold": _START_S // _PROBE_S,
-        },
-        "readinessProbe": {"httpGet": dict(ready), "periodSeconds": 5, "failureThreshold": 2, "timeoutSeconds": 3},
-        "livenessProbe": {"httpGet": health, "periodSeconds": _PROBE_S, "failureThreshold": 6, "timeoutSeconds": 5},
-        # Services forget the pod first; then SIGTERM, on which the server finishes what runs.
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_GONE_S)]}}},
-    }  # fmt: skip
