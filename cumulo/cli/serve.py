@@ -124,6 +124,7 @@ def _served(chosen: ServeCommandOptions) -> "ServeOptions":
         "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),
         "max_file_bytes": int(chosen.max_file_mib * (1 << 20)),
         "files_per_key_bytes": int(chosen.max_files_mib * (1 << 20)),
+        "files_bytes": int(chosen.max_all_files_mib * (1 << 20)),
         "allow_hosts": tuple(chosen.allow_host or ()),
         "cors_origins": tuple(chosen.cors_origin or ()),
         "fleet_key": key,

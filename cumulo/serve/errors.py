@@ -14,12 +14,16 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
 from cumulo.errors import CumuloError, PromptTooLong
 
 log = logging.getLogger(__name__)
+
+
+ClientGone = ClientDisconnect  # nobody is left to answer
 
 
 class ApiError(Exception):
@@ -59,10 +63,6 @@ _KINDS_OF_BOTH = {
     429: "rate_limit_error",
 }
 _KINDS = {**_KINDS_OF_BOTH, 503: "service_unavailable_error"}
-
-
-class ClientGone(Exception):
-    """The client hung up: nobody is left to answer."""
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cumulo.serve.access.keys import CALLER_KEY, Caller, no_entry, shown_key
 from cumulo.serve.bodies import warnings
 from cumulo.serve.errors import ApiError, shaped, speaks_anthropic
+from cumulo.serve.http.limits import FORM_BYTES
 from cumulo.serve.observe.stories import MOST_REASON_BYTES, Rejection
 from cumulo.serve.service import Service
 
@@ -28,7 +29,6 @@ _QUIET = ("/health", "/ready", "/metrics")
 # answer with the connection.
 _DISCARD_BYTES = 64 << 20
 _DISCARD_S = 5.0
-_FORM_BYTES = 64 << 10  # what surrounds an uploaded file
 
 
 class Gate:
@@ -108,7 +108,7 @@ class Gate:
 def _limit_bytes(service: Service, scope: Scope) -> int:
     """The limit of the body. A file that is uploaded goes to disk, not to memory, and has a limit of its own."""
     if scope["path"] == "/v1/files" and Headers(scope=scope).get("content-type", "").startswith("multipart/"):
-        return service.options.max_file_bytes + _FORM_BYTES
+        return service.options.max_file_bytes + FORM_BYTES
     return service.options.max_body_bytes
 
 

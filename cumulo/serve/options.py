@@ -12,8 +12,8 @@ from cumulo.models.files.hub import BUILT_IN_NAME
 # The least value of each option that has one; None is always allowed where it is a default.
 _LEAST = {
     1: (
-        "replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "stories", "requests_per_minute",
-        "tokens_per_minute", "max_connections", "max_connections_per_address",
+        "replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "files_bytes", "stories",
+        "requests_per_minute", "tokens_per_minute", "max_connections", "max_connections_per_address",
     ),
     0: ("prefill", "max_queue", "drain_timeout_s", "stored_responses", "default_max_tokens"),
 }  # fmt: skip
@@ -46,7 +46,8 @@ class ServeOptions:
     max_body_bytes: int = 4 << 20  # beyond, 413
     files: Path | None = None  # folder of /v1/files and /v1/batches; None: a temporary one, gone at the end
     max_file_bytes: int = 100 << 20  # of one uploaded file; beyond, 413
-    files_per_key_bytes: int = 2 << 30  # of all files of one key
+    files_per_key_bytes: int = 2 << 30  # of all files of one key, results of batches included
+    files_bytes: int = 20 << 30  # of all files
     lenient: bool = False  # fields of requests that are not known are ignored with a warning, not refused
     stall_timeout_s: float = 60.0  # an engine that has work and finishes no step for this long is restarted
     start_timeout_s: float = 900.0  # to load the model

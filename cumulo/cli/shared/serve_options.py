@@ -153,7 +153,10 @@ class ServeCommandOptions:
     max_file_mib: float = LIMITS(
         "Maximum size of a file in /v1/files, in MiB; larger ones are refused with 413.", 100.0
     )
-    max_files_mib: float = LIMITS("Maximum size of all files of one key, in MiB.", 2048.0)
+    max_files_mib: float = LIMITS(
+        "Maximum size of all files of one key, in MiB, including the results of batches.", 2048.0
+    )
+    max_all_files_mib: float = LIMITS("Maximum size of all files of all keys, in MiB.", 20480.0)
     lenient: bool = LIMITS.flag(
         "Ignore unknown fields of requests and warn in a header, instead of answering 400."
     )

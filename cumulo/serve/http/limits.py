@@ -16,6 +16,7 @@ _RESERVE = 16  # connections beyond the limit, on which only health, readiness a
 _OWN = 128  # descriptors the process may open later: workers, the file of keys, a new engine's sockets
 _LEAST_CONNECTIONS = 8
 _BURST = 32  # accepted before they are counted: uvloop takes one at a time
+FORM_BYTES = 64 << 10  # what surrounds an uploaded file
 BACKLOG = 2048  # connections the kernel holds until they are accepted; they need no descriptors of ours
 
 
@@ -126,5 +127,5 @@ def http_limits(options: ServeOptions, room: Room) -> HttpLimits:
         body_timeout_s=options.body_timeout_s,
         keep_alive_timeout_s=options.keep_alive_timeout_s,
         write_timeout_s=options.write_timeout_s,
-        body_bytes=options.max_body_bytes + _DISCARD_BYTES,
+        body_bytes=max(options.max_body_bytes, options.max_file_bytes) + _DISCARD_BYTES,
     )

@@ -37,6 +37,7 @@ def test_content_blocks_add_up(cuts: list[int]) -> None:
     content = whole.content()
     assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "tool_use"]
     assert content[0]["thinking"] == "Two cities: é, ☃." and content[1]["text"] == "I look it up."
+    assert set(content[1]) == {"type", "text"}  # a field that is null breaks clients that check types
     assert [block["input"] for block in content[2:]] == [{"city": "Paris"}, {"city": "Rome"}]
 
     streamed = MessageAnswer(reader(), "shown")

@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from tests.serve.batches.help import CHAT, Bench, begin, chat, end_of, line, results
-from tests.serve.running_server import wait_for
+from tests.serve.running_server import running_server, wait_for
 from tests.serve.tiny_model import NAME
 
 pytestmark = pytest.mark.long
@@ -160,6 +161,21 @@ def test_other_keys_see_nothing_of_a_batch(bench: Bench) -> None:
     assert bench.server.get("/v1/batches").status_code == 401
     with pytest.raises(openai.BadRequestError, match="completed"):
         ann.batches.cancel(ended.id)
+
+
+def test_a_batch_ends_where_its_key_may_store_no_more(tiny: Path, tmp_path: Path) -> None:
+    with running_server(str(tiny), "--files", str(tmp_path / "files"), "--max-files-mib", "0.02") as server:
+        client = server.client()
+        batch = begin(client, [line(f"{n}", chat("x", max_tokens=1)) for n in range(60)])
+        ended = end_of(client, batch, server)
+        assert ended.status == "failed" and ended.errors and ended.errors.data
+        (error,) = ended.errors.data
+        assert error.code == "storage_full" and error.message and "delete files" in error.message
+        done = results(client, ended.output_file_id)
+        assert ended.request_counts and 0 < len(done) == ended.request_counts.completed < 60
+        assert sum(one.stat().st_size for one in (tmp_path / "files").glob("*.data")) <= 0.02 * (1 << 20)
+        with pytest.raises(openai.APIStatusError, match="delete files"):
+            begin(client, [line("a", chat("x" * 5000))])
 
 
 # -- how it runs --------------------------------------------------------------------------------------------------

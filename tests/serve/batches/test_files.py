@@ -1,5 +1,6 @@
 """/v1/files: what is kept, for whom, how much of it, and what a hostile form can do (nothing)."""
 
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ import pytest
 
 from cumulo.errors import CumuloError
 from cumulo.serve.api.batches.store import FileStore
+from cumulo.serve.errors import ApiError
 from tests.serve.batches.help import Bench
+from tests.serve.running_server import running_server
 
 pytestmark = pytest.mark.long
 
@@ -94,27 +97,27 @@ def test_other_keys_and_strangers_see_no_file(bench: Bench) -> None:
         (b"{}", "application/json", "multipart/form-data"),
         (b"{}", "multipart/form-data", "multipart/form-data"),
         (b"garbage", "multipart/form-data; boundary=x", "not valid multipart"),
-        (form()[:-8], "multipart/form-data; boundary=x", "last boundary"),
+        (form()[:-8], "multipart/form-data; boundary=x", "`file` is missing"),
         (form(purpose=b"fine-tune"), "multipart/form-data; boundary=x", "purpose `batch`"),
         (form(b""), "multipart/form-data; boundary=x", "empty"),
-        (form(purpose=b"b" * 5000), "multipart/form-data; boundary=x", "longer than 4,096"),
-        (form(filename=b"f" * 5000), "multipart/form-data; boundary=x", "header"),
+        (form(purpose=b"b" * 5000), "multipart/form-data; boundary=x", "exceeded maximum size"),
+        (form(filename=b"f" * 5000), "multipart/form-data; boundary=x", "not valid multipart"),
         (
             form(more=b"--x\r\n" + b"A: b\r\n" * 100_000 + b"\r\n\r\n"),
             "multipart/form-data; boundary=x",
-            "header",
+            "not valid multipart",
         ),
         (
             form(more=b'--x\r\nContent-Disposition: form-data; name="n"\r\n\r\n\r\n' * 20),
             "multipart/form-data; boundary=x",
-            "16 parts",
+            "Too many fields",
         ),
         (
             form(more=b'--x\r\nContent-Disposition: form-data; name="file"; filename="b"\r\n\r\n{}\r\n'),
             "multipart/form-data; boundary=x",
-            "more than one",
+            "Too many files",
         ),
-        (form(more=b"--x\r\nA: b\r\n\r\n\r\n"), "multipart/form-data; boundary=x", "no name"),
+        (form(more=b"--x\r\nA: b\r\n\r\n\r\n"), "multipart/form-data; boundary=x", '"name" must be'),
     ],
     ids=lambda value: str(value)[:24],
 )
@@ -152,20 +155,44 @@ def test_a_key_stores_no_more_than_it_may(bench: Bench) -> None:
     assert upload(bench, form(b"x" * 1000), name="slow").status_code == 200
 
 
+def test_what_is_claimed_counts_until_it_is_given_back(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "files", bytes_per_key=1000, bytes_in_all=1500)
+    store.keep("ann", "a", io.BytesIO(b"x" * 600))
+    with store.claiming("ann") as claim, store.claiming("bob") as claim_of_bob:
+        claim(300)
+        claim(400)
+        with pytest.raises(ApiError, match="delete files"):
+            claim(401)
+        claim_of_bob(500)
+        with pytest.raises(ApiError, match="this server stores 1,500 bytes"):
+            claim_of_bob(501)
+    store.close()
+    again = FileStore(tmp_path / "files", bytes_per_key=1000, bytes_in_all=1500)
+    with again.claiming("ann") as claim:
+        claim(400)
+        with pytest.raises(ApiError):
+            claim(401)
+    again.close()
+
+
+def test_a_file_of_the_documented_size_is_taken(tiny: Path, tmp_path: Path) -> None:
+    with running_server(str(tiny), "--files", str(tmp_path / "files")) as server:
+        kept = server.client().files.create(file=("a", b"x" * (100 * MIB)), purpose="batch")
+        assert kept.bytes == 100 * MIB == (tmp_path / "files" / f"{kept.id}.data").stat().st_size
+
+
 def test_two_servers_never_share_a_folder(tmp_path: Path) -> None:
-    first = FileStore(tmp_path / "files", 1000)
+    first = FileStore(tmp_path / "files", 1000, 1000)
     with pytest.raises(CumuloError, match="in use by another server"):
-        FileStore(tmp_path / "files", 1000)
+        FileStore(tmp_path / "files", 1000, 1000)
     first.close()
-    FileStore(tmp_path / "files", 1000).close()
+    FileStore(tmp_path / "files", 1000, 1000).close()
 
 
 def test_without_a_folder_files_live_as_long_as_the_server() -> None:
-    store = FileStore(None, 1000)
-    with store.writing() as (file_id, descriptor):
-        os.write(descriptor, b"{}")
-        store.add(file_id, "ann", "a\n\x00b", "batch")
-    assert store.get(file_id, "ann").filename == "ab"
+    store = FileStore(None, 1000, 1000)
+    kept = store.keep("ann", "a\n\x00b", io.BytesIO(b"{}"))
+    assert store.get(kept.id, "ann").filename == "ab"
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
     store.close()
     assert not store.folder.exists()
@@ -174,4 +201,4 @@ def test_without_a_folder_files_live_as_long_as_the_server() -> None:
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CumuloError, match="--files DIR"):
-        FileStore(tmp_path / "file" / "below", 1000)
+        FileStore(tmp_path / "file" / "below", 1000, 1000)

@@ -63,16 +63,16 @@ def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> Non
 def test_results_know_what_is_done_and_cut_off_what_is_not(tmp_path: Path) -> None:
     paths = tmp_path / "output", tmp_path / "errors"
     first = Results(*paths)
-    first.write({"custom_id": "a", "response": 1}, good=True)
-    first.write({"custom_id": "b", "error": 1}, good=False)
+    first.write("a", b'{"custom_id": "a", "response": 1}\n', good=True)
+    first.write("b", b'{"custom_id": "b", "error": 1}\n', good=False)
     first.close()
-    with first.output_path.open("ab") as file:
+    with paths[0].open("ab") as file:
         file.write(b'{"custom_id":"c"')
     again = Results(*paths)
-    assert again.done == {"a", "b"} and (again.completed, again.failed) == (1, 1)
-    again.write({"custom_id": "c", "response": 2}, good=True)
+    assert again.done == {"a", "b"} and again.counts == {True: 1, False: 1}
+    again.write("c", b'{"custom_id": "c", "response": 2}\n', good=True)
     again.close()
-    assert [json.loads(one)["custom_id"] for one in again.output_path.read_text().splitlines()] == ["a", "c"]
+    assert [json.loads(one)["custom_id"] for one in paths[0].read_text().splitlines()] == ["a", "c"]
 
 
 def check(tmp_path: Path, content: str, limit: int = 1000) -> tuple[int, list[str]]:

@@ -84,7 +84,7 @@ class MessageAnswer:
 
 def _empty(block: Block) -> Item:
     if block.kind == "text":
-        return {"type": "text", "text": "", "citations": None}
+        return {"type": "text", "text": ""}
     if block.kind == "thoughts":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "tool_use", "id": tool_use_id(block.call_id), "name": block.name, "input": {}}

@@ -4,23 +4,23 @@ With API keys, a file belongs to the name of the key that uploaded it, and nobod
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
+from starlette.types import Message
 
 from cumulo.serve.access.keys import caller_of
-from cumulo.serve.api.batches import upload
 from cumulo.serve.api.batches.manager import Batches
-from cumulo.serve.api.batches.schemas import (
-    BatchObject,
-    BatchRequest,
-    FileObject,
-)
+from cumulo.serve.api.batches.schemas import BatchObject, BatchRequest, FileObject
 from cumulo.serve.api.openai.events import json_response, page
 from cumulo.serve.api.openai.schemas_out import ERRORS, Deleted, Page
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.http.limits import FORM_BYTES
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
@@ -44,7 +44,7 @@ async def create_batch(body: BatchRequest, request: Request) -> Response:
 
 
 @router.get("/v1/batches", summary="Your batches", response_model=Page[BatchObject])
-async def listbatches_of(request: Request, limit: Limit = 20, after: After = None) -> Response:
+async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
     found = batches_of(request).owned_by(caller_of(request).name)
     return json_response(page([record.as_json() for record in found], limit, after))
 
@@ -72,6 +72,8 @@ async def cancel_batch(batch_id: str, request: Request) -> Response:
 
 
 _UPLOADS_AT_A_TIME = 4  # per key
+_MOST_FIELDS = 8
+_MOST_FIELD_BYTES = 4096
 _FORM: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -104,6 +106,7 @@ async def create_file(request: Request) -> Response:
     """A form with `purpose` (batch) and `file`: one request per line, as JSON. See /v1/batches."""
     batches, owner = batches_of(request), caller_of(request).name
     store, running = batches.store, batches.uploads
+    store.check_count(owner)
     if running[owner] >= _UPLOADS_AT_A_TIME:
         raise ApiError(
             429,
@@ -111,35 +114,64 @@ async def create_file(request: Request) -> Response:
             code="too_many_uploads",
             retry_after_s=1,
         )
-    room_bytes, limit_bytes = store.room_bytes(owner), batches.service.options.max_file_bytes
-    if limit_bytes <= room_bytes:
-        words = f"the file is larger than the {limit_bytes:,} bytes this server takes: split it"
-    else:
-        words = (
-            f"this key may store {store.bytes_per_key:,} bytes and has {max(0, room_bytes):,} left: delete files "
-            "you no longer need"
-        )
     running[owner] += 1
     try:
-        with store.writing() as (file_id, descriptor):
-            form = await upload.receive(request, descriptor, max(0, min(room_bytes, limit_bytes)), words)
-            _check(form)
-            stored = await asyncio.to_thread(store.add, file_id, owner, form.filename or "", "batch")
+        with store.claiming(owner) as claim:
+            async with _form_of(request, claim).form(
+                max_files=1, max_fields=_MOST_FIELDS, max_part_size=_MOST_FIELD_BYTES
+            ) as form:
+                upload = _checked(form, batches.service.options.max_file_bytes)
+                claim(upload.size or 0)
+                stored = await asyncio.to_thread(store.keep, owner, upload.filename or "", upload.file)
+    except HTTPException as error:  # Starlette's parser
+        raise invalid(f"the body is not valid multipart/form-data: {error.detail}") from error
+    except OSError as error:
+        raise ApiError(
+            507, f"the file cannot be stored ({error.strerror}); tell the operator", code="storage_full"
+        ) from error
     finally:
         running[owner] -= 1
     return json_response(stored.as_json())
 
 
-def _check(form: upload.Upload) -> None:
-    purpose = form.fields.get("purpose")
+def _form_of(request: Request, claim: Callable[[int], None]) -> Request:
+    """The request, whose body claims room as it comes. Its file goes to disk piece by piece."""
+    received_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal received_bytes
+        message = await request.receive()
+        received_bytes += len(message.get("body", b""))
+        claim(max(0, received_bytes - FORM_BYTES))
+        return message
+
+    return Request(request.scope, receive)
+
+
+def _checked(form: FormData, limit_bytes: int) -> UploadFile:
+    purpose, upload = form.get("purpose"), form.get("file")
+    if not isinstance(upload, UploadFile):
+        raise invalid(
+            "a file is uploaded as multipart/form-data with the fields `purpose` and `file`, and here `file` is "
+            "missing or has no filename",
+            "file",
+            "missing_required_parameter",
+        )
     if purpose is None:
         raise invalid("the form has no `purpose`; send `batch`", "purpose", "missing_required_parameter")
     if purpose != "batch":
         raise invalid(
-            f"files are taken for the purpose `batch`, not {purpose[:64]!r}", "purpose", "invalid_value"
+            f"files are taken for the purpose `batch`, not {str(purpose)[:64]!r}", "purpose", "invalid_value"
         )
-    if form.size_bytes == 0:
+    if not upload.size:
         raise invalid("the file is empty", "file", "invalid_value")
+    if upload.size > limit_bytes:
+        raise ApiError(
+            413,
+            f"the file is larger than the {limit_bytes:,} bytes this server takes: split it",
+            code="file_too_large",
+        )
+    return upload
 
 
 @router.get("/v1/files", summary="Your files", response_model=Page[FileObject])

@@ -7,14 +7,15 @@ request's own error; here it is only refused that the file is no batch.
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from cumulo.serve.api.batches.schemas import LineError
+from cumulo.serve.api.batches.store import private_opener
 
 MAX_LINES = 50_000  # as many as OpenAI's API takes
 MAX_ERRORS = 100  # told per file
@@ -133,15 +134,15 @@ _decode_written = msgspec.json.Decoder(_Written).decode
 class Results:
     """The lines a batch has written so far, and by that what it need not do again (`done`), in two files: one of
     good answers, one of errors. A line counts when it is complete, so what a killed server wrote in part is cut off
-    and that request runs again. Blocks: made in a thread."""
+    and that request runs again. Blocks: made and written in a thread."""
 
     def __init__(self, output_path: Path, error_path: Path) -> None:
-        self.output_path, self.error_path = output_path, error_path
+        self._paths = {True: output_path, False: error_path}  # good or not
+        self._files: dict[bool, BinaryIO] = {}  # a file is made by its first line
         self._lock = threading.Lock()
         self.done: set[str] = set()
-        self.completed = self._recover(self.output_path)
-        self.failed = self._recover(self.error_path)
-        self._descriptors: dict[bool, int] = {}  # good or not; a file is made by its first line
+        self.size_bytes = 0
+        self.counts = {good: self._recover(path) for good, path in self._paths.items()}
 
     def _recover(self, path: Path) -> int:
         if not path.exists():
@@ -155,26 +156,22 @@ class Results:
                 count += 1
                 good_bytes += len(content)
         os.truncate(path, good_bytes)
+        self.size_bytes += good_bytes
         return count
 
-    def write(self, content: Mapping[str, Any], good: bool) -> None:
-        """Append one line. It blocks, so it is called in a thread."""
-        rest = memoryview(msgspec.json.encode(content) + b"\n")
+    def write(self, custom_id: str, line: bytes, good: bool) -> None:
         with self._lock:
-            if good not in self._descriptors:
-                path = self.output_path if good else self.error_path
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._descriptors[good] = os.open(path, flags, 0o600)
+            if good not in self._files:
+                self._files[good] = open(self._paths[good], "ab", 0, opener=private_opener)  # noqa: SIM115
+            rest = memoryview(line)
             while rest:
-                rest = rest[os.write(self._descriptors[good], rest) :]
-            self.done.add(content["custom_id"])
-            if good:
-                self.completed += 1
-            else:
-                self.failed += 1
+                rest = rest[self._files[good].write(rest) :]
+            self.done.add(custom_id)
+            self.counts[good] += 1
 
     def close(self) -> None:
         """Everything written is on disk before the record says so."""
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
-            os.close(descriptor)
+        with self._lock:
+            for file in self._files.values():
+                os.fsync(file.fileno())
+                file.close()

@@ -31,7 +31,8 @@ MAX_BATCHES_PER_KEY = 1000  # the oldest that has ended is forgotten; its files 
 class Batches:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
-        self.store = FileStore(service.options.files, service.options.files_per_key_bytes)
+        options = service.options
+        self.store = FileStore(options.files, options.files_per_key_bytes, options.files_bytes)
         self.uploads: Counter[str] = Counter()  # running now, by key
         self._records: dict[str, BatchRecord] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by key
@@ -124,11 +125,9 @@ class Batches:
                 code="too_many_batches",
                 retry_after_s=60,
             )
-        if self.store.room_bytes(owner) <= 0:
-            raise invalid(
-                "this key's files fill all the room it has, and none is left for results: delete some files",
-                code="storage_full",
-            )
+        self.store.check_count(owner)
+        with self.store.claiming(owner) as claim:
+            claim(1)  # where there is no room for results, it says so now
         for oldest in [record for record in reversed(own) if record.ended][
             : len(own) + 1 - MAX_BATCHES_PER_KEY
         ]:

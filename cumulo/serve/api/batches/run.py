@@ -105,6 +105,9 @@ class BatchRun:
         self._input_path = store.path(record.input_file_id)
         self._max_line_bytes = service.options.max_body_bytes
         self._stop = asyncio.Event()  # set: start nothing more, and end what runs
+        self._size_bytes = 0  # of the results
+        self._claim: Callable[[int], None]
+        self._full: ApiError | None = None  # why there is no room for further results
 
     def stop(self) -> None:
         self._stop.set()
@@ -121,13 +124,22 @@ class BatchRun:
             return
         paths = store.path(record.output_file_id), store.path(record.error_file_id)
         results = await asyncio.to_thread(Results, *paths)
-        try:
-            record.completed, record.failed = results.completed, results.failed
-            if record.status == "in_progress":
-                await self._work(results)
-        finally:
-            await asyncio.to_thread(results.close)
-        await self._finalize()
+        self._note(results)
+        with store.claiming(record.owner) as self._claim:
+            try:
+                if record.status == "in_progress":
+                    self._size_bytes = results.size_bytes
+                    await self._work(results)
+            finally:
+                await asyncio.to_thread(results.close)
+            if self._full is not None:
+                problem = LineError(self._full.code or "", f"the batch was stopped: {self._full.message}")
+                await self._fail(problem)
+            elif record.status == "cancelling":
+                await self._finalize("cancelled")
+            else:
+                await self._change(record, "finalizing")
+                await self._finalize("completed")
 
     # -- is it a batch? -----------------------------------------------------------------------------------
     async def _validate(self) -> None:
@@ -138,7 +150,10 @@ class BatchRun:
         if record.status != "validating":  # cancelled meanwhile
             return
         record.total, record.errors = total, errors
-        await self._change(record, "failed" if errors else "in_progress")
+        if errors:
+            await self._finalize("failed")
+        else:
+            await self._change(record, "in_progress")
 
     # -- its requests -------------------------------------------------------------------------------------
     async def _work(self, results: Results) -> None:
@@ -192,24 +207,35 @@ class BatchRun:
 
     async def _write(self, line: lines.Line, answer: Answer, results: Results) -> None:
         good = answer.status == 200
-        response = {
-            "status_code": answer.status,
-            "request_id": answer.headers.get("x-request-id"),
-            "body": msgspec.Raw(answer.body),
+        content = {
+            "id": f"batch_req_{secrets.token_hex(12)}",
+            "custom_id": line.custom_id,
+            "response": {
+                "status_code": answer.status,
+                "request_id": answer.headers.get("x-request-id"),
+                "body": msgspec.Raw(answer.body),
+            },
+            "error": None,
         }
-        name = f"batch_req_{secrets.token_hex(12)}"
-        content = {"id": name, "custom_id": line.custom_id, "response": response, "error": None}
-        await asyncio.to_thread(results.write, content, good)
-        self.record.completed, self.record.failed = results.completed, results.failed
+        written = msgspec.json.encode(content) + b"\n"
+        try:
+            self._claim(self._size_bytes + len(written))
+        except ApiError as error:
+            self._full = error
+            self.stop()
+            return
+        self._size_bytes += len(written)
+        await asyncio.to_thread(results.write, line.custom_id, written, good)
+        self._note(results)
         self._service.metrics.series("batch_requests", "completed" if good else "failed").inc()
 
+    def _note(self, results: Results) -> None:
+        self.record.completed, self.record.failed = results.counts[True], results.counts[False]
+
     # -- its end ------------------------------------------------------------------------------------------
-    async def _finalize(self) -> None:
+    async def _finalize(self, end: Status) -> None:
         """The files that have lines become files like others."""
         record, store = self.record, self._store
-        end: Status = "cancelled" if record.status == "cancelling" else "completed"
-        if end == "completed":
-            await self._change(record, "finalizing")
         for kind, lines_written in (("output", record.completed), ("error", record.failed)):
             field = f"{kind}_file_id"
             if lines_written:
@@ -229,9 +255,12 @@ class BatchRun:
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         reason = error.strerror if isinstance(error, OSError) else "the server failed; its log says more"
-        self.record.errors = [LineError("server_error", f"the batch was given up: {reason}")]
         with contextlib.suppress(OSError):
-            await self._change(self.record, "failed")
+            await self._fail(LineError("server_error", f"the batch was given up: {reason}"))
+
+    async def _fail(self, problem: LineError) -> None:
+        self.record.errors = [problem]
+        await self._finalize("failed")
 
 
 def _some(unread: Iterator[lines.Line]) -> list[lines.Line]:

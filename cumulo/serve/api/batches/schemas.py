@@ -50,7 +50,6 @@ class BatchRecord(msgspec.Struct):
     def as_json(self) -> dict[str, Any]:
         errors = [msgspec.to_builtins(error) for error in self.errors]
         # Only what is complete has an id: a client that sees one may read the file.
-        shown = self.status in ("completed", "cancelled")
         return {
             "id": self.id,
             "object": "batch",
@@ -59,8 +58,8 @@ class BatchRecord(msgspec.Struct):
             "input_file_id": self.input_file_id,
             "completion_window": "24h",
             "status": self.status,
-            "output_file_id": self.output_file_id if shown else None,
-            "error_file_id": self.error_file_id if shown else None,
+            "output_file_id": self.output_file_id if self.ended else None,
+            "error_file_id": self.error_file_id if self.ended else None,
             "created_at": self.created_at,
             **{f"{status}_at": self.times.get(status) for status in get_args(Status) if status != "validating"},
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},

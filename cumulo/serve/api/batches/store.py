@@ -12,8 +12,10 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -29,6 +31,15 @@ _LONGEST_NAME = 255
 
 def new_id() -> str:
     return f"file-{secrets.token_hex(12)}"
+
+
+def private_opener(path: str, flags: int) -> int:
+    """For `open`: a file that is made can be read by the server's user only."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _full(message: str) -> ApiError:
+    return ApiError(413, message, code="storage_full", headers={"Connection": "close"})
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -53,10 +64,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class FileStore:
-    """`folder`: where files stay over restarts; None: a temporary one that is removed by `close`."""
-
-    def __init__(self, folder: Path | None, bytes_per_key: int) -> None:
-        self.bytes_per_key = bytes_per_key
+    def __init__(self, folder: Path | None, bytes_per_key: int, bytes_in_all: int) -> None:
+        """`folder`: where files stay over restarts; None: a temporary one that is removed by `close`."""
+        self._bytes_per_key, self._bytes_in_all = bytes_per_key, bytes_in_all
+        self._bytes: Counter[str] = Counter()  # by key: of its files, and claimed for what is being written
         self._temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="cumulo-files-")) if folder is None else folder
         try:
@@ -85,7 +96,7 @@ class FileStore:
             log.error("%s is passed over: it does not describe a file (%s)", path, error)
             return
         if stored.id == path.stem and self.path(stored.id).is_file():
-            self._files[stored.id] = stored
+            self._enter(stored)
 
     def close(self) -> None:
         if self._temporary:
@@ -110,42 +121,70 @@ class FileStore:
         found = [stored for stored in self._files.values() if stored.owner == owner]
         return sorted(found, key=lambda stored: (stored.created_at, stored.id), reverse=True)
 
-    def room_bytes(self, owner: str) -> int:
-        """How much more the key may store; raises ApiError where it may store no further file."""
-        own = self.owned_by(owner)
-        if len(own) >= MAX_FILES_PER_KEY:
+    def check_count(self, owner: str) -> None:
+        """Raises ApiError where the key may store no further file."""
+        if (count := len(self.owned_by(owner))) >= MAX_FILES_PER_KEY:
             raise ApiError(
                 400,
-                f"this key has {len(own):,} files already, and a key may have {MAX_FILES_PER_KEY:,}: delete some",
+                f"this key has {count:,} files already, and a key may have {MAX_FILES_PER_KEY:,}: delete some",
                 code="too_many_files",
             )
-        return self.bytes_per_key - sum(stored.size_bytes for stored in own)
 
     # -- changing -----------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def writing(self) -> Iterator[tuple[str, int]]:
-        """A new id and a descriptor to write its content to; what `add` has not taken is removed at the end."""
-        file_id = new_id()
-        path = self.folder / f"{file_id}.upload"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    def claiming(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """Room for what is being written, until `add` counts it as a file. The function that this gives claims so
+        many bytes altogether, and raises ApiError where the key or the server has no room for them."""
+        held_bytes = 0
+
+        def claim(total_bytes: int) -> None:
+            nonlocal held_bytes
+            more_bytes = total_bytes - held_bytes
+            own_room = self._bytes_per_key - self._bytes[owner]
+            if more_bytes > own_room:
+                raise _full(
+                    f"this key may store {self._bytes_per_key:,} bytes and has {own_room:,} left: delete files you "
+                    "no longer need"
+                )
+            if more_bytes > self._bytes_in_all - self._bytes.total():
+                raise _full(f"this server stores {self._bytes_in_all:,} bytes of files, and no more are left")
+            self._bytes[owner] += more_bytes
+            held_bytes = total_bytes
+
         try:
-            yield file_id, descriptor
+            yield claim
         finally:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
+            self._bytes[owner] -= held_bytes
+
+    def keep(self, owner: str, filename: str, content: BinaryIO) -> StoredFile:
+        """Copy what was uploaded into the folder."""
+        file_id = new_id()
+        arriving = self.folder / f"{file_id}.upload"
+        try:
+            with open(arriving, "xb", opener=private_opener) as target:
+                shutil.copyfileobj(content, target)
+            arriving.replace(self.path(file_id))
+        finally:
+            arriving.unlink(missing_ok=True)
+        return self.add(file_id, owner, filename, "batch")
 
     def add(self, file_id: str, owner: str, filename: str, purpose: str) -> StoredFile:
-        """Keep what `writing` wrote, or what somebody wrote to the file's own path."""
-        target, uploaded = self.path(file_id), self.folder / f"{file_id}.upload"
-        if uploaded.exists():
-            uploaded.replace(target)
+        """Make a file of what lies on its path."""
         name = "".join(letter for letter in filename if letter.isprintable())[:_LONGEST_NAME]
-        stored = StoredFile(file_id, owner, name, purpose, target.stat().st_size, int(time.time()))
+        size_bytes = self.path(file_id).stat().st_size
+        stored = StoredFile(file_id, owner, name, purpose, size_bytes, int(time.time()))
         write_whole(self.folder / f"{file_id}.json", msgspec.json.encode(stored), 0o600)
-        self._files[file_id] = stored
+        self._enter(stored)
         return stored
+
+    def _enter(self, stored: StoredFile) -> None:
+        if (before := self._files.get(stored.id)) is not None:  # a batch is finalized anew after a restart
+            self._bytes[stored.owner] -= before.size_bytes
+        self._files[stored.id] = stored
+        self._bytes[stored.owner] += stored.size_bytes
 
     def delete(self, stored: StoredFile) -> None:
         del self._files[stored.id]
+        self._bytes[stored.owner] -= stored.size_bytes
         (self.folder / f"{stored.id}.json").unlink(missing_ok=True)
         self.path(stored.id).unlink(missing_ok=True)

@@ -141,7 +141,7 @@ def _new_item(block: Block, suffix: str) -> Item:
         return {"id": f"fc_{place}", "type": "function_call", "status": "in_progress", **told}
     if block.kind == "thoughts":
         part: Item = {"type": "reasoning_text", "text": ""}
-        item: Item = {"id": f"rs_{place}", "type": "reasoning", "summary": [], "encrypted_content": None}
+        item: Item = {"id": f"rs_{place}", "type": "reasoning", "summary": []}
     else:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item = {"id": f"msg_{place}", "type": "message", "role": "assistant"}
