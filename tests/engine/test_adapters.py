@@ -4,6 +4,7 @@ float64; adapters come and go while others are answered."""
 import copy
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.llm import LLM
 from cumulo.engine.outputs import RequestOutput
 from cumulo.errors import CumuloError, InvalidRequest, ModelError
+from cumulo.kernels.cpu.library import native
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.config import greatest_rank
 from cumulo.models.adapters.files import AdapterWeights, adaptable_matrices, read_adapter
 from cumulo.models.decoder import Decoder
-from cumulo.models.files.load import inspect_model
+from cumulo.models.files.load import inspect_model, load_model
+from cumulo.models.play.fused import why_not as fused_why_not
 from tests import thorough
 from tests.engine.equivalence import Lengths, draw_requests
 from tests.engine.ranked_models import save_model
@@ -241,7 +244,7 @@ def ranked_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("dense", tmp_path_factory.mktemp("ranked"))
 
 
-def play_adapters(model: Path, folders: list[Path], **options: int) -> dict[str, RequestOutput]:
+def play_adapters(model: Path, folders: list[Path], **options: Any) -> dict[str, RequestOutput]:
     """Load three adapters, answer with all, drop one and load another in its place, answer again."""
     blocks = TIGHT["kv_blocks"] * options.get("dp", 1)
     assembly = assemble(model, EngineConfig(**{**TIGHT, "kv_blocks": blocks, **options}), True, None)
@@ -270,6 +273,7 @@ def play_adapters(model: Path, folders: list[Path], **options: int) -> dict[str,
     [
         ({"tp": 2}, "dense"),
         ({"pp": 2}, "dense"),
+        ({"pp": 2, "dtype": "float32"}, "fused"),
         pytest.param({"dp": 2, "ep": 2}, "experts", marks=pytest.mark.thorough),
         pytest.param({"tp": 2, "pp": 2}, "latent", marks=pytest.mark.thorough),
     ],
@@ -277,7 +281,12 @@ def play_adapters(model: Path, folders: list[Path], **options: int) -> dict[str,
 )
 def test_ranks_add_their_parts_of_every_adapter(layout, name, ranked_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed", reason="this torch has no distributed package")
-    model = ranked_model if name == "dense" else save_model(name, tmp_path)
+    """The fused model is one whose every size is a multiple of the vector width."""
+    if name == "fused":
+        model = save_model("dense", tmp_path, head_dim=16)
+        assert fused_why_not(load_model(model).decoder) is None or native() is None
+    else:
+        model = ranked_model if name == "dense" else save_model(name, tmp_path)
     spec = inspect_model(model).spec
     projections = ("q_a_proj", "q_b_proj", *LATENT[1:]) if name == "latent" else ALL
     folders = [
@@ -286,7 +295,7 @@ def test_ranks_add_their_parts_of_every_adapter(layout, name, ranked_model: Path
         )
         for index, rank in enumerate((3, 16, 5, 8))
     ]
-    expected = play_adapters(model, folders)
+    expected = play_adapters(model, folders, dtype=layout.get("dtype", "float64"))
     got = play_adapters(model, folders, **layout)
     assert got.keys() >= {"late"}
     for name, output in got.items():

@@ -230,7 +230,8 @@ class FusedDecoder:
         step = native_step(batch, cache, outputs, vocabulary, len(self.cosine))
         if batch.adapters is not None:
             step.token_groups = _groups(batch.adapters.tokens)
-            step.output_groups = _groups(batch.adapters.outputs)
+            if last:  # other stages have no output rows
+                step.output_groups = _groups(batch.adapters.outputs)
         if links is None and cache.on_layer is None:
             self.library.play(operations.ops, step)
             return hidden
