@@ -36,21 +36,17 @@ def topology(
     ),
     json_file: options.JsonOption = None,
 ) -> None:
-    """Show how GPUs and network cards are joined, and the rings and trees that NCCL would find on them."""
+    """Show how GPUs and network cards are joined."""
     import yaml
 
     from cumulo.collectives.topology.draw import draw_machine
-    from cumulo.collectives.topology.rings import find_rings, ring_text, tree_text
 
     machine = _read(file)
-    rings = find_rings(machine)
     rows = [
         Row("GPUs", len(machine.gpus), more={"gpus": [place.name for place in machine.gpus]}),
         Row("network cards", len(machine.cards), more={"cards": [place.name for place in machine.cards]}),
         Row("NUMA nodes", machine.numa_nodes),
         Row("GPUs joined by NVLink", machine.domain if machine.domain > 1 else 0),
-        Row("ring channels", len(rings.orders), more={"orders": rings.orders}),
-        Row("ring bandwidth, all channels", rings.total_gbps, "GB/s"),
     ]
     write_json(json_file, rows, complaints=machine.complaints())
     if not only_json(json_file):
@@ -60,7 +56,7 @@ def topology(
             if card is not None:
                 kind = machine.card_near.get((gpu, card), "SYS")
                 out.print(f"{place.name}: card {machine.cards[card].name} ({kind})")
-        for line in (*ring_text(rings), *tree_text(rings)[:1], *machine.complaints()):
+        for line in machine.complaints():
             out.print(line, soft_wrap=True)
     if svg is not None:
         write_text_file(svg, draw_machine(machine, name if file is None else file.name))

@@ -6,9 +6,7 @@ import pytest
 import yaml
 
 from cumulo.collectives.topology.draw import draw_machine
-from cumulo.collectives.topology.machine_graph import MachineGraph
 from cumulo.collectives.topology.readers import parse_nccl_xml, parse_topo, read_machine
-from cumulo.collectives.topology.rings import find_rings
 from cumulo.errors import ConfigError
 from cumulo.spec.catalog import Catalog
 
@@ -60,38 +58,6 @@ def test_a_machine_becomes_a_node_of_the_planners_catalogue(tmp_path: Path) -> N
     assert node.gpus == node.scale_up_gpus == 8 and node.nic_bytes_per_s == 50e9
 
 
-def mesh(pairs: dict[tuple[int, int], int]) -> MachineGraph:
-    from cumulo.collectives.topology.machine_graph import GpuPlace
-
-    near = {(a, b): f"NV{n}" for (a, b), n in pairs.items()} | {
-        (b, a): f"NV{n}" for (a, b), n in pairs.items()
-    }
-    return MachineGraph(tuple(GpuPlace(f"GPU{n}") for n in range(8)), (), near, {}, 70)
-
-
-def test_rings_of_a_dgx_1_use_every_link_no_more_than_it_has() -> None:
-    """The hybrid cube mesh of eight V100, six links each."""
-    machine = mesh({
-        (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 1, (2, 6): 2,
-        (3, 7): 2,
-        (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 1,
-    })  # fmt: skip
-    rings = find_rings(machine)
-    assert rings.total_gbps >= 60
-    used: dict[tuple[int, int], float] = {}
-    for order in rings.orders:
-        assert sorted(order) == list(range(8))
-        for at, one in enumerate(order):
-            pair = (one, order[(at + 1) % 8])
-            used[pair] = used.get(pair, 0.0) + rings.gbps
-    assert all(load <= machine.pair_gbps(*pair) + 1e-9 for pair, load in used.items())
-
-
-def test_rings_through_switches_reach_the_links_of_a_gpu() -> None:
-    rings = find_rings(parse_topo(H100.read_text()))
-    assert 18 * 20.6 * 0.9 <= rings.total_gbps <= 18 * 20.6
-
-
 def test_sysfs_is_read(tmp_path: Path) -> None:
     def device(path: str, **files: str) -> Path:
         folder = tmp_path / "devices" / path
@@ -123,18 +89,3 @@ def test_sysfs_is_read(tmp_path: Path) -> None:
 def test_this_machine_can_be_read_and_any_can_be_drawn() -> None:
     read_machine()
     assert draw_machine(parse_topo(H100.read_text()), "H100").count("<rect") > 18
-
-
-def test_rings_of_a_cube_mesh_use_nvlink_only_and_those_of_bridged_pairs_share_the_sockets_link() -> None:
-    """DGX-1: each V100 has NVLinks to four of the seven others; NCCL's rings take no PCIe path there."""
-    mesh = ("X 1 1 2 2 - - -", "1 X 2 1 - 2 - -", "1 2 X 2 - - 1 -", "2 1 2 X - - - 1",
-            "2 - - - X 1 1 2", "- 2 - - 1 X 2 1", "- - 1 - 1 2 X 2", "- - - 1 2 1 2 X")  # fmt: skip
-    kinds = {"X": "X", "-": "SYS", "1": "NV1", "2": "NV2"}
-    names = " ".join(f"GPU{at}" for at in range(8))
-    rows = [f"GPU{at} {' '.join(kinds[one] for one in row.split())}" for at, row in enumerate(mesh)]
-    machine = parse_topo("\n".join([names, *rows]))
-    found = find_rings(machine)
-    hops = {(a, b) for ring in found.orders for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)}
-    assert found.total_gbps >= 80 and all(machine.near[hop].startswith("NV") for hop in hops)
-    pairs = "GPU0 GPU1 GPU2 GPU3\nGPU0 X NV4 SYS SYS\nGPU1 NV4 X SYS SYS\nGPU2 SYS SYS X NV4\nGPU3 SYS SYS NV4 X\n"
-    assert find_rings(parse_topo(pairs)).total_gbps <= 10.0

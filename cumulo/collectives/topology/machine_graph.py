@@ -1,5 +1,5 @@
 """MachineGraph: the GPUs and network cards of a machine, and the kind of path between each two. The
-readers make it; rings, drawing and the planner's catalogue entry come from it.
+readers make it; drawing and the planner's catalogue entry come from it.
 
 Path kinds are nvidia-smi's: NV# (so many NVLinks), PIX (one PCIe switch), PXB (several), PHB (through the
 CPU), NODE (through its PCIe host bridges), SYS (through the link between CPUs)."""
@@ -11,8 +11,7 @@ from itertools import takewhile
 
 from cumulo.errors import ConfigError
 
-# GB/s each way, as NCCL 2.30 counts them (src/graph/topo.h); NVLinks by the GPUs' generation.
-PATH_GBPS = {"PIX": 24.0, "PXB": 24.0, "PHB": 24.0, "NODE": 16.0, "SYS": 10.0, "NET": 0.0}
+# GB/s of an NVLink each way by the GPUs' generation, as NCCL 2.30 counts them (src/graph/topo.h).
 NVLINK_GBPS = {60: 18.0, 70: 20.0, 80: 20.0, 86: 12.0, 90: 20.6, 100: 40.1}
 ORDER = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS")
 _BY_LINKS = {18: 90, 12: 80, 6: 70, 4: 60}  # what a number of links to every peer tells about the generation
@@ -58,10 +57,6 @@ class MachineGraph:
     def nvlink_gbps(self) -> float:
         known = [sm for sm in NVLINK_GBPS if sm <= self.generation]
         return NVLINK_GBPS[max(known)] if known else 20.0
-
-    def pair_gbps(self, one: int, other: int) -> float:
-        kind = self.near.get((one, other), "SYS")
-        return links(kind) * self.nvlink_gbps if links(kind) else PATH_GBPS.get(kind, 10.0)
 
     @property
     def domain(self) -> int:
