@@ -3,13 +3,11 @@ table, against the vendor's library."""
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cumulo.bench.gpu.timing import KernelRow, Work, copies_past_cache, randn, relative_error, timed
-from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, block_matmul, block_reference
-from cumulo.kernels.cuda.linear.fp8_quantise import BLOCK, quantise
+from cumulo.kernels.cuda.linear.fp8 import Fp8Weight
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.linear.linear import choose, linear, prepare
 from cumulo.kernels.cuda.linear.product import Weight
@@ -80,25 +78,4 @@ def invariant_rows() -> Iterator[KernelRow]:
             lambda _: invariant_matmul(x, weight, out), rivals={"cuBLAS": lambda _: F.linear(x, weight)},
             repeats=5, error=relative_error(out[:128], x[:128].double() @ weight.double().t()),
             must_us=2 * m * n * k / 400e6 if m >= 4096 else None,
-        )  # fmt: skip
-
-
-def block_rows() -> Iterator[KernelRow]:
-    """Scales of blocks, against the vendor library's product with one scale a row, which has less to do."""
-    for m, n, k in ((4096, 4096, 4096), (8192, 28672, 4096)):
-        x, weight = quantise(randn(m, k), in_blocks=True), quantise(randn(n, k)).data
-        scales = torch.rand(-(-n // BLOCK), -(-k // BLOCK), device="cuda") + 0.5
-        out = block_matmul(x.data, x.scales, weight, scales)
-        by_row = (torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda"))
-
-        def library(_: int) -> Tensor:
-            return torch._scaled_mm(
-                x.data, weight.t(), *by_row, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-
-        yield timed(
-            "fp8_block_matmul", f"m={m} n={n} k={k}", Work(m * k + n * k + 2 * m * n, 2 * m * n * k),
-            lambda _: block_matmul(x.data, x.scales, weight, scales, out),
-            rivals={"cuBLAS/CUTLASS, scaled by row": library}, repeats=5, dtype="float8_e4m3fn",
-            error=relative_error(out[:256], block_reference(x.data[:256], x.scales[:256], weight, scales)),
         )  # fmt: skip

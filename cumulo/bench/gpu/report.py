@@ -24,7 +24,6 @@ OPERATIONS: dict[str, Callable[[], Iterator[KernelRow]]] = {
     "flash_attention": attention.dense_rows,
     "linear": products.linear_rows,
     "invariant_matmul": products.invariant_rows,
-    "fp8_block_matmul": products.block_rows,
     "fp8_quantise": operations.quantise_rows,
     "rms_norm": operations.norm_rows,
     "rope": operations.rope_rows,

@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.linear import fp8, fp8_quantise
-from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
-from cumulo.kernels.cuda.linear.fp8_quantise import quantise
+from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide, quantise, reference
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig
 from cumulo.kernels.cuda.linear.small_linear import SmallConfig
-from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.multiply import skinny_linear, small_linear
 from tests.kernels.cuda.tolerance import relative_error
 
@@ -21,16 +18,15 @@ def draw(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-@pytest.mark.parametrize("fusion", ["alone", "norm", "swiglu"])
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("columns", [128, 200, 384])
 def test_quantised_rows_are_what_torch_makes_of_them(
-    in_blocks: bool, fusion: str, columns: int, device: torch.device
+    normed: bool, columns: int, device: torch.device
 ) -> None:
-    x = draw(3, 2 * columns if fusion == "swiglu" else columns, device=device).half()
-    norm = 1 + draw(columns, device=device, seed=1).half() / 4 if fusion == "norm" else None
-    found = quantise(x, in_blocks=in_blocks, norm_weight=norm, eps=1e-5, swiglu=fusion == "swiglu")
-    exact = fp8_quantise.reference(x, in_blocks, norm, 1e-5, fusion == "swiglu")
+    x = draw(3, columns, device=device).half()
+    norm = 1 + draw(columns, device=device, seed=1).half() / 4 if normed else None
+    found = quantise(x, norm, 1e-5)
+    exact = reference(x, norm, 1e-5)
     assert torch.allclose(found.scales, exact.scales, rtol=1e-5)
     # A value between two codes may fall to either side; codes that differ must be neighbours, and rare.
     steps = (found.data.view(torch.uint8).int() - exact.data.view(torch.uint8).int()).abs()
@@ -38,21 +34,17 @@ def test_quantised_rows_are_what_torch_makes_of_them(
     assert relative_error(found.dequantised(), exact.dequantised()) < ROUNDING / 4
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_a_row_of_zeros_stays_zero(in_blocks: bool, device: torch.device) -> None:
-    rows = quantise(torch.zeros(2, 200, device=device, dtype=torch.float16), in_blocks=in_blocks)
+def test_a_row_of_zeros_stays_zero(device: torch.device) -> None:
+    rows = quantise(torch.zeros(2, 200, device=device, dtype=torch.float16))
     assert not rows.dequantised().any() and bool((rows.scales > 0).all())
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_a_weight_keeps_its_values_within_rounding_and_knows_its_bytes(
-    in_blocks: bool, device: torch.device
-) -> None:
+def test_a_weight_keeps_its_values_within_rounding_and_knows_its_bytes(device: torch.device) -> None:
     plain = draw(200, 300, device=device) * torch.logspace(-2, 2, 200, device=device)[:, None]
-    weight = Fp8Weight.quantised(plain, in_blocks)
+    weight = Fp8Weight.quantised(plain)
     assert relative_error(weight.dequantised(), plain) < ROUNDING
     assert weight.shape == (200, 300)
-    assert weight.nbytes == 200 * 300 + 4 * (2 * 3 if in_blocks else 200)
+    assert weight.nbytes == 200 * 300 + 4 * 200
 
 
 def test_a_few_rows_times_an_8_bit_weight_are_exact_for_that_weight(device: torch.device) -> None:
@@ -65,32 +57,7 @@ def test_a_few_rows_times_an_8_bit_weight_are_exact_for_that_weight(device: torc
     assert relative_error(skinny, exact) < 1e-3
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_block_scales_reach_the_right_blocks(splits: int, device: torch.device) -> None:
-    plain = draw(256, 256, device=device) / 200
-    plain[128:] *= 30
-    plain[:, 128:] *= 20
-    weight = Fp8Weight.quantised(plain, in_blocks=True)
-    x = draw(5, 256, device=device, seed=1).half()
-    config = SkinnyConfig(64, 64, splits, 4, 2)
-    found = skinny_linear(x, weight, config=config)
-    assert relative_error(found, x.double() @ weight.dequantised().double().t()) < 1e-3
-    half = skinny_linear(x, weight, swiglu=True, config=config)
-    gate, up = (x.float() @ weight.dequantised().t()).chunk(2, dim=1)
-    assert relative_error(half, torch.nn.functional.silu(gate) * up) < 2e-3
-
-
-def test_the_block_scaled_product_of_two_8_bit_matrices(device: torch.device) -> None:
-    weight = Fp8Weight.quantised(draw(150, 200, device=device) * 3, in_blocks=True)
-    x = quantise(draw(5, 200, device=device, seed=1).half() * 7, in_blocks=True)
-    found = fp8.block_matmul(x.data, x.scales, weight.data, weight.scales, dtype=torch.float32, block_m=16)
-    exact = fp8.block_reference(x.data, x.scales, weight.data, weight.scales)
-    assert relative_error(found, exact) < 1e-5
-    assert relative_error(found, x.dequantised().double() @ weight.dequantised().double().t()) < 1e-5
-
-
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_many_rows_are_close_to_the_product_in_full_precision(in_blocks: bool, device: torch.device) -> None:
+def test_many_rows_are_close_to_the_product_in_full_precision(device: torch.device) -> None:
     plain = draw(32, 256, device=device) / 16
     x = draw(20, 256, device=device, seed=1).half()
     norm, residual = (
@@ -101,7 +68,7 @@ def test_many_rows_are_close_to_the_product_in_full_precision(in_blocks: bool, d
     stream = residual.clone().to(dtype)
     fp8_linear_wide(
         x.to(dtype),
-        Fp8Weight.quantised(plain, in_blocks),
+        Fp8Weight.quantised(plain),
         stream,
         norm_weight=norm.to(dtype),
         residual=stream,
@@ -111,27 +78,3 @@ def test_many_rows_are_close_to_the_product_in_full_precision(in_blocks: bool, d
         2, dim=1
     )
     assert relative_error(stream, residual.float() + torch.nn.functional.silu(gate) * up) < 0.04
-
-
-@pytest.mark.long
-@pytest.mark.long
-def test_on_hopper_blocks_are_multiplied_by_the_8_bit_matrix_unit() -> None:
-    integers = ("M", "N", "K", "stride_x", "stride_w", "stride_out", "stride_x_scales", "stride_w_scales")
-    (made,) = compile_for_sm90(
-        [
-            Case(
-                kernel="cumulo.kernels.cuda.linear.fp8:_block_matmul_kernel",
-                types={
-                    **dict.fromkeys(("x", "weight"), "*fp8e4nv"),
-                    **dict.fromkeys(("x_scales", "weight_scales"), "*fp32"),
-                    **dict.fromkeys(integers, "i32:16"),
-                    "out": "*bf16",
-                },
-                constants={"EVEN_K": True, "BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "STAGES": 4},
-                num_warps=8,
-                num_stages=4,
-            )
-        ]
-    )
-    made.check_fits()
-    assert made.count("QGMMA") and made.count("LDGSTS")

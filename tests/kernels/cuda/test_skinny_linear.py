@@ -93,7 +93,7 @@ def test_a_split_that_does_not_fit_the_workspace_is_not_made() -> None:
     assert op.splits_for(m=16, n=1024, k=4096, block_n=64, block_k=128, swiglu=False) > 1
 
 
-def case(config: SkinnyConfig, m: int, weight: str = "*bf16", scaled: int = 0, **fusions: bool) -> Case:
+def case(config: SkinnyConfig, m: int, weight: str = "*bf16", scaled: bool = False, **fusions: bool) -> Case:
     flags = {name: fusions.get(name.lower(), False) for name in ("NORM", "SWIGLU", "RESIDUAL", "BIAS")}
     integers = ("OUTPUTS", "K", "K_PER_SPLIT", "stride_x", "stride_weight", "stride_out", "stride_residual")
     return Case(
@@ -102,7 +102,7 @@ def case(config: SkinnyConfig, m: int, weight: str = "*bf16", scaled: int = 0, *
             **dict.fromkeys(("x", "out", "norm_weight", "residual", "bias"), "*bf16"),
             **dict.fromkeys(integers, "i32:16"),
             **dict.fromkeys(("scales", "partials"), "*fp32"),
-            **dict.fromkeys(("M", "stride_scales"), "i32"),
+            "M": "i32",
             "counters": "*i32",
             "weight": weight,
             "eps": "fp32",
@@ -129,7 +129,7 @@ def test_on_hopper_it_runs_on_the_wide_matrix_unit_with_asynchronous_loads() -> 
             case(op.default_config(16, 4096, 4096), 16, residual=True),
             case(op.default_config(128, 6144, 4096), 128),
             case(op.default_config(16, 28672, 4096, True), 16, norm=True, swiglu=True),
-            case(op.default_config(16, 6144, 4096), 16, weight="*fp8e4nv", scaled=2),
+            case(op.default_config(16, 6144, 4096), 16, weight="*fp8e4nv", scaled=True),
         ]
     )
     for compiled in made:

@@ -19,7 +19,6 @@ from cumulo.kernels.cuda.elementwise.swiglu import swiglu as swiglu_rows
 from cumulo.kernels.cuda.linear import few_dot, skinny_linear, small_linear, w4, w4_dot
 from cumulo.kernels.cuda.linear.few_dot import DotConfig
 from cumulo.kernels.cuda.linear.fp8 import Fp8Weight, fp8_linear_wide
-from cumulo.kernels.cuda.linear.fp8_quantise import Fp8Rows
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.linear.product import SMALL_MATRIX, PagedRotation, Product, Weight
 from cumulo.kernels.cuda.linear.skinny_linear import SkinnyConfig, ends_in_a_short_wave, workspace
@@ -86,7 +85,7 @@ def prepare(device: torch.device | str) -> None:
 
 def kind_of(weight: Weight) -> str:
     if isinstance(weight, Fp8Weight):
-        return "fp8 blocks" if weight.in_blocks else "fp8"
+        return "fp8"
     if isinstance(weight, W4Weight):
         return f"w4g{weight.group}"
     return "bf16" if weight.dtype == torch.bfloat16 else str(weight.dtype).removeprefix("torch.")
@@ -153,13 +152,13 @@ def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
         if w4_dot.wins(m, k, swiglu):
             return Choice("w4 dot")
         return Choice("w4" if m <= 128 or (m <= 256 and n * k >= W4_WIDE) else "library")
-    if m == 1 and kind != "fp8 blocks":
+    if m == 1:
         return _one_row(n, k, kind, swiglu)
     if _by_dots(m, n, k, kind):
         return Choice("dot", few_dot.default_config(m, n, k, swiglu))
-    if m <= small_linear.MAX_ROWS and n * k <= SMALL_MATRIX and not kind.startswith("fp8"):
+    if m <= small_linear.MAX_ROWS and n * k <= SMALL_MATRIX and kind != "fp8":
         return Choice("small")
-    if kind.startswith("fp8"):
+    if kind == "fp8":
         return Choice("skinny" if m <= 64 else "library")  # above, the 8-bit tensor cores win
     if ends_in_a_short_wave(n, swiglu) and k < 8192:
         # Two programs on each multiprocessor make up for it where there are so few tiles and rows.
@@ -192,7 +191,7 @@ def _power_of_2(k: int) -> int:
 
 
 def linear(
-    x: Tensor | Fp8Rows,
+    x: Tensor,
     weight: Weight,
     out: Tensor | None = None,
     *,
@@ -214,10 +213,6 @@ def linear(
     rotated queries then, keys and values are on their pages. `choice`: who computes it; None: as measured or by
     rule.
     """
-    if isinstance(x, Fp8Rows):
-        if not isinstance(weight, Fp8Weight):
-            raise ValueError("rows in e4m3 multiply a weight in e4m3 only")
-        return fp8_linear_wide(x, weight, out, residual=residual, swiglu=swiglu, bias=bias)
     if invariant:
         return _invariant(x, weight, out, norm_weight, eps, residual, swiglu, bias, parts)
     if choice is None and rotation is not None:
@@ -289,8 +284,6 @@ def _invariant(
     residual: Tensor | None, swiglu: bool, bias: Tensor | None, parts: int,
 ) -> Tensor:  # fmt: skip
     """One kernel for every number of rows; what surrounds it works a row at a time anyway."""
-    if isinstance(weight, Fp8Weight) and weight.in_blocks:
-        raise ValueError("weights scaled in blocks have no batch-invariant product: use one scale a row")
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     if isinstance(weight, Fp8Weight):

@@ -7,7 +7,7 @@ widened in registers on their way to the tensor cores. Loads run several tiles a
 
 A matrix with few rows does not fill the GPU: then K is cut into `splits`, each program leaves a partial sum, and
 the one that arrives last adds them *in order of k*, whoever it is: the result does not depend on timing.
-RMSNorm is folded in as in small_linear; block scales (128×128) multiply the product of one block of k.
+RMSNorm is folded in as in small_linear.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from torch import Tensor
 from cumulo.kernels.cuda.linear.product import SMALL_MATRIX, Product
 
 MAX_ROWS = 128
-BLOCK = 128  # side of a scale block (DeepSeek-V3, 2024, section 3.3.2)
 PARTIAL_FLOATS = 8 << 20  # 32 MiB of partial sums a device
 MAX_TILES = 1 << 16
 SHARED_BYTES = 220 << 10
@@ -210,11 +209,10 @@ def finish(y, z, squares, out, residual, bias, scales, n_offsets, n_safe, m_offs
 
 @triton.jit
 def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, partials, counters, M, OUTPUTS, K,
-                          K_PER_SPLIT, stride_x, stride_out, stride_residual, stride_weight, stride_scales, eps,
+                          K_PER_SPLIT, stride_x, stride_out, stride_residual, stride_weight, eps,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                           SPLITS: tl.constexpr, EVEN_K: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
                           RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
-    """SCALED: 0 no scales, 1 one a row of W, 2 one a 128×128 block of W."""
     tile, split = tl.program_id(0), tl.program_id(1)
     n_offsets = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the end read the last row again: no mask on the stream of weights, and they are never stored.
@@ -257,17 +255,9 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
                     other=0.0,
                     eviction_policy="evict_first",
                 )
-        if SCALED == 2:
-            # BLOCK_N and BLOCK_K divide the side of a block, so one number scales the whole product.
-            scale = tl.load(scales + (tile * BLOCK_N // 128) * stride_scales + k // 128)
-            acc += scale * tl.dot(widen(w, rows.dtype), tl.trans(rows), input_precision="ieee")
-            if SWIGLU:
-                scale = tl.load(scales + ((OUTPUTS + tile * BLOCK_N) // 128) * stride_scales + k // 128)
-                up += scale * tl.dot(widen(u, rows.dtype), tl.trans(rows), input_precision="ieee")
-        else:
-            acc = tl.dot(widen(w, rows.dtype), tl.trans(rows), acc, input_precision="ieee")
-            if SWIGLU:
-                up = tl.dot(widen(u, rows.dtype), tl.trans(rows), up, input_precision="ieee")
+        acc = tl.dot(widen(w, rows.dtype), tl.trans(rows), acc, input_precision="ieee")
+        if SWIGLU:
+            up = tl.dot(widen(u, rows.dtype), tl.trans(rows), up, input_precision="ieee")
 
     squares = tl.sum(squared, axis=1) if NORM else tl.zeros([BLOCK_M], tl.float32)
     is_last = True
@@ -278,7 +268,7 @@ def _skinny_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, p
     if is_last:
         finish(
             acc, up, squares, out, residual, bias, scales, n_offsets, n_safe, m_offsets, OUTPUTS, M, K, stride_out,
-            stride_residual, eps, NORM, SWIGLU, RESIDUAL, BIAS, SCALED == 1,
+            stride_residual, eps, NORM, SWIGLU, RESIDUAL, BIAS, SCALED,
         )  # fmt: skip
 
 
@@ -307,7 +297,7 @@ def _workspace_suffices(m: int, tiles: int, splits: int, block_n: int, swiglu: b
 
 
 def launch(product: Product, config: SkinnyConfig | None) -> None:
-    """Computes at most 128 rows; 8-bit weights may be scaled by row or in blocks."""
+    """Computes at most 128 rows."""
     m, n, k = product.sizes
     x, swiglu, outputs = product.x, product.swiglu, product.outputs
     weight, scales = product.matrix
@@ -317,13 +307,6 @@ def launch(product: Product, config: SkinnyConfig | None) -> None:
         normed = product.norm_weight is not None
         config = default_config(m, n, k, swiglu, norm=normed, element_bytes=weight.element_size())
     block_n, block_k = config.block_n, config.block_k
-    scaled = 0 if scales is None else scales.dim()
-    if scaled == 2:
-        block_k = min(block_k, BLOCK)
-        if swiglu and outputs % BLOCK:
-            raise ValueError(
-                f"gate rows that end inside a scale block ({outputs} rows) cannot be paired with up rows"
-            )
     tiles = -(-outputs // block_n)
     splits = min(config.splits, -(-k // block_k))
     if splits > 1 and not _workspace_suffices(m, tiles, splits, block_n, swiglu):
@@ -342,14 +325,13 @@ def launch(product: Product, config: SkinnyConfig | None) -> None:
         triton.cdiv(triton.cdiv(k, block_k), splits) * block_k,
         *product.strides,
         weight.stride(0),
-        scales.stride(0) if scales is not None and scaled == 2 else 0,
         product.eps,
         BLOCK_M=max(config.least_rows, triton.next_power_of_2(m)),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         SPLITS=splits,
         EVEN_K=k % block_k == 0,
-        SCALED=scaled,
+        SCALED=scales is not None,
         **product.flags,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
