@@ -39,7 +39,7 @@ def copy_of(weight: Weight) -> Weight:
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(weight.data.clone(), weight.scales.clone())
     if isinstance(weight, W4Weight):
-        return W4Weight(weight.words.clone(), weight.scales.clone(), weight.minimums, weight.group)
+        return W4Weight(weight.words.clone(), weight.scales.clone())
     return weight.clone()
 
 

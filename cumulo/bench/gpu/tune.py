@@ -109,7 +109,7 @@ def candidates(shape: Shape, m: int, kind: str) -> list[Choice]:
     if kind == "w4":
         dots = w4_dot.takes(m, k)
         most = 8 if dots else (None if m < 128 else 4)
-        found += [Choice("w4", config) for config in w4.candidates(m, n, k, 128, swiglu)[:most]]
+        found += [Choice("w4", config) for config in w4.candidates(m, n, k, swiglu)[:most]]
         return found + ([Choice("w4 dot", config) for config in w4_dot.candidates(k)] if dots else [])
     small_matrix = n * k <= SMALL_MATRIX * (2 if m == 1 else 1)
     if kind == "bf16" and small_matrix and few_dot.takes(m, k):

@@ -27,7 +27,7 @@ def given(device: torch.device) -> dict[str, Tensor]:
 
 
 def weights(plain: Tensor) -> dict[str, Weight]:
-    return {"plain": plain, "fp8": Fp8Weight.quantised(plain), "w4": W4Weight.quantised(plain, 64)}
+    return {"plain": plain, "fp8": Fp8Weight.quantised(plain), "w4": W4Weight.quantised(plain)}
 
 
 def dense(weight: Weight) -> Tensor:
@@ -160,7 +160,7 @@ def test_the_table_of_winners_survives_json(monkeypatch: pytest.MonkeyPatch) -> 
     table = {
         "bf16 m1 n8 k16": Choice("small", SmallConfig(2, 512, 4)),
         "bf16 m64 n8 k16 swiglu": Choice("skinny", SkinnyConfig(64, 128, 4, 4, 5)),
-        "w4g128 m16 n8 k16": Choice("w4", W4Config(64, 2, 4, 6)),
+        "w4 m16 n8 k16": Choice("w4", W4Config(64, 2, 4, 6)),
         "fp8 m128 n8 k16": Choice("library"),
     }
     monkeypatch.setattr(door, "WINNERS", dict(table))
@@ -186,7 +186,7 @@ def test_real_shapes_in_bfloat16_agree_with_float64(m: int, kind: str) -> None:
     if kind == "fp8":
         weight = Fp8Weight.quantised(plain)
     elif kind == "w4":
-        weight = W4Weight.quantised(plain, 128)
+        weight = W4Weight.quantised(plain)
     residual = draw(m, 3072)
     stream = residual.clone()
     linear(x, weight, stream, norm_weight=norm, residual=stream, swiglu=True)

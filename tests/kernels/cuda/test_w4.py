@@ -5,7 +5,7 @@ import torch
 
 from cumulo.kernels.cuda.linear import w4
 from cumulo.kernels.cuda.linear.w4 import W4Config
-from cumulo.kernels.cuda.linear.w4_weight import GROUPS, W4Weight
+from cumulo.kernels.cuda.linear.w4_weight import W4Weight
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.multiply import inputs, w4_linear
 from tests.kernels.cuda.tolerance import poisoned, relative_error
@@ -13,42 +13,35 @@ from tests.kernels.cuda.tolerance import poisoned, relative_error
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_codes_come_back_as_they_were_packed(group: int) -> None:
+def test_codes_come_back_as_they_were_packed() -> None:
     codes = torch.randint(0, 16, (5, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    weight = W4Weight.packed(codes, torch.ones(256 // group, 5), None, group)
+    weight = W4Weight.packed(codes, torch.ones(2, 5))
     assert torch.equal(weight.codes(), codes)
     assert torch.equal(weight.dequantised(), codes.float() - 8)
     assert weight.words.nbytes == 64 * 256 // 2 and weight.shape == codes.shape
 
 
-@pytest.mark.parametrize("affine", [False, True])
-def test_a_quantised_weight_is_within_half_a_step_of_the_original(affine: bool) -> None:
-    plain = torch.randn(6, 128, generator=torch.Generator().manual_seed(1)) + (3.0 if affine else 0.0)
-    plain[0, :32] = 0
-    weight = W4Weight.quantised(plain, 32, affine)
-    step = weight.scales.abs().t().repeat_interleave(32, 1)
-    # Without minimums the side away from the group's extreme has one code less, and is clamped by a step at most.
-    allowed = 0.5 if affine else 1.0
-    assert bool(((weight.dequantised() - plain).abs() <= allowed * step + 1e-6).all())
-    assert not weight.dequantised()[0, :32].abs().gt(1e-6).any()
+def test_a_quantised_weight_is_within_a_step_of_the_original() -> None:
+    plain = torch.randn(6, 256, generator=torch.Generator().manual_seed(1))
+    plain[0, :128] = 0
+    weight = W4Weight.quantised(plain)
+    step = weight.scales.abs().t().repeat_interleave(128, 1)
+    # The side away from the group's extreme has one code less, and is clamped by a step at most.
+    assert bool(((weight.dequantised() - plain).abs() <= step + 1e-6).all())
+    assert not weight.dequantised()[0, :128].abs().gt(1e-6).any()
 
 
 def test_rows_that_groups_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rows of 100 weights .* a multiple of 128"):
-        W4Weight.quantised(torch.zeros(4, 100), 64)
-    with pytest.raises(ValueError, match="groups of 48"):
-        W4Weight.quantised(torch.zeros(4, 128), 48)
+        W4Weight.quantised(torch.zeros(4, 100))
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize(("m", "n", "splits"), [(1, 16, 1), (5, 20, 2), (17, 33, 1)])
 def test_the_product_is_exact_for_the_packed_matrix(
-    group: int, affine: bool, m: int, n: int, splits: int, device: torch.device
+    m: int, n: int, splits: int, device: torch.device
 ) -> None:
     given = inputs(m, n, 384, device)
-    weight = W4Weight.quantised(given["weight"], group, affine)
+    weight = W4Weight.quantised(given["weight"])
     out = poisoned(m, n, dtype=torch.float16, device=device)
     w4_linear(given["x"], weight, out, config=W4Config(16, splits, 4, 2))
     assert relative_error(out, given["x"].double() @ weight.dequantised().double().t()) < 1e-3
@@ -56,7 +49,7 @@ def test_the_product_is_exact_for_the_packed_matrix(
 
 def test_bias_residual_and_swiglu_are_part_of_it(device: torch.device) -> None:
     given = inputs(5, 32, 128, device)
-    weight = W4Weight.quantised(given["weight"], 64)
+    weight = W4Weight.quantised(given["weight"])
     config = W4Config(16, 2, 4, 2)
     stream = given["residual"].clone()
     w4_linear(given["x"], weight, stream, residual=stream, bias=given["bias"], config=config)
@@ -67,14 +60,10 @@ def test_bias_residual_and_swiglu_are_part_of_it(device: torch.device) -> None:
     assert relative_error(activated, torch.nn.functional.silu(gate) * up) < 2e-3
 
 
-@pytest.mark.parametrize(
-    ("splits", "affine", "swiglu"), [(1, False, True), (2, True, True), (2, False, False)]
-)
-def test_the_norm_before_it_is_part_of_it(
-    splits: int, affine: bool, swiglu: bool, device: torch.device
-) -> None:
+@pytest.mark.parametrize(("splits", "swiglu"), [(1, True), (2, True), (2, False)])
+def test_the_norm_before_it_is_part_of_it(splits: int, swiglu: bool, device: torch.device) -> None:
     given = inputs(3, 40, 256, device)
-    weight = W4Weight.quantised(given["weight"], 32, affine)
+    weight = W4Weight.quantised(given["weight"])
     gains = torch.rand(256, generator=torch.Generator().manual_seed(3)).to(device, torch.float16)
     x = given["x"].double()
     exact = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gains.double()
@@ -91,7 +80,7 @@ def test_the_norm_before_it_is_part_of_it(
 
 def test_more_rows_than_a_tile_are_computed_tile_by_tile(device: torch.device) -> None:
     given = inputs(70, 16, 128, device)
-    weight = W4Weight.quantised(given["weight"], 32)
+    weight = W4Weight.quantised(given["weight"])
     runs = [w4_linear(given["x"], weight, config=W4Config(16, 2, 4, 2)) for _ in range(2)]
     assert relative_error(runs[0], given["x"].double() @ weight.dequantised().double().t()) < 1e-3
     assert torch.equal(*runs)
@@ -99,7 +88,7 @@ def test_more_rows_than_a_tile_are_computed_tile_by_tile(device: torch.device) -
 
 @pytest.mark.long
 def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
-    config = w4.default_config(16, 4096, 4096, 128)
+    config = w4.default_config(16, 4096, 4096)
     integers = ("OUTPUTS", "N", "K", "stride_x", "stride_out", "stride_residual")
     cases = [
         Case(
@@ -107,7 +96,7 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
             types={
                 **dict.fromkeys(("x", "out", "bias", "residual", "norm_weight"), "*bf16"),
                 "eps": "fp32",
-                **dict.fromkeys(("scales", "minimums", "partials"), "*fp32"),
+                **dict.fromkeys(("scales", "partials"), "*fp32"),
                 **dict.fromkeys(integers, "i32:16"),
                 **dict.fromkeys(("M", "STEPS_PER_SPLIT"), "i32"),
                 "words": "*i16",
@@ -118,9 +107,7 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
                 **dict.fromkeys(("NORM", "SWIGLU"), few),
                 "EARLY": 2 if few else 0,
                 "AHEAD": 2,
-                "AFFINE": affine,
                 "PAIRED": True,
-                "GROUP": group,
                 "BLOCK_M": 8 if few else 16,
                 "BLOCK_N": config.block_n,
                 "SPLITS": config.splits,
@@ -129,7 +116,7 @@ def test_on_hopper_codes_become_matrix_operands_without_conversions() -> None:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-        for group, affine, few in ((128, False, False), (32, True, False), (128, False, True))
+        for few in (False, True)
     ]
     for made in compile_for_sm90(cases):
         made.check_fits()

@@ -12,7 +12,7 @@ from cumulo.kernels.cuda.linear import w4_dot as op
 from cumulo.kernels.cuda.linear.linear import Choice
 from cumulo.kernels.cuda.linear.product import PagedRotation
 from cumulo.kernels.cuda.linear.w4_dot import W4DotConfig
-from cumulo.kernels.cuda.linear.w4_weight import GROUPS, W4Weight
+from cumulo.kernels.cuda.linear.w4_weight import W4Weight
 from tests.kernels.cuda.compile_sm90 import Case, compile_for_sm90
 from tests.kernels.cuda.multiply import inputs, w4_dot
 from tests.kernels.cuda.play_dots import Played, constants_of
@@ -27,7 +27,7 @@ CONSTANTS = constants_of(op, KERNEL)
 @pytest.fixture(autouse=True)
 def _played_without_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
-        monkeypatch.setattr(op, KERNEL, Played(op, KERNEL, ("_step", "_of_groups")))
+        monkeypatch.setattr(op, KERNEL, Played(op, KERNEL, ("_step",)))
 
 
 def given(m: int, n: int, k: int, device: torch.device) -> dict[str, Tensor]:
@@ -42,8 +42,6 @@ def exactly(x: Tensor, weight: W4Weight, norm: Tensor | None = None, bias: Tenso
     return y if bias is None else y + bias.double()
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [
@@ -54,23 +52,21 @@ def exactly(x: Tensor, weight: W4Weight, norm: Tensor | None = None, bias: Tenso
     ],
 )
 def test_the_product_is_exact_for_the_packed_matrix(
-    m: int, n: int, k: int, config: W4DotConfig, group: int, affine: bool, device: torch.device
+    m: int, n: int, k: int, config: W4DotConfig, device: torch.device
 ) -> None:
     numbers = given(m, n, k, device)
-    weight = W4Weight.quantised(numbers["weight"], group, affine)
+    weight = W4Weight.quantised(numbers["weight"])
     out = poisoned(m, n, dtype=torch.bfloat16, device=device)
     w4_dot(numbers["x"], weight, out, config=config)
     assert relative_error(out, exactly(numbers["x"], weight)) < 3e-3
 
 
 @pytest.mark.parametrize("m", [1, 5])
-@pytest.mark.parametrize(("swiglu", "affine"), [(True, False), (False, True), (True, True)])
-def test_norm_bias_swiglu_and_residual_are_part_of_it(
-    m: int, swiglu: bool, affine: bool, device: torch.device
-) -> None:
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_norm_bias_swiglu_and_residual_are_part_of_it(m: int, swiglu: bool, device: torch.device) -> None:
     outputs = 41
     numbers = given(m, 2 * outputs if swiglu else outputs, 640, device)
-    weight = W4Weight.quantised(numbers["weight"], 128, affine)
+    weight = W4Weight.quantised(numbers["weight"])
     stream = numbers["residual"][:, :outputs].contiguous()
     exact = exactly(numbers["x"], weight, numbers["norm"], numbers["bias"])
     if swiglu:
@@ -88,7 +84,7 @@ def test_a_column_far_larger_than_the_others_drowns_no_codes(device: torch.devic
     """What is added to every code and taken away again is 136 times x, also where x is a thousand."""
     numbers = given(1, 48, 256, device)
     numbers["x"][:, 7] = 1000.0
-    weight = W4Weight.quantised(numbers["weight"], 128)
+    weight = W4Weight.quantised(numbers["weight"])
     out = w4_dot(numbers["x"], weight, config=W4DotConfig(16, 2, 1))
     assert relative_error(out, exactly(numbers["x"], weight)) < 3e-3
 
@@ -99,7 +95,7 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_are_on_their_pages(
 ) -> None:
     tokens, width, k = 3, (heads + 2 * kv_heads) * dim, 256
     numbers = given(tokens, width, k, device)
-    weight = W4Weight.quantised(numbers["weight"], 64)
+    weight = W4Weight.quantised(numbers["weight"])
     angles = torch.arange(64, device=device)[:, None] * torch.rand(dim // 2, device=device)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     positions = torch.tensor([7, 33, 0], dtype=torch.int32, device=device)
@@ -157,7 +153,7 @@ def test_the_door_asks_it_for_a_few_rows_and_another_kernel_where_it_does_not_ap
     kernels = [door.choose(m, weight).kernel for m in (1, 8, 9)]
     assert kernels == ["w4 dot", "w4 dot", "w4"]
     assert [door.choose(m, weight, swiglu=True).kernel for m in (1, 2)] == ["w4 dot", "w4"]
-    long = [door._default(1, 4096, k, "w4g128").kernel for k in (14336, 16384, 28672)]
+    long = [door._default(1, 4096, k, "w4").kernel for k in (14336, 16384, 28672)]
     assert long == ["w4 dot", "w4", "w4"]
     assert not door.rotates(9, weight, torch.bfloat16) and not door.rotates(1, weight, torch.float16)
     assert door.rotates(1, weight, torch.bfloat16) == weight.words.is_cuda  # without a GPU nothing plays that
@@ -172,15 +168,15 @@ def test_the_table_of_winners_says_how(device: torch.device, monkeypatch: pytest
         "config": {"rows": 16, "slices": 2, "ahead": 1, "early": True, "waits_first": True},
     }
     monkeypatch.setattr(door, "WINNERS", {})
-    door.use_winners({door.shape_key(1, 64, 256, "w4g128", False): row})
+    door.use_winners({door.shape_key(1, 64, 256, "w4", False): row})
     assert door.choose(1, weight) == Choice("w4 dot", W4DotConfig(16, 2, 1, waits_first=True))
-    assert door.winners()[door.shape_key(1, 64, 256, "w4g128", False)] == row
+    assert door.winners()[door.shape_key(1, 64, 256, "w4", False)] == row
 
 
 TYPES = (
     dict.fromkeys(("x", "out", "norm_weight", "residual", "bias", "cos", "sin", "keys", "values"), "*bf16")
     | dict.fromkeys(("positions", "slots"), "*i32")
-    | {"M": "i32", "eps": "fp32", "words": "*i16", "scales": "*fp32", "minimums": "*fp32"}
+    | {"M": "i32", "eps": "fp32", "words": "*i16", "scales": "*fp32"}
     | dict.fromkeys(
         ("OUTPUTS", "N", "stride_x", "stride_out", "stride_residual", "block_stride", "head_stride"), "i32:16"
     )
@@ -189,7 +185,7 @@ TYPES = (
 
 def case(k: int, rows: int, slices: int, ahead: int, **more: object) -> Case:
     constants = dict.fromkeys(CONSTANTS, 0) | {
-        "K": k, "GROUP": 128, "LINES": 1, "TILE": rows, "SLICES": slices, "AHEAD": ahead, "EARLY": 1,
+        "K": k, "LINES": 1, "TILE": rows, "SLICES": slices, "AHEAD": ahead, "EARLY": 1,
         "num_warps": slices, **more,
     }  # fmt: skip
     return Case(f"{op.__name__}:{KERNEL}", TYPES, constants, slices, options={"launch_pdl": True})
@@ -201,7 +197,7 @@ def test_weights_go_from_memory_to_the_tensor_cores_and_are_asked_for_before_the
         case(4096, 16, 8, 4, NORM=1, SWIGLU=1),
         case(4096, 16, 8, 4, RESIDUAL=1),
         case(4096, 32, 8, 4, NORM=1, DIM=128, HEADS=32, KV_HEADS=8, PAGE=64),
-        case(4096, 16, 8, 4, NORM=1, LINES=8, AFFINE=1),
+        case(4096, 16, 8, 4, NORM=1, LINES=8),
     ]
     for made, asked in zip(compile_for_sm90(cases), cases, strict=True):
         tiles = asked.constants["TILE"] // 16
@@ -232,9 +228,9 @@ def test_more_than_eight_rows_are_normed_and_activated_by_kernels_of_their_own()
     ],
 )
 def test_with_more_rows_a_product_is_split_less(m: int, n: int, k: int, splits: int) -> None:
-    assert w4.default_config(m, n, k, 128).splits == splits
+    assert w4.default_config(m, n, k).splits == splits
 
 
 def test_up_to_256_rows_of_wide_matrices_are_not_unpacked_in_memory() -> None:
-    kernels = [door._default(m, n, 4096, "w4g128").kernel for n in (4096, 2048) for m in (128, 256, 257)]
+    kernels = [door._default(m, n, 4096, "w4").kernel for n in (4096, 2048) for m in (128, 256, 257)]
     assert kernels == ["w4", "w4", "library", "w4", "library", "library"]

@@ -87,7 +87,7 @@ def kind_of(weight: Weight) -> str:
     if isinstance(weight, Fp8Weight):
         return "fp8"
     if isinstance(weight, W4Weight):
-        return f"w4g{weight.group}"
+        return "w4"
     return "bf16" if weight.dtype == torch.bfloat16 else str(weight.dtype).removeprefix("torch.")
 
 
@@ -148,7 +148,7 @@ def _measured(m: int, n: int, k: int, kind: str, swiglu: bool) -> Choice | None:
 
 
 def _default(m: int, n: int, k: int, kind: str, swiglu: bool = False) -> Choice:
-    if kind.startswith("w4"):
+    if kind == "w4":
         if w4_dot.wins(m, k, swiglu):
             return Choice("w4 dot")
         return Choice("w4" if m <= 128 or (m <= 256 and n * k >= W4_WIDE) else "library")

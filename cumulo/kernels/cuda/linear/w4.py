@@ -1,6 +1,6 @@
 """w4: the product of a few rows of 16-bit activations with 4-bit weights (W4A16). `linear` calls it.
 
-Must move: half a byte a weight and four bytes a group of 32, 64 or 128, about a quarter of bfloat16, so up to four
+Must move: half a byte a weight and four bytes a group of 128, about a quarter of bfloat16, so up to four
 times the speed where reading weights is all the time. Then unpacking counts: a code put into the last bits of a
 power of two is that power plus the code, for two weights an instruction, and the scale multiplies a group's
 product, not every weight. And beginning and ending count: a product of one row takes a few microseconds, so the
@@ -35,9 +35,7 @@ class W4Config:
     early: bool = False  # begins while the kernel before it ends (programmatic dependent launch)
 
 
-def default_config(
-    m: int, n: int, k: int, group: int, multiprocessors: int = 132, swiglu: bool = False
-) -> W4Config:
+def default_config(m: int, n: int, k: int, swiglu: bool = False, multiprocessors: int = 132) -> W4Config:
     """Makes as many programs as all multiprocessors hold at once: a step is short, so others must run while one
     waits. With more rows a program has enough to do, and adding splits up costs more. One row of a matrix of up
     to 16 MiB starts before the kernel ahead has ended."""
@@ -50,9 +48,9 @@ def default_config(
     return W4Config(block_n, splits, warps, 3, early=m == 1 and not swiglu and n * k <= EARLY_WEIGHTS)
 
 
-def candidates(m: int, n: int, k: int, group: int, swiglu: bool = False) -> list[W4Config]:
+def candidates(m: int, n: int, k: int, swiglu: bool = False) -> list[W4Config]:
     """What `tune` tries."""
-    default = default_config(m, n, k, group, swiglu=swiglu)
+    default = default_config(m, n, k, swiglu)
     found = [default]
     for block_n, warps, stages in _TILES_OF_FEW if m <= 4 else _TILES:
         splits = max(1, default.splits * default.block_n // block_n)
@@ -65,10 +63,10 @@ def candidates(m: int, n: int, k: int, group: int, swiglu: bool = False) -> list
     return list(dict.fromkeys(found))
 
 
-# Two words become four pairs of bfloat16, place by place.
-_PLACES = """{{
+# Two words become four pairs of bfloat16, place by place: codes on 128, less 136.
+_PLACES = tl.constexpr("""{
 .reg .b32 rest, less;
-mov.b32 less, {less};
+mov.b32 less, 0x43084308;
 lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
 shr.u32 rest, $4, 4;
 lop3.b32 $1, rest, 0x000f000f, 0x43004300, 0xea;
@@ -80,18 +78,16 @@ sub.bf16x2 $0, $0, less;
 sub.bf16x2 $1, $1, less;
 sub.bf16x2 $2, $2, less;
 sub.bf16x2 $3, $3, less;
-}}"""
-_LESS_128 = tl.constexpr(_PLACES.format(less="0x43004300"))
-_LESS_136 = tl.constexpr(_PLACES.format(less="0x43084308"))
+}""")
 
 
 @triton.jit
-def _numbers(words, OFFSET: tl.constexpr, PAIRED: tl.constexpr, dtype: tl.constexpr):
-    """The codes in the four places of a tile of words, less OFFSET. `PAIRED`: by Hopper's instructions for two
-    bfloat16 at a time."""
+def _numbers(words, PAIRED: tl.constexpr, dtype: tl.constexpr):
+    """The codes in the four places of a tile of words, less 8. `PAIRED`: by Hopper's instructions for two bfloat16
+    at a time."""
     if PAIRED:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            _LESS_136 if OFFSET == 8 else _LESS_128,
+            _PLACES,
             "=&r,=&r,=&r,=&r,r",
             [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -99,8 +95,8 @@ def _numbers(words, OFFSET: tl.constexpr, PAIRED: tl.constexpr, dtype: tl.conste
             pack=2,
         )
     else:
-        p0, p1 = ((words & 15) - OFFSET).to(dtype), (((words >> 4) & 15) - OFFSET).to(dtype)
-        p2, p3 = (((words >> 8) & 15) - OFFSET).to(dtype), (((words >> 12) & 15) - OFFSET).to(dtype)
+        p0, p1 = ((words & 15) - 8).to(dtype), (((words >> 4) & 15) - 8).to(dtype)
+        p2, p3 = (((words >> 8) & 15) - 8).to(dtype), (((words >> 12) & 15) - 8).to(dtype)
     return p0, p1, p2, p3
 
 
@@ -116,22 +112,11 @@ def _activations(x, gains, m_mask, squared, NORM: tl.constexpr):
 
 
 @triton.jit
-def _add_group(acc, product, total, scales, minimums, place, AFFINE: tl.constexpr):
-    """Scale a group's product into the sum."""
-    acc += product * tl.load(scales + place)[:, None]
-    if AFFINE:
-        acc += tl.load(minimums + place)[:, None] * total[None, :]
-    return acc
-
-
-@triton.jit
-def _w4_kernel(x, words, scales, minimums, out, norm_weight, residual, bias, partials, counters, M, OUTPUTS, N, K,
-               STEPS_PER_SPLIT, stride_x, stride_out, stride_residual, eps, GROUP: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-               AFFINE: tl.constexpr, PAIRED: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
-               RESIDUAL: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    OFFSET: tl.constexpr = 0 if AFFINE else 8
-    PARTS: tl.constexpr = 128 // GROUP  # groups of a step
+def _w4_kernel(x, words, scales, out, norm_weight, residual, bias, partials, counters, M, OUTPUTS, N, K,
+               STEPS_PER_SPLIT, stride_x, stride_out, stride_residual, eps, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr,
+               NORM: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+               EARLY: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     tile, split, m_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_offsets = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_safe = tl.minimum(n_offsets, OUTPUTS - 1)  # rows past the end are read again and not stored
@@ -148,7 +133,6 @@ def _w4_kernel(x, words, scales, minimums, out, norm_weight, residual, bias, par
     u_tile = words + u_rows[:, None] + columns[None, :]
     acc, up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     product, product_u = acc, up
-    total = tl.zeros([BLOCK_M], tl.float32)
     squared = tl.zeros(
         [BLOCK_M, 32], tl.float32
     )  # summed at the end: no exchange between threads in the loop
@@ -164,10 +148,10 @@ def _w4_kernel(x, words, scales, minimums, out, norm_weight, residual, bias, par
     # Saying num_stages here, not at the launch alone, makes the scales travel ahead with the codes.
     for step in tl.range(first, last, num_stages=STAGES):
         w = tl.load(w_tile + step * 2048, eviction_policy="evict_first")
-        p = _numbers(w, OFFSET, PAIRED, x.dtype.element_ty)
+        p = _numbers(w, PAIRED, x.dtype.element_ty)
         if SWIGLU:
             u = tl.load(u_tile + step * 2048, eviction_policy="evict_first")
-            q = _numbers(u, OFFSET, PAIRED, x.dtype.element_ty)
+            q = _numbers(u, PAIRED, x.dtype.element_ty)
         for j in tl.static_range(4):
             values, squared = _activations(
                 x_tile + step * 128 + 32 * j, gains + step * 128 + 32 * j, m_mask, squared, NORM
@@ -176,16 +160,11 @@ def _w4_kernel(x, words, scales, minimums, out, norm_weight, residual, bias, par
             product = tl.dot(p[j], turned, product, input_precision="ieee")
             if SWIGLU:
                 product_u = tl.dot(q[j], turned, product_u, input_precision="ieee")
-            if AFFINE:
-                total += tl.sum(values.to(tl.float32), axis=1)
-            if (j + 1) % (4 // PARTS) == 0:  # a group ends here
-                place = (step * PARTS + j // (4 // PARTS)) * N
-                acc = _add_group(acc, product, total, scales, minimums, place + n_safe, AFFINE)
-                product = tl.zeros_like(product)
-                if SWIGLU:
-                    up = _add_group(up, product_u, total, scales, minimums, place + u_safe, AFFINE)
-                    product_u = tl.zeros_like(product_u)
-                total = tl.zeros_like(total)
+        acc += product * tl.load(scales + (step * N + n_safe))[:, None]
+        product = tl.zeros_like(product)
+        if SWIGLU:
+            up += product_u * tl.load(scales + (step * N + u_safe))[:, None]
+            product_u = tl.zeros_like(product_u)
 
     squares = tl.sum(squared, axis=1)
     is_last = True
@@ -215,7 +194,7 @@ def launch(product: Product, config: W4Config | None) -> None:
     x, weight, swiglu = product.x, product.weight, product.swiglu
     assert isinstance(weight, W4Weight)
     if config is None:
-        config = default_config(m, n, k, weight.group, swiglu=swiglu)
+        config = default_config(m, n, k, swiglu)
     block_m = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(m)))
     tiles, m_tiles = triton.cdiv(product.outputs, config.block_n), triton.cdiv(m, block_m)
     splits = min(config.splits, k // STEP)
@@ -227,7 +206,6 @@ def launch(product: Product, config: W4Config | None) -> None:
         x,
         weight.words,
         weight.scales,
-        weight.scales if weight.minimums is None else weight.minimums,
         *product.tensors,
         partials,
         counters,
@@ -238,12 +216,10 @@ def launch(product: Product, config: W4Config | None) -> None:
         triton.cdiv(k // STEP, splits),
         *product.strides,
         product.eps,
-        GROUP=weight.group,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         SPLITS=splits,
         STAGES=config.num_stages,
-        AFFINE=weight.minimums is not None,
         PAIRED=x.is_cuda and x.dtype == torch.bfloat16,
         **product.flags,
         AHEAD=AHEAD,

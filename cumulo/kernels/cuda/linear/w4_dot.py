@@ -128,30 +128,18 @@ def _step(pointers, piece, stride, step: gl.constexpr, SIZE: gl.constexpr, SLICE
     return found
 
 
-@gluon.jit
-def _of_groups(numbers, row, piece, N, step: gl.constexpr, PARTS: gl.constexpr, SIZE: gl.constexpr,
-               SLICES: gl.constexpr):  # fmt: skip
-    """The rows' scales or minimums, of the groups of a step."""
-    found = ()
-    for part in gl.static_range(PARTS):
-        found = found + (_step(numbers + part * N + row, piece, PARTS * N, step, SIZE, SLICES),)  # type: ignore[assignment]  # noqa: RUF005
-    return found
-
-
 @gluon.jit(do_not_specialize=["M"])
-def _w4_dot_kernel(x, words, scales, minimums, out, norm_weight, residual, bias, cos, sin, positions, slots, keys,
-                   values, M, OUTPUTS, N, stride_x, stride_out, stride_residual, block_stride, head_stride, eps,
-                   K: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, TILE: gl.constexpr,
-                   SLICES: gl.constexpr, AHEAD: gl.constexpr, AFFINE: gl.constexpr, NORM: gl.constexpr,
-                   SWIGLU: gl.constexpr, RESIDUAL: gl.constexpr, BIAS: gl.constexpr, DIM: gl.constexpr,
-                   HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, EARLY: gl.constexpr,
-                   num_warps: gl.constexpr):  # fmt: skip
+def _w4_dot_kernel(x, words, scales, out, norm_weight, residual, bias, cos, sin, positions, slots, keys, values, M,
+                   OUTPUTS, N, stride_x, stride_out, stride_residual, block_stride, head_stride, eps,
+                   K: gl.constexpr, LINES: gl.constexpr, TILE: gl.constexpr, SLICES: gl.constexpr,
+                   AHEAD: gl.constexpr, NORM: gl.constexpr, SWIGLU: gl.constexpr, RESIDUAL: gl.constexpr,
+                   BIAS: gl.constexpr, DIM: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+                   PAGE: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     PAIRED: gl.constexpr = SWIGLU or DIM > 0
     KEPT: gl.constexpr = TILE // 2 if PAIRED else TILE  # rows of the output
     SIZE: gl.constexpr = K // 128
     STEPS: gl.constexpr = (SIZE + SLICES - 1) // SLICES
-    PARTS: gl.constexpr = 128 // GROUP  # groups of a step
-    EXCESS: gl.constexpr = 128.0 if AFFINE else 136.0  # of what a code becomes over what it stands for
+    EXCESS: gl.constexpr = 136.0  # of what a code becomes over what it stands for
     DOT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SLICES, 1, 1], [1, 16, 8])
     OF_W: gl.constexpr = gl.DotOperandLayout(0, DOT, 8)
     OF_X: gl.constexpr = gl.DotOperandLayout(1, DOT, 8)
@@ -180,13 +168,10 @@ def _w4_dot_kernel(x, words, scales, minimums, out, norm_weight, residual, bias,
     s_piece = gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, DOT)))[:, None, None]
     tiles = ()
     scale = ()
-    minimum = ()
     for step in gl.static_range(AHEAD):
         tiles = tiles + (_step(w_rows, w_piece, 2048, step, SIZE, SLICES),)  # type: ignore[assignment]  # noqa: RUF005
     for step in gl.static_range(AHEAD):
-        scale = scale + (_of_groups(scales, scaled, s_piece, N, step, PARTS, SIZE, SLICES),)  # type: ignore[assignment]  # noqa: RUF005
-        if AFFINE:
-            minimum = minimum + (_of_groups(minimums, scaled, s_piece, N, step, PARTS, SIZE, SLICES),)  # type: ignore[assignment]  # noqa: RUF005
+        scale = scale + (_step(scales + scaled, s_piece, N, step, SIZE, SLICES),)  # type: ignore[assignment]  # noqa: RUF005
     x_line = gl.arange(0, LINES, gl.SliceLayout(1, gl.SliceLayout(2, COMING)))[:, None, None]
     x_piece = gl.arange(0, SLICES, gl.SliceLayout(0, gl.SliceLayout(2, COMING)))[None, :, None]
     column = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, COMING)))[None, None, :]
@@ -253,11 +238,7 @@ def _w4_dot_kernel(x, words, scales, minimums, out, norm_weight, residual, bias,
     for step in gl.static_range(STEPS):
         if step + AHEAD < STEPS:
             tiles = tiles + (_step(w_rows, w_piece, 2048, step + AHEAD, SIZE, SLICES),)  # type: ignore[assignment]  # noqa: RUF005
-            scale = scale + (_of_groups(scales, scaled, s_piece, N, step + AHEAD, PARTS, SIZE, SLICES),)  # type: ignore[assignment]  # noqa: RUF005
-            if AFFINE:
-                minimum = minimum + (  # type: ignore[assignment]  # noqa: RUF005
-                    _of_groups(minimums, scaled, s_piece, N, step + AHEAD, PARTS, SIZE, SLICES),
-                )
+            scale = scale + (_step(scales + scaled, s_piece, N, step + AHEAD, SIZE, SLICES),)  # type: ignore[assignment]  # noqa: RUF005
         codes = _places(tiles[step])  # type: ignore[var-annotated]
         of_group, of_ones = nothing, nothing
         for place in gl.static_range(4):
@@ -266,11 +247,7 @@ def _w4_dot_kernel(x, words, scales, minimums, out, norm_weight, residual, bias,
                 mine = mine.broadcast_to([SLICES, 32, 8])
             of_group = mma_v2(codes[place], mine, of_group)
             of_ones = mma_v2(ones, mine, of_ones)
-            if (place + 1) % (4 // PARTS) == 0:  # a group ends here
-                acc = acc + (of_group - EXCESS * of_ones) * scale[step][place // (4 // PARTS)]
-                if AFFINE:
-                    acc = acc + of_ones * minimum[step][place // (4 // PARTS)]
-                of_group, of_ones = nothing, nothing
+        acc = acc + (of_group - EXCESS * of_ones) * scale[step]
     sums.store(acc)
     _all_threads()
     kept = sums.slice(0, LINES, 2)  # type: ignore[var-annotated]
@@ -309,7 +286,6 @@ def launch(product: Product, config: W4DotConfig | None) -> None:
         x,
         weight.words,
         weight.scales,
-        weight.scales if weight.minimums is None else weight.minimums,
         *product.tensors,
         *turned,
         m,
@@ -319,12 +295,10 @@ def launch(product: Product, config: W4DotConfig | None) -> None:
         *strides,
         product.eps,
         K=k,
-        GROUP=weight.group,
         LINES=1 if m == 1 else MAX_ROWS,
         TILE=config.rows,
         SLICES=config.slices,
         AHEAD=min(config.ahead, triton.cdiv(k // STEP, config.slices)),
-        AFFINE=weight.minimums is not None,
         **product.flags,
         **of_heads,
         num_warps=config.slices,

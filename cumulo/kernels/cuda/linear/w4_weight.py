@@ -1,4 +1,4 @@
-"""w4_weight: a matrix of 4-bit weights in groups that share a scale, as `w4` reads it, and how it is unpacked.
+"""w4_weight: a matrix of 4-bit weights, of which 128 share a scale, as `w4` reads it, and how it is unpacked.
 
 A word of 16 bits has four codes; the code in place j of words 0 to 31 belongs to column 32·j + word, so one place
 of 32 words is a tile of neighbouring columns, which the tensor cores take as it is. 64 rows of 128 columns lie in
@@ -14,58 +14,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUPS = (32, 64, 128)
-STEP = 128  # columns whose codes lie together
+STEP = 128  # columns whose codes lie together, and that share a scale
 TILE = 64  # rows likewise
 
 
 @dataclass(frozen=True, slots=True)
 class W4Weight:
-    """A matrix [N, K] in 4 bits: w = scale·(code − 8), or scale·code + minimum where minimums are given.
+    """A matrix [N, K] in 4 bits: w = scale·(code − 8).
 
-    words [N/64, K/128, 64, 32] int16, scales and minimums [K/group, N] float32 (a group's scales lie together).
+    words [N/64, K/128, 64, 32] int16, scales [K/128, N] float32 (a group's scales lie together).
     """
 
     words: Tensor
     scales: Tensor
-    minimums: Tensor | None
-    group: int
 
     @classmethod
-    def quantised(cls, weight: Tensor, group: int = 128, affine: bool = False) -> "W4Weight":
+    def quantised(cls, weight: Tensor) -> "W4Weight":
         """The nearest codes under scales from each group's extremes. Scales are kept in float32: the asynchronous
         copies that bring them with the codes move no less than four bytes."""
         n, k = weight.shape
-        check_group(k, group)
-        groups = weight.float().view(n, k // group, group)
-        minimums = None
-        if affine:
-            low, high = groups.amin(-1), groups.amax(-1)
-            scales = ((high - low) / 15).clamp_min(1e-12)
-            minimums = low
-            codes = (groups - low[..., None]) / scales[..., None]
-        else:
-            extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-            # The extreme gets code 0, the end of the range with one step more (as GGUF's Q4_0).
-            scales = torch.where(extreme == 0, torch.full_like(extreme, 1e-12), extreme / -8)
-            codes = groups / scales[..., None] + 8
-        return cls.packed(
-            codes.round().clamp(0, 15).to(torch.uint8).view(n, k),
-            scales.t().contiguous(),
-            None if minimums is None else minimums.t().contiguous(),
-            group,
-        )
+        if k % STEP:
+            raise ValueError(
+                f"rows of {k} weights have no 4-bit GPU kernel: they must be a multiple of {STEP}"
+            )
+        groups = weight.float().view(n, k // STEP, STEP)
+        extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        # The extreme gets code 0, the end of the range with one step more (as GGUF's Q4_0).
+        scales = torch.where(extreme == 0, torch.full_like(extreme, 1e-12), extreme / -8)
+        codes = (groups / scales[..., None] + 8).round().clamp(0, 15).to(torch.uint8).view(n, k)
+        return cls.packed(codes, scales.t().contiguous())
 
     @classmethod
-    def packed(cls, codes: Tensor, scales: Tensor, minimums: Tensor | None, group: int) -> "W4Weight":
-        """From codes [N, K] of 0..15 and scales [K/group, N]."""
+    def packed(cls, codes: Tensor, scales: Tensor) -> "W4Weight":
+        """From codes [N, K] of 0..15 and scales [K/128, N]."""
         n, k = codes.shape
-        check_group(k, group)
         codes = F.pad(codes, (0, 0, 0, -n % TILE)).view(-1, TILE, k // STEP, 4, 32)
         words = torch.zeros_like(codes[..., 0, :], dtype=torch.int16)
         for place in range(4):  # the last one reaches the sign, as it should
             words |= codes[..., place, :].to(torch.int16) << (4 * place)
-        return cls(words.transpose(1, 2).contiguous(), scales, minimums, group)
+        return cls(words.transpose(1, 2).contiguous(), scales)
 
     @property
     def shape(self) -> torch.Size:
@@ -77,7 +64,7 @@ class W4Weight:
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.scales.nbytes + (0 if self.minimums is None else self.minimums.nbytes)
+        return self.words.nbytes + self.scales.nbytes
 
     def codes(self) -> Tensor:
         """[N, K] of 0..15."""
@@ -91,17 +78,11 @@ class W4Weight:
         some of its rows wrongly on an H200."""
         n, k = self.shape
         if dtype == torch.float32 and out is None:
-            codes = self.codes().float().view(n, k // self.group, self.group)
-            scales = self.scales.t()[..., None]
-            if self.minimums is None:
-                return ((codes - 8) * scales).reshape(n, k)
-            return torch.addcmul(self.minimums.t()[..., None], codes, scales).reshape(n, k)
+            codes = self.codes().float().view(n, k // STEP, STEP)
+            return ((codes - 8) * self.scales.t()[..., None]).reshape(n, k)
         if out is None:
             out = torch.empty((n, k), dtype=dtype, device=self.device)
-        _dequantise[(triton.cdiv(n, TILE), k // STEP)](
-            self.words, self.scales, self.scales if self.minimums is None else self.minimums, out, n, k,
-            GROUP=self.group, AFFINE=self.minimums is not None,
-        )  # fmt: skip
+        _dequantise[(triton.cdiv(n, TILE), k // STEP)](self.words, self.scales, out, n, k)
         return out
 
 
@@ -125,17 +106,8 @@ def in_scratch(weight: W4Weight, dtype: torch.dtype) -> Tensor:
     return weight.dequantised(dtype, held[: weight.shape.numel()].view(weight.shape))
 
 
-def check_group(columns: int, group: int) -> None:
-    if group not in GROUPS:
-        raise ValueError(f"4-bit groups of {group} weights have no GPU kernel: choose one of {GROUPS}")
-    if columns % STEP:
-        raise ValueError(
-            f"rows of {columns} weights have no 4-bit GPU kernel: they must be a multiple of {STEP}"
-        )
-
-
 @triton.jit
-def _dequantise(words, scales, minimums, out, N, K, GROUP: tl.constexpr, AFFINE: tl.constexpr):
+def _dequantise(words, scales, out, N, K):
     tile, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inside, columns = tl.arange(0, 64), tl.arange(0, 32)
     rows = tile * 64 + inside
@@ -143,12 +115,7 @@ def _dequantise(words, scales, minimums, out, N, K, GROUP: tl.constexpr, AFFINE:
     piece = words + (tile * (K // 128) + step) * 2048
     w = tl.load(piece + inside[:, None] * 32 + columns[None, :])
     for j in tl.static_range(4):
-        group = (step * 128 + 32 * j) // GROUP
-        scale = tl.load(scales + group * N + rows, mask=mask, other=0.0)[:, None]
-        code = ((w >> (4 * j)) & 15).to(tl.float32)
-        if AFFINE:
-            number = code * scale + tl.load(minimums + group * N + rows, mask=mask, other=0.0)[:, None]
-        else:
-            number = (code - 8) * scale
+        scale = tl.load(scales + step * N + rows, mask=mask, other=0.0)[:, None]
+        number = (((w >> (4 * j)) & 15).to(tl.float32) - 8) * scale
         places = out + rows[:, None] * K + step * 128 + 32 * j + columns[None, :]
         tl.store(places, number.to(out.dtype.element_ty), mask=mask[:, None])
