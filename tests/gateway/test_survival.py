@@ -50,8 +50,8 @@ class Fleet:
         )
         self.undisturbed = self.told(self.streams())
 
-    def serve(self) -> RunningServer:
-        return self._stack.enter_context(fleet_server(self._model, self.key))
+    def serve(self, *options: str) -> RunningServer:
+        return self._stack.enter_context(fleet_server(self._model, self.key, *options))
 
     def streams(self, through: RunningGateway | None = None) -> dict[str, Stream]:
         return {name: Stream(through or self.gateway, *asked) for name, asked in ALL.items()}
@@ -166,6 +166,28 @@ def test_a_stopped_replica_changes_no_stream(fleet: Fleet, part: str) -> None:
     finally:
         os.kill(stopped, signal.SIGCONT)
     wait_for(lambda: fleet.gateway.replica(victim.url)["state"] == "ready", "its return", fleet.gateway)
+
+
+def test_a_server_that_is_told_to_leave_changes_no_stream(fleet: Fleet) -> None:
+    """Its engine stands still until the drain has ended and all of its streams are told to end in the middle."""
+    leaving = fleet.serve("--drain-timeout", "0")
+    assert fleet.gateway.operate("POST", "", url=leaving.url).status_code == 201
+    engine, others = leaving.engine_pid(), [server for server in fleet.servers if server is not leaving]
+    for other in others:
+        fleet.gateway.operate("POST", f"/{address(other)}/drain")
+    streams = fleet.streams()
+    assert streams["logprobs"].speaks.wait(60)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        for other in others:
+            fleet.gateway.operate("POST", f"/{address(other)}/undrain")
+        leaving.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "did not finish in time" in leaving.log, "the end of the drain")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    fleet.check(streams)
+    assert leaving.process.wait(60) == 0
+    assert fleet.gateway.operate("DELETE", f"/{address(leaving)}").status_code == 200
 
 
 def test_a_killed_replica_changes_no_stream_and_another_takes_its_place(fleet: Fleet) -> None:

@@ -70,6 +70,7 @@ class SealedStream:
             ids, bracket, logprobs = seal.partition(b" [")
             if bracket:
                 self._logprobs.append(logprobs[:-1])
-            ids = ids.replace(b" ", b",")
-            self.tokens += ids.count(b",") + 1
-            self._ids.append(ids)
+            if ids:  # events may come without a token
+                ids = ids.replace(b" ", b",")
+                self.tokens += ids.count(b",") + 1
+                self._ids.append(ids)

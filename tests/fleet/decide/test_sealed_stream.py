@@ -42,3 +42,9 @@ def test_a_failure_is_held_back() -> None:
     stream.restart()
     assert stream.feed(EVENTS[1] + b': {"0.0":3,"0.1":2}\n\n') == EVENTS[1]
     assert read_resume(stream.resume_body("/", b"{}")).counts == {"0.0": 3, "0.1": 2}
+
+
+def test_events_without_a_token_leave_the_tokens_readable() -> None:
+    stream = SealedStream()
+    assert stream.feed(EVENTS[0] + SEALS[0] + EVENTS[1] + b": \n\n") == EVENTS[0] + EVENTS[1]
+    assert stream.tokens == 1 and read_resume(stream.resume_body("/", b"{}")).ids == [17]

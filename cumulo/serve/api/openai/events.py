@@ -172,7 +172,9 @@ async def _events(call: Call, writer: EventWriter) -> tuple[bytes, bool]:
 
 
 def _untold(forwarded: ForwardedRequest, writer: EventWriter, batch: Batch) -> Batch:
-    """What the client has not been told: by another server, before this one drew it again."""
+    """What the client has not been told: by another server, before this one drew it again. The end of a request
+    that this server breaks off is not told either: another one continues it."""
+    batch = [pair for pair in batch if not isinstance(pair[1], Delta) or pair[1].finish_reason != "abort"]
     told = [forwarded.is_told(*pair) for pair in batch]
     if any(told):
         writer.add([pair for pair, known in zip(batch, told, strict=True) if known])
