@@ -1,4 +1,4 @@
-"""PFC packet by packet: decide/buffer_cycles.py and simulate/congestion.py."""
+"""PFC packet by packet: diagnose/lint/pfc.py."""
 
 import random
 from collections import defaultdict
@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from cumulo.collectives.simulate.congestion import play_incast
 from cumulo.diagnose.lint.pfc import BufferKind, PacketFlow, check_buffers, named_cycle
 
 F1 = PacketFlow("F1", ("L0", "S0", "L2"))
@@ -105,10 +104,3 @@ def test_no_random_fabric_stalls_without_a_circle_that_fills(seed: int) -> None:
             stalled += 1
             assert check_buffers(flows, kind).can_stop, flows
     assert stalled
-
-
-def test_dcqcn_trades_pauses_for_use_of_the_port() -> None:
-    alone, controlled = play_incast(8, 8e6, 50e9, None), play_incast(8, 8e6, 50e9)
-    assert alone.paused_share > 0.7 and alone.use > 0.95
-    assert controlled.paused_share < 0.2 and controlled.use < alone.use
-    assert alone.end_s == pytest.approx(8 * 8e6 / 50e9, rel=0.05)

@@ -15,7 +15,6 @@ from cumulo.cli.shared.declare import Panel, takes_options
 from cumulo.cli.shared.figures import RunFigure, figure_rows
 from cumulo.cli.shared.terminal import dim, note, only_json, present, working
 from cumulo.collectives.simulate.collective_traffic import collective_traffic
-from cumulo.collectives.simulate.congestion import CongestionControl, play_incast
 from cumulo.collectives.simulate.fabrics.build import JoinedSites, TorusGraph, fabric_graph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
 from cumulo.collectives.simulate.link_use import heat_map, heat_map_page
@@ -92,7 +91,6 @@ EXAMPLE = (
     "Example: [bold]cumulo simulate network --gpus 1024 --fabric fat-tree-roce --size 1GiB --routing ecmp "
     "--queue-pairs 4 --heat-map links.svg[/bold]"
 )
-_MOST_PORT = 512  # senders of an incast whose port is played step by step
 
 
 @takes_options
@@ -156,8 +154,6 @@ def _play_jobs(chosen: NetworkOptions, began_s: float) -> None:
         rows.append(
             Row(f"{tier}: mean use of used links", 100 * mean, "%", note=note_of_tier, more={"most": most})
         )
-    if chosen.collective == "incast" and not chosen.job and 1 < graph.ranks <= _MOST_PORT:
-        rows += _incast_rows(chosen, graph.ranks)
     title, cpu_s = f"{graph.ranks:,} GPUs, {chosen.routing} routing", time.process_time() - began_s
     shown: list[Any] = [reports.table(title, rows)]
     if run.rerouted:
@@ -210,20 +206,6 @@ def _change(text: str, graph: FabricGraph) -> LinkChange:
     gbps = parse_number(rate, "the rate of --fail in Gbit/s")
     link = graph.links.named(name.strip().replace("->", "→"))
     return LinkChange(parse_duration_s(when, "the time of --fail"), link, gbps * 1e9 / 8)
-
-
-def _incast_rows(chosen: NetworkOptions, ranks: int) -> list[Row]:
-    """The port's queue and pauses, with DCQCN and without."""
-
-    rate = _cluster(chosen).node.nic_bytes_per_s
-    size = min(parse_bytes(chosen.size), 64e6)
-    rows = []
-    for name, control in (("PFC alone", None), ("DCQCN and PFC", CongestionControl())):
-        run = play_incast(ranks - 1, size, rate, control)
-        note = f"{size / 1e6:.0f} MB from each; peak queue {run.peak_queue_bytes / 1e6:.1f} MB"
-        rows.append(Row(f"{name}: senders paused", 100 * run.paused_share, "%", "lower", note=note))
-        rows.append(Row(f"{name}: use of the port", 100 * run.use, "%"))
-    return rows
 
 
 def _play_step(chosen: NetworkOptions) -> None:
