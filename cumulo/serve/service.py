@@ -3,6 +3,7 @@
 It decides whether a request may come in, and is told by the engine client what becomes of it.
 """
 
+import hashlib
 import logging
 import time
 from collections import deque
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cumulo import __version__
 from cumulo.base.nearest import did_you_mean
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.outputs import Delta
@@ -52,6 +54,9 @@ class Service:
         options = replace(options, engine=options.engine.with_adapters(ranks))
         self.options, self.text, self.model_name = options, text, model_name
         self.started_s = time.time()
+        # What a seeded answer depends on besides its request.
+        settings_text = repr((__version__, model_name, options.model, options.engine))
+        self.fingerprint = f"fp_{hashlib.blake2s(settings_text.encode(), digest_size=5).hexdigest()}"
         self.adapters = AdapterRegistry(options.engine.max_loras, model_name)
         for name, folder in named.items():
             self.adapters.put(name, folder)

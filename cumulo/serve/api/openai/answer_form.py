@@ -14,7 +14,15 @@ from cumulo.engine.guides.grammar import json_schema_text
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.serve.api.openai.conversation import template_tools, text_of
-from cumulo.serve.api.openai.schemas import AllowedTools, ChatRequest, NamedTool, ResponseFormat, Tool
+from cumulo.serve.api.openai.schemas import (
+    AllowedTools,
+    ChatRequest,
+    CompletionRequest,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    literal,
+)
 from cumulo.serve.errors import invalid
 from cumulo.serve.formats.events import Event, Text, ToolCallArguments, ToolCallStart
 from cumulo.serve.formats.forcing import after_thoughts, tool_guide
@@ -199,8 +207,10 @@ def _answer_form(body: ChatRequest, use: ToolUse | None, text: ModelText, prompt
         return AnswerReader(thoughts, ToolCallParser(formats.tools, names), parallel=use.parallel)
 
     if use is None:
-        guide = _guide_of(body.response_format, text.tokenizer, opened)
-        return AnswerForm(reader, guide, "response_format", show_special)
+        guide = guide_of(body, text.tokenizer, opened)
+        return AnswerForm(reader, guide, "bad_words" if body.bad_words else "response_format", show_special)
+    if body.bad_words:
+        raise invalid(f"bad_words and {_EXCLUDED} tools that may be called", "bad_words")
     form_rule = _rule_of(body.response_format)
     guide = tool_guide(
         formats.tools,
@@ -237,7 +247,16 @@ def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- response_format --------------------------------------------------------------------------------------
-def _guide_of(wanted: ResponseFormat | None, tokenizer: Tokenizer, opened: bool) -> Guide | None:
+_EXCLUDED = "exclude each other: one grammar steers an answer. Leave out bad_words or the"
+
+
+def guide_of(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer, opened: bool) -> Guide | None:
+    """The guide of an answer without tools. `opened`: the model begins with its thoughts."""
+    wanted = body.response_format
+    if body.bad_words:
+        if wanted is not None and wanted.type != "text":
+            raise invalid(f"bad_words and response_format {_EXCLUDED} response_format", "bad_words")
+        return Guide("grammar", _without_words(body.bad_words))
     if wanted is None or wanted.type == "text":
         return None
     if opened:
@@ -253,6 +272,12 @@ def _guide_of(wanted: ResponseFormat | None, tokenizer: Tokenizer, opened: bool)
     if wanted.type in ("regex", "grammar"):
         return Guide(wanted.type, _source_of(wanted))
     return Guide("json_schema", json.dumps(_schema_of(wanted)))
+
+
+def _without_words(words: list[str]) -> str:
+    """Any text in which none of these stands as a whole word: with no ASCII letter, digit or _ on either side."""
+    either, edge = "|".join(map(literal, words)), "[^A-Za-z0-9_]"
+    return f"start: TEXT\nTEXT: /(?s:.*)/ & ~/((?s:.*){edge})?({either})({edge}(?s:.*))?/"
 
 
 def _rule_of(wanted: ResponseFormat | None) -> str | None:

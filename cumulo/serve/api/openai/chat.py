@@ -39,13 +39,20 @@ from cumulo.serve.api.openai.events import (
     usage,
 )
 from cumulo.serve.api.openai.logprobs import chat_logprobs, prompt_logprobs, worded
-from cumulo.serve.api.openai.sampling import chat_params, check_tokens, default_limit, is_search
+from cumulo.serve.api.openai.sampling import (
+    chat_params,
+    check_tokens,
+    default_limit,
+    is_search,
+    last_tokens,
+)
 from cumulo.serve.api.openai.schemas import ChatRequest
 from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, ChatCompletion
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.model_text import COUNTED_CONTEXTS
 from cumulo.serve.service import Service
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
@@ -74,7 +81,10 @@ async def begin_chat(
     answer apart into thoughts, text and tool calls."""
     call = Call(request, prefix, body.model)
     service = call.service
-    use, prompt, tokens = await chat_prompt(service, body)
+    most_contexts = 1 if body.truncate_prompt_tokens is None else COUNTED_CONTEXTS
+    use, prompt, tokens = await chat_prompt(service, body, most_contexts)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    tokens = last_tokens(body, tokens, service.info.max_context, max_tokens)
     form = answer_form(body, use, service.text, prompt)
     room = service.info.max_context - len(tokens)
     limit = default_limit(body, service.options.chat_limit, room)
@@ -135,7 +145,12 @@ class Chats(EventWriter):
     def __init__(self, call: Call, body: ChatRequest, form: AnswerForm) -> None:
         self._call, self._body, self._form = call, body, form
         self._counts = StreamCounts(call, body.stream_options)
-        self._base: dict[str, Any] = {"id": call.id, "created": call.created, "model": call.model}
+        self._base: dict[str, Any] = {
+            "id": call.id,
+            "created": call.created,
+            "model": call.model,
+            "system_fingerprint": call.service.fingerprint,
+        }
         if body.service_tier is not None:
             self._base["service_tier"] = "default"
         # What stands before each answer: the text that it continues.

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.outputs import Delta, Sample
+from cumulo.serve.api.openai.answer_form import check_form, guide_of
 from cumulo.serve.api.openai.events import (
     EventWriter,
     StreamCounts,
@@ -25,13 +26,14 @@ from cumulo.serve.api.openai.logprobs import (
     prompt_logprobs,
     worded,
 )
-from cumulo.serve.api.openai.sampling import check_tokens, completion_params, is_search
+from cumulo.serve.api.openai.sampling import check_tokens, completion_params, is_search, last_tokens
 from cumulo.serve.api.openai.schemas import CompletionRequest
 from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, Completion
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import invalid
+from cumulo.serve.model_text import COUNTED_CONTEXTS
 from cumulo.serve.service import Service
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
@@ -43,7 +45,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     service = call.service
     if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
         raise invalid("max_tokens: 0 asks for nothing unless echo is true", "max_tokens")
-    params = completion_params(body, service.info.generation_defaults)
+    check_form(body.response_format)
+    guide = guide_of(body, service.text.tokenizer, opened=False)
+    params = completion_params(body, service.info.generation_defaults, guide)
     prompts, echoed = await _prompts(body, service, params)
     service.check_lengths(prompts, params)  # first: looking at every token takes long if there are many
     check_tokens(prompts, params, service.info.vocab_size)
@@ -55,6 +59,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         priority=body.priority,
         cache_salt=body.cache_salt,
         slo=body.slo.as_slo() if body.slo is not None else None,
+        guide_param="bad_words" if body.bad_words else "response_format",
     )
     answers = Completions(call, body, echoed)
     if body.stream:
@@ -72,18 +77,21 @@ async def _prompts(
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     prompts: list[list[int]] = []
     echoed: list[str] = []
+    most_contexts = 1 if body.truncate_prompt_tokens is None else COUNTED_CONTEXTS
+    parse = body.parse_special_tokens
     for prompt in several:
         tokens = (
-            await service.text.encode(prompt, parse_special_tokens=body.parse_special_tokens)
+            await service.text.encode(prompt, parse_special_tokens=parse, most_contexts=most_contexts)
             if isinstance(prompt, str)
             else list(prompt)
         )
+        tokens = last_tokens(body, tokens, service.info.max_context, params.max_tokens)
         if not tokens:
             raise invalid("the prompt is empty: there is nothing to continue", "prompt")
         prompts.append(tokens)
         if not body.echo:
             echoed.append("")
-        elif isinstance(prompt, str):
+        elif isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             echoed.append(prompt)
         else:
             echoed.append(service.text.tokenizer.decode(tokens, skip_special=params.skip_special_tokens))
@@ -104,6 +112,7 @@ class Completions(EventWriter):
             "object": "text_completion",
             "created": call.created,
             "model": call.model,
+            "system_fingerprint": call.service.fingerprint,
         }
         # Of the choices that have begun: characters of the text that the client has.
         self._shown: dict[int, int] = {}

@@ -13,12 +13,13 @@ from cumulo.serve.errors import invalid
 # Fields that a search has no use for, each with the values that ask for nothing.
 _MEANINGLESS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (0,), "min_p": (0,), "logprobs": (False,), "stop": ([],),
-    "response_format": (), "tools": ([],), "best_of": (),
+    "response_format": (), "bad_words": ([],), "tools": ([],), "best_of": (),
 }  # fmt: skip
 _WHY = {
     "logprobs": "the engine keeps none for beams",
     "stop": "the engine compares beams by tokens: use stop_token_ids",
     "response_format": "a guide cannot steer beam search",
+    "bad_words": "a guide cannot steer beam search",
     "tools": "a guide cannot steer beam search",
     "best_of": "set n and beam_width",
 }
@@ -93,8 +94,11 @@ def chat_params(
     return SamplingParams(**fields)
 
 
-def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+def completion_params(
+    body: CompletionRequest, defaults: Mapping[str, Any], guide: Guide | None = None
+) -> SamplingParams:
     fields = _common(body, defaults)
+    fields["guide"] = guide
     fields["max_tokens"] = _COMPLETION_LENGTH if body.max_tokens is None else max(1, body.max_tokens)
     fields["logprobs"] = body.logprobs
     if body.echo and body.logprobs is not None:
@@ -126,6 +130,18 @@ def _common(body: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) 
     fields["include_stop"] = bool(body.include_stop_str_in_output)
     fields["logit_bias"] = _biases(body.logit_bias or {})
     return fields
+
+
+def last_tokens(
+    body: ChatRequest | CompletionRequest, tokens: list[int], max_context: int, max_tokens: int | None
+) -> list[int]:
+    """What `truncate_prompt_tokens` leaves of a prompt."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return tokens
+    if kept == -1:
+        kept = max(1, max_context - (max_tokens or 1))
+    return tokens[max(0, len(tokens) - kept) :]
 
 
 def check_tokens(prompts: Sequence[Sequence[int]], params: SamplingParams, vocab_size: int) -> None:

@@ -4,6 +4,8 @@ Everything is checked here or by SamplingParams. Nothing that arrives is ignored
 tools that are not known are left out with a warning.
 """
 
+import json
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
@@ -14,6 +16,11 @@ from cumulo.spec.slo import Slo
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 512
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
 Description = Annotated[str, StringConstraints(max_length=65_536)]
@@ -46,6 +53,47 @@ class AnswerFormat(Strict):
 
 class ResponseFormat(AnswerFormat):
     json_schema: JsonSchema | None = Field(None, description="With type json_schema.")
+
+
+class StructuredOutputs(Strict):
+    """A form of the answer as vLLM's clients ask for it; `response_format` says the same."""
+
+    json_: Schema | str | None = Field(None, alias="json", description="A JSON schema, also as text.")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[StopString], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = Field(None, description="A Lark grammar in llguidance's dialect.")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "disable_additional_properties": (False,), "disable_any_whitespace": (False,),
+        "disable_fallback": (False, True), "structural_tag": (), "whitespace_pattern": (),
+    }  # fmt: skip
+
+    def as_response_format(self) -> dict[str, Any]:
+        given = {name: value for name, value in self if value not in (None, False)}
+        if len(given) != 1:
+            raise PydanticCustomError(
+                "one_form", "structured_outputs needs one of json, json_object, regex, choice and grammar"
+            )
+        ((kind, value),) = given.items()
+        if kind == "json_object":
+            return {"type": "json_object"}
+        if kind == "json_":
+            return {"type": "json_schema", "json_schema": {"name": "schema", "schema": _parsed(value)}}
+        if kind == "choice":
+            return {"type": "regex", "regex": "|".join(map(literal, value))}
+        return {"type": kind, kind: value}
+
+
+def _parsed(schema: Any) -> Any:
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("no_schema", "the JSON schema is no valid JSON") from None
+
+
+def literal(text: str) -> str:
+    """A regular expression in llguidance's language that matches this text."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text)
 
 
 class Function(Strict):
@@ -128,8 +176,6 @@ class ToolCall(Strict):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"index": tuple(range(MAX_CALLS)), "parsed_arguments": ()}
 
 
-MAX_STOP_STRINGS = 32
-MAX_STOP_CHARACTERS = 512
 MAX_BIASES = 1024
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
@@ -137,7 +183,6 @@ MAX_PARTS = 4096  # of one message; a body's structure bounds those of all (bodi
 MAX_BEAMS = 50
 MAX_TEMPLATE_VARIABLES = 64
 
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Label = Annotated[str, StringConstraints(max_length=512)]
 Temperature = Annotated[float, Field(ge=0, le=2, description="0: always the likeliest token.")]
@@ -188,8 +233,36 @@ class ModelRequest(Strict):
     explain: bool | None = Field(None, description="Extension: add the request's story to the answer.")
 
 
+# Other servers' names of fields. vLLM's ways to ask for a form, older and newer, become a response_format.
+_SAME_MEANING = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+_FORMS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {"json_schema": "json"}
+
+
 class Sampling(ModelRequest):
-    """What chat and text completions have in common."""
+    """What chat and text completions have in common. Names that vLLM and llama.cpp have for the same are taken,
+    too: structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, json_schema, n_predict,
+    repeat_penalty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _use_our_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.keys().isdisjoint(
+            {"structured_outputs", *_FORMS, *_SAME_MEANING}
+        ):
+            return data
+        kept = dict(data)
+        meant = {_SAME_MEANING[name]: kept.pop(name) for name in _SAME_MEANING if kept.get(name) is not None}
+        forms = {_FORMS[name]: kept.pop(name) for name in _FORMS if kept.get(name) is not None}
+        if (asked := kept.pop("structured_outputs", None)) is not None:
+            forms = asked
+        if forms or asked is not None:
+            meant["response_format"] = StructuredOutputs.model_validate(forms).as_response_format()
+        for name in meant:
+            if kept.get(name) is not None:
+                raise PydanticCustomError(
+                    "named_twice", "{name} is given under two names; leave one out", {"name": name}
+                )
+        return kept | meant
 
     stream: bool | None = Field(False, description="Send the answer as server-sent events while it is made.")
     stream_options: StreamOptions | None = None
@@ -240,6 +313,16 @@ class Sampling(ModelRequest):
         ge=-10,
         le=10,
         description="Extension: a beam's score is its log-probability / length ** this; 1.",
+    )
+    response_format: ResponseFormat | None = Field(None, description="The form the answer must have.")
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+        None, description="Extension: whole words that the answer must not have."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        le=1 << 31,
+        description="Extension: keep so many of the prompt's last tokens; -1: as fit.",
     )
     return_token_ids: bool | None = Field(
         None, description="Extension: add the token ids of the prompt and of every answer."
@@ -318,7 +401,6 @@ class ChatRequest(Sampling, Templated):
         description="With several replicas, requests with the same key prefer the same one. Prompts are cached by "
         "their content in any case.",
     )
-    response_format: ResponseFormat | None = Field(None, description="The form the answer must have.")
     tool_choice: ToolChoice | None = Field(
         None,
         description="Whether it may, must, must call this one, or which ones. Left out: auto if there are tools.",

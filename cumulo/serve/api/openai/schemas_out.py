@@ -164,6 +164,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str | None = None
     service_tier: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
@@ -191,6 +192,7 @@ class Completion(BaseModel):
     id: str
     object: Literal["text_completion"]
     created: int
+    system_fingerprint: str | None = None
     model: str
     choices: list[CompletionChoice]
     usage: Usage
