@@ -20,7 +20,7 @@ from cumulo.diagnose.signs import judge
 _FIELD = re.compile(r"(Device|Mtu|Link type)\s*:\s*(\S+)")
 _UNIT = re.compile(r"BW average\[(\w+)/sec\]")
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+(\d+(?:\.\d+)?)\s+(\d+(?:\.\d+)?)(?:\s+\d+(?:\.\d+)?)*\s*$")
-_BANNER = re.compile(r"\b(?:RDMA_Write|RDMA_Read|Send)\b.*\b(?:BW|Bidirectional)\b.*Test")
+_BANNER = re.compile(r"\b(?:RDMA_Write|RDMA_Read|Send)\b.{0,40}\b(?:BW|Bidirectional)\b.{0,40}Test")
 _COMMAND = re.compile(r"\bib_(?:write|read|send)_bw\b")
 _GPU = re.compile(r"use_cuda|use_rocm|GPU memory|cuda_dmabuf|CUDA (?:device|memory)|initializing CUDA", re.I)
 

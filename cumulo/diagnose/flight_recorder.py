@@ -12,10 +12,11 @@ from typing import Any
 _TIMEOUT = re.compile(
     r"\bRank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
 )
-_LAST = re.compile(r"Rank (\d+)\].*?last enqueued (?:NCCL )?work: (-?\d+), last completed")
+_LAST = re.compile(r"Rank (\d+)\].{0,500}?last enqueued (?:NCCL )?work: (-?\d+), last completed")
 _MISSING = re.compile(r"[Mm]issing ranks\s*:?\s*[{\[(]?\s*(\d+(?:\s*,\s*\d+)*)")
 _NUMBER = re.compile(r"(?:sequence number|collective(?:_seq_id)?)\s*[:#=]?\s*(\d+)")
 _MISMATCH = re.compile(r"\b(\w+_MISMATCH)\b")
+_OBJECT = re.compile(r'\{\s*"')
 _NAME = re.compile(r"\bnccl:(\w+)|\bcollective:\s*(?!nccl:)(\w+)")
 _SILENT = 0.2  # of the ranks that wait; of a smaller group more would be missing
 _WAITED = 0.4  # of the other ranks' time in a collective
@@ -117,18 +118,17 @@ def _from_dumps(text: str) -> RankProgress | None:
 def _dumps(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rank and dump: one object for each rank, or one that holds them by rank."""
     decoder, at = json.JSONDecoder(), 0
-    while (at := text.find("{", at)) >= 0:
+    while (begin := _OBJECT.search(text, at)) is not None:
         try:
-            found, end = decoder.raw_decode(text, at)
+            found, at = decoder.raw_decode(text, begin.start())
         except (ValueError, RecursionError):
-            at += 1
+            at = begin.end()
             continue
         if "entries" in found:
             yield int(found.get("rank", 0)), found
         for name, one in found.items():
             if isinstance(one, dict) and "entries" in one:
                 yield int(one.get("rank", re.sub(r"\D", "", name) or 0)), one
-        at = end
 
 
 def _straggler(calls: dict[int, dict[int, dict[str, Any]]]) -> str:

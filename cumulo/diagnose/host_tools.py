@@ -20,9 +20,9 @@ _OF_NO_RAIL = re.compile(
     re.I,
 )
 _CAPABILITY = re.compile(r"(LnkCap:[^\n]*)\n(?:(?!LnkCap:)[^\n]*\n){0,4}?([^\n]*LnkSta:[^\n]*)")
-_LINK = re.compile(r"Speed ([\d.]+)GT/s[^\n]*?Width x(\d+)")
+_LINK = re.compile(r"Speed ([\d.]+)GT/s[^\n]{0,200}?Width x(\d+)")
 _NARROW = re.compile(
-    r"LnkSta:[^\n]*Width x\d+ \(downgraded\)|LnkSta: Speed (?!2\.5)[\d.]+GT/s \(downgraded\)|"
+    r"LnkSta:[^\n]{0,200}Width x\d+ \(downgraded\)|LnkSta: Speed (?!2\.5)[\d.]+GT/s \(downgraded\)|"
     r"LinkWidthActive:[. ]*[12]X|\(1X [HENFX]DR\)"
 )
 _LINK_ERRORS = re.compile(

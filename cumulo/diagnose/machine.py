@@ -19,7 +19,7 @@ _CARDS = re.compile(
     r"\b(\d{1,2})\s*[x×]\s*(?:(\d{2,3})\s*-?\s*G(?:b|bE|bit|bps|b/s|bit/s)?|(NDR200|NDR|XDR|HDR100|HDR|EDR))\b",
     re.I,
 )
-_LOGGED_CARD = re.compile(r"NET/IB\s*:\s*\[(\d+)\]\s*[\w.-]+:\S+.*?\bspeed=(\d+)")
+_LOGGED_CARD = re.compile(r"NET/IB\s*:\s*\[(\d+)\]\s*[\w.-]+:\S+.{0,200}?\bspeed=(\d+)")
 _PORT = re.compile(
     r"\b[Rr]ate\s*:\s*(\d+)|\b(?:rate|speed)\s*:\s*(\d+)\s*Gb|\b(\d{2,3})\s?G(?:b|bE|bit/s|b/s|bps)?\b"
 )

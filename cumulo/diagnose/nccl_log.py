@@ -9,17 +9,18 @@ _HOST = re.compile(r"^([\w.\-]+):\d+:\d+\s+\[")
 _INFO = re.compile(r"NCCL (?:INFO|WARN)")
 _RANKS = re.compile(r"\bnranks\s+(\d+)", re.I)
 _NODES = re.compile(r"\bnNodes\s+(\d+)")
-_ALONE = re.compile(r"^(.*?:\d+):\d+ \[.*\bnranks\s+1\b.*\bcommId\s+(\w+)", re.I | re.M)
+_PROCESS = re.compile(r"(.*?:\d+):\d+ \[")
+_GROUP = re.compile(r"\bcommId\s+(\w+)", re.I)
 _VIA = re.compile(
     r"->\s*\d+\[[\w]+\]\s*(?:\[(?:send|receive)\]\s*)?via\s+(direct shared memory|NET/\w+(?: \w+)*/\S+|\S+)"
 )
 _OVER_TCP = re.compile(
-    r"NET/OFI.*[Pp]rovider is tcp|Using network (?:Socket|TCP)\b|NET/IB\s*:\s*No device found"
+    r"NET/OFI.{0,200}[Pp]rovider is tcp|Using network (?:Socket|TCP)\b|NET/IB\s*:\s*No device found"
 )
 _TYPE = re.compile(r"\btype\s+(\w+)/(\w+)")
 _GDR_OFF = re.compile(r"GPU ?Direct RDMA (?:is )?(?:Disabled|not available)|no nvidia-peermem", re.I)
 _GDR_ON = re.compile(r"GDRDMA|GPU ?Direct RDMA Enabled", re.I)
-_P2P_OFF = re.compile(r"P2P is disabled between|[Cc]ould not enable P2P|peer access.*not supported")
+_P2P_OFF = re.compile(r"P2P is disabled between|[Cc]ould not enable P2P|peer access.{0,80}not supported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +77,9 @@ def parse_nccl_log(text: str) -> NcclLog | None:
 def _alone(body: str) -> int:
     if set(_RANKS.findall(body)) != {"1"}:
         return 0
-    found = set(_ALONE.findall(body))
+    found = [
+        (process[1], group[1])
+        for line in body.splitlines()
+        if _RANKS.search(line) and (process := _PROCESS.match(line)) and (group := _GROUP.search(line))
+    ]
     return min(len({process for process, _ in found}), len({group for _, group in found}))

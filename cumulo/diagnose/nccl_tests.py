@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-_DEVICE = re.compile(r"Rank\s+(\d+)\s+.*?on\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]*\]\s*(.*?)\s*$", re.M)
+# What may stand between two words has a greatest length, so that a long text takes time in proportion to it.
+_DEVICE = re.compile(
+    r"Rank\s+(\d+)\s+.{0,200}?on\s+(\S+)\s+device\s+(\d+)\s+\[[^\]]{0,200}\]\s*(.*?)\s*$", re.M
+)
 _JSON = re.compile(
-    r'"size"\s*:\s*(\d+)[^{}]*?"out_of_place"\s*:\s*\{[^{}]*?"time"\s*:\s*([\d.]+)[^{}]*?"alg_bw"\s*:\s*([\d.]+)'
-    r'[^{}]*?"bus_bw"\s*:\s*([\d.]+)(?:[^{}]*?"nwrong"\s*:\s*"?(\d+))?'
+    r'"size"\s*:\s*(\d+)[^{}]{0,500}?"out_of_place"\s*:\s*\{[^{}]{0,500}?"time"\s*:\s*([\d.]+)'
+    r'[^{}]{0,500}?"alg_bw"\s*:\s*([\d.]+)[^{}]{0,500}?"bus_bw"\s*:\s*([\d.]+)'
+    r'(?:[^{}]{0,500}?"nwrong"\s*:\s*"?(\d+))?'
 )
 _SEPARATORS = re.compile(r"[\s|;,]+")  # also of tables in Markdown and CSV
 _REDUCTIONS = ("sum", "prod", "min", "max", "avg", "mulsum")
@@ -26,9 +30,9 @@ _NODES = re.compile(r"(?:^|\s)(?:-N|--nodes)[\s=]*(\d+)\b")
 _EACH_NODE = re.compile(r"(?:--ntasks-per-node|-npernode|--npernode|-ppn|--map-by ppr:)[\s=]*(\d+)")
 _GPUS = re.compile(r"(?:^|\s)(?:-g|--ngpus)[\s=]*(\d+)\b")
 _THREADS = re.compile(r"(?:^|\s)(?:-t|--nthreads)[\s=]*(\d+)\b")
-_LAUNCH = re.compile(r"\b(?:mpirun|mpiexec|srun)\b(.*?)_perf\b(.*)")
+_LAUNCH = re.compile(r"\b(?:mpirun|mpiexec|srun)\b(.{0,4000}?)_perf\b(.*)")
 _ALONE = re.compile(r"(?:^|[\s/$])\w+_perf\b(.*)", re.M)
-_LARGEST = re.compile(r"\bmaxBytes\s+(\d+)()|_perf\b.*?\s(?:-e|--maxbytes)[\s=]*(\d+)([KMG]?)")
+_LARGEST = re.compile(r"\bmaxBytes\s+(\d+)()|_perf\b.{0,1000}?\s(?:-e|--maxbytes)[\s=]*(\d+)([KMG]?)")
 
 
 @dataclass(frozen=True, slots=True)

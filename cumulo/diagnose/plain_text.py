@@ -3,7 +3,7 @@ mpirun, srun, Kubernetes, log collectors and mail programs write. `diagnose` beg
 
 import re
 
-_ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+_ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\x1b\][^\x07]{0,500}\x07")
 _STAMP = r"\[?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?\s?"
 # Nothing else begins so; they go from every line.
 _LAUNCHERS = re.compile(
@@ -18,10 +18,12 @@ _USUAL = (
     re.compile(r"^[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d \S+ [\w./-]+(?:\[\d+\])?: ?", re.M),
 )
 _MOST = 0.7  # of the lines
+_WIDE = re.compile(r"\s{65,}")  # no table has such gaps, and patterns take time for them
 
 
 def plain_text(text: str) -> str:
     text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n").replace("\u00a0", " ")
+    text = _WIDE.sub(lambda gap: "\n" if "\n" in gap[0] else " " * 64, text)
     for _ in range(3):  # prefixes of several programs
         before, text = text, _without_prefixes(text)
         if text == before:

@@ -3,6 +3,7 @@ without a sign. The texts in outputs/ have the formats of the real tools, and na
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,23 @@ def test_what_says_nothing_is_not_judged(text: str) -> None:
 @pytest.mark.parametrize("text", ["{'" * 4_000, '{"a": ' * 3_000 + "}" * 3_000, "{'a': b'}" * 2_000])
 def test_braces_that_are_no_dump_cost_little_and_say_nothing(text: str) -> None:
     assert diagnose(text).cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n", " \n", "Rank 1 on a device 1 [", "x NCCL INFO a:1:1 [0] nranks 1 ", "RDMA_Write BW ", '"size": 1 ',
+        "\x1b]", "NCCL INFO NET/OFI ", "{",
+    ],
+)  # fmt: skip
+def test_a_text_of_twice_the_length_takes_about_twice_the_time(text: str) -> None:
+    def seconds(characters: int) -> float:
+        begin_s = time.process_time()
+        diagnose("Rank 0 " + text * (characters // len(text)) + "!")
+        return time.process_time() - begin_s
+
+    # Twice the time is linear and four times quadratic; the constant is for clocks and caches.
+    assert min(seconds(20_000) for _ in range(2)) < 3 * seconds(10_000) + 0.05
 
 
 def test_ranks_follow_from_the_ratio_of_bandwidths() -> None:
