@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from cumulo.base.nearest import did_you_mean
 from cumulo.base.quantities import parse_bytes, quantity
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import REQUIRED, argument, group, option, takes_options
-from cumulo.cli.shared.terminal import marked, only_json, out, save, show_report, working
+from cumulo.cli.shared.terminal import dim, marked, present, save, show_report, working
 from cumulo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cumulo.collectives.decide.schedule import CollectiveSchedule
 
 app = typer.Typer()
+_MOST_SHOWN = 12  # messages of a step
 _SHOW = "Example: [bold]cumulo collective show all_reduce ring --ranks 4 --svg ring.svg[/bold]"
 _CHECK = "Example: [bold]cumulo collective check all_reduce tree --ranks 13[/bold]"
 _RUN = "Example: [bold]cumulo collective run all_reduce ring --ranks 2 --elements 1000[/bold]"
@@ -74,17 +75,14 @@ def show(chosen: ShowOptions) -> None:
             f"{one.sender}→{one.receiver} {sign}{one.transfer.chunk}{count}"
         )
     save(chosen.svg, lambda: collective_svg(schedule) + "\n", "picture")
-    if not only_json(chosen.json_file):
-        title = "[bold]{}[/bold]: {} ranks, {} chunks"
-        out.print(marked(title, schedule.name, schedule.ranks, len(schedule.sizes)))
-        for step, messages in by_step.items():
-            most = 12
-            rest = f"  … {len(messages) - most} more" if len(messages) > most else ""
-            out.print(f"step {step + 1:>3}  {'   '.join(messages[:most])}{rest}")
-        out.print(
-            "0→1 +2: rank 0 sends chunk 2 to rank 1, which adds it; without +, it is copied", style="dim"
-        )
-    _report(chosen.asked, chosen.json_file)
+    shown: list[Any] = [
+        marked("[bold]{}[/bold]: {} ranks, {} chunks", schedule.name, schedule.ranks, len(schedule.sizes))
+    ]
+    for step, messages in by_step.items():
+        rest = f"  … {len(messages) - _MOST_SHOWN} more" if len(messages) > _MOST_SHOWN else ""
+        shown.append(f"step {step + 1:>3}  {'   '.join(messages[:_MOST_SHOWN])}{rest}")
+    shown.append(dim("0→1 +2: rank 0 sends chunk 2 to rank 1, which adds it; without +, it is copied"))
+    _report(chosen.asked, chosen.json_file, *shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ def check(chosen: CheckOptions) -> None:
     _report(chosen.asked, chosen.json_file)
 
 
-def _report(asked: ScheduleOptions, json_file: Path | None) -> None:
+def _report(asked: ScheduleOptions, json_file: Path | None, *shown: Any) -> None:
     from cumulo.collectives.decide.check import check_collective
     from cumulo.collectives.decide.play_cost import play_cost
 
@@ -117,7 +115,7 @@ def _report(asked: ScheduleOptions, json_file: Path | None) -> None:
         report.Row("most added by a rank", max(checked.additions_by_rank), "elements", "lower"),
         report.Row("longest way", played.near_hops + played.far_hops, "hops", "lower"),
     ]
-    show_report(schedule.name, rows, json_file)
+    present(rows, json_file, *shown, report.table(schedule.name, rows))
 
 
 @dataclass(frozen=True, kw_only=True)

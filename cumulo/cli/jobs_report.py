@@ -4,13 +4,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.table import Table
 
 from cumulo.base.quantities import quantity
-from cumulo.base.report import Row, grid, write_json
-from cumulo.cli.shared.terminal import note, only_json, out
+from cumulo.base.report import Row, grid
+from cumulo.cli.shared.terminal import note, present, unwrapped
 from cumulo.cluster.decide.policies import policy_named
 from cumulo.cluster.decision_log import replay
 from cumulo.cluster.drivers.command import output_file
@@ -22,17 +22,12 @@ _POLL_S = 0.3
 
 
 def print_jobs(records: Sequence[JobRecord], known: int, json_file: Path | None) -> None:
-    if not only_json(json_file):
-        if not records:
-            ended = f"No job is waiting or running. `cumulo jobs --all` also shows the {known} that ended."
-            out.print("No jobs yet; `cumulo launch JOB.yaml` submits one." if not known else ended)
-        else:
-            out.print(_table(records))
-            for record in records:
-                if record.reason:
-                    told = f"{record.job_id} ({record.state}): {record.reason}"
-                    out.print(told, style="dim", soft_wrap=True)
-    write_json(json_file, [], jobs=[_plain(record) for record in records])
+    shown: list[Any] = [_table(records)]
+    if not records:
+        ended = f"No job is waiting or running. `cumulo jobs --all` also shows the {known} that ended."
+        shown = ["No jobs yet; `cumulo launch JOB.yaml` submits one." if not known else ended]
+    shown += [unwrapped(f"{one.job_id} ({one.state}): {one.reason}", "dim") for one in records if one.reason]
+    present([], json_file, *shown, jobs=[_plain(record) for record in records])
 
 
 def _table(records: Sequence[JobRecord]) -> Table:
@@ -115,9 +110,5 @@ def print_replay(store: JobStore, json_file: Path | None) -> bool:
     row = Row(
         "decisions that differ", len(differing), "turns", "lower", must=0, note=f"of {turns} recorded turns"
     )
-    if not only_json(json_file):
-        out.print(f"{turns} turns replayed, {len(differing)} differ")
-        for line in differing[:10]:
-            out.print(line)
-    write_json(json_file, [row])
+    present([row], json_file, f"{turns} turns replayed, {len(differing)} differ", *differing[:10])
     return not differing

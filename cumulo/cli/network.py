@@ -7,16 +7,17 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from cumulo.base.quantities import parse_bytes
-from cumulo.base.report import Row, write_json
+from cumulo.base.report import Row
 from cumulo.base.strict import yaml_problem
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import option, takes_options
-from cumulo.cli.shared.terminal import only_json, out, read_text, working
+from cumulo.cli.shared.terminal import present, read_text, working
 from cumulo.collectives.simulate.fabrics.links import Ints
 from cumulo.diagnose.lint import Finding
 from cumulo.diagnose.lint import fabric_rules as rules
@@ -65,15 +66,16 @@ def lint(chosen: LintOptions) -> None:
         Row(one.rule, one.value, note=one.what, more={name: getattr(one, name) for name in _MORE})
         for one in found
     ]
-    write_json(chosen.json_file, rows)
-    if not only_json(chosen.json_file):
-        for one in found:
-            colour = {"error": "bold red", "warning": "yellow", "note": "dim"}[one.severity]
-            out.print(Text.assemble((one.severity, colour), f" {one.rule}: {one.what}"))
-            for name, told in (("change", one.change), ("gain", one.gain)) if one.change else ():
-                out.print(Padding(Text(f"{name}: {told}"), (0, 0, 0, 2), expand=False))
+    present(rows, chosen.json_file, *(part for one in found for part in _shown(one)))
     if worst(found) == "error":
         raise typer.Exit(1)
+
+
+def _shown(one: Finding) -> Iterator[RenderableType]:
+    colour = {"error": "bold red", "warning": "yellow", "note": "dim"}[one.severity]
+    yield Text.assemble((one.severity, colour), f" {one.rule}: {one.what}")
+    for name, told in (("change", one.change), ("gain", one.gain)) if one.change else ():
+        yield Padding(Text(f"{name}: {told}"), (0, 0, 0, 2), expand=False)
 
 
 def _findings(chosen: LintOptions) -> Iterator[Finding]:

@@ -1,19 +1,19 @@
 """`cumulo schedule`: the timeline of a pipeline schedule, and its bubble next to the published formula."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.text import Text
 
 from cumulo.base import report
-from cumulo.base.files import write_text_file
 from cumulo.base.report import Row
 from cumulo.cli.shared import options
-from cumulo.cli.shared.terminal import marked, note, only_json, out
+from cumulo.cli.shared.terminal import dim, marked, out, present, save
 
 if TYPE_CHECKING:
-    from cumulo.base.report import Row
     from cumulo.pipeline.decide.catalog import Family
     from cumulo.pipeline.decide.costs import Costs
     from cumulo.pipeline.simulate.timeline import Timeline
@@ -65,18 +65,11 @@ def schedule(
     )
     timeline = simulate(built, costs)
     title = f"{chosen.name}: {stages} stages, {micro_batches} micro-batches"
-    if svg is not None:
-        write_text_file(svg, to_svg(timeline, title))
-        note(f"chart written to {svg}")
-    if perfetto is not None:
-        write_text_file(perfetto, to_perfetto(timeline))
-        note(f"trace written to {perfetto}; open it in https://ui.perfetto.dev")
+    save(svg, lambda: to_svg(timeline, title), "chart")
+    save(perfetto, lambda: to_perfetto(timeline), "trace for https://ui.perfetto.dev")
     rows = _rows(chosen, timeline, costs, max(checked.peak_live_activations))
-    report.write_json(json_file, rows)
-    if not only_json(json_file):
-        out.print(marked("[bold]{}[/bold]  [dim]{} ({})[/dim]", title, chosen.title, chosen.paper))
-        _print_picture(timeline)
-        out.print(report.table("", rows))
+    heading = marked("[bold]{}[/bold]  [dim]{} ({})[/dim]", title, chosen.title, chosen.paper)
+    present(rows, json_file, heading, *_picture(timeline), report.table("", rows))
 
 
 def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> "list[Row]":
@@ -105,9 +98,8 @@ def _rows(chosen: "Family", timeline: "Timeline", costs: "Costs", peak: int) -> 
     return rows
 
 
-def _print_picture(timeline: "Timeline") -> None:
-    from rich.text import Text
-
+def _picture(timeline: "Timeline") -> Iterator[Text]:
+    """A line for each stage, then what the letters mean."""
     from cumulo.pipeline.decide.actions import Kind
     from cumulo.pipeline.draw import columns_to_read, text_rows
 
@@ -121,15 +113,13 @@ def _print_picture(timeline: "Timeline") -> None:
     margin = len(str(timeline.schedule.stages - 1)) + 1
     wanted, room = columns_to_read(timeline), max(20, out.width - margin)
     for stage, row in enumerate(text_rows(timeline, min(wanted, room))):
-        line = Text(str(stage).rjust(margin - 1) + " ", style="dim")
+        line = Text(no_wrap=True).append(str(stage).rjust(margin - 1) + " ", "dim")
         for cell in row:
             line.append(cell.text, styles[cell.kind][cell.second] if cell.kind else "on default")
-        out.print(line, no_wrap=True, crop=True)
-    out.print(
-        "F forward · B backward · I input-gradient half of backward · W weight-gradient half of backward",
-        style="dim",
+        yield line
+    yield dim(
+        "F forward · B backward · I input-gradient half of backward · W weight-gradient half of backward"
     )
     if wanted > room:
-        note(
-            f"{wanted + margin} columns are needed to show every micro-batch's number; --svg FILE draws them, too"
-        )
+        needed = f"{wanted + margin} columns are needed to show every micro-batch's number"
+        yield dim(f"{needed}; --svg FILE draws them, too")

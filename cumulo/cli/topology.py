@@ -1,14 +1,14 @@
 """`cumulo topology`: this machine's GPUs and network cards and what joins them, or those of a saved description."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from cumulo.base.files import write_text_file
-from cumulo.base.report import Row, table, write_json
+from cumulo.base.report import Row, table
 from cumulo.cli.shared import options
-from cumulo.cli.shared.terminal import only_json, out, read_text
+from cumulo.cli.shared.terminal import present, read_text, save, unwrapped
 
 if TYPE_CHECKING:
     from cumulo.collectives.topology.machine_graph import MachineGraph
@@ -48,20 +48,20 @@ def topology(
         Row("NUMA nodes", machine.numa_nodes),
         Row("GPUs joined by NVLink", machine.domain if machine.domain > 1 else 0),
     ]
-    write_json(json_file, rows, complaints=machine.complaints())
-    if not only_json(json_file):
-        out.print(table("this machine" if file is None else str(file), rows))
-        for gpu, place in enumerate(machine.gpus):
-            card = machine.nearest_card(gpu)
-            if card is not None:
-                kind = machine.card_near.get((gpu, card), "SYS")
-                out.print(f"{place.name}: card {machine.cards[card].name} ({kind})")
-        for line in machine.complaints():
-            out.print(line, soft_wrap=True)
-    if svg is not None:
-        write_text_file(svg, draw_machine(machine, name if file is None else file.name))
-    if out_file is not None:
-        write_text_file(out_file, yaml.safe_dump(machine.entry(name, device), sort_keys=False))
+    title = "this machine" if file is None else str(file)
+    lines = [*_cards(machine), *machine.complaints()]
+    present(rows, json_file, table(title, rows), unwrapped("\n".join(lines)), complaints=machine.complaints())
+    save(svg, lambda: draw_machine(machine, name if file is None else file.name), "picture")
+    save(out_file, lambda: yaml.safe_dump(machine.entry(name, device), sort_keys=False), "node")
+
+
+def _cards(machine: "MachineGraph") -> Iterator[str]:
+    """The network card next to each GPU."""
+    for gpu, place in enumerate(machine.gpus):
+        card = machine.nearest_card(gpu)
+        if card is not None:
+            kind = machine.card_near.get((gpu, card), "SYS")
+            yield f"{place.name}: card {machine.cards[card].name} ({kind})"
 
 
 def _read(file: Path | None) -> "MachineGraph":

@@ -155,6 +155,10 @@ class LevelResult:
     stopped: bool = False
     verdict: Verdict | None = None
 
+    @property
+    def failed(self) -> int:
+        return self.summary.requests - self.summary.succeeded
+
 
 class Watcher(Protocol):
     """Whoever shows the progress."""

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from cumulo.base.chart import Chart, Series, draw
+from cumulo.base.chart import Chart, Series
+from cumulo.base.figures import RunFigure, figure_html
+from cumulo.base.page import card, html_table
+from cumulo.base.page import page as base_page
 from cumulo.base.quantiles import quantile
 from cumulo.base.quantities import show_duration
 from cumulo.load.campaign import LevelResult
@@ -17,49 +20,20 @@ from cumulo.spec.slo import Slo
 
 MOST_POINTS = 400
 
-_STYLE = """
-:root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--text:#1d1d1f;--soft:#6b6b70;--edge:#e4e4e2;
---s0:#2463c4;--s1:#d2620f;--s2:#16835a;--s3:#8b44ac;--bad:#b3261e;--good:#16735a}
-@media (prefers-color-scheme:dark){:root{--page:#141416;--card:#1d1d20;--text:#ececee;--soft:#a0a0a8;
---edge:#35353a;--s0:#74a7f7;--s1:#f59a55;--s2:#4cc998;--s3:#cb92e8;--bad:#ff8a80;--good:#5fd3ae}}
-*{box-sizing:border-box}body{margin:0;background:var(--page);color:var(--text);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}h1{font-size:24px;margin:0 0 4px}
-h2{font-size:18px;margin:36px 0 12px}h3{font-size:14px;margin:0 0 6px;font-weight:600}
-p{margin:4px 0}.soft{color:var(--soft)}.bad{color:var(--bad)}.good{color:var(--good)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:12px;margin:20px 0}
-.tile,.card{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:12px 14px}
-.tile b{display:block;font-size:22px;font-weight:600;font-variant-numeric:tabular-nums}
-.tile span{font-size:13px;color:var(--soft)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:14px}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:6px 7px;font-size:13.5px;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
-th{font-weight:500;color:var(--soft);font-size:12.5px;white-space:normal;vertical-align:bottom}th:first-child,td:first-child{text-align:left}
-details{margin:14px 0}summary{cursor:pointer;font-weight:600}
-svg{width:100%;height:auto;display:block}svg text{font-size:11.5px;fill:var(--soft)}
-.grid{stroke:var(--edge);stroke-width:1}.axis,.tick{stroke:var(--soft);stroke-width:1}
-.line{fill:none;stroke-width:2;stroke-linejoin:round}.bound{stroke:var(--bad);stroke-dasharray:5 4}
-svg .note{fill:var(--bad)}.dot{fill-opacity:.75}
-.line.s0{stroke:var(--s0)}.line.s1{stroke:var(--s1)}.line.s2{stroke:var(--s2)}.line.s3{stroke:var(--s3)}
-.dot.s0{fill:var(--s0)}.dot.s1{fill:var(--s1)}.dot.s2{fill:var(--s2)}.dot.s3{fill:var(--s3)}
-.key{font-size:12.5px;color:var(--soft);margin:0 0 2px}.key i{display:inline-block;width:12px;height:3px;
-margin:0 5px 3px 0;border-radius:2px}.key span{margin-right:14px}
-"""
-
 
 def page(
     title: str, facts: Mapping[str, str], results: Sequence[LevelResult], slo: Slo | None, found: float | None
 ) -> str:
     """The whole page. `facts` are shown in the head; `found` is what the search has found."""
-    parts = [f"<h1>{escape(title)}</h1>"]
-    parts += [f'<p class="soft">{escape(name)}: {escape(value)}</p>' for name, value in facts.items()]
+    parts = [f'<p class="soft">{escape(name)}: {escape(value)}</p>' for name, value in facts.items()]
     if slo is not None:
         parts.append(f"<p>Objective: {escape(str(slo))}</p>")
     if found is not None:
-        parts.append(f'<p class="good">Highest rate that holds it: <b>{found:.3g} requests/s</b></p>')
+        parts.append(f'<p class="green">Highest rate that holds it: <b>{found:.3g} requests/s</b></p>')
+    named = [(result.label, result) for result in results]
     if len(results) == 1:
         parts.append(_tiles(results[0]))
-    parts += ["<h2>Levels</h2>", _table(results)]
+    parts += ["<h2>Levels</h2>", figure_html("load", named, level_figures(slo is not None, whole=True))]
     if len(results) > 1:
         parts += ["<h2>Against the load</h2>", _cards(_sweep_charts(results, slo, found))]
         for result in results:
@@ -69,11 +43,7 @@ def page(
     elif results:
         parts += ["<h2>In detail</h2>", _cards(_level_charts(results[0], slo)), _errors(results[0])]
     parts.append(_footnote(results))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return base_page(title, *parts)
 
 
 def _tiles(result: LevelResult) -> str:
@@ -90,58 +60,50 @@ def _tiles(result: LevelResult) -> str:
             ]
     if summary.goodput_req_s is not None and summary.slo_share is not None:
         tiles.append((f"{summary.goodput_req_s:,.3g}", f"good requests/s ({summary.slo_share:.1%})"))
-    tiles.append((f"{summary.requests - summary.succeeded}", f"of {summary.requests} requests failed"))
+    tiles.append((f"{result.failed}", f"of {summary.requests} requests failed"))
     cells = "".join(
         f'<div class="tile"><b>{value}</b><span>{escape(name)}</span></div>' for value, name in tiles
     )
     return f'<div class="tiles">{cells}</div>'
 
 
-def _table(results: Sequence[LevelResult]) -> str:
-    with_slo = any(result.summary.slo_share is not None for result in results)
-    head = ["load", "requests", "failed", "requests/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99"]
-    head += ["TPOT p50", "end to end p50", "p99"] + (["kept objective", "goodput/s", ""] if with_slo else [])
-    rows = []
-    for result in results:
-        summary = result.summary
-        failed = summary.requests - summary.succeeded
-        cells = [
-            escape(result.label),
-            str(summary.requests),
-            f'<span class="bad">{failed}</span>' if failed else "0",
-            f"{summary.completed_req_s:.3g}",
-            f"{summary.output_tok_s:,.4g}",
-            *_percentiles(summary.ttft_s, "p50", "p99"),
-            *_percentiles(summary.itl_s, "p50", "p99"),
-            *_percentiles(summary.tpot_s, "p50"),
-            *_percentiles(summary.e2e_s, "p50", "p99"),
+def level_figures(with_slo: bool, whole: bool) -> list[RunFigure]:
+    """Columns of levels side by side; `whole`: also those for which a terminal has no room."""
+
+    def latency(name: str, kind: str, part: str) -> RunFigure:
+        return RunFigure(
+            "", lambda one: getattr(getattr(one.summary, kind), part, None), "s", heading=f"{name}\n{part}"
+        )
+
+    columns = [
+        RunFigure("", lambda one: one.summary.requests, heading="sent"),
+        RunFigure("", lambda one: one.failed, heading="fail", style=lambda failed: "red" if failed else None),
+        RunFigure("", lambda one: one.summary.completed_req_s, heading="req/s"),
+        RunFigure("", lambda one: one.summary.output_tok_s, heading="tok/s"),
+        *(latency(*kind, part) for kind in (("TTFT", "ttft_s"), ("ITL", "itl_s")) for part in ("p50", "p99")),
+    ]
+    if whole:
+        columns += [latency("TPOT", "tpot_s", "p50"), latency("end to end", "e2e_s", "p99")]
+    if whole or not with_slo:
+        columns.append(latency("end to end", "e2e_s", "p50"))
+    if with_slo:
+        colours = {"holds": "green", "fails": "red"}
+        columns += [
+            RunFigure("", lambda one: one.summary.slo_share, heading="met\nSLO", shown="{:.1%}"),
+            RunFigure("", lambda one: one.summary.goodput_req_s, heading="good/s"),
+            RunFigure(
+                "",
+                lambda one: one.verdict and one.verdict + " early" * one.stopped,
+                heading="verdict",
+                shown="{}",
+                style=lambda verdict: colours.get(verdict.split()[0]),
+            ),
         ]
-        if with_slo:
-            cells.append("-" if summary.slo_share is None else f"{summary.slo_share:.1%}")
-            cells.append("-" if summary.goodput_req_s is None else f"{summary.goodput_req_s:.3g}")
-            style = {"holds": "good", "fails": "bad"}.get(result.verdict or "", "soft")
-            cells.append(f'<span class="{style}">{result.verdict or ""}</span>')
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f'<div class="card scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
-
-
-def _percentiles(spread: Spread | None, *names: str) -> list[str]:
-    return [show_duration(None if spread is None else getattr(spread, name)) for name in names]
+    return columns
 
 
 def _cards(charts: Sequence[Chart]) -> str:
-    return f'<div class="cards">{"".join(_card(chart) for chart in charts)}</div>'
-
-
-def _card(chart: Chart) -> str:
-    key = ""
-    if len(chart.series) > 1:
-        names = (
-            f'<span><i style="background:var(--s{s.color})"></i>{escape(s.name)}</span>' for s in chart.series
-        )
-        key = f'<p class="key">{"".join(names)}</p>'
-    return f'<div class="card"><h3>{escape(chart.title)}</h3>{key}{draw(chart)}</div>'
+    return f'<div class="cards">{"".join(map(card, charts))}</div>'
 
 
 def _sweep_charts(results: Sequence[LevelResult], slo: Slo | None, found: float | None) -> list[Chart]:
@@ -208,12 +170,9 @@ def _level_charts(result: LevelResult, slo: Slo | None) -> list[Chart]:
 def _errors(result: LevelResult) -> str:
     if not result.summary.errors:
         return ""
-    rows = []
-    for kind, count in result.summary.errors.items():
-        example = next(r.error_detail for r in result.records if r.error == kind and r.measured)
-        rows.append(f"<tr><td>{escape(kind)}</td><td>{count}</td><td>{escape(example)}</td></tr>")
-    table = f"<table><tr><th>error</th><th>requests</th><th>for example</th></tr>{''.join(rows)}</table>"
-    return f'<div class="card scroll" style="margin-top:14px">{table}</div>'
+    examples = {r.error: r.error_detail for r in reversed(result.records) if r.error and r.measured}
+    lines = [(kind, str(count), examples[kind]) for kind, count in result.summary.errors.items()]
+    return html_table(("error", "requests", "for example"), lines)
 
 
 def _footnote(results: Sequence[LevelResult]) -> str:

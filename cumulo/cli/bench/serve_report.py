@@ -9,15 +9,15 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 from cumulo import __version__
+from cumulo.base.figures import figure_table
 from cumulo.base.files import write_text_file
 from cumulo.base.quantities import number, show_duration
 from cumulo.base.report import Row, grid, machine, table, write_json
 from cumulo.cli.shared.terminal import err, note, only_json, out, text_column
 from cumulo.load.campaign import Campaign, LevelResult, Replay
-from cumulo.load.html_report import page
+from cumulo.load.html_report import level_figures, page
 from cumulo.load.player import Level
 from cumulo.load.summary import Spread
 
@@ -109,13 +109,12 @@ def rows(campaign: Campaign) -> list[Row]:
 
 def _level_rows(prefix: str, result: LevelResult, campaign: Campaign, is_single: bool) -> list[Row]:
     summary = result.summary
-    failed = summary.requests - summary.succeeded
     kinds = ", ".join(f"{count} × {kind}" for kind, count in summary.errors.items())
     made = [
         Row(f"{prefix}output throughput", summary.output_tok_s, "tokens/s"),
         Row(f"{prefix}requests completed", summary.completed_req_s, "requests/s",
             note=f"{summary.offered_req_s:.3g}/s offered"),
-        Row(f"{prefix}requests failed", failed, f"of {summary.requests}", "lower",
+        Row(f"{prefix}requests failed", result.failed, f"of {summary.requests}", "lower",
             must=0 if is_single else None, note=kinds),
     ]  # fmt: skip
     for name, spread in _spreads(result):
@@ -151,31 +150,11 @@ def _spreads(result: LevelResult) -> list[tuple[str, Spread | None]]:
 
 def levels_table(campaign: Campaign) -> Table:
     """Several levels side by side, one line each, in the 80 columns of a plain terminal."""
-    with_slo, searched = campaign.settings.slo is not None, campaign.search is not None
-    any_failed = any(level.summary.requests > level.summary.succeeded for level in campaign.results)
-    heads = ["load", "sent", *(["fail"] if any_failed else []), "req/s", "tok/s"]
-    heads += ["TTFT\np50", "TTFT\np99", "ITL\np50", "ITL\np99"]
-    heads += ["met\nSLO", "" if searched else "good/s"] if with_slo else ["end to\nend p50"]
-    lines = []
-    for level in campaign.results:
-        summary = level.summary
-        failed = summary.requests - summary.succeeded
-        cells: list[str | Text] = [level.label, str(summary.requests)]
-        if any_failed:
-            cells.append(Text(str(failed), "red") if failed else "0")
-        cells += [f"{summary.completed_req_s:.3g}", number(summary.output_tok_s)]
-        for spread in (summary.ttft_s, summary.itl_s):
-            cells += [show_duration(_at(spread, percentile)) for percentile in ("p50", "p99")]
-        if not with_slo:
-            cells.append(show_duration(_at(summary.e2e_s, "p50")))
-        else:
-            early = " early" if level.stopped and level.verdict else ""
-            told = (level.verdict or "") + early if searched else f"{summary.goodput_req_s or 0:.3g}"
-            cells += [f"{summary.slo_share or 0:.1%}", told]
-        lines.append(cells)
-    made = grid(
-        heads, lines, "levels", left=[place for place, head in enumerate(heads) if head in ("load", "")]
-    )
+    searched, any_failed = campaign.search is not None, any(level.failed for level in campaign.results)
+    hidden = {"good/s" if searched else "verdict", "" if any_failed else "fail"}
+    columns = level_figures(campaign.settings.slo is not None, whole=False)
+    named = [(level.label, level) for level in campaign.results]
+    made = figure_table("load", named, [one for one in columns if one.heading not in hidden], "levels")
     made.padding = (0, 1, 0, 0)
     return made
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cumulo.base.chart import chart_file
+from cumulo.base.figures import RunFigure, figure_rows, figure_table
 from cumulo.base.report import available_cores
 from cumulo.cli.bench import serve as bench_serve
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import option, takes_options
-from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
 from cumulo.cli.shared.terminal import finish, loading, note, present, save, warn_if_busy, working
 from cumulo.errors import CumuloError
 from cumulo.load.prompts import parse_lengths

@@ -1,16 +1,15 @@
 """`cumulo plan cluster`: what a training cluster of up to 100,000 GPUs does: a table, and a report with charts."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cumulo.base import report as reports
-from cumulo.base.files import write_text_file
 from cumulo.base.report import Row, grid
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
-from cumulo.cli.shared.terminal import note, only_json, out, working
+from cumulo.cli.shared.terminal import present, save, working
 from cumulo.errors import ConfigError
 from cumulo.load.simulated import draw_traffic, parse_objective
 from cumulo.plan.cluster.goal import ClusterGoal, assumptions, fixed_job
@@ -117,27 +116,25 @@ def cluster(chosen: PlanClusterOptions) -> None:
     goal = _goal(chosen)
     with working("planning"):
         plan = plan_cluster(goal, chosen.seed, _inference(chosen))
-    if (report_file := chosen.report_file) is not None:
-        write_text_file(report_file, report(plan), "the report to")
-        note(f"report written to {report_file}")
-    reports.write_json(chosen.json_file, _rows(plan), layout=str(plan.training.job.layout))
-    if not only_json(chosen.json_file):
-        out.print(_table(plan))
-        out.print(_recoveries(plan))
-        out.print(f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}")
-        out.print(f"why: {why_so_many(plan)} {_bound(plan)}")
-        if verdict := budget_verdict(plan):
-            out.print(f"budget: {verdict}")
-        if plan.inference is not None:
-            replica = plan.inference.best.replica
-            out.print(f"inference: replicas of {replica}; {replica.confidence.evidence}")
-        most = plan.sheet.figures[plan.gains[0]]
-        out.print(
-            f"largest possible improvement: {most.label}, {most.value:+.1%} goodput"
-            if most.value >= 0.001
-            else "failures, restarts and checkpoints each cost less than 0.1% of the goodput",
-            highlight=False,
-        )
+    save(chosen.report_file, lambda: report(plan), "report")
+    layout = str(plan.training.job.layout)
+    present(_rows(plan), chosen.json_file, _table(plan), _recoveries(plan), *_sentences(plan), layout=layout)
+
+
+def _sentences(plan: ClusterPlan) -> Iterator[str]:
+    yield f"layout: {plan.training.job.layout}; checkpoints: {plan.checkpoints[0].name}"
+    yield f"why: {why_so_many(plan)} {_bound(plan)}"
+    if verdict := budget_verdict(plan):
+        yield f"budget: {verdict}"
+    if plan.inference is not None:
+        replica = plan.inference.best.replica
+        yield f"inference: replicas of {replica}; {replica.confidence.evidence}"
+    most = plan.sheet.figures[plan.gains[0]]
+    yield (
+        f"largest possible improvement: {most.label}, {most.value:+.1%} goodput"
+        if most.value >= 0.001
+        else "failures, restarts and checkpoints each cost less than 0.1% of the goodput"
+    )
 
 
 def _goal(chosen: PlanClusterOptions) -> ClusterGoal:
@@ -232,8 +229,7 @@ def _table(plan: ClusterPlan) -> Any:
 
 def _source(plan: ClusterPlan, name: str) -> str:
 
-    figures = plan.sheet.figures
-    named = _REASONS.get(name)
-    if named is not None:
-        return f"{figures[named].label}: {value(figures[named])}"
-    return ""
+    if name not in _REASONS:
+        return ""
+    reason = plan.sheet.figures[_REASONS[name]]
+    return f"{reason.label}: {value(reason)}"

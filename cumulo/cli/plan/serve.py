@@ -10,12 +10,13 @@ from rich.text import Text
 
 from cumulo.base import report as reports
 from cumulo.base.chart import chart_file
+from cumulo.base.figures import figure_table
 from cumulo.base.quantities import parse_duration_s
 from cumulo.cli.plan import serve_report as view
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
-from cumulo.cli.shared.figures import figure_table, latency_chart
+from cumulo.cli.shared.figures import latency_chart
 from cumulo.cli.shared.options import TierOptions
 from cumulo.cli.shared.plan_options import DraftOptions
 from cumulo.cli.shared.terminal import dim, note, only_json, present, save, working

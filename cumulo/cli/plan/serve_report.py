@@ -3,21 +3,16 @@
 from collections.abc import Sequence
 from html import escape
 
-from cumulo.base.chart import Chart, chart_file
+from cumulo.base.chart import Chart
+from cumulo.base.figures import RunFigure, figure_html
+from cumulo.base.page import card, html_table, page
 from cumulo.base.quantities import between, quantity
 from cumulo.base.report import Row, shown
-from cumulo.cli.shared.figures import RunFigure, latency_rows, range_words, trial_columns
+from cumulo.cli.shared.figures import latency_rows, range_words, trial_columns
 from cumulo.plan.serve.capacity import RateTrial
 from cumulo.plan.serve.deployment import Deployment, Promised
 from cumulo.plan.serve.search import ServePlan
 from cumulo.spec.slo import Slo
-
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1d2733}
-h1{font-size:1.6rem}h2{margin-top:2.2rem;border-bottom:1px solid #ccd}
-table{border-collapse:collapse;margin:.6rem 0}td{padding:.25rem .8rem;text-align:left;
-border-bottom:1px solid #e3e6ec;vertical-align:top}
-"""
 
 _USE = (
     RunFigure("step time, mean", lambda one: 1e3 * one.mean_step_s, "ms", "lower"),
@@ -149,16 +144,7 @@ def report_page(
     columns: Sequence[RunFigure],
 ) -> str:
     """The report as one HTML page without scripts."""
-
-    def cells(line: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
-
-    figures = "".join(cells((row.name, shown(row), row.note)) for row in table)
-    lines = [("users", *(one.heading for one in columns))]
-    lines += [(name, *(one.cell(trial) for one in columns)) for name, trial in users]
-    told = "".join(f"<p>{escape(note)}</p>" for note in notes if note)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(heading)}</h1>{told}<table>{figures}</table>"
-        f"<h2>How many users fit</h2>{chart_file(chart)}<table>{''.join(map(cells, lines))}</table></body></html>\n"
-    )
+    told = (f"<p>{escape(note)}</p>" for note in notes if note)
+    figures = html_table(("",) * 3, [(row.name, shown(row), row.note) for row in table])
+    fit = "<h2>How many users fit</h2>", card(chart), figure_html("users", users, columns)
+    return page(heading, *told, figures, *fit, style="td{text-align:left;white-space:normal}")

@@ -7,11 +7,11 @@ from pathlib import Path
 from rich.console import Console
 
 from cumulo.base import report
+from cumulo.base.figures import RunFigure, figure_rows, figure_table
 from cumulo.base.files import write_text_file
 from cumulo.base.report import Row
 from cumulo.cli.plan.validate_rows import as_asked, likely, validate_serving
 from cumulo.cli.shared.declare import argument, flag, option, takes_options
-from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
 from cumulo.cli.shared.terminal import err, marked, only_json, out
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence.published import PublishedRow, citations, dates, held_out_rows, read_rows, rows

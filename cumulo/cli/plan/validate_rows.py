@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from cumulo.base import report
+from cumulo.base.figures import RunFigure, figure_rows, figure_table
 from cumulo.base.quantiles import quantile
 from cumulo.base.report import Row
-from cumulo.cli.shared.figures import RunFigure, figure_rows, figure_table
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence.published import PublishedRow
 from cumulo.plan.evidence.serving import (

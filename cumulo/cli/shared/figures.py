@@ -1,65 +1,16 @@
-"""Figures of runs that are compared, each declared once: a row of the JSON report, a column of the table, or both.
-
-FIGURES = (
-    RunFigure("mean JCT", lambda run: run.mean_jct_s, "s", "lower", heading="mean JCT"),
-    RunFigure("fairness", lambda run: run.fairness, heading="fairness", shown="{:.3f}"),
-)
-"""
+"""Latencies of simulated serving as columns, rows and a chart: `cumulo simulate serve` and `cumulo plan serve`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-from rich.table import Table
 
 from cumulo.base.chart import Chart, Series
-from cumulo.base.quantities import between, quantity
-from cumulo.base.report import Row, grid
+from cumulo.base.figures import RunFigure
+from cumulo.base.quantities import between
+from cumulo.base.report import Row
 from cumulo.plan.serve.capacity import RateTrial
 from cumulo.plan.serve.report import ServeReport
 from cumulo.spec.slo import Slo
 
 
-@dataclass(frozen=True, slots=True)
-class RunFigure:
-    label: str  # of the row; "": the table alone shows it
-    pick: Callable[[Any], Any]  # from a run; None: the run has no such figure
-    unit: str = ""
-    better: Literal["higher", "lower"] = "higher"
-    heading: str = ""  # of the column; "": the report alone has it
-    shown: str = ""  # how the table writes it, such as "{:.1f} %"; "": in the unit that suits the value
-    note: str = ""
-
-    def cell(self, run: Any) -> str:
-        value = self.pick(run)
-        if value is None:
-            return "–"
-        return self.shown.format(value) if self.shown else quantity(value, self.unit)
-
-
-def figure_rows(name: str, run: Any, figures: Sequence[RunFigure]) -> list[Row]:
-    prefix = f"{name}: " if name else ""
-    return [
-        Row(prefix + one.label, value, one.unit, one.better, note=one.note)
-        for one in figures
-        if one.label and (value := one.pick(run)) is not None
-    ]
-
-
-def figure_table(
-    first: str,
-    runs: Iterable[tuple[str, Any]],
-    figures: Sequence[RunFigure],
-    title: str = "",
-    caption: str = "",
-) -> Table:
-    """One line for each run; `first`: the heading of their names."""
-    shown = [one for one in figures if one.heading]
-    lines = [(name, *(one.cell(run) for one in shown)) for name, run in runs]
-    return grid((first, *(one.heading for one in shown)), lines, title, caption=caption)
-
-
-# Latencies of simulated serving, for `cumulo simulate serve` and `cumulo plan serve`.
 def trial_columns(judged: bool = True) -> list[RunFigure]:
     """Columns of a `RateTrial`: its latencies and, where there is an SLO, whether it is met."""
 

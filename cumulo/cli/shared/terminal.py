@@ -43,7 +43,7 @@ def present(rows: "Sequence[Row]", json_file: Path | None, *shown: Any, **more: 
     report.write_json(json_file, rows, **more)
     if not only_json(json_file):
         for one in shown:
-            out.print(one)
+            out.print(one, soft_wrap=isinstance(one, Text) and one.no_wrap)
 
 
 def show_report(title: str, rows: "Sequence[Row]", json_file: Path | None, **more: Any) -> None:
@@ -55,6 +55,11 @@ def show_report(title: str, rows: "Sequence[Row]", json_file: Path | None, **mor
 
 def dim(text: str) -> Text:
     return Text(text, "dim")
+
+
+def unwrapped(text: str, style: str = "") -> Text:
+    """For `present`: lines that stay whole, however long they are."""
+    return Text(text, style, no_wrap=True)
 
 
 def save(path: Path | None, text: Callable[[], str], what: str) -> None:

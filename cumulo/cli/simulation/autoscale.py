@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from cumulo.base.chart import chart_file
+from cumulo.base.figures import figure_rows, figure_table
 from cumulo.base.quantities import parse_duration_s
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, takes_options
-from cumulo.cli.shared.figures import figure_rows, figure_table
 from cumulo.cli.shared.terminal import dim, marked, present, save, working
 from cumulo.cli.simulation import autoscale_report as view
 from cumulo.errors import ConfigError

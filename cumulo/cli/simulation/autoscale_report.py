@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from cumulo.base.chart import Chart, Series
-from cumulo.cli.shared.figures import RunFigure
+from cumulo.base.figures import RunFigure
 from cumulo.fleet.simulate.autoscaled_fleet import ScaledRun
 from cumulo.plan.serve.report import Percentiles
 from cumulo.spec.slo import Slo

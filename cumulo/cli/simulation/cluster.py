@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cumulo.base.figures import figure_rows, figure_table
 from cumulo.base.report import Row
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import Panel, takes_options
-from cumulo.cli.shared.figures import figure_rows, figure_table
 from cumulo.cli.shared.terminal import marked, present, save, working
 from cumulo.cli.simulation import cluster_report as view
 from cumulo.cluster.decide.nodes import ClusterNode
@@ -24,7 +24,7 @@ from cumulo.cluster.decide.snapshot import TenantQuota
 from cumulo.cluster.decide.step_time import leaf_fabric
 from cumulo.cluster.simulate.fill import RULES, fill
 from cumulo.cluster.simulate.job_speed import ElasticSpeed, JobSpeed, LeafSpeed, TraceJob, elastic_jobs
-from cumulo.cluster.simulate.page import page
+from cumulo.cluster.simulate.page import FIGURES, page
 from cumulo.cluster.simulate.play import ROUND_S, PlayOptions, play, usual_interval_s
 from cumulo.cluster.simulate.pollux import is_pollux, read_pollux
 from cumulo.cluster.simulate.synthetic import (
@@ -151,7 +151,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
     last, last_run = found[-1]
     save(chosen.html, lambda: page(found), "report")
     save(chosen.log, lambda: view.log_text(last_run), f"decisions of {last}")
-    rows = [row for name, run in found for row in figure_rows(name, run, view.FIGURES)] + cpu_rows
+    rows = [row for name, run in found for row in figure_rows(name, run, FIGURES)] + cpu_rows
     rows += [row for name, some in steps for row in figure_rows(name, some, view.STEPS)]
     counts = f"{len(jobs):,} jobs", f"{len(nodes):,} nodes", f"{sum(node.gpus for node in nodes):,} GPUs"
     title = marked("[bold]{}[/bold] on [bold]{}[/bold] with {}", *counts)

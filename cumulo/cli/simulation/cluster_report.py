@@ -8,34 +8,18 @@ from operator import attrgetter
 
 from rich.table import Table
 
+from cumulo.base.figures import RunFigure, figure_table
 from cumulo.base.nearest import did_you_mean
 from cumulo.base.quantities import quantity
-from cumulo.cli.shared.figures import RunFigure, figure_table
 from cumulo.cluster.decide.decisions import Eviction, JobPlacement, Resize, Waits, plain
 from cumulo.cluster.simulate.fill import PUBLISHED, Filling
 from cumulo.cluster.simulate.outcome import ClusterRun
+from cumulo.cluster.simulate.page import FIGURES, KEY
 from cumulo.errors import ConfigError
 
 Runs = Sequence[tuple[str, ClusterRun]]
 Steps = dict[str, tuple[float, float]]  # of each job: its step, and the best there is, in seconds
 _DONE = {JobPlacement: "it is placed", Eviction: "it is evicted", Resize: "it gets other nodes"}
-_KEY = (
-    "JCT: job completion time, from arrival to end. use: share of the GPUs' time. fairness: Jain's index "
-    "over the tenants' mean slowdown; 1 is even."
-)
-FIGURES = (
-    RunFigure("", lambda run: len(run.outcomes), heading="jobs"),
-    RunFigure("mean JCT", lambda run: run.mean_jct_s, "s", "lower", "mean JCT"),
-    RunFigure("p99 JCT", lambda run: run.percentile_jct_s(99), "s", "lower", "p99 JCT"),
-    RunFigure("mean wait", lambda run: run.mean_wait_s, "s", "lower", "mean wait"),
-    RunFigure("makespan", lambda run: run.makespan_s, "s", "lower", "makespan"),
-    RunFigure("utilization", lambda run: 100 * run.utilisation, "%", heading="use", shown="{:.1f} %"),
-    RunFigure("slowest decision", lambda run: 1e3 * run.slowest_decision_s, "ms", "lower"),
-    RunFigure(
-        "fairness", lambda run: run.fairness, heading="fairness", shown="{:.3f}",
-        note="Jain's index over the tenants' mean slowdown",
-    ),
-)  # fmt: skip
 # Columns that would be zero everywhere are left out: lines stay narrow.
 _RARE = (
     RunFigure("", lambda run: run.evictions, heading="evicted"),
@@ -77,7 +61,7 @@ def _mean(values: list[float]) -> float | None:
 
 def comparison(runs: Runs) -> Table:
     rare = [one for one in _RARE if any(one.pick(run) for _, run in runs)]
-    return figure_table("policy", runs, (*FIGURES, *rare), caption=_KEY)
+    return figure_table("policy", runs, (*FIGURES, *rare), caption=KEY)
 
 
 def tenants(name: str, run: ClusterRun) -> Table:

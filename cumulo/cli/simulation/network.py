@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.base import report as reports
+from cumulo.base.figures import RunFigure, figure_rows
 from cumulo.base.files import write_text_file
+from cumulo.base.page import html_table, page
 from cumulo.base.quantities import parse_bytes, parse_duration_s, parse_number, quantity
 from cumulo.base.report import Row
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, takes_options
-from cumulo.cli.shared.figures import RunFigure, figure_rows
 from cumulo.cli.shared.terminal import dim, note, only_json, present, working
 from cumulo.collectives.simulate.collective_traffic import collective_traffic
 from cumulo.collectives.simulate.fabrics.build import JoinedSites, TorusGraph, fabric_graph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
-from cumulo.collectives.simulate.link_use import heat_map, heat_map_page
+from cumulo.collectives.simulate.link_use import heat_map
 from cumulo.collectives.simulate.place import parse_job, placed, pods_of
 from cumulo.collectives.simulate.player import LinkChange, NetworkTraffic, play_network
 from cumulo.errors import ConfigError
@@ -166,9 +167,10 @@ def _play_jobs(chosen: NetworkOptions, began_s: float) -> None:
         )
     if chosen.heat_map is not None and run.use is not None:
         picture = heat_map(run.use, title)
-        lines = [f"{name}: {quantity(end_s, 's')}" for name, end_s in run.ends_s.items()]
-        as_page = chosen.heat_map.suffix == ".html"
-        write_text_file(chosen.heat_map, heat_map_page(picture, title, lines) if as_page else picture)
+        if chosen.heat_map.suffix == ".html":
+            ends = [(name, quantity(end_s, "s")) for name, end_s in run.ends_s.items()]
+            picture = page(title, html_table(("job", "ends after"), ends), picture)
+        write_text_file(chosen.heat_map, picture)
 
 
 def _jobs(chosen: NetworkOptions, graph: FabricGraph) -> list[NetworkTraffic]:
@@ -247,6 +249,7 @@ def _play_step(chosen: NetworkOptions) -> None:
 
 
 def _table(title: str, pairs: list[tuple[str, tuple[AxisTime, AxisTime]]]) -> reports.ReportTable:
+    """Also for a narrow terminal."""
     shown = [one for one in _AXES if one.heading]
     lines = [((name, *(one.cell(pair) for one in shown)), "") for name, pair in pairs]
     headings = ["collective", *(one.heading for one in shown)]

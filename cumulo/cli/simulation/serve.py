@@ -9,11 +9,12 @@ import typer
 
 from cumulo.base import report as reports
 from cumulo.base.chart import chart_file
+from cumulo.base.figures import figure_rows, figure_table
 from cumulo.base.quantities import parse_duration_s, parse_number
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
-from cumulo.cli.shared.figures import figure_rows, figure_table, latency_chart
+from cumulo.cli.shared.figures import latency_chart
 from cumulo.cli.shared.options import TierOptions
 from cumulo.cli.shared.plan_options import DraftOptions
 from cumulo.cli.shared.terminal import dim, marked, present, save, working

@@ -5,16 +5,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from cumulo.base.figures import RunFigure, figure_rows, figure_table
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row
-from cumulo.cli.shared.figures import (
-    RunFigure,
-    figure_rows,
-    figure_table,
-    latency_rows,
-    range_words,
-    trial_columns,
-)
+from cumulo.cli.shared.figures import latency_rows, range_words, trial_columns
 from cumulo.plan.serve.capacity import RateTrial
 from cumulo.plan.serve.report import ServeReport
 from cumulo.spec.slo import Slo

@@ -5,32 +5,40 @@ from collections.abc import Sequence
 from html import escape
 
 from cumulo.base import svg
+from cumulo.base.figures import RunFigure, figure_html
+from cumulo.base.page import page as html_page
 from cumulo.base.quantities import quantity
 from cumulo.cluster.simulate.outcome import ClusterRun
 
 _WIDTH, _ROW = 960.0, 12.0
 _MOST_NODES, _MOST_BARS = 128, 20_000  # rows of the Gantt chart, and what can be drawn there
-_KEY = (
-    "JCT: job completion time, from arrival to end. Utilization: share of the GPUs' time. Fairness: Jain's index "
-    "over the tenants' mean slowdown; 1 is even. A bar is a job on a node, as high as its share of the node's "
-    "GPUs; point at it to see its name."
+KEY = (
+    "JCT: job completion time, from arrival to end. use: share of the GPUs' time. fairness: Jain's index "
+    "over the tenants' mean slowdown; 1 is even."
 )
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#1c2733}
-table{border-collapse:collapse}td,th{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #dde}
-td:first-child,th:first-child{text-align:left}svg{width:100%;height:auto}text{font:9px system-ui;fill:#556}
-@media(prefers-color-scheme:dark){body{background:#141a20;color:#dde}text{fill:#9ab}}"""
+_BARS = "A bar is a job on a node, as high as its share of the node's GPUs; point at it to see its name."
+_STYLE = "svg text{font-size:9px}"
+FIGURES = (
+    RunFigure("", lambda run: len(run.outcomes), heading="jobs"),
+    RunFigure("mean JCT", lambda run: run.mean_jct_s, "s", "lower", "mean JCT"),
+    RunFigure("p99 JCT", lambda run: run.percentile_jct_s(99), "s", "lower", "p99 JCT"),
+    RunFigure("mean wait", lambda run: run.mean_wait_s, "s", "lower", "mean wait"),
+    RunFigure("makespan", lambda run: run.makespan_s, "s", "lower", "makespan"),
+    RunFigure("utilization", lambda run: 100 * run.utilisation, "%", heading="use", shown="{:.1f} %"),
+    RunFigure("slowest decision", lambda run: 1e3 * run.slowest_decision_s, "ms", "lower"),
+    RunFigure(
+        "fairness", lambda run: run.fairness, heading="fairness", shown="{:.3f}",
+        note="Jain's index over the tenants' mean slowdown",
+    ),
+)  # fmt: skip
 
 
 def page(runs: Sequence[tuple[str, ClusterRun]]) -> str:
-    parts = [_cluster(runs), _table(runs), f"<p>{_KEY}</p>"]
+    parts = [_cluster(runs), figure_html("policy", runs, FIGURES), f"<p>{KEY} {_BARS}</p>"]
     for name, run in runs:
         parts += [f"<h2>{escape(name)}</h2>", _left(run), "<h3>Jobs on nodes over time</h3>", gantt(run),
                   _cut(run), "<h3>Share of each node's GPU time that was used</h3>", node_map(run)]  # fmt: skip
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Cluster simulation</title>'
-        f"<style>{_STYLE}</style>"
-        f"<h1>Cluster simulation</h1>{''.join(parts)}</html>\n"
-    )
+    return html_page("Cluster simulation", *parts, style=_STYLE)
 
 
 def _cluster(runs: Sequence[tuple[str, ClusterRun]]) -> str:
@@ -72,20 +80,6 @@ def _rows(run: ClusterRun) -> dict[str, int]:
         for row, (name, drawn) in enumerate(zip(bars, sums, strict=True))
         if not row or drawn <= _MOST_BARS
     }
-
-
-def _table(runs: Sequence[tuple[str, ClusterRun]]) -> str:
-    heads = ("policy", "jobs", "mean JCT", "p99 JCT", "mean wait", "makespan", "utilization", "fairness")
-    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
-    for name, run in runs:
-        cells = (
-            escape(name), f"{len(run.outcomes):,}", quantity(run.mean_jct_s, "s"),
-            quantity(run.percentile_jct_s(99), "s"),
-            quantity(run.mean_wait_s, "s"), quantity(run.makespan_s, "s"), f"{100 * run.utilisation:.1f} %",
-            f"{run.fairness:.3f}",
-        )  # fmt: skip
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f"<table>{''.join(lines)}</table>"
 
 
 def colour(job_id: str) -> str:

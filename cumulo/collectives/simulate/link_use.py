@@ -1,7 +1,6 @@
 """LinkUse: how busy each link was over time. The player fills it; heat maps and reports read it."""
 
 from dataclasses import dataclass, field
-from html import escape
 from itertools import pairwise
 
 import numpy as np
@@ -154,12 +153,3 @@ def _chosen(use: LinkUse) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
             order = np.concatenate([order[:half], order[spread]])
         found.append(order)
     return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-
-def heat_map_page(picture: str, title: str, lines: list[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    style = "body{font:14px sans-serif;margin:2em;max-width:1100px}svg{width:100%}"
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style>'
-    return (
-        f'<!doctype html><html lang="en"><head>{head}</head><body><ul>{items}</ul>{picture}</body></html>\n'
-    )
