@@ -76,14 +76,6 @@ def problem_error(problems: Sequence[Any]) -> ApiError:
     kind = first["type"]
     if kind == "missing":
         return invalid(f"'{param}' is missing", param, "missing_required_parameter")
-    if kind in ("unsupported", "misspelt"):
-        name = first["ctx"]["name"]
-        code = "unsupported_parameter" if kind == "unsupported" else "unknown_parameter"
-        return invalid(first["msg"], f"{param}.{name}" if param else name, code)
-    if kind == "extra_forbidden":
-        return invalid(
-            f"'{param}' is not a field this server knows; leave it out", param, "unknown_parameter"
-        )
     if kind in ("model_attributes_type", "model_type", "dict_type") and not param:
         return invalid("the body must be a JSON object, sent with Content-Type: application/json")
     # Pydantic's words, less those that speak of pydantic.

@@ -18,12 +18,13 @@ from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from cumulo.serve.bodies.strict import Strict, settle_unknown
 from cumulo.serve.bodies.structure import MAX_VALUES, Structure, structure_of
 from cumulo.serve.errors import ApiError, ClientGone, invalid, problem_error
 
@@ -97,7 +98,7 @@ class BodyReader:
         self._being_read = FairPlaces(1, 1, PATIENCE_S)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-body")
 
-    async def read(self, scope: Scope, receive: Receive, model: type[BaseModel]) -> Any:
+    async def read(self, scope: Scope, receive: Receive, model: type[Strict]) -> Any:
         """Receive a body and make a `model` of it. Raises ApiError, or ClientGone if the sender leaves
         half-way."""
         pieces: list[bytes] = []
@@ -107,7 +108,7 @@ class BodyReader:
             await _receive(pieces, receive, None)
             return await self._read_received(scope, b"".join(pieces), model)
 
-    async def _read_received(self, scope: Scope, whole: bytes, model: type[BaseModel]) -> Any:
+    async def _read_received(self, scope: Scope, whole: bytes, model: type[Strict]) -> Any:
         if not whole:
             raise invalid("the request has no body; send a JSON object with Content-Type: application/json")
         if not _is_json(scope):
@@ -122,14 +123,14 @@ class BodyReader:
             )
 
 
-def read_large(whole: bytes, most_values: int, model: type[BaseModel]) -> Any:
+def read_large(whole: bytes, most_values: int, model: type[Strict]) -> Any:
     if (problem := structure_of(whole).excess(most_values)) is not None:
         raise invalid(problem, code="too_many_values")
     # It holds the interpreter a quarter as long as `json`.
     return _validated(whole, model, msgspec.json.decode)
 
 
-def _validated(whole: bytes, model: type[BaseModel], parse: Callable[[bytes], Any]) -> Any:
+def _validated(whole: bytes, model: type[Strict], parse: Callable[[bytes], Any]) -> Any:
     try:
         data = parse(whole)
     except RecursionError:
@@ -139,9 +140,12 @@ def _validated(whole: bytes, model: type[BaseModel], parse: Callable[[bytes], An
     except (ValueError, msgspec.MsgspecError) as error:
         raise invalid(f"the body is not valid JSON: {error}") from None
     try:
-        return model.model_validate(data)
+        body = model.model_validate(data)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
+    else:
+        settle_unknown(body)
+        return body
     # Outside of the handler: an error that is chained would keep the whole body alive.
     raise problem_error(problems)
 

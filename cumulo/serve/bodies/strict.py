@@ -16,12 +16,13 @@ from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    model_validator,
+    field_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from cumulo.base.nearest import nearest
 from cumulo.serve.bodies import warnings
+from cumulo.serve.errors import invalid
 
 
 def stopping_early(schema: Any) -> Any:
@@ -50,16 +51,17 @@ def _counted(most: int) -> Any:
 
 
 _LONGEST_MADE_WHOLE = 65_536
+_LONGEST_NAME = 64
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # Other fields are kept until `settle_unknown` has looked at them.
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     # Fields of OpenAI's API that are not supported, each with the values that ask for nothing.
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    instead: ClassVar[
-        dict[str, str]
-    ] = {}  # what to do instead of using such a field, where there is more to say
+    # What to do instead of using such a field, where there is more to say.
+    instead: ClassVar[dict[str, str]] = {}
     ignores_unknown: ClassVar[bool] = False
 
     @classmethod
@@ -73,56 +75,60 @@ class Strict(BaseModel):
     ) -> dict[str, Any]:
         """The description says of what is ignored that it may be there."""
         schema = handler(core_schema)
-        if cls.ignores_unknown:
-            handler.resolve_ref_schema(schema).pop("additionalProperties", None)
+        handler.resolve_ref_schema(schema)["additionalProperties"] = cls.ignores_unknown
         return schema
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        notes = warnings.current()
-        if notes is not None:
-            notes.begin(data)
-        aliases = {field.alias for field in cls.model_fields.values()}
-        kept, unknown = {}, []
-        for name, value in data.items():
-            if name in cls.neutral:
-                if value is not None and not any(
-                    type(value) is type(harmless) and value == harmless for harmless in cls.neutral[name]
-                ):
-                    raise PydanticCustomError(
-                        "unsupported",
-                        "'{name}' is not supported by this server; {instead}",
-                        {"name": name, "instead": cls.instead.get(name, "leave it out")},
-                    )
-            elif name in cls.model_fields or name in aliases:
-                kept[name] = _whole(value)
-            else:
-                unknown.append(name)
-        lenient = notes is not None and notes.lenient
-        if unknown and not lenient:
-            cls._refuse_misspelt(unknown[0], data if cls.ignores_unknown else {})
-        if unknown and not (lenient or cls.ignores_unknown):
-            kept[unknown[0]] = data[unknown[0]]  # refused by pydantic, after what is wrong with known fields
-        elif notes is not None:
-            for name in unknown:
-                notes.ignore(data, name)
-        return kept
+    def _with_whole_numbers(cls, value: Any) -> Any:
+        return _whole(value)
 
-    @classmethod
-    def _refuse_misspelt(cls, name: str, given: dict[str, Any]) -> None:
-        """An unknown name that is nearly a known one which is not among those `given`."""
-        known = [field.alias or one for one, field in cls.model_fields.items()]
-        if len(name) > 64:
-            return
-        for near in nearest(name, [one for one in known if one not in given], 1, 0.75):
-            raise PydanticCustomError(
-                "misspelt",
-                "'{name}' is not a field this server knows; did you mean '{near}'?",
-                {"name": writable(name), "near": near},
-            )
+
+def settle_unknown(body: Strict, place: str = "") -> None:
+    """Forget the fields of a body and its parts that their models do not have, with a warning where it is due, or
+    refuse the first one that asks for something."""
+    extra = body.__pydantic_extra__
+    if extra:
+        unknown = [name for name, value in extra.items() if not _asks_nothing(body, place, name, value)]
+        if unknown:
+            _settle(body, place, unknown)
+        extra.clear()
+    for name, value in body.__dict__.items():
+        if isinstance(value, Strict):
+            settle_unknown(value, f"{place}{name}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, Strict):
+                    settle_unknown(item, f"{place}{name}[{index}].")
+
+
+def _asks_nothing(body: Strict, place: str, name: str, value: Any) -> bool:
+    """Whether this is a field that is not supported, with a value that does not ask for it."""
+    if name not in body.neutral:
+        return False
+    harmless = body.neutral[name]
+    if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
+        instead = body.instead.get(name, "leave it out")
+        words = f"'{name}' is not supported by this server; {instead}"
+        raise invalid(words, f"{place}{name}", "unsupported_parameter")
+    return True
+
+
+def _settle(body: Strict, place: str, unknown: list[str]) -> None:
+    first, lenient = unknown[0], warnings.is_lenient()
+    if not lenient and len(first) <= _LONGEST_NAME:
+        # Where other fields are ignored, a name is misspelt only if what it is like is not there.
+        given = body.model_fields_set if body.ignores_unknown else set()
+        known = [field.alias or one for one, field in type(body).model_fields.items() if one not in given]
+        for near in nearest(first, known, 1, 0.75):
+            words = f"'{first}' is not a field this server knows; did you mean '{near}'?"
+            raise invalid(words, f"{place}{first}", "unknown_parameter")
+    if not lenient and not body.ignores_unknown:
+        param = f"{place}{first}"
+        raise invalid(f"'{param}' is not a field this server knows; leave it out", param, "unknown_parameter")
+    for name in unknown:
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        warnings.warn(f"{place}{shown} is not known here and was ignored")
 
 
 def kind_of(value: Any, default: str = "") -> str:
