@@ -63,6 +63,9 @@ class GatewayCommandOptions:
     tokens_per_minute: int | None = option("Token limit per key, over all replicas.", None)
     max_connections: int = option("Maximum number of open client connections.", 8192)
     max_body_mib: float = option("Maximum size of a request body, in MiB.", 4.0)
+    max_held_mib: float = option(
+        "Maximum size of the bodies of all running requests together, in MiB; half of it per API key.", 512.0
+    )
     allow_host: list[str] | None = option(
         "Host name that clients can use for this gateway. Can be given more than once; '*': any name.",
         None,
@@ -102,6 +105,7 @@ def gateway(chosen: GatewayCommandOptions) -> None:
         "fleet_key": fleet_key(chosen.fleet_key_file),
         "operator_key": None if chosen.operator_key_file is None else read_key(chosen.operator_key_file),
         "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),
+        "max_held_bytes": int(chosen.max_held_mib * (1 << 20)),
         "allow_hosts": tuple(chosen.allow_host or ()),
         "cors_origins": tuple(chosen.cors_origin or ()),
     }

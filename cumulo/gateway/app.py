@@ -1,18 +1,21 @@
 """GatewayApp: the gateway as an ASGI application. Its own paths are answered here, all others are passed on."""
 
+import asyncio
 import json
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from cumulo.fleet.decide.prompt_text import peek
+from cumulo.fleet.decide.prompt_text import Peek, peek
 from cumulo.fleet.remote.replicas import NoReplica, PromptHint, Replicas, UnknownModel
 from cumulo.fleet.remote.watch import LOOP_STATUS
 from cumulo.fleet.wire import VIA_HEADER, FleetAsk
+from cumulo.gateway.bodies import Bodies, is_upload
 from cumulo.gateway.metrics import GatewayMetrics
 from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.pages import GatewayGate, GatewayPages
@@ -25,8 +28,9 @@ from cumulo.serve.http.host_check import refuse
 log = logging.getLogger("cumulo.gateway.access")
 
 _PASSED = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/rerank", "/score")
-_FILE_BYTES = 128 << 20
+_QUICK_BYTES = 256 << 10  # of a body that is read in the event loop
 _SEED_BITS = 63
+_Read = TypeVar("_Read")
 
 
 class GatewayApp:
@@ -34,6 +38,7 @@ class GatewayApp:
         self.options, self.fleet = options, fleet
         self.gate = GatewayGate(options)
         self.metrics = GatewayMetrics(fleet)
+        self.bodies = Bodies(options.max_body_bytes, options.max_held_bytes, options.api_keys is not None)
         self.stories = GatewayStories(options.stories)
         self.draining = False
         self.in_flight = 0
@@ -83,58 +88,43 @@ class GatewayApp:
     # -- passing on ---------------------------------------------------------------------------------------
     async def _pass_on(self, scope: Scope, receive: Receive, exchange: "_Sending", received_s: float) -> None:
         caller = self.gate.caller(scope)
-        body = await self._read(scope, receive)
-        asked = peek(body)
-        record = ProxiedRecord(
-            secrets.token_hex(12), caller.name, scope["path"], asked.model, bool(asked.stream), received_s
-        )
-        self.in_flight += 1
-        self.stories.add(record)
-        try:
+        with self.bodies.open(caller) as held:
+            if is_upload(scope):
+                body, upload, asked = b"", held.upload(scope, receive), Peek()
+            else:
+                body, upload = await held.whole(receive), None
+                asked = await _beside(len(body), peek, body)
+            chain = await _beside(len(body), asked.chain, _cache_scope(caller, scope))
             prompt = PromptHint(
-                asked.model, asked.chain(_cache_scope(caller, scope)), len(asked.text),
-                asked.session or _session(scope), caller.name, asked.priority or 0,
+                asked.model, chain, len(asked.text), asked.session or _session(scope), caller.name,
+                asked.priority or 0,
             )  # fmt: skip
-            self.gate.limits.charge_prompt(caller, self.fleet.prompt_tokens(asked.model, len(asked.text)))
+            record = ProxiedRecord(
+                secrets.token_hex(12), caller.name, scope["path"], asked.model, bool(asked.stream), received_s
+            )
             ask = FleetAsk(
                 record.id, int(time.time()), secrets.randbits(_SEED_BITS), self.gate.fleet_caller(caller)
             )
-            pinned = self._pinned(scope["path"], caller, asked.previous_response_id)
+            self.in_flight += 1
+            self.stories.add(record)
             try:
+                self.gate.limits.charge_prompt(
+                    caller, self.fleet.prompt_tokens(asked.model, prompt.text_bytes)
+                )
+                pinned = self._pinned(scope["path"], caller, asked.previous_response_id)
                 await ProxiedRequest(
-                    self.fleet, scope, receive, exchange, body, asked, prompt, ask, record, pinned,
+                    self.fleet, scope, receive, exchange, body, asked, prompt, ask, record, pinned, upload,
                 ).run()  # fmt: skip
+                self.gate.limits.charge_output(caller, record.output_tokens or 0)
             except UnknownModel as error:
                 raise ApiError(404, str(error), param="model", code="model_not_found") from None
             except NoReplica as error:
                 raise ApiError(503, str(error), code="no_replica", retry_after_s=2) from None
-            self.gate.limits.charge_output(caller, record.output_tokens or 0)
-        finally:
-            self.in_flight -= 1
-            self.metrics.in_flight.set(self.in_flight)
-            record.ended_s = record.ended_s or time.perf_counter()
-            self.metrics.on_end(record, exchange.status or 499)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        most_bytes = _FILE_BYTES if scope["path"] == "/v1/files" else self.options.max_body_bytes
-        message = await receive()
-        pieces, size = [message.get("body", b"")], len(message.get("body", b""))
-        while message.get("more_body"):
-            message = await receive()
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            if size > most_bytes:
-                break
-        if size > most_bytes:
-            raise ApiError(
-                413,
-                f"the body is larger than the {most_bytes:,} bytes this gateway takes",
-                code="request_too_large",
-                headers={"Connection": "close"},
-            )
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            finally:
+                self.in_flight -= 1
+                self.metrics.in_flight.set(self.in_flight)
+                record.ended_s = record.ended_s or time.perf_counter()
+                self.metrics.on_end(record, exchange.status or 499)
 
     def _pinned(self, path: str, caller: Caller, previous: str | None) -> str | None:
         """The replica that has stored what is asked about; None: any may answer."""
@@ -167,6 +157,11 @@ class _Sending:
             if self._draining:
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await self._send(message)
+
+
+async def _beside(size: int, read: Callable[[Any], _Read], given: Any) -> _Read:
+    """Reads what is large beside the event loop."""
+    return await asyncio.to_thread(read, given) if size > _QUICK_BYTES else read(given)
 
 
 def _session(scope: Scope) -> str:

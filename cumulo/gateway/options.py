@@ -25,6 +25,8 @@ class GatewayOptions(RemoteOptions):
     drain_timeout_s: float = 30.0  # after SIGTERM: how long running requests may take to finish
     max_connections: int = 8192
     max_body_bytes: int = 4 << 20
+    # Of the bodies of all requests that run; those of one API key may be half of it. Uploads are not held.
+    max_held_bytes: int = 512 << 20
     keep_alive_timeout_s: float = 75.0
     write_timeout_s: float = 60.0  # longest time in which a client reads nothing of its answer
     allow_hosts: tuple[str, ...] = ()
@@ -42,7 +44,14 @@ class GatewayOptions(RemoteOptions):
         ):  # fmt: skip
             if not getattr(self, name) > 0:  # with 0 every replica would be taken for dead
                 raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
-        for name in ("retries", "breaker_failures", "max_connections", "max_body_bytes", "stories"):
+        for name in (
+            "retries",
+            "breaker_failures",
+            "max_connections",
+            "max_body_bytes",
+            "max_held_bytes",
+            "stories",
+        ):
             least = 0 if name == "retries" else 1
             if getattr(self, name) < least:
                 raise CumuloError(f"{name} must be {least} or more, got {getattr(self, name)}")

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
@@ -29,7 +29,7 @@ from cumulo.fleet.wire import (
     written,
 )
 from cumulo.gateway.stories import ProxiedRecord
-from cumulo.load.connection import NoHttp, Response, UpstreamError
+from cumulo.load.connection import NoHttp, Response, UpstreamError, UpstreamExchange
 from cumulo.serve.errors import ApiError, ClientGone, anthropic_error, speaks_anthropic
 
 _OWN_OF_A_CONNECTION = frozenset(
@@ -102,26 +102,32 @@ class ProxiedRequest:
         ask: FleetAsk,
         record: ProxiedRecord,
         pinned: str | None = None,
+        upload: tuple[tuple[bytes, bytes], AsyncIterator[bytes]] | None = None,
     ) -> None:
-        """`pinned`: the one replica that can answer, because it has stored what is asked about."""
+        """`pinned`: the one replica that can answer, because it has stored what is asked about. `upload`: a body
+        that is not held, and before it the header that says its length."""
         self._fleet, self._scope, self._receive, self._send = fleet, scope, receive, send
         self._body, self._asked, self._prompt, self._ask = body, asked, prompt, ask
-        self.record, self._pinned = record, pinned
+        self.record, self._pinned, self._upload = record, pinned, upload
         self._headers = [*request_headers(scope["headers"]), (VIA_HEADER, fleet.options.id.encode())]
         self._stream = SealedStream()
         self._like = ""  # the likeness of the replica that has begun the answer
         self._begun = False  # has the client got a byte?
+        self._is_file = False  # ... of a file
         self._refusal: tuple[Response, bytes] | None = None  # what a replica answered that others may not
         self._gone = False
+        self._watcher: asyncio.Task[None] | None = None
         self._give_up_status = 503
         self._work: ReplicaWork | None = None
 
     async def run(self) -> None:
-        watcher = asyncio.create_task(self._watch_client())
+        if self._upload is None:
+            self._watcher = asyncio.create_task(self._watch_client())
         try:
             await self._until_answered()
         finally:
-            watcher.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
             if self._work is not None:
                 self._work.release()
 
@@ -131,6 +137,14 @@ class ProxiedRequest:
         self._gone = True
         if self._work is not None:
             self._work.exchange.fail("the client hung up")
+
+    async def _pass_upload(self, exchange: UpstreamExchange, pieces: AsyncIterator[bytes]) -> None:
+        try:
+            await exchange.send(pieces)
+        except (ClientGone, ApiError) as error:
+            exchange.fail(error)
+        else:
+            await self._watch_client()
 
     # -- attempts -----------------------------------------------------------------------------------------
     async def _until_answered(self) -> None:
@@ -196,7 +210,7 @@ class ProxiedRequest:
     async def _attempt(self, choice: ChosenReplica) -> bool:
         """Whether the client has its whole answer; False: this replica refuses, another may not. Raises
         UpstreamError when the replica fails."""
-        replica, upstream = choice.replica, choice.replica.upstream
+        replica, upstream, path = choice.replica, choice.replica.upstream, self._scope["path"]
         replica.requests += 1
         self._stream.restart()
         exchange = await upstream.begin(self._request(replica))
@@ -204,17 +218,22 @@ class ProxiedRequest:
         try:
             if self._gone:
                 raise ClientGone
+            if self._upload is not None:
+                self._watcher = asyncio.create_task(self._pass_upload(exchange, self._upload[1]))
             response = await exchange.head()
             streams = response.headers.get("content-type", "").startswith("text/event-stream")
             work.note_answer(streams)
             self.record.note_answer(replica.name, response.status, response.headers.get("x-request-id", ""))
-            if streams and response.status == 200:
-                await self._relay(work)
+            is_file = path.startswith(STORED) and path.endswith("/content")
+            if response.status == 200 and (streams or is_file):
+                await self._relay(work, streams)
                 return True
             whole = await self._whole(work)
             self._learn(replica, response)
-            if self._pinned is None and (
-                is_worth_retrying(response.status, whole) or self._is_elsewhere(response)
+            if (
+                self._pinned is None
+                and self._upload is None
+                and (is_worth_retrying(response.status, whole) or self._is_elsewhere(response))
             ):
                 self._refusal = response, whole
                 self.record.note_refusal(replica.name, response.status, time.perf_counter())
@@ -246,12 +265,15 @@ class ProxiedRequest:
         )
         if query := self._scope["query_string"]:
             path += "?" + query.decode("latin-1")
-        body = self._body
+        body: bytes | None = self._body
+        if self._upload is not None:
+            body, headers = None, [*headers, self._upload[0]]
         if replica.is_cumulo:
             key = self._fleet.options.fleet_key or ""
             headers = [*headers, (KEY_HEADER, key.encode()), (ASK_HEADER, written(self._ask))]
             if self._stream.tokens:
-                body, path = self._stream.resume_body(self._scope["path"], body), RESUME_PATH
+                body = self._stream.resume_body(self._scope["path"], self._body)
+                path = RESUME_PATH
         return replica.upstream.request("GET" if method == "HEAD" else method, path, headers, body)
 
     def _learn(self, replica: UpstreamReplica, response: Response) -> None:
@@ -267,14 +289,18 @@ class ProxiedRequest:
         self._fleet.learn(self._prompt.model, self._prompt.text_bytes, prompt.tokens)
 
     # -- answers ------------------------------------------------------------------------------------------
-    async def _relay(self, work: ReplicaWork) -> None:
+    async def _relay(self, work: ReplicaWork, streams: bool) -> None:
+        """Passes a stream on as it comes; so a file, too, which nobody can continue."""
         exchange, replica, stream, send = work.exchange, work.replica, self._stream, self._send
-        sealed = replica.identity is not None
+        sealed = replica.is_cumulo and streams
         if not self._begun:
             headers = response_headers(exchange.response)
+            length = exchange.response.headers.get("content-length")
+            if length is not None and not streams:
+                headers.append((b"content-length", length.encode("latin-1")))
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            self._begun = True
-            self._like = replica.likeness(self._prompt.model)
+            self._begun, self._is_file = True, not streams
+            self._like = replica.likeness(self._prompt.model) if streams else ""
         learnt = False
         while pieces := await exchange.next_pieces():
             data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -331,6 +357,8 @@ class ProxiedRequest:
         if self._gone:
             raise ClientGone
         self.record.note_error(reason, time.perf_counter())
+        if self._is_file:
+            return  # which ends the connection: half a file must not look whole
         if self._begun:
             why = "no other replica could continue it"
             if self._fleet.ended:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from cumulo.fleet.remote.replicas import Replicas
 from cumulo.gateway.app import GatewayApp
+from cumulo.gateway.bodies import MOST_FILE_BYTES
 from cumulo.gateway.options import GatewayOptions
 from cumulo.serve import stderr_log
 from cumulo.serve.http.keeper import Keeper, Tally
@@ -52,7 +53,7 @@ class GatewayRun:
                 body_timeout_s=20.0,
                 keep_alive_timeout_s=options.keep_alive_timeout_s,
                 write_timeout_s=options.write_timeout_s,
-                body_bytes=options.max_body_bytes + _DISCARD_BYTES,
+                body_bytes=max(options.max_body_bytes, MOST_FILE_BYTES) + _DISCARD_BYTES,
             ),
             tally,
         )

@@ -8,7 +8,7 @@ them, with no task to wake, which is what makes thousands of tokens per second c
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -109,6 +109,7 @@ class UpstreamExchange:
         self.response = Response()
         self.error: Exception | None = None
         self.heard_s = time.monotonic()  # when its last byte came
+        self.is_sent = True  # false while a body is passed on that came later than the header
         self._pieces: list[bytes] = []
         self._held_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -117,6 +118,16 @@ class UpstreamExchange:
     def over(self) -> bool:
         """No more will come than what has."""
         return self.response.complete or self.error is not None
+
+    async def send(self, pieces: AsyncIterator[bytes]) -> None:
+        """The request's body, no faster than the server takes it; it ends early when the answer has come."""
+        self.is_sent = False
+        async for piece in pieces:
+            if self.over:
+                return
+            self.heard_s = time.monotonic()
+            await self._connection.write(piece)
+        self.is_sent = True
 
     async def head(self) -> Response:
         """Wait for status and headers; raises UpstreamError."""
@@ -227,6 +238,7 @@ class ClientConnection(asyncio.Protocol):
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._exchange: UpstreamExchange | None = None
+        self._writable = asyncio.Event()
         self.open, self.used = False, False
 
     def begin(self, request: Iterable[bytes], on_body: OnBody | None) -> UpstreamExchange:
@@ -240,10 +252,21 @@ class ClientConnection(asyncio.Protocol):
         if self._exchange is not exchange:
             return
         self._exchange, self.used = None, True
-        if exchange.response.complete and exchange.response.keep_alive and self.open:
+        if exchange.response.complete and exchange.response.keep_alive and exchange.is_sent and self.open:
             self._pool.give_back(self)
         else:
             self.abort()
+
+    async def write(self, data: bytes) -> None:
+        if self.open and self._transport is not None:
+            self._transport.write(data)
+            await self._writable.wait()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def pause(self) -> None:
         if self.open and self._transport is not None:
@@ -261,6 +284,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         self.open = True
+        self._writable.set()
 
     def data_received(self, data: bytes) -> None:
         if self._exchange is None:
@@ -270,6 +294,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
+        self._writable.set()
         self._pool.forget(self)
         if self._exchange is not None:
             self._exchange.lose(
@@ -364,11 +389,11 @@ class Pool(ServerAddress):
         self._idle.clear()
 
     def request(
-        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b""
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes | None = b""
     ) -> list[bytes]:
-        """A request as bytes."""
+        """A request as bytes. Without a body (None) it comes later, and the headers say how."""
         head = [f"{method} {self.path}{path} HTTP/1.1\r\nHost: {self.host_header}\r\n".encode("latin-1")]
         head += [b"%s: %s\r\n" % pair for pair in headers]
-        if body or method not in ("GET", "HEAD", "DELETE"):
+        if body or (body is not None and method not in ("GET", "HEAD", "DELETE")):
             head.append(b"content-length: %d\r\n" % len(body))
         return [b"".join([*head, b"\r\n"]), body] if body else [b"".join([*head, b"\r\n"])]

@@ -214,6 +214,34 @@ def test_another_servers_broken_stream_ends_with_a_clear_error() -> None:
             gateway.end()
 
 
+def test_uploads_pass_through_without_filling_the_memory(
+    servers: tuple[RunningServer, RunningServer], key: str
+) -> None:
+    content, found = b'{"custom_id": "a"}\n' * (1 << 20), list[bytes]()
+
+    def most_mib() -> float:
+        status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+    def upload() -> None:
+        form = {"file": ("batch.jsonl", content)}
+        made = httpx.post(f"{gateway.url}/v1/files", files=form, data={"purpose": "batch"}, timeout=300)
+        assert made.is_success, made.text
+        path = f"/v1/files/{made.json()['id']}"
+        found.append(gateway.get(f"{path}/content").content)
+        assert httpx.delete(gateway.url + path).is_success
+
+    with gateway_of(servers[:1], key) as gateway:
+        before_mib = most_mib()
+        clients = [threading.Thread(target=upload) for _ in range(4)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        assert found == [content] * 4
+        assert most_mib() - before_mib < 2 * len(content) / (1 << 20)  # of 8 times that went through it
+
+
 def test_what_asks_to_become_a_websocket_is_refused_with_the_reason() -> None:
     with other_server() as (url, _), gateway_of_urls(url) as gateway:
         shown = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",

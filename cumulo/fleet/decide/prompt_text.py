@@ -10,6 +10,7 @@ from hashlib import blake2b
 import msgspec
 
 TEXT_BLOCK = 256  # bytes; about 64 tokens of English
+_MOST_BYTES = 1 << 20  # of a text that is hashed: two that agree so far go to one replica
 _EMPTY = msgspec.Raw(b"")
 
 
@@ -48,7 +49,7 @@ class Peek(msgspec.Struct, frozen=True):
             bytes(self.instructions),
             bytes(self.tools),
         )
-        return text_chain(repr(before).encode("utf-8", "surrogatepass"), self.text)
+        return text_chain(repr(before).encode("utf-8", "surrogatepass"), self.text[:_MOST_BYTES])
 
 
 _NOTHING = Peek()
