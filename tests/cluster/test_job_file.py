@@ -1,5 +1,7 @@
 """The job file: read strictly, checked before anything is submitted, and the same when read back."""
 
+import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,8 @@ from cumulo.cluster.drivers.slurm import SlurmDriver, refusal
 from cumulo.cluster.drivers.slurm_script import batch_script
 from cumulo.cluster.job_file import job_from, plain_job, read_job, resolved
 from cumulo.cluster.job_settings import DeviceGroup
-from cumulo.cluster.job_store import JobRecord, JobStore
-from cumulo.cluster.launching import launch
+from cumulo.cluster.job_store import TARGETS, JobRecord, JobStore, Target
+from cumulo.cluster.launching import explain, launch
 from cumulo.errors import ConfigError
 from tests.cli.conftest import ROOT
 
@@ -241,6 +243,39 @@ def test_the_batch_script_says_all_that_slurm_must_know() -> None:
         assert f"#SBATCH {line}\n" in script
     assert "srun --het-group=0,1 --kill-on-bad-exit=1" in script
     assert " ".join(work_command(record)[1:]) in script
+
+
+def test_names_of_folders_stay_in_their_line_of_the_batch_script() -> None:
+    """sbatch reads a line's words as a shell does, and replaces % in the name of the output."""
+    record = JobRecord("tiny-1", "my key", "slurm", job_from(TRAIN), "/50% of it's #1", "/home/m\\e", 0.0)
+    lines = batch_script(record).splitlines()
+    words = [shlex.split(line)[1:] for line in lines if line.startswith("#SBATCH ")]
+    assert ["--output=/50%% of it's #1/output.log"] in words
+    assert ["--comment=cumulo:my key"] in words and ["--chdir=/home/m\\e"] in words
+    for change in ({"key": "k\n#x"}, {"folder": "/jobs\r\nid"}, {"working_folder": "/home\n/me"}):
+        with pytest.raises(ConfigError, match="cannot contain a line end"):
+            batch_script(replace(record, **change))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_line_end_in_a_folder_is_no_line_of_what_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
+    folder = tmp_path / "a\n#SBATCH --wrap=id\nb"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    shutil.copy(ROOT / "examples" / "train-tiny.yaml", folder)
+    job = resolved(job_from({**TRAIN, "train": {"config": "train-tiny.yaml"}}), folder)
+    try:
+        said = explain(job, target, JobStore(folder / "store"))
+    except ConfigError as error:
+        assert target == "slurm" and "cannot contain a line end" in str(error)
+        return
+    if target == "local":
+        assert str(folder / "train-tiny.yaml") in shlex.split(said, comments=True)
+    else:
+        list(yaml.safe_load_all(said))
+        assert "\n#SBATCH" not in said
 
 
 def test_an_elastic_gang_asks_slurm_for_a_range_of_nodes() -> None:

@@ -5,6 +5,7 @@ training run resumes from its last checkpoint, because its command is the same a
 Slurm signals the ranks (`--signal`), which save and end; `slurm_end.py` then queues the job again.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -106,9 +107,9 @@ exec {python} -m cumulo gateway "${{urls[@]}}" --host 0.0.0.0 --port $CUMULO_POR
 def _job_lines(record: JobRecord) -> Iterator[str]:
     job, slurm = record.job, record.job.slurm
     yield f"--job-name={record.job_id}"
-    yield f"--comment={COMMENT}{record.key}"
-    yield f"--output={output_file(record)}"
-    yield f"--chdir={record.working_folder}"
+    yield f"--comment={COMMENT}{_word(record.key, '--key')}"
+    yield f"--output={_word(str(output_file(record)), 'the path of --store').replace('%', '%%')}"
+    yield f"--chdir={_word(record.working_folder, 'the path of this folder')}"
     yield "--open-mode=append"
     yield "--requeue"
     if job.time_limit is not None:
@@ -153,6 +154,16 @@ def _group_lines(job: JobFile, group: DeviceGroup) -> Iterator[str]:
     if job.slurm.exclusive:
         yield "--exclusive"
     yield from job.slurm.options
+
+
+def _word(text: str, what: str) -> str:
+    """One word of a #SBATCH line, which ends with the line whatever quotes it."""
+    if re.search(r"[\x00-\x1f\x7f]", text):
+        raise ConfigError(
+            f"{what} is {text!r}, and a batch script of Slurm cannot contain a line end or another control "
+            "character: choose another one"
+        )
+    return re.sub(r"""([\s"'#\\])""", r"\\\1", text)
 
 
 def _minutes(limit: str) -> str:
