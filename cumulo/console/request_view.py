@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from cumulo.console.values import clock_time, milliseconds, rounded, short_id, table, tile
+from cumulo.console.values import clock_time, figure, milliseconds, short_id, table, tile
 from cumulo.serve.observe.stories import Record, Rejection, explanation
 
 STATUSES = ("all", "queued", "running", "stop", "length", "abort", "error", "rejected")
@@ -196,14 +196,10 @@ def compared_html(one: Record, other: Record) -> str:
         a, b = _figure(left, place), _figure(right, place)
         if a or b or place not in _OF_DRAFTS:
             name = f'<span title="{escape(explained)}">{term}{f", {unit}" if unit else ""}</span>'
-            rows.append([name, _cell(a), _cell(b), f"{b / a:.2f}×" if a and b is not None else "–"])
+            rows.append([name, figure(a), figure(b), f"{b / a:.2f}×" if a and b is not None else "–"])
     names = [(escape(short_id(record.request_id, 10)), "right", record.request_id) for record in (one, other)]
     columns = (("", "", ""), *names, ("ratio", "right", "The second divided by the first"))
     return f'<div class="card"><h2>Two requests compared</h2>{table(columns, rows, "compared")}</div>'
-
-
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else rounded(value)
 
 
 def _events(told: dict[str, Any]) -> str:

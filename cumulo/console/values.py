@@ -5,21 +5,13 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
 
+from cumulo.base.quantities import number, quantity, scale
+
 _EPOCH_S = time.time() - time.perf_counter()
 
 
 def milliseconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    if seconds >= 10:
-        return f"{seconds:,.1f} s"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.{2 if seconds < 1e-3 else 3}g} ms"
-
-
-def rate(per_second: float) -> str:
-    """Three digits are enough to compare speeds: 7.35, 45.2, 1,310."""
-    decimals = 2 if per_second < 10 else 1 if per_second < 100 else 0
-    return f"{per_second:,.{decimals}f}"
+    return "–" if seconds is None else quantity(seconds, "s")
 
 
 def duration(seconds: float) -> str:
@@ -46,24 +38,21 @@ def short_id(request_id: str, length: int) -> str:
 
 
 def tile(term: str, value: float | str | None, unit: str, explained: str) -> str:
-    """`value`: a text stands as it is; None is not known. From a second on, milliseconds are shown as seconds."""
-    if unit == "ms" and isinstance(value, (int, float)) and value >= 1000:
-        value, unit = value / 1000, "s"
-    if value is None:
-        unit = ""
-    if isinstance(value, str):
-        text = escape(value)
-    else:
-        text = "–" if value is None else f"{value:,}" if isinstance(value, int) else rounded(value)
+    """`value`: a text stands as it is; None is not known. A number is in the unit that suits it."""
+    size = 1.0
+    if isinstance(value, (int, float)):
+        size, unit = scale(value, unit)
     return (
         f'<div class="tile" tabindex="0" data-tip="{escape(explained)}"><span>{escape(term)}</span>'
-        f"<b>{text}<small>{escape(unit)}</small></b></div>"
+        f"<b>{figure(value, size)}<small>{escape(unit) if value is not None else ''}</small></b></div>"
     )
 
 
-def rounded(value: float) -> str:
-    decimals = 0 if abs(value) >= 100 or value == 0 else 1 if abs(value) >= 10 else 2
-    return f"{value:,.{decimals}f}"
+def figure(value: float | str | None, size: float = 1.0) -> str:
+    """Three digits that count, or the text; – where it is not known. `size`: of its unit."""
+    if value is None or isinstance(value, str):
+        return escape(value or "–")
+    return number(value if size == 1 else value / size)
 
 
 Columns = Sequence[tuple[str, str, str]]  # of a table: name, classes, tooltip

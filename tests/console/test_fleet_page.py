@@ -32,7 +32,7 @@ def test_replicas_are_shown_with_their_trouble_and_with_buttons_only_for_operato
 def test_tiles_and_overlap_say_how_evenly_and_how_often() -> None:
     rows = [replica("r0"), replica("r1", prompt_tokens=200, cached_tokens=100, state="draining")]
     tiles = tiles_html(rows, "prefix-aware", 3)
-    assert "1 of 2" in tiles and "1.50<small>×" in tiles and "prefix-aware" in tiles
+    assert "1 of 2" in tiles and "1.5<small>×" in tiles and "prefix-aware" in tiles
     overlap = overlap_html(rows, {"r0": {"r1": 4}, "r1": {"r0": 4}})
     assert overlap.count(">40%<") == 2
     assert "Nothing is cached yet" in overlap_html([replica("r0", blocks={"cached": 0})], {"r0": {}})

@@ -17,8 +17,6 @@ from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
 from cumulo.cli.shared.figures import latency_chart
-from cumulo.cli.shared.options import TierOptions
-from cumulo.cli.shared.plan_options import DraftOptions
 from cumulo.cli.shared.terminal import dim, note, only_json, present, save, working
 from cumulo.errors import ConfigError
 from cumulo.load.simulated import parse_objective
@@ -35,7 +33,7 @@ EXAMPLE = (
     "Example: [bold]cumulo plan serve llama-3.1-8b --rate 50 --input lognormal:400,0.8,4000 --output 200 "
     "--slo ttft=500ms,itl=40ms[/bold]"
 )
-_WHERE, _REPORT = map(Panel, ("Deployment", "Report"))
+_WHERE, _REPORT = shared.DEPLOYMENT, Panel("Report")
 _NOT_FOR_RENT = ("a800", "h800")  # sold in China only, and their prices are a guess and a paper's
 
 
@@ -60,28 +58,15 @@ class PlanServeOptions:
         None,
         "--split/--together",
     )
-    drafts: DraftOptions = group(
-        DraftOptions(),
+    engines: shared.ReplicaOptions = group(
+        shared.ReplicaOptions(),
         helps={
             "acceptance": "Also consider speculation: how often a drafted token is right, those before it being "
             "right, 0 to 1.",
-        },
-    )
-    stores: TierOptions = group(
-        TierOptions(),
-        helps={
             "kv_host_gib": "Also consider host memory of each engine for prefixes that leave the KV cache, in GiB.",
             "kv_disk": "Also consider a folder, with its size in GiB, for prefixes that leave host memory.",
         },
     )
-    disk_gb_s: shared.DiskSpeed = 0.5
-    max_loras: int = _WHERE(
-        "Number of low-rank adapters that every engine has in memory, asked for equally often.",
-        0,
-        min=0,
-        max=4096,
-    )
-    max_lora_rank: int = _WHERE("With --max-loras: their highest rank.", 16, min=1, max=4096)
     hypothetical: bool = _WHERE.flag(
         "Also consider what `cumulo serve` cannot run: 8-bit experts, and 4-bit weights on Blackwell, as fast as "
         "TensorRT-LLM's published throughputs."
@@ -187,10 +172,7 @@ def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
         tuple(map(shared.kv_format, _names(chosen.kv))) or ("",),
         chosen.split,
         chosen.hypothetical,
-        max_loras=chosen.max_loras,
-        max_lora_rank=chosen.max_lora_rank,
-        **chosen.drafts.fields(),
-        **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
+        **chosen.engines.fields(),
     )
 
 

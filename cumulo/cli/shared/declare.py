@@ -61,7 +61,8 @@ def argument(help: str, default: Any = REQUIRED, metavar: str | None = None) -> 
 def group(
     default: Any = REQUIRED, without: tuple[str, ...] = (), helps: Mapping[str, str] | None = None
 ) -> Any:
-    """A field that is a group, less the options the command does not offer, with help texts of its own."""
+    """A field that is a group, less the options the command does not offer, with help texts of its own, also for
+    groups inside."""
     return dataclasses.field(default=default, metadata={"without": without, "helps": helps or {}})
 
 
@@ -112,7 +113,8 @@ def _parameters(
     for field in dataclasses.fields(kind):
         hint, default, told = hints[field.name], _default(field, usual), field.metadata
         if dataclasses.is_dataclass(hint):
-            yield from _parameters(hint, default, told.get("without", ()), told.get("helps", {}))
+            inner = {**told.get("helps", {}), **helps}
+            yield from _parameters(hint, default, told.get("without", ()), inner)
         elif field.name not in without:
             if "option" in told:
                 found = copy.copy(told["option"])

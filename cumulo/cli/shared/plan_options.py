@@ -14,7 +14,9 @@ from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.catalog import Catalog
 from cumulo.spec.cluster import Cluster
 
-REQUESTS, TRAFFIC, CLUSTER, TRAINING = map(Panel, ("Requests", "Traffic", "Cluster", "Training"))
+REQUESTS, TRAFFIC, CLUSTER, TRAINING, DEPLOYMENT = map(
+    Panel, ("Requests", "Traffic", "Cluster", "Training", "Deployment")
+)
 ARRIVALS = "Arrival process: poisson, constant or burst:SIZE."
 _LENGTHS = "128, uniform:64-256, normal:MEAN,SD, lognormal:MEDIAN,SIGMA or file:LENGTHS.txt"
 
@@ -94,23 +96,6 @@ class TrafficOptions:
         )
 
 
-DiskSpeed = Annotated[
-    float,
-    typer.Option(
-        help="With --kv-disk: speed at which an engine reads its files, with their checksums, in GB/s. The default "
-        "is that of one core of a Neoverse-N1.",
-        rich_help_panel=TierOptions.PANEL,
-    ),
-]
-
-
-def tier_fields(stores: TierOptions, disk_gb_s: float) -> dict[str, Any]:
-    """KV blocks beyond the device, as fields of a simulated replica."""
-    if not 0 < disk_gb_s < float("inf"):
-        raise ConfigError(f"--disk-gb-s must be more than 0 GB/s, got {disk_gb_s:g}")
-    return stores.config() | {"disk_bytes_per_s": 1e9 * disk_gb_s}
-
-
 def kv_format(text: str) -> str:
     """--kv as a replica takes it."""
     if text not in ("", "bfloat16", "float8"):
@@ -145,10 +130,40 @@ class DraftOptions:
         metavar="ngram|DIR",
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """What each engine of a simulated deployment has."""
+
+    max_loras: int = DEPLOYMENT(
+        "Number of low-rank adapters that every engine has in memory, asked for equally often.",
+        0,
+        min=0,
+        max=4096,
+    )
+    max_lora_rank: int = DEPLOYMENT("With --max-loras: their highest rank.", 16, min=1, max=4096)
+    drafts: DraftOptions = DraftOptions()
+    stores: TierOptions = TierOptions()
+    disk_gb_s: float = option(
+        "With --kv-disk: speed at which an engine reads its files, with their checksums, in GB/s. The default "
+        "is that of one core of a Neoverse-N1.",
+        0.5,
+        "--disk-gb-s",
+        panel=TierOptions.PANEL,
+    )
+
     def fields(self) -> dict[str, Any]:
-        """The fields of a simulated replica."""
-        if not self.speculate:
+        """Fields of a simulated replica."""
+        if not self.drafts.speculate:
             raise ConfigError(
                 "--speculate must be ngram or the folder of a head; for no speculation, omit --acceptance"
             )
-        return {"acceptance": self.acceptance, "speculate": self.speculate}
+        if not 0 < self.disk_gb_s < float("inf"):
+            raise ConfigError(f"--disk-gb-s must be more than 0 GB/s, got {self.disk_gb_s:g}")
+        return {
+            "max_loras": self.max_loras,
+            "max_lora_rank": self.max_lora_rank,
+            **vars(self.drafts),
+            **self.stores.config(),
+            "disk_bytes_per_s": 1e9 * self.disk_gb_s,
+        }

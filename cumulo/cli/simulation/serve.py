@@ -15,8 +15,6 @@ from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
 from cumulo.cli.shared.figures import latency_chart
-from cumulo.cli.shared.options import TierOptions
-from cumulo.cli.shared.plan_options import DraftOptions
 from cumulo.cli.shared.terminal import dim, marked, present, save, working
 from cumulo.cli.simulation import serve_report as view
 from cumulo.errors import ConfigError
@@ -35,7 +33,7 @@ EXAMPLE = (
     "Example: [bold]cumulo simulate serve llama-3.1-8b --device h200 --rate 20 --slo ttft=500ms,itl=30ms "
     "--find-capacity --svg load.svg[/bold]"
 )
-_WHERE, _REPORT = map(Panel, ("Deployment", "Report"))
+_WHERE, _REPORT = shared.DEPLOYMENT, Panel("Report")
 _USUAL_MODEL = "llama-3.1-8b"
 _MODEL = "A model name from the catalogue, or a folder with a config.json."
 
@@ -65,22 +63,16 @@ class SimulateOptions:
     weights: str = _WHERE("Weight format: bfloat16, float8, int4 or float32.", "bfloat16")
     prefix_cache: bool = _WHERE("Reuse the KV cache of shared prefixes.", True)
     kv: str = _WHERE("KV cache format: bfloat16 or float8. Default: the format of activations.", "")
-    max_loras: int = _WHERE(
-        "Number of low-rank adapters in memory, asked for equally often.", 0, min=0, max=4096
-    )
-    max_lora_rank: int = _WHERE("With --max-loras: their highest rank.", 16, min=1, max=4096)
     front_door: str = _WHERE(
         "Time of a request outside the engine (HTTP, tokenization, to the engine and back), part of TTFT. A "
         "gateway in front adds about 1 ms. `cumulo bench overhead` measures it.",
         "2ms",
     )
     steps: options.StepOptions = options.StepOptions()
-    drafts: DraftOptions = DraftOptions()
-    stores: TierOptions = group(
-        TierOptions(),
+    engines: shared.ReplicaOptions = group(
+        shared.ReplicaOptions(),
         helps={"kv_disk": "Folder, which is not used, and size in GiB for prefixes that leave host memory."},
     )
-    disk_gb_s: shared.DiskSpeed = 0.5
     rate: str = shared.TRAFFIC("Request rate, in requests/s; '5,10,20' simulates each rate.", "")
     traffic: shared.TrafficOptions = shared.TrafficOptions()
     slo: shared.SloOption = ""
@@ -111,9 +103,7 @@ def serve(chosen: SimulateOptions) -> None:
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, pp=chosen.pp,
         prefix_cache=chosen.prefix_cache, **vars(chosen.steps),
-        max_loras=chosen.max_loras, max_lora_rank=chosen.max_lora_rank,
-        kv=shared.kv_format(chosen.kv), **chosen.drafts.fields(),
-        **shared.tier_fields(chosen.stores, chosen.disk_gb_s),
+        kv=shared.kv_format(chosen.kv), **chosen.engines.fields(),
         front_door_s=parse_duration_s(chosen.front_door, "--front-door"),
     ).with_context_for(traffic.arrivals)  # fmt: skip
     # Read before anything is timed.

@@ -10,9 +10,10 @@ from nicegui import ui
 from nicegui.element import Element
 from nicegui.events import GenericEventArguments
 
+from cumulo.base.quantities import number
 from cumulo.console.chat.answer import ChatAnswer, Odds, ShownToolCall
 from cumulo.console.shell import show
-from cumulo.console.values import milliseconds, rate
+from cumulo.console.values import milliseconds
 
 Results = list[dict[str, Any]]  # messages of the role `tool`, in the order of the calls
 
@@ -174,7 +175,7 @@ def summary(answer: ChatAnswer, served: str) -> str:
     if answer.ttft_s is not None and timed:
         parts.append(f"TTFT {milliseconds(answer.ttft_s)}")
     if answer.decode_tok_s is not None and timed:
-        parts.append(f"{rate(answer.decode_tok_s)} tokens/s")
+        parts.append(f"{number(answer.decode_tok_s)} tokens/s")
     if answer.finish_reason not in ("stop", "tool_calls") and not answer.problem:
         parts.append(_ENDS.get(answer.finish_reason, str(answer.finish_reason)))
     return " · ".join(parts)
