@@ -23,7 +23,6 @@ from cumulo.plan.time.chunks import Pieces, chunks_of, is_paired, pieces_of
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.plan.time.pipeline_bounds import bound_s
 from cumulo.plan.time.step import Surroundings, surroundings
-from cumulo.spec.model import ModelSpec
 
 
 class Bounds:
@@ -33,15 +32,13 @@ class Bounds:
         self.goal, self.profile = goal, profile
         self._model_s = cache(self._count_model_s)
         self._layer_s = cache(self._count_layer_s)
-        self._most_s = cache(self._count_most_s)
         self._weights_s = cache(self._count_weights_s)
+        self._memory = cache(self._count_memory)
         self._costs: dict[tuple[object, ...], tuple[ChunkCost, ...]] = {}
-        self._pipelines: dict[tuple[object, ...], tuple[float, float]] = {}
         self._surroundings: dict[tuple[object, ...], Surroundings] = {}
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._states: dict[tuple[object, ...], int] = {}
         self._held: dict[tuple[object, ...], StageLayers] = {}
-        self._memory = cache(self._count_memory)
         # The first whose layers are like most: some mixtures begin with layers that have no experts.
         self._stage = 1 if goal.model.moe is not None and goal.model.moe.dense_layers else 0
 
@@ -67,41 +64,21 @@ class Bounds:
         layer_s = forward_s if chosen.splits_backward else both_s
         return least_s + (shape.pp - 1) / 2 * (layers // (shape.pp * chunks)) * layer_s
 
-    def schedule_s(self, shape: JobShape, job: TrainJob) -> float:
-        """With the costs of the job's own chunks, which other jobs with as many of them share."""
-        return self._pipeline(shape, job)[0]
-
-    def _pipeline(self, shape: JobShape, job: TrainJob) -> tuple[float, float]:
-        """The bound of the schedule, and a micro-batch's time on the average stage: alike for all ZeRO stages."""
-        layout = job.layout
-        key = (shape, layout.schedule, layout.chunks_per_stage, job.recompute)
-        found = self._pipelines.get(key)
-        if found is None:
-            costs = self._chunk_costs(shape, job)
-            both_s = sum([cost.forward_s + cost.backward_s for cost in costs])
-            pipeline_s = job.micro_batches * both_s
-            if shape.pp > 1:
-                pipeline_s = bound_s(
-                    layout.schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs
-                )
-            found = self._pipelines[key] = (pipeline_s + self.profile.step_s, both_s / shape.pp)
-        return found
-
-    def beside_s(self, shape: JobShape, job: TrainJob, recompute: Recompute) -> float:
-        """What is around the layers at least, when gradients and weights travel behind as much as `recompute`."""
-        return self._around_s(shape, job, self._most_s(*shape[1:2], *shape[3:], recompute) / shape.pp)
-
-    def plan_s(self, shape: JobShape, job: TrainJob) -> float:
-        """The cost model's own lower bound of a job (`step_time` that plays no schedule), from shared costs."""
-        schedule_s, micro_batch_s = self._pipeline(shape, job)
-        return schedule_s + self._around_s(shape, job, micro_batch_s)
-
-    def _around_s(self, shape: JobShape, job: TrainJob, micro_batch_s: float) -> float:
-        key = (shape, job.layout.zero)
-        beside = self._surroundings.get(key)
-        if beside is None:
-            beside = self._surroundings[key] = surroundings(job, self.goal.cluster, self.profile)
-        return beside.data_s(job, self.profile, micro_batch_s) + beside.optimizer_s + beside.weights_s
+    def plan_s(self, shape: JobShape, job: TrainJob) -> tuple[float, float]:
+        """The cost model's own lower bound of a job (`step_time` that plays no schedule), from shared costs; and
+        what none that recomputes more can be below: its pipeline takes as long, and more travels behind it."""
+        costs = self._chunk_costs(shape, job)
+        pipeline_s = bound_s(job.layout.schedule, shape.pp, job.micro_batches, job.chunks_per_stage, costs)
+        around = self._surroundings.get((shape, job.layout.zero))
+        if around is None:
+            around = surroundings(job, self.goal.cluster, self.profile)
+            self._surroundings[shape, job.layout.zero] = around
+        micro_batch_s = sum([cost.forward_s + cost.backward_s for cost in costs]) / shape.pp
+        alone_s = pipeline_s + around.optimizer_s + around.weights_s + self.profile.step_s
+        plan_s = alone_s + around.data_s(job, self.profile, micro_batch_s)
+        if self.goal.offload_activations:  # the more is recomputed, the less there is to move
+            return plan_s, 0.0
+        return plan_s, alone_s + around.data_s(job, self.profile, float("inf"))
 
     def _chunk_costs(self, shape: JobShape, job: TrainJob) -> tuple[ChunkCost, ...]:
         key = (*shape[1:], job.chunks, job.chunks_per_stage, job.recompute, is_paired(job))
@@ -109,26 +86,23 @@ class Bounds:
             self._costs[key] = chunks_of(job, self.goal.cluster, self.profile, self._pieces_of(job)).costs
         return self._costs[key]
 
-    def too_large(
-        self, shape: JobShape, variant: Variant, choices: tuple[Recompute, ...], limit_bytes: int
-    ) -> int:
-        """How many of these ways to recompute, from the first on, need more than there is: a stage near the front
-        holds at least its states, and the micro-batches kept there."""
-        states, held = self._stage_holds(shape, variant, min(self._stage, shape.pp - 1))
+    def fitting(
+        self, shape: JobShape, variants: tuple[Variant, ...], limit_bytes: float
+    ) -> tuple[Variant, ...]:
+        """Those for which a stage near the front may have enough memory, of variants that differ in what they
+        recompute: it holds at least its states, and the micro-batches kept there."""
         split = (*shape[1:2], *shape[3:])
-        if states <= limit_bytes:
-            for number, recompute in enumerate(choices):
-                if states + least_activation_bytes(self._memory(*split, recompute), held) <= limit_bytes:
-                    return number
-        return len(choices)
+        states, held = self.stage_holds(shape, variants[0], min(self._stage, shape.pp - 1))
+        if states > limit_bytes:
+            return ()
+        left = limit_bytes - states
+        return tuple(
+            one
+            for one in variants
+            if least_activation_bytes(self._memory(*split, one.recompute), held) <= left
+        )
 
-    def closer_memory_bytes(self, shape: JobShape, variant: Variant) -> float:
-        """What stages at both ends hold at least (`plan.memory.peak.least_memory_bytes`)."""
-        layer, last = self._memory(*shape[1:2], *shape[3:], variant.recompute), shape.pp - 1
-        found = [self._stage_holds(shape, variant, stage) for stage in {0, min(1, last), last}]
-        return max(states + least_activation_bytes(layer, held) for states, held in found)
-
-    def _stage_holds(self, shape: JobShape, variant: Variant, stage: int) -> tuple[int, StageLayers]:
+    def stage_holds(self, shape: JobShape, variant: Variant, stage: int) -> tuple[int, StageLayers]:
         """Its states, and its layers with the micro-batches kept there."""
         schedule, chunks, zero, _ = variant
         # Shapes that differ in how dp × cp is split have the same states, but for a group's buffers; micro-batches
@@ -149,21 +123,21 @@ class Bounds:
         self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute
     ) -> float:
         """Forward and backward of everything, in one chunk."""
-        job = self._job(self.goal.model, 1, tp, cp, ep, micro_batch, sequence_parallel, recompute)
+        job = self._job(1, tp, cp, ep, micro_batch, sequence_parallel, recompute)
         (cost,) = chunks_of(job, self.goal.cluster, self.profile, self._pieces_of(job)).costs
         return cost.forward_s + cost.backward_s
 
     def _count_weights_s(self, tp: int, pp: int, ep: int) -> float:
         """What `surroundings` counts for one micro-batch, whatever the ZeRO stage and the schedule: gradients are
         added, weights cast."""
-        job = self._job(self.goal.model, pp, tp, 1, ep, 1, False, "none")
+        job = self._job(pp, tp, 1, ep, 1, False, "none")
         return surroundings(job, self.goal.cluster, self.profile).weights_s
 
     def _count_layer_s(
         self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool
     ) -> tuple[float, float]:
         """Forward, and forward and backward, of the cheapest layer, when nothing is computed again."""
-        job = self._job(self.goal.model, 1, tp, cp, ep, micro_batch, sequence_parallel, "none")
+        job = self._job(1, tp, cp, ep, micro_batch, sequence_parallel, "none")
         layers = [passes for passes, _ in self._pieces_of(job).layers.values()]
         return min(each.forward.total for each in layers), min(each.total for each in layers)
 
@@ -176,27 +150,13 @@ class Bounds:
             self._pieces[alike] = pieces_of(job, self.goal.cluster, self.profile)
         return self._pieces[alike]
 
-    def _count_most_s(
-        self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute
-    ) -> float:
-        """Forward and backward of everything at most: in as many chunks as can be, two of a stage, since a chunk
-        may add something where a stage has several. Of an odd number of layers two share a chunk."""
-        model = self.goal.model
-        stages = max(1, model.layers // 2)
-        job = self._job(model, stages, tp, cp, ep, micro_batch, sequence_parallel, recompute, "zb-v")
-        costs = chunks_of(job, self.goal.cluster, self.profile).costs
-        seconds = [cost.forward_s + cost.backward_s for cost in costs]
-        return sum(seconds) + (max(seconds) if model.layers % 2 else 0.0)
-
     def _count_memory(
         self, tp: int, cp: int, ep: int, micro_batch: int, sequence_parallel: bool, recompute: Recompute
     ) -> LayerMemory:
-        model = self.goal.model
-        return layer_memory(self._job(model, 1, tp, cp, ep, micro_batch, sequence_parallel, recompute))
+        return layer_memory(self._job(1, tp, cp, ep, micro_batch, sequence_parallel, recompute))
 
     def _job(
         self,
-        model: ModelSpec,
         pp: int,
         tp: int,
         cp: int,
@@ -204,10 +164,7 @@ class Bounds:
         micro_batch: int,
         sequence_parallel: bool,
         recompute: Recompute,
-        schedule: str = "1f1b",
     ) -> TrainJob:
         """One micro-batch of a rank."""
-        experts = ep if model.moe is not None else 1
-        layout = Layout(ep, tp, pp, cp, experts, 0, sequence_parallel, schedule=schedule)
-        goal = replace(self.goal, model=model, global_batch=ep * micro_batch)
-        return goal.job(layout, micro_batch, recompute)
+        layout = Layout(ep, tp, pp, cp, ep, 0, sequence_parallel)
+        return replace(self.goal, global_batch=ep * micro_batch).job(layout, micro_batch, recompute)
