@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cumulo.cli.shared.plan_options import DraftOptions
+from cumulo.cli.shared.plan_options import DraftOptions, ReplicaOptions
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError
 from cumulo.plan.serve.capacity import Capacity, play
@@ -144,4 +144,4 @@ def test_a_plan_names_what_drafts() -> None:
 
 def test_nonsense_about_drafts_is_refused() -> None:
     with pytest.raises(ConfigError, match="omit --acceptance"):
-        DraftOptions(speculate="").fields()
+        ReplicaOptions(drafts=DraftOptions(speculate="")).fields()
