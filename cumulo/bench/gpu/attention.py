@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +20,11 @@ from cumulo.bench.gpu.timing import (
     relative_error,
     timed,
 )
+from cumulo.kernels.cpu.paged_attention import reference
 from cumulo.kernels.cuda.attention import flash_attention as flash
-from cumulo.kernels.cuda.attention import mla_decode
 from cumulo.kernels.cuda.attention.flash_attention_backward import BackwardConfig, launch_backward
 from cumulo.kernels.cuda.attention.flash_attention_forward import ForwardConfig, launch_forward
-from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
-from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan, reference
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 
 BLOCK_SIZE = 64
 HEADS = {128: (16, 16), 64: (32, 8)}  # what training shapes have
@@ -93,6 +93,20 @@ STEPS = (
 )
 
 
+def exactly(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    contexts: Tensor,
+    tables: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention by torch's operators, in the query's type."""
+    batch: Any = SimpleNamespace(query_starts=starts, context_lengths=contexts, block_tables=tables)
+    return reference(query, keys, values, batch, scale)
+
+
 class PagedBench:
     """One step's tensors on the device: as many layers of cache as it takes to leave the L2 cache behind."""
 
@@ -116,7 +130,7 @@ class PagedBench:
 
     def plan(self, **configs: Any) -> AttentionPlan:
         step = self.step
-        plan = attention_plan(
+        plan = AttentionPlan(
             len(self.query), len(step.sequences), step.heads, step.kv_heads, step.dim, BLOCK_SIZE,
             self.tables.shape[1], step.decodes, False, self.query.device, kv_dtype=step.kv_dtype, **configs,
         )  # fmt: skip
@@ -135,7 +149,7 @@ class PagedBench:
         plan.attend(self.query, self.keys[0], self.values[0], self.out, self.scale)
         tokens, context = self.step.sequences[-1]
         count = min(256, tokens)
-        exact = reference(
+        exact = exactly(
             self.query[-count:].float(), self.keys[0], self.values[0], torch.tensor([0, count]),
             torch.tensor([context]), self.tables[-1:], self.scale,
         )  # fmt: skip
@@ -180,17 +194,18 @@ def latent_rows() -> Iterator[KernelRow]:
         query, out = randn(batch, heads, rank + rope), randn(batch, heads, rank)
         starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
-        plan = LatentPlan(batch, batch, heads, rank, rope, BLOCK_SIZE, pages, True, False, query.device)
-        plan.prepare(starts, lengths, tables)
-        plan.attend(query, keys[0], out, scale)
-        exact = mla_decode.reference(
-            query[:1].float(), keys[0], starts[:2], lengths[:1], tables[:1], rank, scale
+        plan = AttentionPlan(
+            batch, batch, heads, 1, rank + rope, BLOCK_SIZE, pages, True, False, query.device, rank=rank
         )
+        plan.prepare(starts, lengths, tables)
+        plan.attend(query, keys[0], keys[0], out, scale)
+        latents = keys[0][..., :rank]
+        exact = exactly(query[:1].float(), keys[0], latents, starts[:2], lengths[:1], tables[:1], scale)
         moved = 2 * batch * (context * (rank + rope) + heads * (2 * rank + rope))
         yield timed(
             "mla_decode", f"B={batch} ctx={context} {heads} heads",
             Work(moved, 2 * heads * (2 * rank + rope) * batch * context),
-            lambda i: plan.attend(query, keys[i], out, scale), layers, config=str(plan.decode),
+            lambda i: plan.attend(query, keys[i], keys[i], out, scale), layers, config=str(plan.decode),
             error=relative_error(out[:1], exact),
         )  # fmt: skip
 

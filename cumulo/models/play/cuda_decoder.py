@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from cumulo.kernels.cuda import registry
-from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
-from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.elementwise.rope_cache import rope_cache
 from cumulo.kernels.cuda.linear.linear import linear, prepare, rotates
@@ -45,7 +44,7 @@ class StepTensors:
     positions: Tensor  # [T]
     slots: Tensor  # [T]: where each token's K and V are written; -1: nowhere
     logit_rows: Tensor  # [R]: tokens whose logits are wanted
-    attention: AttentionPlan | LatentPlan  # prepared for this step
+    attention: AttentionPlan  # prepared for this step
     adapters: StepAdapters | None = None  # rows that have one
     split: StepSplit | None = None  # of data-parallel attention: which rows are here
     entered: bool = False  # the tokens' embeddings are in the stream already
@@ -190,21 +189,14 @@ class CudaDecoder:
         decode_only: bool,
         cache: KVCache,
         max_blocks: int,
-        share_scratch_with: AttentionPlan | LatentPlan | None,
-    ) -> AttentionPlan | LatentPlan:
+        share_scratch_with: AttentionPlan | None,
+    ) -> AttentionPlan:
         """For steps of so many tokens and sequences of up to `max_blocks` blocks each."""
-        spec, other = self.spec, share_scratch_with
-        if spec.mla is not None:
-            return LatentPlan(
-                tokens, sequences, spec.heads, spec.mla.kv_rank, spec.mla.rope_head_dim, cache.block_size,
-                max_blocks, decode_only, self.invariant, self.device, windows=self.windows,
-                share_scratch_with=other if isinstance(other, LatentPlan) else None,
-            )  # fmt: skip
-        return attention_plan(
-            tokens, sequences, spec.heads, spec.kv_heads, spec.head_dim, cache.block_size, max_blocks,
-            decode_only=decode_only, invariant=self.invariant, device=self.device,
-            chunking_invariant=self.invariant, windows=self.windows, kv_dtype=cache.key_storage.dtype,
-            share_scratch_with=other if isinstance(other, AttentionPlan) else None,
+        spec = self.spec
+        return AttentionPlan(
+            tokens, sequences, spec.heads, spec.kv_cache_heads, spec.kv_key_dim, cache.block_size, max_blocks,
+            decode_only, self.invariant, self.device, rank=0 if spec.mla is None else spec.mla.kv_rank,
+            windows=self.windows, kv_dtype=cache.key_storage.dtype, share_scratch_with=share_scratch_with,
         )  # fmt: skip
 
     @contextmanager
@@ -325,13 +317,12 @@ class CudaDecoder:
         keys, values = cache.keys[index], cache.values[index]
         mixed = self.mixed[:tokens]
         if not isinstance(heads, HeadWeights):
-            assert self.latent is not None and isinstance(step.attention, LatentPlan)
+            assert self.latent is not None
             normed = self.products.norm(stream, layer.attention_norm)
             return self.latent.attend(
                 heads, normed, keys, (self.cosine, self.sine), step.positions, step.slots, step.attention,
                 layer.scale, layer.window, mixed,
             )  # fmt: skip
-        assert isinstance(step.attention, AttentionPlan)
         qkv = self.qkv[:tokens]
         name = (index, "attention.qkv")
         if adapted is None and late is None and self._rotates_at_once(tokens, heads, keys):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.attention.latent_plan import LatentPlan, mla_cache
+from cumulo.kernels.cuda.attention.mla_cache import mla_cache
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.kernels.cuda.linear.invariant_matmul import invariant_matmul
 from cumulo.kernels.cuda.linear.linear import linear
@@ -69,7 +70,7 @@ class LatentHalf:
         rotation: tuple[Tensor, Tensor],
         positions: Tensor,
         slots: Tensor,
-        plan: LatentPlan,
+        plan: AttentionPlan,
         scale: float,
         window: int | None,
         out: Tensor,
@@ -90,7 +91,7 @@ class LatentHalf:
         )  # fmt: skip
         absorbed = query[..., : mla.kv_rank]
         self._by_head(projected[..., : mla.nope_head_dim], weights.into_latent, absorbed)
-        plan.attend(query, keys, latent, scale, window)
+        plan.attend(query, keys, keys, latent, scale, window)
         self._by_head(latent, weights.out_of_latent.transpose(1, 2), out.view(tokens, -1, mla.value_head_dim))
         return out
 

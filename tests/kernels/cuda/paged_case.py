@@ -1,11 +1,13 @@
 """A random step over a paged cache whose unused places are NaN: what the attention tests are made of."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan, attention_plan, reference
+from cumulo.kernels.cpu.paged_attention import reference
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from tests.kernels.cuda.tolerance import poisoned
 
 
@@ -17,6 +19,7 @@ class PagedCase:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 32
+    rank: int = 0  # of latent attention: the columns of keys that are values
     block_size: int = 16
     dtype: torch.dtype = torch.float16
     kv_dtype: torch.dtype | None = None
@@ -67,8 +70,9 @@ class PagedCase:
             decode_only=all(count <= 1 for count, _ in self.sequences),
             invariant=False,
             kv_dtype=self.keys.dtype,
+            rank=self.rank,
         )
-        return attention_plan(
+        return AttentionPlan(
             self.tokens,
             len(self.sequences),
             self.heads,
@@ -86,25 +90,29 @@ class PagedCase:
         if plan is None:
             plan = self.plan(**{"windows": (options.get("window"),), **(plan_options or {})})
         plan.prepare(self.query_starts, self.context_lengths, self.block_tables)
-        out = poisoned(self.tokens, self.heads, self.dim, dtype=self.dtype, device=self.device)
+        width = self.rank or self.dim
+        out = poisoned(self.tokens, self.heads, width, dtype=self.dtype, device=self.device)
         plan.attend(self.query, self.keys, self.values, out, self.scale, **options)  # type: ignore[arg-type]
         return out
 
     def reference(self, dtype: torch.dtype | None = None, **options: object) -> Tensor:
         dtype = dtype or self.dtype
-        same = self.keys.dtype == self.dtype
-        keys, values = (self.keys.to(dtype), self.values.to(dtype)) if same else (self.keys, self.values)
-        return reference(
-            self.query.to(dtype), keys, values, self.query_starts, self.context_lengths, self.block_tables,
-            self.scale, **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        values = self.keys[..., : self.rank] if self.rank else self.values
+        batch = SimpleNamespace(
+            query_starts=self.query_starts,
+            context_lengths=self.context_lengths,
+            block_tables=self.block_tables,
+        )
+        return reference(self.query.to(dtype), self.keys, values, batch, self.scale, **options)  # type: ignore[arg-type]
 
-    def check(self, plan_options: dict[str, object] | None = None, **options: object) -> None:
-        """Kernel against float64, allowed twice what torch loses in the same dtype."""
+    def check(self, plan_options: dict[str, object] | None = None, **options: object) -> Tensor:
+        """Kernel against float64, allowed twice what torch loses in the same dtype; its output."""
         from tests.kernels.cuda.tolerance import relative_error
 
-        exact, same = self.reference(torch.float64, **options), self.reference(**options)
+        exact, same = self.reference(torch.float64, **options), self.reference(None, **options)
         least = torch.finfo(self.dtype).eps / 2 if self.dtype.itemsize == 2 else 1.2e-7
         allowed = 2 * max(relative_error(same, exact), least)
-        error = relative_error(self.run(None, plan_options, **options), exact)
+        out = self.run(None, plan_options, **options)
+        error = relative_error(out, exact)
         assert error <= allowed, f"relative error {error:.3g}, allowed {allowed:.3g}"
+        return out

@@ -79,10 +79,9 @@ def test_a_captured_graph_follows_its_buffers_and_repeats_bit_for_bit() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("mode", ["invariant", "chunking_invariant"])
-def test_bits_do_not_depend_on_the_batch_on_the_matrix_units(mode: str) -> None:
+def test_bits_do_not_depend_on_the_batch_on_the_matrix_units() -> None:
     case = real_case([(1, 3000), (90, 300), (1, 17), (1, 1300)])
-    options = {mode: True, "decode_only": False}
+    options = {"invariant": True, "decode_only": False}
     together = case.run(case.plan(**options))
     for sequence, entry in enumerate(case.sequences):
         alone = real_case([entry])
@@ -95,7 +94,7 @@ def test_bits_do_not_depend_on_the_batch_on_the_matrix_units(mode: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_bits_do_not_depend_on_the_chunks_on_the_matrix_units() -> None:
-    options = {"chunking_invariant": True, "decode_only": False}
+    options = {"invariant": True, "decode_only": False}
     whole = real_case([(700, 700)])
     expected = whole.run(whole.plan(**options))
     for begin, end in ((0, 1), (0, 200), (200, 333), (333, 700), (699, 700)):
@@ -146,13 +145,13 @@ def chunk_case(config: ChunkConfig, group: int = 4) -> Case:
 @pytest.mark.long
 @pytest.mark.long
 def test_default_configurations_fit_a_hopper_multiprocessor() -> None:
-    few = decode_config(4, 128, torch.bfloat16, 8, 132, False)
-    many = decode_config(4, 128, torch.bfloat16, 512, 132, False)
+    few = decode_config(4, 128, torch.bfloat16, 8, 132)
+    many = decode_config(4, 128, torch.bfloat16, 512, 132)
     latent = default_config(128)
     work_list = Case(
         "cumulo.kernels.cuda.attention.work_list:_build", TYPES,
-        dict(PAGE=64, KEY_TILE=64, QUERY_TILE=32, SEQUENCES=256, HAS_WINDOW=True, INVARIANT=False, DECODES=True,
-             CHUNKS=True, CHUNK_FROM=2, INVARIANT_TILES=4, INVARIANT_ITEMS=16, FILL=256),
+        dict(PAGE=64, KEY_TILE=64, QUERY_TILE=32, SEQUENCES=256, HAS_WINDOW=True, DECODES=True,
+             CHUNKS=True, CHUNK_FROM=2, FILL=256),
     )  # fmt: skip
     mla = Case(
         "cumulo.kernels.cuda.attention.mla_decode:_mla", TYPES,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from cumulo.errors import CumuloError
-from cumulo.kernels.cuda.attention.latent_plan import LatentPlan, mla_cache
-from cumulo.kernels.cuda.attention.latent_plan import reference as cache_reference
+from cumulo.kernels.cuda.attention.mla_cache import mla_cache
+from cumulo.kernels.cuda.attention.mla_cache import reference as cache_reference
 from cumulo.kernels.cuda.attention.mla_chunk import MlaChunkConfig
-from cumulo.kernels.cuda.attention.mla_decode import MlaConfig, reference
+from cumulo.kernels.cuda.attention.mla_decode import MlaConfig
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from tests.kernels.cuda.compile_sm90 import SHARED_BYTES_PER_BLOCK, Case, compile_for_sm90
 from tests.kernels.cuda.paged_case import PagedCase
 from tests.kernels.cuda.test_attention_on_gpu import TYPES
@@ -19,7 +19,7 @@ CHUNK = MlaChunkConfig(rows=16, key_tile=16, num_warps=4, num_stages=2)
 
 
 def latent_case(sequences: list[tuple[int, int]], heads: int, device: torch.device) -> PagedCase:
-    return PagedCase(sequences, heads, 1, RANK + ROPE, device=device)
+    return PagedCase(sequences, heads, 1, RANK + ROPE, RANK, device=device)
 
 
 def run(
@@ -29,19 +29,9 @@ def run(
     window: int | None = None,
 ) -> torch.Tensor:
     """Every number written, and as exact as torch's in the same dtype."""
-    plan = LatentPlan(
-        case.tokens, len(case.sequences), case.heads, RANK, ROPE, case.block_size, case.block_tables.shape[1],
-        all(count == 1 for count, _ in case.sequences), invariant, case.device, windows=(window,), decode=DECODE,
-        chunk=chunk,
-    )  # fmt: skip
-    plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
-    out = poisoned(case.tokens, case.heads, RANK, dtype=case.dtype, device=case.device)
-    plan.attend(case.query, case.keys, out, case.scale, window)
-    batch = (case.query_starts, case.context_lengths, case.block_tables, RANK, case.scale, window)
-    exact = reference(case.query.double(), case.keys.double(), *batch)
-    same = reference(case.query, case.keys, *batch)
-    assert relative_error(out, exact) <= 2 * max(relative_error(same, exact), torch.finfo(case.dtype).eps / 2)
-    return out
+    return case.check(
+        {"invariant": invariant, "windows": (window,), "decode": DECODE, "chunk": chunk}, window=window
+    )
 
 
 @pytest.mark.long
@@ -57,7 +47,7 @@ def test_chunks_with_a_window_match_from_the_first_tile_a_row_sees_nothing_of(de
 @pytest.mark.long
 def test_the_default_tiles_match_on_pages_of_any_size(device: torch.device) -> None:
     for block_size in (16, 64):  # half of a key tile, two of them
-        case = PagedCase([(7, 70), (1, 90)], 16, 1, RANK + ROPE, block_size=block_size, device=device)
+        case = PagedCase([(7, 70), (1, 90)], 16, 1, RANK + ROPE, RANK, block_size=block_size, device=device)
         run(case, chunk=None)
 
 
@@ -74,8 +64,10 @@ def test_bits_depend_neither_on_company_nor_on_how_a_context_was_cut(device: tor
 
 
 def test_plans_that_run_one_after_the_other_share_their_scratch(device: torch.device) -> None:
-    def plan(sequences: int, other: LatentPlan | None) -> LatentPlan:
-        return LatentPlan(64, sequences, 4, RANK, ROPE, 16, 8, False, False, device, share_scratch_with=other)
+    def plan(sequences: int, other: AttentionPlan | None) -> AttentionPlan:
+        return AttentionPlan(
+            64, sequences, 4, 1, RANK + ROPE, 16, 8, False, False, device, rank=RANK, share_scratch_with=other
+        )
 
     large = plan(8, None)
     small = plan(4, large)
@@ -83,14 +75,6 @@ def test_plans_that_run_one_after_the_other_share_their_scratch(device: torch.de
     larger = plan(16, small)
     assert larger.partial is not large.partial
     assert larger.nbytes > large.nbytes
-
-
-def test_a_window_nobody_planned_for_is_refused_in_words(device: torch.device) -> None:
-    plan = LatentPlan(4, 1, 4, RANK, ROPE, 16, 2, False, False, device)
-    case = latent_case([(4, 4)], 4, device)
-    plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
-    with pytest.raises(CumuloError, match="a layer asks for 7"):
-        plan.attend(case.query, case.keys, case.query[..., :RANK].clone(), 1.0, window=7)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -126,18 +110,8 @@ def test_keys_are_normed_rotated_and_paged_and_queries_rotated(
 
 
 def test_eight_bit_latents_are_widened(device: torch.device) -> None:
-    case = PagedCase([(4, 20), (1, 30)], 4, 1, RANK + ROPE, kv_dtype=torch.float8_e4m3fn, device=device)
-    plan = LatentPlan(
-        case.tokens, 2, 4, RANK, ROPE, case.block_size, case.block_tables.shape[1], False, False, device,
-        decode=DECODE, chunk=CHUNK,
-    )  # fmt: skip
-    plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
-    out = poisoned(case.tokens, 4, RANK, dtype=case.dtype, device=device)
-    plan.attend(case.query, case.keys, out, case.scale)
-    batch = (case.query_starts, case.context_lengths, case.block_tables, RANK, case.scale)
-    exact = reference(case.query.double(), case.keys, *batch)
-    same = reference(case.query, case.keys, *batch)
-    assert relative_error(out, exact) <= 2 * relative_error(same, exact)
+    case = PagedCase([(4, 20), (1, 30)], 4, 1, RANK + ROPE, RANK, kv_dtype=torch.float8_e4m3fn, device=device)
+    case.check({"decode": DECODE, "chunk": CHUNK})
 
 
 @pytest.mark.gpu
@@ -147,16 +121,14 @@ def test_a_captured_step_of_deepseeks_shape_matches(heads: int, device: torch.de
     rank, rope = 512, 64
     sequences = [(1, 3000), (300, 700), (1, 65), (17, 17), (1, 1), (0, 0)]
     case = PagedCase(
-        sequences, heads, 1, rank + rope, block_size=64, dtype=torch.bfloat16, device=device, scale=0.05
+        sequences, heads, 1, rank + rope, rank, block_size=64, dtype=torch.bfloat16, device=device, scale=0.05
     )
-    plan = LatentPlan(
-        case.tokens, len(sequences), heads, rank, rope, 64, case.block_tables.shape[1], False, False, device
-    )
+    plan = case.plan()
     out = poisoned(case.tokens, heads, rank, dtype=case.dtype, device=device)
 
     def step() -> None:
         plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
-        plan.attend(case.query, case.keys, out, case.scale)
+        plan.attend(case.query, case.keys, case.keys, out, case.scale)
 
     step()
     torch.cuda.synchronize()
@@ -165,9 +137,7 @@ def test_a_captured_step_of_deepseeks_shape_matches(heads: int, device: torch.de
     with torch.cuda.graph(graph):
         step()
     graph.replay()
-    batch = (case.query_starts, case.context_lengths, case.block_tables, rank, case.scale)
-    exact = reference(case.query.double(), case.keys.double(), *batch)
-    same = reference(case.query, case.keys, *batch)
+    exact, same = case.reference(torch.float64), case.reference()
     assert relative_error(out, exact) <= 2 * relative_error(same, exact)
 
 
@@ -186,7 +156,7 @@ def test_the_kernels_fit_a_hopper_multiprocessor_at_deepseeks_shape() -> None:
         bf16 | strides | dict(positions="*i32", slots="*i32", head_dim="i32:16", eps="fp32", block_size="i32")
     )
     cache = Case(
-        "cumulo.kernels.cuda.attention.latent_plan:_kernel",
+        "cumulo.kernels.cuda.attention.mla_cache:_kernel",
         types,
         dict(HEADS=16, RANK=512, ROPE=64, INTERLEAVED=True),
         1,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cumulo.errors import CumuloError
-from cumulo.kernels.cuda.attention.paged_attention import attention_plan
+from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.attention.paged_attention_chunk import ChunkConfig
 from cumulo.kernels.cuda.attention.paged_attention_decode import DecodeConfig
 from tests.kernels.cuda.paged_case import PagedCase
@@ -81,21 +81,20 @@ def test_the_work_list_covers_every_key_tile_once(seed: int, device: torch.devic
     lengths = torch.randint(1, 900, (13,), generator=generator).tolist()
     case = PagedCase([(1, n) for n in lengths], dim=16, device=device)
     few = 1 if device.type == "cuda" else 40  # a GPU has many multiprocessors: items that some must share
-    for invariant in (False, True):
-        plan = case.plan(decode=DecodeConfig(key_tile=16, items_per_sm=few, min_tiles=1), invariant=invariant)
-        plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
-        assert plan.items is not None
-        records = plan.items[0][plan.items[0][:, 2] > 0].tolist()
-        for sequence, length in enumerate(lengths):
-            own = [record for record in records if record[0] == sequence]
-            tiles = [tile for record in own for tile in range(record[1], record[1] + record[2])]
-            assert tiles == list(range(-(-length // 16)))
-            assert all(record[3] == len(own) and record[6] == length for record in own)
-            assert all(records[record[4]] == own[0] for record in own)
-        if not invariant:  # shorter items than the longest would not have fitted into the list
-            longest, room = max(record[2] for record in records), len(plan.items[0])
-            tiles_of = [(n + 15) // 16 for n in lengths]
-            assert sum((n + longest - 2) // (longest - 1) for n in tiles_of) > room >= len(records)
+    plan = case.plan(decode=DecodeConfig(key_tile=16, items_per_sm=few, min_tiles=1))
+    plan.prepare(case.query_starts, case.context_lengths, case.block_tables)
+    assert plan.items is not None
+    records = plan.items[0][plan.items[0][:, 2] > 0].tolist()
+    for sequence, length in enumerate(lengths):
+        own = [record for record in records if record[0] == sequence]
+        tiles = [tile for record in own for tile in range(record[1], record[1] + record[2])]
+        assert tiles == list(range(-(-length // 16)))
+        assert all(record[3] == len(own) and record[6] == length for record in own)
+        assert all(records[record[4]] == own[0] for record in own)
+    # Shorter items than the longest would not have fitted into the list.
+    longest, room = max(record[2] for record in records), len(plan.items[0])
+    tiles_of = [(n + 15) // 16 for n in lengths]
+    assert sum((n + longest - 2) // (longest - 1) for n in tiles_of) > room >= len(records)
 
 
 @pytest.mark.long
@@ -117,10 +116,9 @@ def _alone(case: PagedCase, sequence: int) -> PagedCase:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["invariant", "chunking_invariant"])
-def test_a_request_has_the_same_bits_whatever_else_is_in_the_batch(mode: str, device: torch.device) -> None:
+def test_a_request_has_the_same_bits_whatever_else_is_in_the_batch(device: torch.device) -> None:
     case = PagedCase([(1, 300), (1, 9), (18, 50), (1, 120)], device=device)
-    options = {mode: True, "decode_only": False, "chunk": ChunkConfig(rows=32, key_tile=16)}
+    options = {"invariant": True, "decode_only": False, "chunk": ChunkConfig(rows=32, key_tile=16)}
     together = case.run(case.plan(**options))
     for sequence in range(len(case.sequences)):
         alone = _alone(case, sequence)
@@ -130,7 +128,7 @@ def test_a_request_has_the_same_bits_whatever_else_is_in_the_batch(mode: str, de
 
 @pytest.mark.long
 def test_a_token_has_the_same_bits_however_its_context_was_chunked(device: torch.device) -> None:
-    options = {"chunking_invariant": True, "decode_only": False, "chunk": ChunkConfig(rows=32, key_tile=16)}
+    options = {"invariant": True, "decode_only": False, "chunk": ChunkConfig(rows=32, key_tile=16)}
     whole = PagedCase([(50, 50)], device=device)
     expected = whole.run(whole.plan(**options))
     for begin, end in ((0, 1), (0, 20), (20, 33), (33, 50), (49, 50)):
@@ -142,9 +140,7 @@ def test_a_token_has_the_same_bits_however_its_context_was_chunked(device: torch
 
 def test_what_cannot_be_planned_is_refused_in_words(device: torch.device) -> None:
     with pytest.raises(CumuloError, match="power of two"):
-        attention_plan(1, 1, 4, 2, 32, 24, 4, True, False, device)
-    with pytest.raises(CumuloError, match="share"):
-        attention_plan(1, 1, 5, 2, 32, 16, 4, True, False, device)
+        AttentionPlan(1, 1, 4, 2, 32, 24, 4, True, False, device)
     case = PagedCase([(1, 20)], device=device)
     with pytest.raises(CumuloError, match="window"):
         case.run(case.plan(), window=7)

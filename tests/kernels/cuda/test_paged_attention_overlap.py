@@ -115,7 +115,7 @@ def test_narrow_heads_match_on_hopper() -> None:
 @needs_hopper
 def test_overlapped_bits_do_not_depend_on_the_chunks_and_repeat() -> None:
     config = next(config for config in CHUNK if config.overlap)
-    options = {"chunking_invariant": True, "decode_only": False, "chunk": config}
+    options = {"invariant": True, "decode_only": False, "chunk": config}
     whole = real_case([(700, 700)])
     expected = whole.run(whole.plan(**options))
     for begin, end in ((0, 1), (0, 200), (200, 333), (333, 700), (699, 700), (0, 700)):

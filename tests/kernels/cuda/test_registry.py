@@ -54,7 +54,7 @@ def test_what_was_measured_on_a_device_is_used_on_its_like_and_nowhere_else(tmp_
     assert [moe.grouped_configs(rows, 128, invariant=True) for rows in (64, 9999)] == invariant
     assert len({config.depth for both in invariant for config in both}) == 1
     assert linear.choose(1, torch.empty(64, 32, dtype=torch.bfloat16)) == Choice("small", config)
-    found = attention_config.decode_config(4, 128, torch.bfloat16, 10_000, 132, invariant=False)
+    found = attention_config.decode_config(4, 128, torch.bfloat16, 10_000, 132)
     assert (found.key_tile, found.num_warps) == (32, 8)
     assert registry.load_for("NVIDIA H200", tmp_path) == []  # once is enough
 

@@ -82,7 +82,7 @@ def test_a_proposal_leaves_what_separate_launches_would(min_tiles: int, device: 
     assert torch.equal(inputs.step_tables[live], step_tables[live])
     expected = torch.zeros(33, 8, dtype=torch.int32, device=device)
     build_work_list(rows.one_each, contexts, step_tables, expected, None, block_size=page, key_tile=tile,
-                    query_tile=16, min_tiles=min_tiles, window=None, invariant=False, chunk_from=2)  # fmt: skip
+                    query_tile=16, min_tiles=min_tiles, window=None, chunk_from=2)  # fmt: skip
     assert _covered(items, count) == _covered(expected, count)
     for record in items.tolist():
         if record[2]:
@@ -153,7 +153,7 @@ def test_a_round_begins_as_with_separate_launches(device: torch.device) -> None:
     assert torch.equal(stream, embed[named.long()])
     expected = torch.zeros(31, 8, dtype=torch.int32, device=device)
     build_work_list(queries, contexts, step_tables, expected, None, block_size=page, key_tile=tile, query_tile=16,
-                    min_tiles=1, window=None, invariant=False, chunk_from=2)  # fmt: skip
+                    min_tiles=1, window=None, chunk_from=2)  # fmt: skip
     assert _covered(items, lanes) == _covered(expected, lanes)
 
 

@@ -19,7 +19,6 @@ from cumulo.engine.play.cuda.step_words import StepShape
 from cumulo.engine.play.slot_table import SlotTable
 from cumulo.engine.play.verify import StepDraws, take_accepted, take_rounds
 from cumulo.engine.sampling.sampler import Drawn
-from cumulo.kernels.cuda.attention.latent_plan import LatentPlan
 from cumulo.kernels.cuda.attention.paged_attention import AttentionPlan
 from cumulo.kernels.cuda.captured import CapturedGraphs
 from cumulo.kernels.cuda.sampling.sample import SampleBuffers, sample
@@ -166,9 +165,9 @@ class StepLaunches:
         self.picked = torch.zeros(draws, dtype=torch.int32, device=slots.device)
         self._buffers = SampleBuffers(draws, model.vocab_size, slots.device)
         self._cut_buffers = CutBuffers(draws, model.vocab_size, slots.device)
-        self._plans: dict[StepShape, AttentionPlan | LatentPlan] = {}
+        self._plans: dict[StepShape, AttentionPlan] = {}
         # Others use its scratch: steps run one after the other.
-        self._largest_plan: AttentionPlan | LatentPlan | None = None
+        self._largest_plan: AttentionPlan | None = None
         self.graphs: CapturedGraphs[StepShape] = CapturedGraphs()
         self.seen: set[StepShape] = set()
         self._rehearsed: set[tuple[StepShape, bool]] = set()
@@ -248,14 +247,13 @@ class StepLaunches:
         count = rows_of(shape, shape.rounds)
         chain = self._attention(StepShape(count, count, 0, decodes_only=True))
         attention = self._launch_model(shape)
-        assert isinstance(chain, AttentionPlan) and isinstance(attention, AttentionPlan)
         self.head.end_round(shape, shape.rounds, self.picked, attention, chain)
 
-    def _launch_model(self, shape: StepShape, every_row: bool = False) -> AttentionPlan | LatentPlan:
+    def _launch_model(self, shape: StepShape, every_row: bool = False) -> AttentionPlan:
         """... without what a head does behind them."""
         slots, model, entered = self._slots, self._model, False
         attention = self._attention(shape)
-        if self.head is not None and isinstance(attention, AttentionPlan):
+        if self.head is not None:
             entered = self.head.enter_round(shape, attention)
         if not entered:
             slots.unpack(shape)
@@ -283,7 +281,7 @@ class StepLaunches:
             sample(logits, draws, self._buffers, self.picked, slots.tokens)
         return attention
 
-    def _attention(self, shape: StepShape) -> AttentionPlan | LatentPlan:
+    def _attention(self, shape: StepShape) -> AttentionPlan:
         shape = StepShape(shape.tokens, shape.rows, shape.draws, shape.decodes_only)  # attention sees no more
         plan = self._plans.get(shape)
         if plan is None:

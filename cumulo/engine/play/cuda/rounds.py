@@ -77,9 +77,9 @@ class HeadRounds:
     def enter_round(self, shape: StepShape, attention: AttentionPlan) -> bool:
         """Everything that the first layer of a round reads, in one launch, where that is possible."""
         slots, lanes, words, model = self.slots, shape.rows, self.slots.words, self.model
-        if shape.rounds is None or attention.invariant:
+        if shape.rounds is None or attention.items is None:
             return False
-        if attention.items is None or attention.windows != (None,) or not model.enters_plainly:
+        if attention.windows != (None,) or not model.enters_plainly:
             return False
         attention.tables = slots.step_tables[:lanes]
         inputs = NextInputs(

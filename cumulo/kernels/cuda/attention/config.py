@@ -28,13 +28,10 @@ def chunk_key(group: int, head_dim: int, kv_dtype: torch.dtype, block_size: int)
 
 
 def decode_config(
-    group: int, head_dim: int, kv_dtype: torch.dtype, pairs: int, multiprocessors: int, invariant: bool
+    group: int, head_dim: int, kv_dtype: torch.dtype, pairs: int, multiprocessors: int
 ) -> DecodeConfig:
-    """With `invariant` never a tuned one: tile sizes that depend on the batch would show in the bits."""
     wide = head_dim > 128
     default = DecodeConfig(key_tile=32 if wide else 64, num_stages=3)
-    if invariant:
-        return default
     if pairs <= 2 * multiprocessors:
         default = replace(default, items_per_sm=3, min_tiles=1)
     key = decode_key(group, head_dim, kv_dtype, pairs, multiprocessors)

@@ -1,5 +1,5 @@
 """Latent attention (MLA) of sequences with several new tokens: prompts and chunks of them, in the absorbed form.
-LatentPlan launches it; in batch-invariant mode it takes sequences with one new token too.
+AttentionPlan launches it; in batch-invariant mode it takes sequences with one new token too.
 
 Computes 2 * heads * (2 * rank + rope) FLOPs for every pair of a query and a position it sees. A program takes one
 tile of the work list: its rows are (token, head) pairs, so that a key tile loaded once serves several tokens and
@@ -11,13 +11,11 @@ first make keys and values of every head out of the whole context, in memory tha
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cumulo.kernels.cuda.attention.split_merge import LOG2_E
-from cumulo.kernels.cuda.attention.work_list import TILE_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +110,6 @@ def _mla_chunk(query, keys, out, tiles, tables, scale, window, query_token_strid
     target = out + (token_row * out_token_stride + head * out_head_stride)[:, None]
     result = acc * (1.0 / weight)[:, None]
     tl.store(target + latent[None, :], result.to(out.dtype.element_ty), mask=mask[:, None])
-
-
-def chunk_tiles(
-    tokens: int, sequences: int, chunk_from: int, heads: int, config: MlaChunkConfig, device: torch.device
-) -> Tensor:
-    """Room for the most tiles that a step of so many tokens can have."""
-    chunks = min(sequences, tokens // chunk_from)
-    count = tokens // config.query_tile(heads) + chunks
-    return torch.zeros((count, TILE_FIELDS), dtype=torch.int32, device=device)
 
 
 def launch_mla_chunks(

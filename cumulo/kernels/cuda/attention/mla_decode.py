@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of sequences with one new token each, in the absorbed form. LatentPlan launches it.
+"""Latent attention (MLA) of sequences with one new token each, in the absorbed form. AttentionPlan launches it.
 
 All heads share one key per position, [latent, rotated part], whose latent part is also the value (DeepSeek-V2
 2024, section 2.1; absorbed as in cumulo/models/attention.py). Must move rank + rope numbers per position once
@@ -12,7 +12,6 @@ is rank numbers wide for each head, so a second launch merges them, spread over 
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -138,14 +137,6 @@ def _merge(out, partial, partial_lse, items, out_token_stride, out_head_stride, 
     )
 
 
-def most_items(sequences: int, heads: int, longest: int, config: MlaConfig, device: torch.device) -> int:
-    """Items of a step whose sequences have up to `longest` positions."""
-    most_tiles = -(-longest // config.key_tile) + 1
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    wanted = -(-config.items_per_sm * sms // -(-heads // config.rows))
-    return min(max(wanted, sequences + sequences // 2), sequences * most_tiles)
-
-
 def launch_mla_decodes(
     query: Tensor,
     keys: Tensor,
@@ -171,21 +162,3 @@ def launch_mla_decodes(
         out, partial, partial_lse, items, out.stride(0), out.stride(1), HEADS=heads, ROWS=1, RANK=rank, AT_ONCE=16,
         num_warps=4,
     )  # fmt: skip
-
-
-def reference(
-    query: Tensor,
-    keys: Tensor,
-    query_starts: Tensor,
-    context_lengths: Tensor,
-    block_tables: Tensor,
-    rank: int,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """The same in torch, chunks included: attention with one kv head whose value is the key's first columns."""
-    from cumulo.kernels.cuda.attention.paged_attention import reference as paged_reference
-
-    return paged_reference(
-        query, keys, keys[..., :rank], query_starts, context_lengths, block_tables, scale, window
-    )

@@ -6,20 +6,16 @@ that later grids look up: an *item* is a run of key tiles of one decoding sequen
 tokens of one sequence's chunk. Records past the last one say "nothing to do".
 
 Items are about equally long: a sequence of n key tiles becomes ceil(n / L) items, and L is the smallest length
-with which all of them fit into the list. When bits must not depend on the batch, L comes from the sequence's
-own n instead.
+with which all of them fit into the list.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Sequence, first key tile, key tiles, items of this sequence, its first item, row, context length.
-ITEM_FIELDS = 8
-# Sequence, first query token of the tile within the chunk, of how many, context length, chunk's row.
-TILE_FIELDS = 8
-INVARIANT_TILES = 4  # a sequence's shortest item when bits must not depend on the batch
-INVARIANT_ITEMS = 16  # and the most of them
+# Of an item: sequence, first key tile, key tiles, items of this sequence, its first item, row, context length and
+# first page. Of a tile: sequence, first query token within the chunk, of how many, context length, chunk's row.
+FIELDS = 8
 
 
 # Sizes that differ from step shape to step shape must not each compile a kernel of their own.
@@ -29,9 +25,8 @@ INVARIANT_ITEMS = 16  # and the most of them
 )
 def _build(query_starts, context_lengths, tables, items, tiles, sequences, max_items, max_tiles, min_tiles,
            window, table_stride, PAGE: tl.constexpr, KEY_TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
-           SEQUENCES: tl.constexpr, HAS_WINDOW: tl.constexpr, INVARIANT: tl.constexpr, DECODES: tl.constexpr,
-           CHUNKS: tl.constexpr, CHUNK_FROM: tl.constexpr, INVARIANT_TILES: tl.constexpr,
-           INVARIANT_ITEMS: tl.constexpr, FILL: tl.constexpr):  # fmt: skip
+           SEQUENCES: tl.constexpr, HAS_WINDOW: tl.constexpr, DECODES: tl.constexpr, CHUNKS: tl.constexpr,
+           CHUNK_FROM: tl.constexpr, FILL: tl.constexpr):  # fmt: skip
     sequence = tl.arange(0, SEQUENCES)
     real = sequence < sequences
     row = tl.load(query_starts + sequence, mask=real, other=0)
@@ -45,17 +40,14 @@ def _build(query_starts, context_lengths, tables, items, tiles, sequences, max_i
         if HAS_WINDOW:
             first = tl.maximum(context - window, 0) // KEY_TILE
         count = tl.where(decodes, (context + KEY_TILE - 1) // KEY_TILE - first, 0)
-        if INVARIANT:
-            length = tl.maximum((count + INVARIANT_ITEMS - 1) // INVARIANT_ITEMS, INVARIANT_TILES)
-        else:
-            length = tl.maximum(min_tiles, 1)
-            longest = tl.maximum(tl.max(count, axis=0), length)
-            while length < longest:  # bisection; with the longest sequence's length there is one item each
-                middle = (length + longest) // 2
-                if tl.sum((count + middle - 1) // middle, axis=0) <= max_items:
-                    longest = middle
-                else:
-                    length = middle + 1
+        length = tl.maximum(min_tiles, 1)
+        longest = tl.maximum(tl.max(count, axis=0), length)
+        while length < longest:  # bisection; with the longest sequence's length there is one item each
+            middle = (length + longest) // 2
+            if tl.sum((count + middle - 1) // middle, axis=0) <= max_items:
+                longest = middle
+            else:
+                length = middle + 1
         splits = (count + length - 1) // length
         first_item = tl.cumsum(splits, axis=0) - splits
         share = count // tl.maximum(splits, 1)
@@ -106,15 +98,13 @@ def build_work_list(
     query_tile: int,
     min_tiles: int,
     window: int | None,
-    invariant: bool,
     chunk_from: int,
 ) -> None:
     """Fill `items` [n, 8] with sequences of fewer than `chunk_from` new tokens and `tiles` [n, 8] with the
     others.
 
     Only sequences of one new token may be items; sequences with context 0 are padding. `items` needs room for
-    one item of each sequence, INVARIANT_ITEMS of each with `invariant`; `tiles` for the most tiles there can
-    be.
+    one item of each sequence, `tiles` for the most tiles there can be.
     """
     sequences = len(context_lengths)
     _build[(1,)](
@@ -134,12 +124,9 @@ def build_work_list(
         QUERY_TILE=query_tile,
         SEQUENCES=max(256, triton.next_power_of_2(sequences)),
         HAS_WINDOW=window is not None,
-        INVARIANT=invariant,
         DECODES=items is not None,
         CHUNKS=tiles is not None,
         CHUNK_FROM=chunk_from,
-        INVARIANT_TILES=INVARIANT_TILES,
-        INVARIANT_ITEMS=INVARIANT_ITEMS,
         FILL=256,
         num_warps=4,
     )
