@@ -109,7 +109,7 @@ def shaped(error: ApiError, scope: Scope) -> Response:
         return error.response()
     # The call's id; a request that was refused before it had one gets one here, for the client and the log.
     request_id = scope.setdefault("state", {}).setdefault("call_id", f"req_{secrets.token_hex(12)}")
-    body = anthropic_error(error.status, error.message, request_id)
+    body = anthropic_error(error.status, error.message, request_id, error.code)
     return Response(body, error.status, error.headers, "application/json")
 
 
@@ -127,10 +127,16 @@ def speaks_anthropic(path: str) -> bool:
     return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
-def anthropic_error(status: int, message: str, request_id: str) -> bytes:
-    """The body of an error under /v1/messages."""
+NO_THREADS = "thread_unsupported_request"
+
+
+def anthropic_error(status: int, message: str, request_id: str, code: str | None = None) -> bytes:
+    """The body of an error under /v1/messages. From its details clients know that they must do without threads."""
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    error = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    told: dict[str, Any] = {"type": kind, "message": message}
+    if code == NO_THREADS:
+        told["details"] = {"error_code": code, "unsupported": ["thread"]}
+    error = {"type": "error", "error": told, "request_id": request_id}
     # ASCII: a message may quote a lone surrogate, which has no UTF-8.
     return json.dumps(error, separators=(",", ":")).encode("ascii")
 

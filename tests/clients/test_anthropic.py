@@ -54,3 +54,26 @@ def test_a_streamed_tool_call_is_an_object(client: Any) -> None:
         whole = stream.get_final_message()
     calls = [block for block in whole.content if block.type == "tool_use"]
     assert calls[0].name == "temperature" and calls[0].input == {"city": "Rome"}
+
+
+def test_the_tool_runner_asks_calls_and_ends(client: Any) -> None:
+    asked = []
+
+    @peers.anthropic.beta_tool
+    def temperature(city: str) -> str:
+        """The temperature in a city."""
+        asked.append(city)
+        return "21 degrees"
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL,
+        max_tokens=200,
+        extra_body={"temperature": 0},
+        tools=[temperature],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        messages=[{"role": "user", "content": "How warm is it in Paris?"}],
+        max_iterations=2,
+    )
+    answers = list(runner)
+    assert asked == ["Paris"] * len(asked) and asked
+    assert answers[0].stop_reason == "tool_use" and len(answers) == 2

@@ -62,6 +62,8 @@ class Strict(BaseModel):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
     # What to do instead of using such a field, where there is more to say.
     instead: ClassVar[dict[str, str]] = {}
+    # Fields that clients send by themselves, and that change no answer here: left out, with a warning.
+    ignored: ClassVar[frozenset[str]] = frozenset()
     ignores_unknown: ClassVar[bool] = False
 
     @classmethod
@@ -115,7 +117,8 @@ def _asks_nothing(body: Strict, place: str, name: str, value: Any) -> bool:
 
 
 def _settle(body: Strict, place: str, unknown: list[str]) -> None:
-    first, lenient = unknown[0], warnings.is_lenient()
+    first = next((name for name in unknown if name not in body.ignored), "")
+    lenient = warnings.is_lenient() or not first
     if not lenient and len(first) <= _LONGEST_NAME:
         # Where other fields are ignored, a name is misspelt only if what it is like is not there.
         given = body.model_fields_set if body.ignores_unknown else set()

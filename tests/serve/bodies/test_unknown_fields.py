@@ -4,13 +4,17 @@ asked for."""
 import json
 from collections.abc import Iterator
 from contextvars import copy_context
-from typing import Any
+from importlib import import_module
+from typing import Any, get_type_hints
 
 import httpx
 import pytest
 
-from cumulo.serve.api.openai.schemas import ChatRequest, TokenizeRequest
-from cumulo.serve.bodies.strict import settle_unknown
+from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesRequest
+from cumulo.serve.api.openai.embeddings import EmbeddingRequest
+from cumulo.serve.api.openai.schemas import ChatRequest, CompletionRequest, TokenizeRequest
+from cumulo.serve.api.responses.request import ResponsesRequest
+from cumulo.serve.bodies.strict import Strict, settle_unknown
 from cumulo.serve.bodies.warnings import open_notes, warn
 from tests.serve.running_server import RunningServer, events_of, running_server
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -158,3 +162,22 @@ def test_a_lenient_request_ignores_what_is_not_known() -> None:
 
     told = copy_context().run(read)  # the notes are this context's, and no other test's
     assert told == b"the endpoint has something to say, too; frobnicate is not known here and was ignored"
+
+
+@pytest.mark.parametrize(
+    ("client", "params", "ours"),
+    [
+        ("openai.types.chat.completion_create_params", "CompletionCreateParamsBase", ChatRequest),
+        ("openai.types.completion_create_params", "CompletionCreateParamsBase", CompletionRequest),
+        ("openai.types.embedding_create_params", "EmbeddingCreateParams", EmbeddingRequest),
+        ("openai.types.responses.response_create_params", "ResponseCreateParamsBase", ResponsesRequest),
+        ("anthropic.types.message_create_params", "MessageCreateParamsBase", MessagesRequest),
+        ("anthropic.types.beta.message_create_params", "MessageCreateParamsBase", MessagesRequest),
+        ("anthropic.types.beta.message_count_tokens_params", "MessageCountTokensParams", CountTokensRequest),
+    ],
+)
+def test_every_field_of_the_official_clients_is_known(client: str, params: str, ours: type[Strict]) -> None:
+    pytest.importorskip(client.partition(".")[0])
+    fields = set(get_type_hints(getattr(import_module(client), params))) - {"betas"}  # which are a header
+    known = {field.alias or name for name, field in ours.model_fields.items()}
+    assert fields <= known | set(ours.neutral) | set(ours.instead) | ours.ignored

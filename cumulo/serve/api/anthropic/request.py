@@ -26,7 +26,7 @@ from cumulo.serve.api.openai.schemas import (
     TopP,
 )
 from cumulo.serve.bodies.strict import Strict, kind_of, of_type
-from cumulo.serve.errors import invalid
+from cumulo.serve.errors import NO_THREADS, invalid
 
 CacheControl = Annotated[
     dict[str, Any], Field(description="Accepted for compatibility: every prompt is cached by its content.")
@@ -184,10 +184,16 @@ class CountTokensRequest(Strict):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="The older name of output_config.format.")
     cache_control: CacheControl | None = None
+    thread: Any = Field(
+        None, description="Refused: the server keeps no threads. Clients then send all messages."
+    )
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (), "context_management": (), "diagnostics": (), "inference_geo": (), "mcp_servers": ([],),
         "speed": ("standard",),
     }  # fmt: skip
+    ignored = frozenset(
+        ("billing_policy", "compaction", "fallback_credit_token", "fallbacks", "user_profile_id", "workspace_id")
+    )  # fmt: skip
 
 
 class MessagesRequest(CountTokensRequest):
@@ -242,6 +248,8 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
 
 def _thinking(body: CountTokensRequest) -> Entry | None:
     """The variable by which templates of models that can do both know it; others do not look."""
+    if body.thread is not None:
+        raise invalid("thread: this server keeps no threads; send all messages", "thread", NO_THREADS)
     if body.thinking is None or body.thinking.type not in ("enabled", "disabled"):
         return None
     return {"enable_thinking": body.thinking.type == "enabled"}

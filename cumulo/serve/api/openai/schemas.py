@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from cumulo.serve.bodies.strict import Strict, of_type
+from cumulo.serve.bodies.strict import Strict, of_type, settle_unknown
 from cumulo.spec.slo import Slo
 
 MAX_TOOLS = 128
@@ -256,7 +256,9 @@ class Sampling(ModelRequest):
         if (asked := kept.pop("structured_outputs", None)) is not None:
             forms = asked
         if forms or asked is not None:
-            meant["response_format"] = StructuredOutputs.model_validate(forms).as_response_format()
+            wanted = StructuredOutputs.model_validate(forms)
+            settle_unknown(wanted, "structured_outputs.")
+            meant["response_format"] = wanted.as_response_format()
         for name in meant:
             if kept.get(name) is not None:
                 raise PydanticCustomError(
