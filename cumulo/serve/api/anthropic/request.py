@@ -221,6 +221,8 @@ _BELONGS: dict[type, str] = {
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:
+    if body.thread is not None:
+        raise invalid("thread: this server keeps no threads; send all messages", "thread", NO_THREADS)
     config = body.output_config
     wanted = config.format if config is not None and config.format is not None else body.output_format
     form = {"name": "output", "schema": wanted.schema_} if wanted is not None else None
@@ -248,8 +250,6 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
 
 def _thinking(body: CountTokensRequest) -> Entry | None:
     """The variable by which templates of models that can do both know it; others do not look."""
-    if body.thread is not None:
-        raise invalid("thread: this server keeps no threads; send all messages", "thread", NO_THREADS)
     if body.thinking is None or body.thinking.type not in ("enabled", "disabled"):
         return None
     return {"enable_thinking": body.thinking.type == "enabled"}
