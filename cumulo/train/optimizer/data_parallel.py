@@ -50,11 +50,12 @@ class GradientBucket:
         self.awaited = False  # the chunk's last backward is running
         self.sent = False
         self._work: Work | None = None
-        self._group = groups.group_of_several(piece.data_axis)
+        self._piece, self._groups = piece, groups
 
     def start(self) -> None:
         """The bucket is full: what takes time begins."""
-        self._work = start_all_reduce(self.flat, self._group)
+        group = self._groups.group_of_several(self._piece.data_axis)
+        self._work = start_all_reduce(self.flat, group)
 
     def wait(self) -> Tensor:
         """The flat sum: of all gradients, or of what this rank's optimizer needs of them."""
@@ -91,12 +92,13 @@ class DataParallel:
             for parameter in self._parameters.values():
                 if parameter.dtype in (torch.bfloat16, torch.float16):
                     parameter.grad_dtype = torch.float32
-        self.shards: dict[str, Shard] = {
+        self._whole = {
             name: Shard(
                 p.detach(), pieces[name], 0, len(p), len(pieces[name].holders), p.requires_grad, p.dtype
             )
             for name, p in self._parameters.items()
         }
+        self.shards = {name: self._own(shard) for name, shard in self._whole.items()}
         # What several chunks add to is nobody's last: it is sent at the end.
         alone = {name: held_by[0] for name, held_by in holds.items() if len(held_by) == 1}
         trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
@@ -145,6 +147,10 @@ class DataParallel:
 
     def spread(self, frozen: bool = False) -> None:
         """Every rank has moved all its weights."""
+
+    def _own(self, whole: Shard) -> Shard:
+        """What this rank's optimizer moves of a parameter."""
+        return whole
 
     # -- buckets -------------------------------------------------------------------------------------------
     def _all(self) -> Iterator[GradientBucket]:
@@ -200,26 +206,11 @@ class ScatteredBucket(GradientBucket):
     """Of a bucket's gradients, each rank gets the sum of the rows that its optimizer moves: a reduce-scatter, which
     sends half of the bytes of an all-reduce."""
 
-    def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        dtype: torch.dtype,
-        piece: Piece,
-        groups: Groups,
-        rest_group: Group | None,
-    ) -> None:
-        super().__init__(named, dtype, piece, groups, rest_group)
-        axis = piece.zero_axis
-        self._sharers = groups.group(axis)
-        self._ranks, self._index = groups.size(axis), groups.index(axis)
-        # Hybrid sharding: the sums of those that share are parts of the whole one.
-        copied = not piece.expert and groups.size("copies") > 1
-        self._copies = groups.group("copies") if copied else None
+    def start(self) -> None:
+        axis, self._sum = self._piece.zero_axis, self.flat
+        self._ranks, self._index = self._groups.size(axis), self._groups.index(axis)
         # The longest share of each parameter: shorter ones leave a gap, so that all get as much.
         self._sizes = [zero_rows(len(view), self._ranks, 0)[1] * view[0].numel() for view in self.views]
-        self._sum = self.flat
-
-    def start(self) -> None:
         if self._ranks == 1:
             return
         sent = self.flat.new_zeros(self._ranks, sum(self._sizes))
@@ -229,13 +220,13 @@ class ScatteredBucket(GradientBucket):
                 rows = view[begin:end].flatten()
                 column[: len(rows)] = rows
         self._sum = sent.new_empty(sum(self._sizes))
-        self._work = start_reduce_scatter(self._sum, sent.view(-1), self._sharers)
+        self._work = start_reduce_scatter(self._sum, sent.view(-1), self._groups.group(axis))
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None  # and what was sent
-        all_reduce(self._sum, self._copies)
+        super().wait()
+        self._work = None  # and what was sent
+        if not self._piece.expert:  # hybrid sharding: the sums of those that share are parts of the whole one
+            all_reduce(self._sum, self._groups.group_of_several("copies"))
         return self._sum
 
     def parts(self) -> Iterator[Tensor]:
@@ -250,24 +241,12 @@ class Zero1(DataParallel):
 
     bucket_kind = ScatteredBucket
 
-    def __init__(
-        self,
-        chunks: Mapping[int, Mapping[str, nn.Parameter]],
-        pieces: Mapping[str, Piece],
-        groups: Groups,
-        wide_gradients: bool,
-        bucket_bytes: int | None = None,
-    ) -> None:
-        super().__init__(chunks, pieces, groups, wide_gradients, bucket_bytes)
-        self._whole = self.shards
-        self.shards = {name: self._cut(shard) for name, shard in self._whole.items()}
-
     @torch.no_grad()
     def spread(self, frozen: bool = False) -> None:
         for names in self._runs(frozen):
             self._gather(names)
 
-    def _cut(self, whole: Shard) -> Shard:
+    def _own(self, whole: Shard) -> Shard:
         axis = whole.piece.zero_axis
         begin, end = zero_rows(whole.end, self._groups.size(axis), self._groups.index(axis))
         holders = whole.holders // self._groups.size(axis)
