@@ -13,7 +13,7 @@ from cumulo.collectives.simulate.fabrics.clos import ClosGraph
 from cumulo.collectives.simulate.fabrics.dragonfly import DragonflyGraph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
 from cumulo.collectives.simulate.player import LinkChange, RoundTraffic, play_network
-from cumulo.collectives.simulate.rounds import MessageRound, rail_orders, ring_rounds, rounds_of
+from cumulo.collectives.simulate.rounds import MessageRound, ring_rounds, rings_over_rails, rounds_of
 from cumulo.errors import CumuloError
 from cumulo.spec import catalog
 
@@ -47,7 +47,7 @@ def test_rounds_and_messages_one_by_one_agree() -> None:
     fabric = graph(ranks)
     rings = make_schedule("all_reduce", "multi-ring", CollectiveShape(ranks, elements, 8))
     for schedule, rounds in (
-        (rings, [ring_rounds(rail_orders(np.arange(ranks)[None], 8), elements / 8)]),
+        (rings, [ring_rounds(rings_over_rails(np.arange(ranks)[None], 8), elements / 8)]),
         *(
             (one, list(rounds_of(one, 1.0)))
             for one in (
@@ -64,7 +64,7 @@ def test_rounds_and_messages_one_by_one_agree() -> None:
 
 def test_rings_over_rails_are_those_of_the_schedule() -> None:
     schedule = make_schedule("all_reduce", "multi-ring", CollectiveShape(24, 240, 8))
-    orders = rail_orders(np.arange(24)[None], 8)
+    orders = rings_over_rails(np.arange(24)[None], 8)
     for channel in range(8):
         after = {rank: schedule.steps(rank, channel)[0][0].peer for rank in range(24)}
         mine = orders[channel].tolist()

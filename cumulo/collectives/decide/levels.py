@@ -43,15 +43,19 @@ def two_level_all_reduce(ranks: int, elements: int, node_size: int) -> Collectiv
 def multi_ring_all_reduce(ranks: int, elements: int, node_size: int, rounds: int = 1) -> CollectiveSchedule:
     """A ring for each rail. Ring c enters even nodes at GPU c and leaves them at c − 1, and goes through odd nodes
     the other way, so that it changes nodes between cards of one rail."""
-    nodes = whole_nodes(ranks, node_size)
+    orders = rail_orders(ranks, node_size)
+    return ring_all_reduce(ranks, elements, len(orders), rounds, orders, "multi-ring")
+
+
+def rail_orders(ranks: int, node_size: int) -> list[list[int]]:
     orders = []
     for channel in range(node_size):
         order: list[int] = []
-        for node in range(nodes):
+        for node in range(whole_nodes(ranks, node_size)):
             inside = [node * node_size + (channel + step) % node_size for step in range(node_size)]
             order += inside if node % 2 == 0 else reversed(inside)
         orders.append(order)
-    return ring_all_reduce(ranks, elements, len(orders), rounds, orders, "multi-ring")
+    return orders
 
 
 def pairwise_all_to_all(ranks: int, sizes: Sequence[int]) -> CollectiveSchedule:

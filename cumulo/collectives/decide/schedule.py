@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, get_args, overload
 from zlib import crc32
 
 Collective = Literal[
@@ -176,9 +176,9 @@ class CollectiveSchedule:
         source = self.source(chunk)
         return range(self.ranks) if source is None else (source,)
 
-    def moved(self, peer: int, rank: int) -> int:
-        """The peer of `rank` where rank 0's is `peer`: digit by digit."""
-        answer, place = 0, 1
+    def moved(self, peer: int, rank: Any) -> Any:
+        """The peer of `rank`, or of an array of ranks, where rank 0's is `peer`: digit by digit."""
+        answer, place = 0 * rank, 1
         for radix in reversed(self.symmetry):
             digit = (peer // place + rank // place) % radix
             answer, place = answer + digit * place, place * radix

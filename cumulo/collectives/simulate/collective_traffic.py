@@ -15,8 +15,8 @@ from cumulo.collectives.simulate.player import Messages, NetworkTraffic, RoundTr
 from cumulo.collectives.simulate.rounds import (
     MessageRound,
     on_groups,
-    rail_orders,
     ring_rounds,
+    rings_over_rails,
     rounds_of,
     thinned,
 )
@@ -126,7 +126,7 @@ def _rounds(
         target = np.repeat(groups[:, 0], ranks - 1)
         return [MessageRound(source, target, np.full(len(source), size_bytes))]
     if algorithm == "multi-ring" and collective in _TIMES and ranks % per_node == 0:
-        return [ring_rounds(rail_orders(groups, per_node), size_bytes / per_node, _TIMES[collective])]
+        return [ring_rounds(rings_over_rails(groups, per_node), size_bytes / per_node, _TIMES[collective])]
     if algorithm == "multi-ring":
         algorithm = "ring"
     schedule = make_schedule(

@@ -2,16 +2,16 @@
 a ring of n ranks is one round, 2(n − 1) times.
 
     for one in rounds_of(schedule, element_bytes=2): ...     # of a schedule whose ranks are alike
-    ring_rounds(rail_orders(groups, 8), gib / 8)                              # of rings with orders of
-    their own, such as over rails
+    ring_rounds(rings_over_rails(groups, 8), gib / 8)        # of rings with orders of their own
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 import numpy as np
 
+from cumulo.collectives.decide.levels import rail_orders
 from cumulo.collectives.decide.schedule import CollectiveSchedule, Move
 from cumulo.collectives.simulate.fabrics.links import Floats, Ints
 from cumulo.errors import ConfigError
@@ -29,9 +29,8 @@ def rounds_of(schedule: CollectiveSchedule, element_bytes: float) -> Iterator[Me
     """Step by step, all ranks and channels at once; equal steps that follow each other are one round, repeated."""
     if not schedule.symmetry:
         raise ConfigError(
-            f"{schedule.name} has ranks that differ; play it message by message (ScheduleTraffic), or take "
-            f"a schedule "
-            "whose ranks are alike"
+            f"{schedule.name} has ranks that differ; play it message by message (ScheduleTraffic), or take a "
+            "schedule whose ranks are alike"
         )
     ranks = np.arange(schedule.ranks)
     lanes = [_sends(schedule, channel) for channel in range(schedule.channels)]
@@ -41,7 +40,7 @@ def rounds_of(schedule: CollectiveSchedule, element_bytes: float) -> Iterator[Me
         flat = [send for lane in sends for send in lane]
         if not flat:
             continue
-        targets = [_moved(schedule.symmetry, peer, ranks) for peer, _ in flat]
+        targets = [schedule.moved(peer, ranks) for peer, _ in flat]
         sizes = [np.full(len(ranks), elements * element_bytes) for _, elements in flat]
         yield MessageRound(
             np.tile(ranks, len(flat)), np.concatenate(targets), np.concatenate(sizes), sum(1 for _ in alike)
@@ -55,15 +54,6 @@ def _sends(schedule: CollectiveSchedule, channel: int) -> list[tuple[tuple[int, 
     ]
 
 
-def _moved(symmetry: Sequence[int], peer: int, ranks: Ints) -> Ints:
-    """`CollectiveSchedule.moved` for all ranks at once."""
-    answer, place = np.zeros_like(ranks), 1
-    for radix in reversed(symmetry):
-        answer += (peer // place + ranks // place) % radix * place
-        place *= radix
-    return answer
-
-
 def ring_rounds(orders: Ints, size_bytes: float, times: int = 2) -> MessageRound:
     """Rings side by side, one for each row of `orders`, each of `size_bytes`. `times`: 2 for an all-reduce, 1 for a
     gather or a scatter."""
@@ -73,17 +63,10 @@ def ring_rounds(orders: Ints, size_bytes: float, times: int = 2) -> MessageRound
     return MessageRound(source, target, np.full(len(source), chunk), times * (ranks - 1))
 
 
-def rail_orders(groups: Ints, per_node: int) -> Ints:
-    """The rings of `multi_ring_all_reduce`, one row for each group (a row of GPUs, node after node) and
-    channel: ring c enters even nodes at GPU c and leaves them at c − 1, odd ones the other way round."""
-    count, ranks = groups.shape
-    by_node = groups.reshape(count, ranks // per_node, per_node)
-    rings = []
-    for channel in range(per_node):
-        turned = np.roll(by_node, -channel, axis=2)
-        turned[:, 1::2] = turned[:, 1::2, ::-1]
-        rings.append(turned.reshape(count, ranks))
-    return np.stack(rings, axis=1).reshape(count * per_node, ranks)
+def rings_over_rails(groups: Ints, per_node: int) -> Ints:
+    """The rings of `multi_ring_all_reduce`, one row for each group (a row of GPUs, node after node) and channel."""
+    ranks = groups.shape[1]
+    return groups[:, np.array(rail_orders(ranks, per_node))].reshape(-1, ranks)
 
 
 def on_groups(one: MessageRound, groups: Ints) -> MessageRound:

@@ -7,9 +7,9 @@ than a row) waits for the next epoch's order.
 """
 
 import json
-import queue
-import threading
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -108,7 +108,7 @@ class Packing:
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples [first_sample, first_sample + count) of the endless sequence of epochs."""
-        length = self.length
+        data, length = self.dataset, self.length
         stream = np.empty((count, length + 1), dtype=np.int64)
         has_loss = np.ones((count, length + 1), dtype=bool)
         positions = np.empty((count, length), dtype=np.int64)
@@ -116,16 +116,20 @@ class Packing:
         for row in range(count):
             epoch, number = divmod(first_sample + row, self.samples_per_epoch)
             documents, begins, rows = self._orders(epoch)
-            self._fill(
-                documents,
-                begins,
-                int(rows[number]) * length,
-                stream[row],
-                has_loss[row],
-                positions[row],
-                starts,
-                row,
-            )
+            at = int(rows[number]) * length
+            index, filled = int(np.searchsorted(begins, at, side="right")) - 1, 0
+            while filled < length + 1:  # piece after piece of the documents at [at, at + length + 1)
+                source = int(data.starts[documents[index]]) + at + filled - int(begins[index])
+                size = min(length + 1 - filled, int(begins[index + 1]) - at - filled)
+                piece = slice(filled, filled + size)
+                stream[row, piece] = data.tokens[source : source + size]
+                if data.loss_mask is not None:
+                    has_loss[row, piece] = data.loss_mask[source : source + size]
+                if filled < length:
+                    positions[row, piece] = _COUNTING[: min(size, length - filled)]
+                    starts.append(row * length + filled)
+                has_loss[row, filled] = False  # the first token of a piece is nobody's next token
+                filled, index = filled + size, index + 1
         targets = np.where(has_loss[:, 1:], stream[:, 1:], IGNORED)
         return Batch(
             stream[:, :-1],
@@ -134,35 +138,6 @@ class Packing:
             np.array([*starts, count * length], dtype=np.int32),
             int(np.count_nonzero(targets != IGNORED)),
         )
-
-    def _fill(
-        self,
-        documents: np.ndarray,
-        begins: np.ndarray,
-        at: int,
-        stream: np.ndarray,
-        has_loss: np.ndarray,
-        positions: np.ndarray,
-        starts: list[int],
-        row: int,
-    ) -> None:
-        """Write the pieces of documents that lie at [at, at + length + 1) of the epoch's stream."""
-        data, wanted = self.dataset, self.length + 1
-        index = int(np.searchsorted(begins, at, side="right")) - 1
-        filled = 0
-        while filled < wanted:
-            offset = at + filled - int(begins[index])
-            source = int(data.starts[documents[index]]) + offset
-            size = min(wanted - filled, int(begins[index + 1]) - at - filled)
-            stream[filled : filled + size] = data.tokens[source : source + size]
-            if data.loss_mask is not None:
-                has_loss[filled : filled + size] = data.loss_mask[source : source + size]
-            if filled < self.length:
-                positions[filled : filled + size] = _COUNTING[: min(size, self.length - filled)]
-                starts.append(row * self.length + filled)
-            has_loss[filled] = False  # the first token of a piece is nobody's next token
-            filled += size
-            index += 1
 
 
 _COUNTING = np.arange(1 << 20)
@@ -204,34 +179,33 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
 
 
 class BatchLoader:
-    """Yields batches of `count` samples from sample `first` on; use it with `with`, so that its thread ends."""
+    """Batches of `count` samples from sample `first` on, `depth` of which a thread makes in advance. Use it with
+    `with`, so that its thread ends."""
 
     def __init__(
         self, packing: Packing, first: int, count: int, depth: int, place: tuple[int, int] = (0, 1)
     ) -> None:
         """`place`: which of how many equal parts of every batch is wanted."""
-        self.packing, self.first, self.count, self.place = packing, first, count, place
+        part, parts = place
+        self._packing, self._own, self._count = packing, count // parts, count
+        self._at = first + part * self._own
         self.stall_s = 0.0  # how long the trainer has waited in all
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(depth)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._fetch, name="batch-loader", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "batch-loader")
+        self._coming = deque(self._begin() for _ in range(depth))
 
     def next(self) -> Batch:
         begin = time.perf_counter()
-        item = self._ready.get()
+        batch = self._coming.popleft().result()
         self.stall_s += time.perf_counter() - begin
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        self._coming.append(self._begin())
+        return batch
+
+    def _begin(self) -> Future[Batch]:
+        at, self._at = self._at, self._at + self._count
+        return self._thread.submit(self._packing.batch, at, self._own)
 
     def close(self) -> None:
-        self._stopped.set()
-        while self._thread.is_alive():
-            try:
-                self._ready.get_nowait()  # a thread that waits for room sees that it should stop
-            except queue.Empty:
-                self._thread.join(0.01)
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "BatchLoader":
         return self
@@ -243,17 +217,3 @@ class BatchLoader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _fetch(self) -> None:
-        part, parts = self.place
-        own = self.count // parts
-        at = self.first + part * own
-        while not self._stopped.is_set():
-            try:
-                item: Batch | BaseException = self.packing.batch(at, own)
-            except BaseException as error:  # handed to the trainer, who must not wait for ever
-                item = error
-            self._ready.put(item)
-            if isinstance(item, BaseException):
-                return
-            at += self.count
