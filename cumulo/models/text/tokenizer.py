@@ -108,7 +108,10 @@ class Tokenizer:
         characters = 2 * most_tokens
         while characters < len(text):
             if len(backend_ids(self.backend, text[:characters])) > most_tokens + most_tokens // 16 + 64:
-                raise PromptTooLong(f"the text has more than {most_tokens:,} tokens: shorten it")
+                raise PromptTooLong(
+                    f"the prompt has more than {most_tokens:,} tokens; the context holds at most as many: "
+                    "shorten the prompt"
+                )
             characters *= 4
 
     @cached_property
