@@ -44,11 +44,11 @@ class GatewayRun:
         self._app = GatewayApp(options, fleet)
         tally = Tally(lambda reason: self._app.metrics.refusals.labels(reason).inc())
         # Half of the descriptors are for clients, half for replicas.
-        room = find_room(2 * options.max_connections)
+        connections = find_room(2 * options.max_connections)
         self._keeper = Keeper(
             HttpLimits(
-                room=room,
-                per_address=room.connections,  # a fleet's clients often come through one proxy
+                connections=connections,
+                per_address=connections,  # a fleet's clients often come through one proxy
                 header_timeout_s=10.0,
                 body_timeout_s=20.0,
                 keep_alive_timeout_s=options.keep_alive_timeout_s,

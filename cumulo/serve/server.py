@@ -52,8 +52,8 @@ class _Run:
     ) -> None:
         self.service, self._on_ready, self._tracing = service, on_ready, tracing
         tally = Tally(service.metrics.on_refusal)
-        room = find_room(service.options.max_connections)
-        self._keeper = Keeper(http_limits(service.options, room), tally)
+        connections = find_room(service.options.max_connections)
+        self._keeper = Keeper(http_limits(service.options, connections), tally)
         service.metrics.series("connections").set_function(lambda: float(self._keeper.count))
         service.metrics.series("log_lines_lost").set_function(lambda: float(stderr_log.install().lost_lines))
         app = self._app = create_app(service)

@@ -3,7 +3,8 @@
 One per TCP connection; uvicorn makes them, the Keeper decides which may stay. Uvicorn bounds connections and their
 idle time only, and the parser (httptools) bounds nothing: it collects a header until its line ends, and tells
 nobody. So bytes are counted here: those of a header that does not end, and those around a body that are not the
-body.
+body. Requests of a connection are answered one at a time: one that is sent before the answer to the one before it
+ends the connection behind that answer, as HTTP allows. No client library sends such requests.
 """
 
 import asyncio
@@ -57,9 +58,6 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._keeper, self._limits = keeper, keeper.limits
         self._reading = Reading.FIRST_BYTE
-        # The request that is being read, once its header is.
-        self._current: RequestResponseCycle | None = None
-        self._running: RequestResponseCycle | None = None  # the request that is being answered
         self.answered = False  # has a request of this connection had its answer?
         self._head_bytes = 0  # of the blocks of input after the one in which the present header began
         self._body_bytes = 0  # of the present body, without its framing
@@ -67,9 +65,8 @@ class Connection(HttpToolsProtocol):
         self.headers, self.url = [], b""
         self._discarded_bytes = 0
         self._since_s = self._progress_s = 0.0  # on the keeper's clock
-        self._stalled: tuple[float, int] | None = (
-            None  # when the write buffer was first seen, and its size then
-        )
+        # When the write buffer was first seen, and its size then.
+        self._stalled: tuple[float, int] | None = None
         self._problem: refusals.Refusal | None = None
 
     # -- the connection -----------------------------------------------------------------------------------
@@ -81,12 +78,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keeper.release(self)
-        # Uvicorn tells the newest request only; those before it on this connection have lost their client, too.
-        self._lose_running()
-        for cycle, _ in self.pipeline:
-            _tell_gone(cycle)
-        self.pipeline.clear()
         super().connection_lost(exc)
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a request, of which the header has been read, has not had all of its answer."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete and not cycle.disconnected
 
     def data_received(self, data: bytes) -> None:
         if self._reading is Reading.NOTHING:
@@ -109,8 +107,7 @@ class Connection(HttpToolsProtocol):
 
     def _check_unfinished(self, in_body: bool) -> None:
         """What came did not complete a request: is it not too much already?"""
-        if self._running in (None, self._current):
-            self._keeper.waiting(self)
+        self._keeper.waiting(self)
         if self._reading is not Reading.BODY:
             if self._head_bytes > self._limits.head_bytes:
                 self._refuse(refusals.HEADER_TOO_LARGE)
@@ -129,7 +126,7 @@ class Connection(HttpToolsProtocol):
     # -- what the parser reports --------------------------------------------------------------------------
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._reading, self._current, self._head_bytes = Reading.HEAD, None, 0
+        self._reading, self._head_bytes = Reading.HEAD, 0
         self._since_s = self._keeper.clock_s
         self._keeper.busy(self)  # if the request is not whole, it waits from now on
 
@@ -149,16 +146,11 @@ class Connection(HttpToolsProtocol):
             self._fail(refusals.HEADER_TOO_LARGE)
         if self.reserved and not self._may_come_in():
             self._fail(refusals.TOO_MANY_CONNECTIONS)
-        if len(self.pipeline) >= self._limits.pipelined:
-            self._fail(refusals.TOO_MANY_PIPELINED)
+        if self._answering:
+            self._fail(refusals.PIPELINED)
         earlier = self.cycle
         super().on_headers_complete()
-        if self.pipeline:
-            # Uvicorn reads no more once a request waits behind another: it would not notice that the client leaves.
-            self.flow.resume_reading()
         if self.cycle is not earlier:  # it is no WebSocket's
-            self._current = self.cycle
-            self._running = self._running or self.cycle
             if self.scope["http_version"] == "1.0":
                 send_plainly(self.cycle)
             self.headers = []
@@ -176,7 +168,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        if self._running is not None:
+        if self._answering:
             self._reading = Reading.DONE
             self._keeper.busy(self)
         else:  # it was answered before its end
@@ -185,23 +177,13 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """In place of uvicorn's, which sets a timer for every answer."""
         self.server_state.total_requests += 1
-        self._running = None
         if not self.answered:
             self._keeper.busy(self)  # out of the line of those without an answer
             self.answered = True
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        if self.pipeline:
-            cycle, app = self.pipeline.pop()
-            self._running = cycle
-            task = self.loop.create_task(cycle.run_asgi(app))
-            task.add_done_callback(self.tasks.discard)
-            self.tasks.add(task)
-            if self._reading is Reading.BODY and cycle is self._current:
-                self._since_s = self._progress_s = self._keeper.clock_s
-                self._keeper.waiting(self)
-        elif self._reading is Reading.DONE:
+        if self._reading is Reading.DONE:
             self._await_next()
         else:
             if self._reading is Reading.HEAD:
@@ -213,17 +195,18 @@ class Connection(HttpToolsProtocol):
         self._since_s = self._keeper.clock_s
         self._keeper.waiting(self)
 
-    def _lose_running(self) -> None:
+    def _lose_client(self) -> None:
         """Whoever answers is told that nobody waits for it any more."""
-        if self._running is not None:
-            _tell_gone(self._running)
+        if self._answering:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     # -- sockets ------------------------------------------------------------------------------------------
     def _upgrade(self) -> None:
-        if self._running is not None or not self._should_upgrade():
+        if not self._should_upgrade():
             # The request is answered as if it had not asked, but what follows it cannot be told from its body.
             self._keeper.tally.note("upgrade", "an upgrade that is not possible was asked for")
-            self._end_after_running()
+            self._end_after_answer()
         elif self._keeper.take_socket(self):
             self.handle_websocket_upgrade()
             self._end_bad_handshake(self.transport.get_protocol())
@@ -251,13 +234,10 @@ class Connection(HttpToolsProtocol):
         """Answer with the error where that is possible, and end the connection."""
         error = self._note(refusal)
         if self._owes_answer():
-            if self._reading is Reading.BODY and self.pipeline:
-                self.pipeline.popleft()  # the newest, which is the one at fault
-            self._end_after_running()
+            self._end_after_answer()
             return
-        told = self._current is not None and self._current.response_started
-        self._lose_running()
-        self._running = None
+        told = self._has_begun_answer()
+        self._lose_client()
         self._reading = Reading.NOTHING
         if told or self.transport.is_closing():
             self.transport.abort()
@@ -270,37 +250,36 @@ class Connection(HttpToolsProtocol):
 
     def _owes_answer(self) -> bool:
         """Is a whole request being answered? If not, it is the client's turn."""
-        return self._running is not None and (
-            self._reading is not Reading.BODY or self._running is not self._current
-        )
+        return self._answering and self._reading is not Reading.BODY
 
-    def _end_after_running(self) -> None:
-        """Whole requests that came before are still answered; then the connection ends."""
+    def _has_begun_answer(self) -> bool:
+        """Whether the client has a part of the answer to the request that it still sends."""
+        return self._reading is Reading.BODY and self.cycle is not None and self.cycle.response_started
+
+    def _end_after_answer(self) -> None:
+        """The request that is being answered still gets its answer; then the connection ends."""
         self._reading = Reading.NOTHING
-        last = self.pipeline[0][0] if self.pipeline else self._running
-        if last is not None:
-            last.keep_alive = False
+        self.cycle.keep_alive = False
 
     def _say(self, error: ApiError) -> None:
         self.transport.write(refusals.written(error, self.server_state.default_headers))
 
     def _discard(self, length: int) -> None:
         self._discarded_bytes += length
-        if self._discarded_bytes > _LINGER_BYTES and self._running is None:
+        if self._discarded_bytes > _LINGER_BYTES and not self._answering:
             self.transport.abort()
 
     def give_way(self) -> None:
         """Called by the Keeper, which needs the place. Only a waiting connection is asked to."""
-        told = self._current is not None and self._current.response_started
-        if self._reading is Reading.HEAD or (self._reading is Reading.BODY and not told):
+        if self._reading in (Reading.HEAD, Reading.BODY) and not self._has_begun_answer():
             self._say(ApiError(503, "the server needs this connection's place", retry_after_s=2))
-        self._lose_running()
+        self._lose_client()
         self._reading = Reading.NOTHING
         self._since_s = self._keeper.clock_s
         self.transport.close()
 
     def shutdown(self) -> None:
-        if self._reading is Reading.NOTHING and self._running is None:
+        if self._reading is Reading.NOTHING and not self._answering:
             self.transport.abort()
         else:
             super().shutdown()
@@ -350,19 +329,13 @@ class Connection(HttpToolsProtocol):
     def _is_stalled(self, now_s: float) -> bool:
         """Does the write buffer shrink too slowly?"""
         patience_s = self._limits.write_timeout_s
-        if self._reading is Reading.NOTHING and self._running is None:
+        if self._reading is Reading.NOTHING and not self._answering:
             patience_s = min(patience_s, _LINGER_S)
         size_bytes = self.transport.get_write_buffer_size()
         if self._stalled is None or size_bytes > self._stalled[1]:
             self._stalled = now_s, size_bytes  # once it grows, the count begins anew
         since_s, first_bytes = self._stalled
         return now_s - since_s > patience_s + (first_bytes - size_bytes) / self._limits.least_bytes_s
-
-
-def _tell_gone(cycle: RequestResponseCycle) -> None:
-    if not cycle.response_complete:
-        cycle.disconnected = True
-    cycle.message_event.set()
 
 
 def send_plainly(cycle: RequestResponseCycle) -> None:

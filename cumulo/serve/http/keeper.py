@@ -101,7 +101,7 @@ class Keeper:
         connection.address = _network(host)
         connection.reserved = not self._has_room(connection.address)
         if connection.reserved:
-            if len(self._reserve) >= self.limits.room.reserve:
+            if len(self._reserve) >= self.limits.reserve:
                 self._close(next(iter(self._reserve)))
             self._reserve[connection] = None
         else:
@@ -177,14 +177,14 @@ class Keeper:
             if own is None:
                 return False
             self._close(own)
-        if self._ordinary < self.limits.room.connections:
+        if self._ordinary < self.limits.connections:
             return True
         self._prune_sockets()
         # A few at a time: choosing looks at all that wait, and under attack the next newcomer is not far.
         first = sorted(self._waiting, key=lambda one: (one.answered, -self._counts[one.address]))
-        for connection in first[: max(1, self.limits.room.connections // 32)]:
+        for connection in first[: max(1, self.limits.connections // 32)]:
             self._close(connection)
-        return self._ordinary < self.limits.room.connections
+        return self._ordinary < self.limits.connections
 
     # -- time-outs ----------------------------------------------------------------------------------------
     async def _run(self) -> None:

@@ -1,7 +1,6 @@
 """HttpLimits: what one connection may send and how long it may take. Made by `_Run` from ServeOptions."""
 
 import logging
-import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +19,10 @@ FORM_BYTES = 64 << 10  # what surrounds an uploaded file
 BACKLOG = 2048  # connections the kernel holds until they are accepted; they need no descriptors of ours
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    connections: int
-    reserve: int
-
-
-def find_room(wanted_connections: int) -> Room:
+def find_room(wanted_connections: int) -> int:
     """Raise the soft limit of open files as far as needed and allowed; fewer connections where it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = _open_descriptors()
+    opened = len(list(Path("/dev/fd").iterdir()))
     needed = opened + _OWN + _RESERVE + wanted_connections + _BURST
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -37,17 +30,17 @@ def find_room(wanted_connections: int) -> Room:
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return Room(wanted_connections, _RESERVE)
-    room = room_within(soft - opened, wanted_connections)
-    if room.connections < wanted_connections:
+        return wanted_connections
+    connections = room_within(soft - opened, wanted_connections)
+    if connections < wanted_connections:
         log.warning(
             "%d connections are possible instead of %d: the limit of open files is %d; raise it with `ulimit -Hn`",
-            room.connections, wanted_connections, soft,
+            connections, wanted_connections, soft,
         )  # fmt: skip
-    return room
+    return connections
 
 
-def room_within(free_descriptors: int, wanted_connections: int) -> Room:
+def room_within(free_descriptors: int, wanted_connections: int) -> int:
     """What is left when the process, the reserve and a burst of newcomers have theirs."""
     own, burst = min(_OWN, free_descriptors // 4), min(_BURST, free_descriptors // 8)
     connections = min(wanted_connections, free_descriptors - own - burst - _RESERVE)
@@ -56,16 +49,7 @@ def room_within(free_descriptors: int, wanted_connections: int) -> Room:
             f"only {free_descriptors} more files can be opened, which is too few to serve: raise the limit of open "
             "files, for instance with `ulimit -n 4096`"
         )
-    return Room(connections, _RESERVE)
-
-
-def _open_descriptors() -> int:
-    try:
-        return sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:
-        highest = os.open(os.devnull, os.O_RDONLY)  # descriptors are given out lowest first
-        os.close(highest)
-        return highest
+    return connections
 
 
 # A refused or early-answered body is read on so far, so that its sender gets to read the answer.
@@ -74,13 +58,14 @@ _DISCARD_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    room: Room
+    connections: int
     per_address: int  # connections
     header_timeout_s: float
     body_timeout_s: float
     keep_alive_timeout_s: float
     write_timeout_s: float
     body_bytes: int  # on the wire, read or thrown away; beyond, the connection is closed
+    reserve: int = _RESERVE  # further connections, for operators
     head_bytes: int = 64 << 10  # request line and all header lines; also of all trailers of a chunked body
     header_line_bytes: int = 16 << 10
     headers: int = 100
@@ -88,7 +73,6 @@ class HttpLimits:
     # Chunk sizes and extensions, beyond what the body allows: a body in chunks of 1 byte has 5 of framing each.
     framing_bytes: int = 64 << 10
     framing_per_body_byte: int = 8
-    pipelined: int = 16  # requests that wait behind the one that is answered, on one connection
     # After the first `body_timeout_s` a body must come, and after `write_timeout_s` an answer must be taken, at
     # this pace on average.
     least_bytes_s: float = 4096.0
@@ -106,7 +90,7 @@ class HttpLimits:
     @property
     def sockets(self) -> int:
         """WebSockets, which stay open while a page of the console is shown."""
-        return max(8, self.room.connections // 4)
+        return max(8, self.connections // 4)
 
     @property
     def sweep_s(self) -> float:
@@ -117,12 +101,11 @@ class HttpLimits:
         return min(1.0, max(0.05, shortest_s / 8))
 
 
-def http_limits(options: ServeOptions, room: Room) -> HttpLimits:
+def http_limits(options: ServeOptions, connections: int) -> HttpLimits:
+    most_of_one = options.max_connections_per_address or max(1, connections // 2)
     return HttpLimits(
-        room=room,
-        per_address=min(
-            room.connections, options.max_connections_per_address or max(1, room.connections // 2)
-        ),
+        connections=connections,
+        per_address=min(connections, most_of_one),
         header_timeout_s=options.header_timeout_s,
         body_timeout_s=options.body_timeout_s,
         keep_alive_timeout_s=options.keep_alive_timeout_s,

@@ -44,7 +44,9 @@ TOO_MUCH_FRAMING = Refusal(
 BODY_TOO_LARGE = Refusal(
     "body_too_large", 413, "the body is larger than this server reads", "request_too_large"
 )
-TOO_MANY_PIPELINED = Refusal("pipelined", 400, "too many requests were sent without waiting for an answer")
+PIPELINED = Refusal(
+    "pipelined", 400, "a request was sent without waiting for the answer to the one before it"
+)
 TOO_MANY_CONNECTIONS = Refusal(
     "over_limit", 503, "the server has as many connections as it can serve: try again soon",
     "too_many_connections", 2,

@@ -19,10 +19,11 @@ import uvloop
 
 from cumulo.serve.http.connection import Connection
 from cumulo.serve.http.keeper import Keeper, Tally
-from cumulo.serve.http.limits import HttpLimits, Room
+from cumulo.serve.http.limits import HttpLimits
 
 LIMITS = HttpLimits(
-    room=Room(connections=100, reserve=4),
+    connections=100,
+    reserve=4,
     per_address=100,
     header_timeout_s=30,
     body_timeout_s=30,
@@ -120,8 +121,7 @@ class Transport:
 
 @contextlib.contextmanager
 def transport(connections: int = 100, **changed: Any) -> Iterator[Transport]:
-    room = Room(connections=connections, reserve=4)
-    running = Transport(replace(LIMITS, room=room, **changed))
+    running = Transport(replace(LIMITS, connections=connections, **changed))
     try:
         yield running
     finally:
