@@ -1,6 +1,7 @@
 """The typer application: which verbs exist. Importing it must stay quick and free of torch."""
 
 import importlib
+import sys
 from collections.abc import Sequence
 
 import typer
@@ -23,32 +24,21 @@ from cumulo.cli import (
     train,
 )
 
-# The panels of `cumulo --help`.
+# The panels of `cumulo --help`, in this order.
 _RUN = "Run and serve"
 _TRAIN = "Train and quantize"
 _JOBS = "Jobs"
 _PLAN = "Plan and simulate"
 _NETWORKS = "Networks"
 _CHECK = "Check and measure"
-
-_VERBS = (
-    (chat.chat, chat.EXAMPLE, _RUN),
-    (generate.generate, generate.EXAMPLE, _RUN),
-    (serve.serve, serve.EXAMPLE, _RUN),
-    (gateway.gateway, gateway.EXAMPLE, _RUN),
-    (train.train, train.EXAMPLE, _TRAIN),
-    (quantize.quantize, quantize.EXAMPLE, _TRAIN),
-    (explain.explain, explain.EXAMPLE, _RUN),
-    (launch.launch, launch.EXAMPLE, _JOBS),
-    (jobs.jobs, jobs.JOBS_EXAMPLE, _JOBS),
-    (jobs.logs, jobs.LOGS_EXAMPLE, _JOBS),
-    (jobs.cancel, jobs.CANCEL_EXAMPLE, _JOBS),
-    (doctor.doctor, doctor.EXAMPLE, _CHECK),
-    (diagnose.diagnose, diagnose.EXAMPLE, _NETWORKS),
-    (topology.topology, topology.EXAMPLE, _NETWORKS),
-    (schedule.schedule, schedule.EXAMPLE, _PLAN),
-    (calibrate.calibrate, calibrate.EXAMPLE, _PLAN),
-)
+_VERBS = {
+    _RUN: (chat.chat, generate.generate, serve.serve, gateway.gateway, explain.explain),
+    _TRAIN: (train.train, quantize.quantize),
+    _JOBS: (launch.launch, jobs.jobs, jobs.logs, jobs.cancel),
+    _CHECK: (doctor.doctor,),
+    _NETWORKS: (diagnose.diagnose, topology.topology),
+    _PLAN: (schedule.schedule, calibrate.calibrate),
+}
 # Verbs with verbs of their own: the panel, and what its help says.
 _GROUPS = {
     "bench": (_CHECK, "Measure performance. Reports show every figure next to the value it must reach."),
@@ -86,8 +76,11 @@ def application(words: Sequence[str] | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for verb, example, panel in _VERBS:
-        app.command(verb.__name__, epilog=example, rich_help_panel=panel)(verb)
+    for panel, verbs in _VERBS.items():
+        for verb in verbs:
+            module = sys.modules[verb.__module__]
+            example = getattr(module, f"{verb.__name__.upper()}_EXAMPLE", None) or module.EXAMPLE
+            app.command(verb.__name__, epilog=example, rich_help_panel=panel)(verb)
     for name, (panel, told) in _GROUPS.items():
         needed = words is None or name in words[:1]
         inner = _group(name, words or ()) if needed else typer.Typer()

@@ -138,15 +138,8 @@ def show_outputs(
         Row("prompt tokens", prompts, "tokens"),
         Row("time", elapsed_s, "s", better="lower"),
     ]
-    write_json(json_file, rows, outputs=[_as_dict(*pair) for pair in zip(jobs, outputs, strict=True)])
-
-
-def _as_dict(job: "Job", output: "RequestOutput") -> dict[str, Any]:
-    return {
-        "id": job.name or output.request_id,
-        "prompt": job.prompt,
-        "prompt_tokens": len(output.prompt_token_ids),
-        "samples": [dataclasses.asdict(sample) for sample in output.samples],
-        "error": output.error,
-        "story": output.story.to_dict(),
-    }
+    told = [
+        {"id": job.name or output.request_id} | output.to_dict() | {"prompt": job.prompt}
+        for job, output in zip(jobs, outputs, strict=True)
+    ]
+    write_json(json_file, rows, outputs=told)

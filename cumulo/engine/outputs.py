@@ -3,7 +3,7 @@ become text (TextStream) and pooled vectors become embeddings.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,17 +63,7 @@ class RequestOutput:
             "request_id": self.request_id,
             "prompt": self.prompt,
             "prompt_tokens": len(self.prompt_token_ids),
-            "samples": [
-                {
-                    "index": s.index,
-                    "text": s.text,
-                    "token_ids": s.token_ids,
-                    "finish_reason": s.finish_reason,
-                    "stop_reason": s.stop_reason,
-                    "cumulative_logprob": s.cumulative_logprob,
-                }
-                for s in self.samples
-            ],
+            "samples": [asdict(sample) for sample in self.samples],
             "embedding": self.embedding,
             "error": self.error,
             "story": self.story.to_dict(),

@@ -7,12 +7,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from cumulo.base import report
 from cumulo.cli.plan import train_report as view
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options, typed_names
-from cumulo.cli.shared.terminal import note, only_json, out, save, working
+from cumulo.cli.shared.terminal import note, present, save, working
 from cumulo.errors import ConfigError
 from cumulo.pipeline.draw import to_svg
 from cumulo.plan.job import OptimizerKind, TrainJob
@@ -185,11 +184,9 @@ def train(chosen: PlanTrainOptions) -> None:
     rows = view.rows(best, goal, cost, stalls)
     phases = _phases(best.job, goal.cluster) if chosen.phases else ()
     more = {"phases": view.phases_as_dicts(phases)} if phases else {}
-    report.write_json(chosen.json_file, rows, **view.as_dict(result, gains, stalls), **more)
-    if not only_json(chosen.json_file):
-        view.show(out, chosen.model, goal, result, gains, cost, stalls)
-        for table in view.phase_tables(phases):
-            out.print(table)
+    tables = view.shown(chosen.model, goal, result, gains, rows, stalls), view.phase_tables(phases)
+    told = view.as_dict(result, gains, stalls) | more
+    present(rows, chosen.json_file, *tables[0], *tables[1], **told)
 
 
 def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:

@@ -1,16 +1,16 @@
 """What `cumulo plan train` prints: the ranking, memory, the parts of a step, network traffic, costs, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from cumulo.base.quantities import GIB, MIB, column, percent, quantity
 from cumulo.base.report import ReportTable, Row, grid, table
-from cumulo.cli.shared.terminal import marked
+from cumulo.cli.shared.terminal import dim, marked
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.search.run_cost import RunCost, Stalls
 from cumulo.plan.search.search import Plan, SearchResult
@@ -127,45 +127,33 @@ def _plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def show(
-    out: Console,
+def shown(
     model: str,
     goal: TrainGoal,
     result: SearchResult,
     gains: Sequence[Change],
-    cost: RunCost | None,
+    found: Sequence[Row],
     stalls: Stalls,
-) -> None:
+) -> Iterator[RenderableType]:
+    """The report in a terminal; `found`: the rows of the best plan."""
     best = result.plans[0]
-    job = best.job
-    out.print(
-        marked("[bold]{}[/bold] on {}: ", model, goal.cluster),
-        f"{job.global_batch:,} sequences of {job.sequence_length:,} tokens",
-        sep="",
-    )
-    out.print(
-        marked("[bold green]{}[/bold green], ", job.layout),
-        f"micro-batches of {_sequences(job.micro_batch)} "
-        f"({job.micro_batches:,} per step), {_RECOMPUTE.get(job.recompute, f'{job.recompute} recomputed')}",
-        sep="",
-    )
-    out.print(table("", [_rounded(row) for row in rows(best, goal, cost, stalls)]))
-    parts = (*best.estimate.breakdown, *stalls.rows())
-    out.print(_shares("Step time by part", parts, "s"))
+    job, each = best.job, _each(goal)
+    words = f"{job.global_batch:,} sequences of {job.sequence_length:,} tokens"
+    yield marked("[bold]{}[/bold] on {}: {}", model, goal.cluster, words)
+    recomputed = _RECOMPUTE.get(job.recompute, f"{job.recompute} recomputed")
+    words = f"{_sequences(job.micro_batch)} ({job.micro_batches:,} per step), {recomputed}"
+    yield marked("[bold green]{}[/bold green], micro-batches of {}", job.layout, words)
+    yield table("", [_rounded(row) for row in found])
+    yield _shares("Step time by part", (*best.estimate.breakdown, *stalls.rows()), "s")
     if best.estimate.memory is not None:
-        out.print(
-            _shares(
-                f"Memory per {_each(goal)}",
-                [(line.name, line.predicted / GIB) for line in best.estimate.memory.lines],
-                "GiB",
-            )
-        )
+        lines = [(line.name, line.predicted / GIB) for line in best.estimate.memory.lines]
+        yield _shares(f"Memory per {each}", lines, "GiB")
     if best.estimate.link_bytes:
         sent = [(_LINKS.get(name, name), size / GIB) for name, size in best.estimate.link_bytes]
-        out.print(_shares(f"Network traffic per {_each(goal)} and step", sent, "GiB"))
+        yield _shares(f"Network traffic per {each} and step", sent, "GiB")
     if len(result.plans) > 1:
-        out.print(_ranking(result))
-    _print_why(out, best, result, gains)
+        yield _ranking(result)
+    yield from _why(best, result, gains)
 
 
 _RECOMPUTE = {
@@ -211,23 +199,20 @@ def _ranking(result: SearchResult) -> ReportTable:
     return ReportTable("Best plan of each mesh", headings, [place > 0 for place in range(6)], rows)
 
 
-def _print_why(out: Console, best: Plan, result: SearchResult, gains: Sequence[Change]) -> None:
-    out.print("Why", style="bold")
-    out.print(f"limited by {'; '.join(bounds_of(best))}")
+def _why(best: Plan, result: SearchResult, gains: Sequence[Change]) -> Iterator[RenderableType]:
+    yield Text("Why", "bold")
+    yield f"limited by {'; '.join(bounds_of(best))}"
     for change in gains[:_MOST_CHANGES]:
         if change.gain >= 0.005:
-            out.print(f"{change.what}: {change.gain:.1%} less time")
+            yield f"{change.what}: {change.gain:.1%} less time"
     if gains and max(change.gain for change in gains) < 0.005:
-        out.print("no single change of network, links, memory, batch or layout would save half a percent")
-    for sentence in best.estimate.evidence:
-        out.print(sentence, style="dim")
-    if result.enumerated == 1:
-        return  # it was given whole
-    out.print(
-        f"the space contains {result.enumerated:,} plans; {result.too_large:,} of those examined do not fit into "
-        f"memory; {result.timed:,} were timed by simulating their pipeline schedule",
-        style="dim",
-    )
+        yield "no single change of network, links, memory, batch or layout would save half a percent"
+    yield from map(dim, best.estimate.evidence)
+    if result.enumerated > 1:  # otherwise it was given whole
+        yield dim(
+            f"the space contains {result.enumerated:,} plans; {result.too_large:,} of those examined do not fit "
+            f"into memory; {result.timed:,} were timed by simulating their pipeline schedule"
+        )
 
 
 _PASSES = {
