@@ -13,9 +13,7 @@ from cumulo.cli.shared.terminal import present, read_text, save, unwrapped
 if TYPE_CHECKING:
     from cumulo.collectives.topology.machine_graph import MachineGraph
 
-EXAMPLE = (
-    "Example: [bold]cumulo topology examples/network/topo_h100.txt --svg machine.svg --out node.yaml[/bold]"
-)
+EXAMPLE = "Example: [bold]cumulo topology examples/network/topo_h100.txt --out node.yaml[/bold]"
 
 
 def topology(
@@ -24,7 +22,6 @@ def topology(
         metavar="FILE",
         help="`nvidia-smi topo -m` as text, or NCCL's topology XML. Default: this machine.",
     ),
-    svg: Path | None = typer.Option(None, help="Draw the machine (SVG)."),
     out_file: Path | None = typer.Option(
         None,
         "--out",
@@ -39,7 +36,7 @@ def topology(
     """Show how GPUs and network cards are joined."""
     import yaml
 
-    from cumulo.collectives.topology.draw import draw_machine
+    from cumulo.collectives.topology.machine_graph import links
 
     machine = _read(file)
     rows = [
@@ -48,10 +45,12 @@ def topology(
         Row("NUMA nodes", machine.numa_nodes),
         Row("GPUs joined by NVLink", machine.domain if machine.domain > 1 else 0),
     ]
+    if most := max((links(kind) for kind in machine.near.values()), default=0):
+        note = f"{most} links, {'through switches' if machine.switched else 'from GPU to GPU'}"
+        rows.append(Row("NVLink of a pair, each way", most * machine.nvlink_gbps, "GB/s", note=note))
     title = "this machine" if file is None else str(file)
     lines = [*_cards(machine), *machine.complaints()]
     present(rows, json_file, table(title, rows), unwrapped("\n".join(lines)), complaints=machine.complaints())
-    save(svg, lambda: draw_machine(machine, name if file is None else file.name), "picture")
     save(out_file, lambda: yaml.safe_dump(machine.entry(name, device), sort_keys=False), "node")
 
 

@@ -62,7 +62,6 @@ def test_bytes_are_those_that_the_cost_model_counts() -> None:
     [
         ("simulate network --gpus 64 --fabric rail-roce --size 1MiB", "all_reduce: time"),
         ("simulate network --gpus 64 --fabric rail-roce --collective incast --size 1MB", "incast: time"),
-        ("simulate network --gpus 64 --torus 4x4x4 --algorithm ring --size 1MiB", "x: mean use"),
         ("simulate network --gpus 16 --sites 2 --size 1MiB --routing static", "between sites"),
         ("network lint rail-roce --gpus 64", "nothing is hashed"),
         ("network lint examples/network/two_flows.yaml", "safe with these flows"),

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cumulo.collectives.topology.draw import draw_machine
 from cumulo.collectives.topology.readers import parse_nccl_xml, parse_topo, read_machine
 from cumulo.errors import ConfigError
 from cumulo.spec.catalog import Catalog
@@ -86,6 +85,5 @@ def test_sysfs_is_read(tmp_path: Path) -> None:
     assert machine.card_near == {(0, 0): "PIX"}
 
 
-def test_this_machine_can_be_read_and_any_can_be_drawn() -> None:
+def test_this_machine_can_be_read() -> None:
     read_machine()
-    assert draw_machine(parse_topo(H100.read_text()), "H100").count("<rect") > 18

@@ -16,7 +16,7 @@ from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, takes_options
 from cumulo.cli.shared.terminal import dim, note, only_json, present, working
 from cumulo.collectives.simulate.collective_traffic import collective_traffic
-from cumulo.collectives.simulate.fabrics.build import JoinedSites, TorusGraph, fabric_graph
+from cumulo.collectives.simulate.fabrics.build import JoinedSites, fabric_graph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Routing
 from cumulo.collectives.simulate.link_use import heat_map
 from cumulo.collectives.simulate.place import parse_job, placed, pods_of
@@ -39,7 +39,6 @@ class NetworkOptions:
         "Oversubscription of each tier above the leaves, such as 1,7. Default: the fabric's own.", ""
     )
     pod_gpus: int = _FABRIC("GPUs below one spine layer; 0: as many as its ports allow.", 0)
-    torus: str = _FABRIC("Instead of switches: a torus of these dimensions, such as 8x8x8.", "")
     sites: int = _FABRIC("Number of datacentres, of --gpus each.", 1, min=1)
     site_gbps: float = _FABRIC("With --sites: bandwidth between two sites, in Gbit/s, each way.", 1600.0)
     site_delay: str = _FABRIC("With --sites: delay between two sites, one way.", "5ms")
@@ -116,12 +115,6 @@ def _cluster(chosen: NetworkOptions) -> Cluster:
 
 def _graph(chosen: NetworkOptions) -> FabricGraph:
     cluster = _cluster(chosen)
-    if chosen.torus:
-        try:
-            shape = tuple(int(part) for part in chosen.torus.lower().split("x"))
-        except ValueError as error:
-            raise ConfigError(f"--torus must look like 8x8x8, got {chosen.torus!r}") from error
-        return TorusGraph(shape, cluster.device.link_bytes_per_s / (2 * len(shape)), 1e-6)
     sites = [fabric_graph(cluster, pod_gpus=chosen.pod_gpus or None) for _ in range(chosen.sites)]
     if chosen.sites == 1:
         return sites[0]
@@ -180,10 +173,7 @@ def _jobs(chosen: NetworkOptions, graph: FabricGraph) -> list[NetworkTraffic]:
     found: list[NetworkTraffic] = []
     for text in texts:
         job = parse_job(text, chosen.collective, chosen.algorithm, chosen.size)
-        if isinstance(graph, TorusGraph):
-            gpus, near = graph.snake()[job.first : job.last + 1], 1
-        else:
-            gpus, near = placed(job.first, job.last, chosen.placement, per_node, graph, chosen.seed), per_node
+        gpus = placed(job.first, job.last, chosen.placement, per_node, graph, chosen.seed)
         found.append(
             collective_traffic(
                 job.name,
@@ -191,7 +181,7 @@ def _jobs(chosen: NetworkOptions, graph: FabricGraph) -> list[NetworkTraffic]:
                 job.algorithm,
                 gpus,
                 job.size_bytes,
-                near,
+                per_node,
                 job.start_s,
                 job.background,
             )

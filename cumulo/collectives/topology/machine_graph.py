@@ -1,5 +1,5 @@
 """MachineGraph: the GPUs and network cards of a machine, and the kind of path between each two. The
-readers make it; drawing and the planner's catalogue entry come from it.
+readers make it; the report and the planner's catalogue entry come from it.
 
 Path kinds are nvidia-smi's: NV# (so many NVLinks), PIX (one PCIe switch), PXB (several), PHB (through the
 CPU), NODE (through its PCIe host bridges), SYS (through the link between CPUs)."""

@@ -1,1 +1,1 @@
-"""Fabrics link by link: Clos (fat-tree and rails), dragonfly, torus, and sites joined by long links."""
+"""Fabrics link by link: Clos (fat-tree and rails), dragonfly, and sites joined by long links."""
