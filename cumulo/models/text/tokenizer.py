@@ -109,7 +109,7 @@ class Tokenizer:
         while characters < len(text):
             if len(backend_ids(self.backend, text[:characters])) > most_tokens + most_tokens // 16 + 64:
                 raise PromptTooLong(
-                    f"the prompt has more than {most_tokens:,} tokens; the context holds at most as many: "
+                    f"the prompt has more than {most_tokens:,} tokens; this model's context holds at most as many: "
                     "shorten the prompt"
                 )
             characters *= 4
