@@ -119,12 +119,15 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 
 # The frameworks that talk to the server in tests/clients have an environment of their own: they want other versions
 # than the tests. Where they cannot be installed, their tests are skipped, and so are those on a real Ray cluster.
-$(VENV)/.ready-long: $(VENV)/.ready-test tests/clients/requirements.txt
+$(VENV)/.ready-long: $(VENV)/.ready-test tests/clients/requirements.txt tests/clients/package.json
 	$(SAY) 'installing Ray and the client libraries that are tested against the server'
 	@$(BIN)/python -m venv $(VENV)/clients </dev/null 1>&2 && \
 	  $(VENV)/clients/bin/python -m pip install -qq --disable-pip-version-check \
 	    -r tests/clients/requirements.txt </dev/null 1>&2 || \
 	  echo 'the client libraries cannot be installed here: their tests are skipped' 1>&2
+	@mkdir -p $(VENV)/clients-js && cp tests/clients/package.json $(VENV)/clients-js && \
+	  npm install --silent --prefix $(VENV)/clients-js </dev/null 1>&2 || \
+	  echo 'npm or the AI SDK is not to be had here: its test is skipped' 1>&2
 	@$(PIP_INSTALL) 'ray[default,serve]>=2.50' || echo 'Ray cannot be installed here: its tests are skipped' 1>&2
 	@touch $@
 

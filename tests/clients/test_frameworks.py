@@ -1,4 +1,5 @@
-"""Applications with LangChain, LlamaIndex, litellm, instructor and OpenAI's Agents SDK against a real server.
+"""Applications with LangChain, LlamaIndex, litellm, instructor, OpenAI's Agents SDK and Vercel's AI SDK against a
+real server.
 
 Each framework has a program in programs/ that uses it as its documentation says, and runs in an environment of the
 frameworks' own (requirements.txt). Here it is judged what they got: a tool loop, a stream and an object each.
@@ -6,6 +7,7 @@ frameworks' own (requirements.txt). Here it is judged what they got: a tool loop
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -146,3 +148,21 @@ def test_an_agent_calls_tools_streams_and_gives_objects(outcome: Any, way: str) 
     judge_loop(outcome[way]["tool_loop"])
     judge_stream(outcome[way]["streaming"])
     assert outcome[way]["structured"] == ANN
+
+
+def test_vercels_sdk_calls_tools_streams_and_gives_objects(server: RunningServer) -> None:
+    """By /v1/messages and by /v1/chat/completions."""
+    folder, node = Path(sys.prefix) / "clients-js", shutil.which("node")
+    if node is None or not (folder / "node_modules" / "ai").exists():
+        pytest.skip(
+            "Node.js or the AI SDK is not installed: `make test-long` installs the SDK where there is npm"
+        )
+    done = subprocess.run(
+        [node, PROGRAMS / "vercel_client.mjs", f"{server.url}/v1", MODEL],
+        capture_output=True, text=True, timeout=600, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{server.log[-3000:]}"
+    for told in json.loads(done.stdout.splitlines()[-1]).values():
+        judge_loop(told["tool_loop"])
+        judge_stream(told["streaming"])
+        assert told["structured"] == ANN
