@@ -124,6 +124,22 @@ def test_autoscaling_is_rehearsed_with_the_slo_of_a_server(tmp_path: Path, split
     assert 0 < rows["forecast: SLO attainment"] <= 100
 
 
+def test_requests_of_a_trace_that_the_model_does_not_take_are_left_out_and_told_of(tmp_path: Path) -> None:
+    trace, words = tmp_path / "trace.jsonl", ("simulate", "serve", "llama-3.1-8b", "--trace")
+    lengths = [131_072, 500, 500, 131_068, 200_000, 500]
+    line = '{{"arrival_s": {}, "prompt_tokens": {}, "output_tokens": 4}}\n'
+    trace.write_text("".join(line.format(0.1 * n, length) for n, length in enumerate(lengths)))
+    said = run(*words, str(trace), "--json", str(tmp_path / "a.json"))
+    assert (
+        "2 of the trace's 6 requests are left out: they are longer, with their answers, than the 131,072"
+        in said
+    )
+    assert json.loads((tmp_path / "a.json").read_text())["trials"][0]["finished"] == 4
+    trace.write_text("".join(line.format(0.1 * n, 200_000) for n in range(4)) + line.format(1, 5) * 3)
+    with pytest.raises(CumuloError, match=r"4 of the trace's 7 requests are longer"):
+        run(*words, str(trace))
+
+
 def test_a_public_trace_with_block_hashes_is_replayed_too(tmp_path: Path) -> None:
     trace = tmp_path / "mooncake.jsonl"
     line = {"input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}

@@ -247,7 +247,7 @@ def burst_of_azure() -> list[float]:
     """When every twentieth request of a burst of Azure's code trace came, in seconds; silence follows."""
     from cumulo.cli.shared.plan_options import TrafficOptions
 
-    times = [one.arrived_s for one in TrafficOptions(trace=AZURE_CODE).traffic().arrivals]
+    times = [one.arrived_s for one in TrafficOptions(trace=AZURE_CODE).traffic(1 << 20).arrivals]
     burst = [one - 840.0 for one in times if 840.0 <= one < 950.0]
     return burst[::20]
 

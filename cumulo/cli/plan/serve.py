@@ -149,7 +149,7 @@ def _wanted(chosen: PlanServeOptions, catalog: Catalog) -> Wanted:
     if objective is None:
         raise ConfigError("a deployment plan needs an SLO: add --slo, for example --slo ttft=500ms,itl=50ms")
     spec = catalog.model_or_file(chosen.model)
-    return Wanted(spec, chosen.traffic.traffic(), chosen.rate, objective, chosen.max_gpus)
+    return Wanted(spec, chosen.traffic.traffic(spec.max_context), chosen.rate, objective, chosen.max_gpus)
 
 
 def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:

@@ -8,6 +8,7 @@ import typer
 
 from cumulo.cli.shared.declare import Panel, option
 from cumulo.cli.shared.options import TierOptions
+from cumulo.cli.shared.terminal import note
 from cumulo.errors import ConfigError
 from cumulo.load.simulated import draw_traffic, read_any_trace
 from cumulo.plan.serve.traffic import Traffic
@@ -80,10 +81,10 @@ class TrafficOptions:
     requests: int = TRAFFIC("Number of requests to simulate at each rate.", 1000)
     seed: int = TRAFFIC("Random seed. The same seed gives the same traffic.", 0)
 
-    def traffic(self) -> Traffic:
-
+    def traffic(self, max_context: int) -> Traffic:
+        """For a model that takes prompts of up to `max_context` tokens with their answers."""
         if self.trace is not None:
-            return read_any_trace(self.trace)
+            return _fitting(read_any_trace(self.trace), max_context)
         lengths = self.requested
         return draw_traffic(
             lengths.input_tokens,
@@ -94,6 +95,18 @@ class TrafficOptions:
             self.requests,
             self.seed,
         )
+
+
+def _fitting(recorded: Traffic, max_context: int) -> Traffic:
+    """Without the requests that any server of the model would refuse, if they are the fewer ones."""
+    kept = tuple(one for one in recorded.arrivals if one.prompt_tokens + one.output_tokens <= max_context)
+    every, long = len(recorded.arrivals), len(recorded.arrivals) - len(kept)
+    longer = f"longer, with their answers, than the {max_context:,} tokens that the model supports"
+    if 2 * long > every:
+        raise ConfigError(f"{long:,} of the trace's {every:,} requests are {longer}: choose another model")
+    if long:
+        note(f"{long:,} of the trace's {every:,} requests are left out: they are {longer}")
+    return Traffic(kept)
 
 
 def kv_format(text: str) -> str:

@@ -92,12 +92,13 @@ def autoscale(chosen: AutoscaleOptions) -> None:
     traffic_options = chosen.traffic
     if chosen.trace_file is not None:
         traffic_options = dataclasses.replace(traffic_options, trace=chosen.trace_file)
-    traffic = traffic_options.traffic()
+    spec = catalog.model_or_file(chosen.model)
+    traffic = traffic_options.traffic(spec.max_context)
     traffic = copied(traffic.at_rate(chosen.rate) if chosen.rate else traffic, chosen.copies)
     cluster = catalog.cluster(max(1, chosen.tp), chosen.device)
-    replica = Replica(
-        catalog.model_or_file(chosen.model), cluster.node, cluster.fabric, chosen.tp, weights=chosen.weights
-    ).with_context_for(traffic.arrivals)
+    replica = Replica(spec, cluster.node, cluster.fabric, chosen.tp, weights=chosen.weights).with_context_for(
+        traffic.arrivals
+    )
     start_up_s = parse_duration_s(chosen.start_up, "--start-up")
     roles = ("prefill", "decode") if chosen.split else ("both",)
     limits = ScalingLimits(

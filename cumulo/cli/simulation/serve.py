@@ -98,7 +98,7 @@ def serve(chosen: SimulateOptions) -> None:
     model, percentile, catalog = chosen.model, chosen.slo_percentile, shipped(chosen.catalog_file)
     spec = catalog.model_or_file(model)
     objective = parse_objective(chosen.slo, percentile)
-    traffic = chosen.traffic.traffic()
+    traffic = chosen.traffic.traffic(spec.max_context)
     cluster = catalog.cluster(max(1, chosen.tp * chosen.pp), chosen.device)
     replica = Replica(
         spec, cluster.node, cluster.fabric, chosen.tp, chosen.ep, chosen.weights, pp=chosen.pp,
