@@ -34,11 +34,12 @@ class GatewayCommandOptions:
         None,
     )
     operator_key_file: Path | None = option(
-        "File with the key that adds, drains and removes replicas. Default: the fleet's key.", None
+        "File with the key that adds, drains and removes replicas, as do keys of --api-keys that may operate.",
+        None,
     )
     api_keys: Path | None = option(
-        "Require one of the API keys in this file (made by cumulo serve --new-api-key). Default: keys are passed "
-        "on to the replicas.",
+        "Require one of the API keys in this file (made by cumulo serve --new-api-key), and pass none on. Default: "
+        "the replicas check keys.",
         None,
     )
     host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")

@@ -1,7 +1,8 @@
 """What a gateway and a Cumulo server say to each other beside the client's own bytes. Read and written by both.
 
-A gateway sends its key and a FleetAsk as headers with every request. The server then ends every batch of events
-of a stream with a comment line, the *seal*, that has the ids of the batch's tokens:
+A gateway sends a FleetAsk as a header with every request, and another that proves that it knows the fleet's key
+(FleetKey). The server then ends every batch of events of a stream with a comment line, the *seal*, that has the ids
+of the batch's tokens:
 
     data: {"choices": ...}\\n\\n: 17 402\\n\\n          what belongs to two tokens
     data: {"choices": ...}\\n\\n: {"0.1":5}\\n\\n       several samples: tokens that each has by now
@@ -12,14 +13,18 @@ Clients never see seals. A gateway that has lost a server in mid-answer sends an
 tokens of the batches that its client has.
 """
 
+import hmac
 import os
+import secrets
+import time
+from collections import OrderedDict
 from pathlib import Path
 
 import msgspec
 
 from cumulo.errors import CumuloError
 
-KEY_HEADER = b"x-cumulo-fleet-key"
+PROOF_HEADER = b"x-cumulo-fleet-proof"  # of a request and of its answer
 ASK_HEADER = b"x-cumulo-fleet"
 VIA_HEADER = b"x-cumulo-via"  # a gateway that a request has come through; one for each
 PROMPT_HEADER = b"x-cumulo-prompt"  # of an answer: a PromptTold
@@ -99,6 +104,60 @@ read_told = msgspec.json.Decoder(PromptTold).decode
 read_resume = msgspec.json.Decoder(ResumeBody).decode
 read_news = msgspec.json.Decoder(FleetNews).decode
 written = msgspec.json.Encoder().encode
+
+
+class NoProof(CumuloError):
+    """A proof does not hold; the message says why."""
+
+
+class FleetKey:
+    """Both sides prove that they know the fleet's key, and neither sends it. A proof is an HMAC of what is asked,
+    by a key that is derived from the fleet's for the role of whoever proves. It holds once, for a short time."""
+
+    LONGEST_S = 120.0  # that the clocks of two machines may differ, and that a request may be on its way
+
+    def __init__(self, key: str) -> None:
+        self._gateway, self._server = (
+            hmac.digest(key.encode(), b"cumulo fleet: %b" % role, "sha256")
+            for role in (b"gateway", b"server")
+        )
+        self._seen: OrderedDict[bytes, float] = OrderedDict()  # nonces, with the time until which they count
+
+    def prove(self, method: str, target: bytes, ask: bytes = b"") -> bytes:
+        """A gateway's proof of a request. `target`: its path and query. `ask`: its FleetAsk as it is written."""
+        begun = b"%d %b" % (time.time(), secrets.token_hex(16).encode())
+        return b"%b %b" % (begun, _mac(self._gateway, begun, method.encode(), target, ask))
+
+    def check(self, proof: bytes, method: str, target: bytes, ask: bytes = b"") -> None:
+        """Raises NoProof."""
+        begun, _, mac = proof.rpartition(b" ")
+        if not hmac.compare_digest(mac, _mac(self._gateway, begun, method.encode(), target, ask)):
+            raise NoProof(
+                "the fleet key is not this server's: start gateway and servers with the same --fleet-key-file"
+            )
+        made_s, now_s = int(begun.partition(b" ")[0]), time.time()
+        if abs(now_s - made_s) > self.LONGEST_S:
+            raise NoProof(
+                f"the clocks of gateway and server differ by {abs(now_s - made_s):.0f} s: set them right"
+            )
+        while self._seen and next(iter(self._seen.values())) < now_s:
+            self._seen.popitem(last=False)
+        if begun in self._seen:
+            raise NoProof("this request of a gateway has been received before")
+        self._seen[begun] = now_s + 2 * self.LONGEST_S
+
+    def answer(self, proof: bytes) -> bytes:
+        """A server's proof, with which it answers a gateway's."""
+        return _mac(self._server, proof)
+
+    def is_answered(self, proof: bytes, answer: str) -> bool:
+        return hmac.compare_digest(self.answer(proof), answer.encode("utf-8", "replace"))
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    """As hexadecimal digits. Parts are told apart by their lengths."""
+    told = b"".join(b"%d:%b" % (len(part), part) for part in parts)
+    return hmac.digest(key, told, "sha256").hex().encode()
 
 
 VARIABLE = "CUMULO_FLEET_KEY"

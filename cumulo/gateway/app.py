@@ -1,7 +1,6 @@
 """GatewayApp: the gateway as an ASGI application. Its own paths are answered here, all others are passed on."""
 
 import asyncio
-import json
 import logging
 import secrets
 import time
@@ -21,7 +20,6 @@ from cumulo.gateway.options import GatewayOptions
 from cumulo.gateway.pages import GatewayGate, GatewayPages
 from cumulo.gateway.proxied_request import STORED, ProxiedRequest
 from cumulo.gateway.stories import GatewayStories, ProxiedRecord
-from cumulo.serve.access.keys import Caller
 from cumulo.serve.errors import ApiError, ClientGone, shaped
 from cumulo.serve.http.host_check import refuse
 
@@ -88,30 +86,30 @@ class GatewayApp:
     # -- passing on ---------------------------------------------------------------------------------------
     async def _pass_on(self, scope: Scope, receive: Receive, exchange: "_Sending", received_s: float) -> None:
         caller = self.gate.caller(scope)
+        owner, fleet_caller = self.gate.owner(caller, scope), self.gate.fleet_caller(caller)
         with self.bodies.open(caller) as held:
             if is_upload(scope):
                 body, upload, asked = b"", held.upload(scope, receive), Peek()
             else:
                 body, upload = await held.whole(receive), None
                 asked = await _beside(len(body), peek, body)
-            chain = await _beside(len(body), asked.chain, _cache_scope(caller, scope))
+            chain = await _beside(len(body), asked.chain, self.gate.cache_scope(caller, scope))
             prompt = PromptHint(
                 asked.model, chain, len(asked.text), asked.session or _session(scope), caller.name,
                 asked.priority or 0,
             )  # fmt: skip
             record = ProxiedRecord(
-                secrets.token_hex(12), caller.name, scope["path"], asked.model, bool(asked.stream), received_s
-            )
-            ask = FleetAsk(
-                record.id, int(time.time()), secrets.randbits(_SEED_BITS), self.gate.fleet_caller(caller)
-            )
+                secrets.token_hex(12), owner, fleet_caller, scope["path"], asked.model, bool(asked.stream),
+                received_s,
+            )  # fmt: skip
+            ask = FleetAsk(record.id, int(time.time()), secrets.randbits(_SEED_BITS), fleet_caller)
             self.in_flight += 1
             self.stories.add(record)
             try:
                 self.gate.limits.charge_prompt(
                     caller, self.fleet.prompt_tokens(asked.model, prompt.text_bytes)
                 )
-                pinned = self._pinned(scope["path"], caller, asked.previous_response_id)
+                pinned = self._pinned(scope["path"], caller.name, owner, asked.previous_response_id)
                 await ProxiedRequest(
                     self.fleet, scope, receive, exchange, body, asked, prompt, ask, record, pinned, upload,
                 ).run()  # fmt: skip
@@ -126,20 +124,18 @@ class GatewayApp:
                 record.ended_s = record.ended_s or time.perf_counter()
                 self.metrics.on_end(record, exchange.status or 499)
 
-    def _pinned(self, path: str, caller: Caller, previous: str | None) -> str | None:
+    def _pinned(self, path: str, caller: str, owner: str, previous: str | None) -> str | None:
         """The replica that has stored what is asked about; None: any may answer."""
         if path.startswith(STORED):
             # Rendezvous hashing: when a replica comes or goes, the callers of the others stay where they are.
             names = [one.name for one in self.fleet.replicas.values() if not one.draining]
-            return max(
-                names, default=None, key=lambda name: blake2b(f"{caller.name}|{name}".encode()).digest()
-            )
+            return max(names, default=None, key=lambda name: blake2b(f"{caller}|{name}".encode()).digest())
         stored = previous
         if path.startswith("/v1/responses/"):
             stored = path.split("/")[3]
         if stored is None:
             return None
-        record = self.stories.named(stored, caller.name)
+        record = self.stories.named(stored, owner)
         return record.replicas[-1] if record is not None and record.replicas else None
 
 
@@ -166,11 +162,3 @@ async def _beside(size: int, read: Callable[[Any], _Read], given: Any) -> _Read:
 
 def _session(scope: Scope) -> str:
     return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-session-id"), "")
-
-
-def _cache_scope(caller: Caller, scope: Scope) -> str:
-    """Who shares cached prefixes: by key, here or at the replicas."""
-    if caller.cache_scope:
-        return caller.cache_scope
-    keys = [value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
-    return json.dumps([blake2b(b"".join(keys), digest_size=8).hexdigest()]) if keys else ""

@@ -16,7 +16,7 @@ class GatewayOptions(RemoteOptions):
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: Path | None = None  # of clients; None: their keys go to the replicas, which may ask for them
-    # Of those who add, remove and drain replicas; None: the fleet's key.
+    # Of those who add, remove and drain replicas, as may API keys that may operate.
     operator_key: str | None = None
     requests_per_minute: int | None = None  # per key without a limit of its own
     tokens_per_minute: int | None = None

@@ -22,7 +22,7 @@ from cumulo import __version__
 from cumulo.errors import CumuloError
 from cumulo.fleet.remote.replica import UpstreamReplica
 from cumulo.fleet.remote.replicas import Replicas
-from cumulo.fleet.wire import ASK_HEADER, KEY_HEADER, FleetAsk, FleetCaller, written
+from cumulo.fleet.wire import FleetAsk, FleetCaller
 from cumulo.gateway.metrics import GatewayMetrics
 from cumulo.gateway.options import GatewayOptions, MemberRow
 from cumulo.gateway.stories import GatewayStories, ProxiedRecord
@@ -39,7 +39,7 @@ class GatewayGate:
         anyone = self.anyone = Caller("anyone", options.requests_per_minute, options.tokens_per_minute)
         self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
         self.limits = RateLimits()
-        self._operator_key = options.operator_key or options.fleet_key
+        self._operator_key = options.operator_key
 
     def caller(self, scope: Scope) -> Caller:
         """Raises ApiError 401 or 429. Charges a request."""
@@ -64,17 +64,39 @@ class GatewayGate:
             cache_scope=caller.cache_scope,
         )
 
+    def cache_scope(self, caller: Caller, scope: Scope) -> str:
+        """Who shares cached prefixes: by key, here or at the replicas."""
+        if caller.cache_scope:
+            return caller.cache_scope
+        keys = [value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
+        return json.dumps([hashlib.blake2b(b"".join(keys), digest_size=8).hexdigest()]) if keys else ""
+
+    def owner(self, caller: Caller, scope: Scope) -> str:
+        """Whose request it is: of keys that the replicas check, each is a caller of its own."""
+        return f"{caller.name} {self.cache_scope(caller, scope)}"
+
+    def may_operate(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        shown = shown_key(headers) if "authorization" in headers or "x-api-key" in headers else ""
+        if self._operator_key is not None and hmac.compare_digest(
+            shown.encode("utf-8", "replace"), self._operator_key.encode()
+        ):
+            return True
+        caller = self.keys.caller_of(shown) if self.keys is not None else None
+        return caller is not None and caller.may_operate
+
     def check_operator(self, scope: Scope) -> None:
-        """Who changes the fleet shows the operator's key; raises ApiError."""
-        if self._operator_key is None:
+        """Who changes the fleet shows an operator's key; raises ApiError."""
+        if self.may_operate(scope):
+            return
+        if self._operator_key is None and self.keys is None:
             raise ApiError(
                 403,
-                "replicas are added, drained and removed with the operator's key, and this gateway has none: start "
-                "it with --operator-key-file or --fleet-key-file",
+                "replicas are added, drained and removed with an operator's key, and this gateway has none: start "
+                "it with --operator-key-file, or with --api-keys and a key that may operate",
                 code="no_operator_key",
             )
-        if not hmac.compare_digest(shown_key(Headers(scope=scope)).encode(), self._operator_key.encode()):
-            raise no_entry("this is not the operator's key; without one of its own it is the fleet's key")
+        raise no_entry("this is not an operator's key")
 
 
 _REPLICAS = "/v1/fleet/replicas"
@@ -120,16 +142,18 @@ class GatewayPages:
             return _json({"version": __version__})
         if not path.startswith(("/v1/models", "/v1/fleet", "/v1/requests/")):
             return None
-        caller = self._gate.caller(scope)
+        owner = None  # all
+        if not self._gate.may_operate(scope):
+            owner = self._gate.owner(self._gate.caller(scope), scope)
         if path == "/v1/models":
             return _json({"object": "list", "data": [self._model(name) for name in self._fleet.models()]})
         if path.startswith("/v1/models/"):
             return self._one_model(unquote(path.removeprefix("/v1/models/")))
         if path in ("/v1/fleet", _REPLICAS):
-            return _json(self._whole_fleet())
+            return _json(self._whole_fleet(owner))
         parts = path.split("/")
         if len(parts) == 5 and parts[2] == "requests" and parts[4] == "explain":
-            return await self._explain(unquote(parts[3]), caller)
+            return await self._explain(unquote(parts[3]), owner)
         return None
 
     # -- health and models --------------------------------------------------------------------------------
@@ -167,7 +191,7 @@ class GatewayPages:
         return _json(self._model(name))
 
     # -- the fleet ----------------------------------------------------------------------------------------
-    def _whole_fleet(self) -> dict[str, Any]:
+    def _whole_fleet(self, owner: str | None) -> dict[str, Any]:
         return {
             "object": "fleet",
             "router": self._fleet.options.router,
@@ -180,7 +204,7 @@ class GatewayPages:
                     "moves": one.moves,
                     "summary": one.summary(),
                 }
-                for one in self._stories.recent(_RECENT)
+                for one in self._stories.recent(_RECENT, owner)
             ],
         }
 
@@ -224,17 +248,17 @@ class GatewayPages:
         raise ApiError(404, f"the fleet has no replica {text!r}; it has {known}", code="replica_not_found")
 
     # -- why? ---------------------------------------------------------------------------------------------
-    async def _explain(self, name: str, caller: Caller) -> Response:
-        record = self._stories.named(name, caller.name)
+    async def _explain(self, name: str, owner: str | None) -> Response:
+        record = self._stories.named(name, owner)
         if record is None:
             kept = self._stories.capacity
             raise ApiError(
                 404,
-                f"nothing is known of a request {name!r}; the last {kept} requests are kept",
+                f"none of the last {kept} requests of this key is {name!r}; show its own key, or an operator's",
                 code="request_not_found",
             )
         told = record.explanation()
-        stories = [await self._story(record, replica, caller) for replica in record.replicas]
+        stories = [await self._story(record, replica) for replica in record.replicas]
         data = [one for story in stories for one in story]
         if data:
             data[0] = {**data[0], "summary": f"{record.summary()} {data[0]['summary']}",
@@ -243,14 +267,13 @@ class GatewayPages:
             data = [told]
         return _json({"id": name, "object": "list", "data": data, "gateway": told})
 
-    async def _story(self, record: ProxiedRecord, name: str, caller: Caller) -> list[dict[str, Any]]:
+    async def _story(self, record: ProxiedRecord, name: str) -> list[dict[str, Any]]:
         """What the replica itself tells of the request; nothing if it is gone, or no Cumulo server."""
-        replica, key = self._fleet.replicas.get(name), self._fleet.options.fleet_key
-        if replica is None or not replica.is_cumulo or key is None or not record.call_id or replica.trouble:
+        replica = self._fleet.replicas.get(name)
+        if replica is None or not replica.is_cumulo or not record.call_id or replica.trouble:
             return []
-        ask = FleetAsk("0", 0, 0, self._gate.fleet_caller(caller))
-        headers = [(KEY_HEADER, key.encode()), (ASK_HEADER, written(ask))]
         path = f"/v1/requests/{quote(record.call_id, safe='')}/explain"
+        headers = replica.signed("GET", path, FleetAsk("0", 0, 0, record.fleet_caller))
         try:
             exchange = await replica.upstream.begin(replica.upstream.request("GET", path, headers))
             whole = await exchange.whole(self._fleet.options.hang_timeout_s)

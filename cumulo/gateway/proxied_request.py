@@ -20,13 +20,12 @@ from cumulo.fleet.remote.replica import ReplicaWork, UpstreamReplica
 from cumulo.fleet.remote.replicas import ChosenReplica, PromptHint, Replicas
 from cumulo.fleet.wire import (
     ASK_HEADER,
-    KEY_HEADER,
     PROMPT_HEADER,
+    PROOF_HEADER,
     RESUME_PATH,
     VIA_HEADER,
     FleetAsk,
     read_told,
-    written,
 )
 from cumulo.gateway.stories import ProxiedRecord
 from cumulo.load.connection import NoHttp, Response, UpstreamError, UpstreamExchange
@@ -38,7 +37,8 @@ _OWN_OF_A_CONNECTION = frozenset(
         b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect", b"accept-encoding", b"origin",
     )
 )  # fmt: skip
-_NEVER_SENT = _OWN_OF_A_CONNECTION | {KEY_HEADER, ASK_HEADER}
+_NEVER_SENT = _OWN_OF_A_CONNECTION | {PROOF_HEADER, ASK_HEADER}
+_KEYS = frozenset((b"authorization", b"x-api-key"))
 _OWN_OF_AN_ANSWER = frozenset(
     (
         "connection",
@@ -48,13 +48,15 @@ _OWN_OF_AN_ANSWER = frozenset(
         "date",
         "server",
         PROMPT_HEADER.decode(),
+        PROOF_HEADER.decode(),
     )
 )
 
 
-def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """A client's headers for a replica."""
-    return [pair for pair in headers if pair[0] not in _NEVER_SENT]
+def request_headers(headers: Iterable[tuple[bytes, bytes]], with_keys: bool) -> list[tuple[bytes, bytes]]:
+    """A client's headers for a replica. `with_keys`: its key is for the replica to check."""
+    held = _NEVER_SENT if with_keys else _NEVER_SENT | _KEYS
+    return [pair for pair in headers if pair[0] not in held]
 
 
 def response_headers(response: Response) -> list[tuple[bytes, bytes]]:
@@ -109,7 +111,11 @@ class ProxiedRequest:
         self._fleet, self._scope, self._receive, self._send = fleet, scope, receive, send
         self._body, self._asked, self._prompt, self._ask = body, asked, prompt, ask
         self.record, self._pinned, self._upload = record, pinned, upload
-        self._headers = [*request_headers(scope["headers"]), (VIA_HEADER, fleet.options.id.encode())]
+        with_keys = ask.caller is None  # else the gateway has checked it
+        self._headers = [
+            *request_headers(scope["headers"], with_keys),
+            (VIA_HEADER, fleet.options.id.encode()),
+        ]
         self._stream = SealedStream()
         self._like = ""  # the likeness of the replica that has begun the answer
         self._begun = False  # has the client got a byte?
@@ -268,13 +274,12 @@ class ProxiedRequest:
         body: bytes | None = self._body
         if self._upload is not None:
             body, headers = None, [*headers, self._upload[0]]
-        if replica.is_cumulo:
-            key = self._fleet.options.fleet_key or ""
-            headers = [*headers, (KEY_HEADER, key.encode()), (ASK_HEADER, written(self._ask))]
-            if self._stream.tokens:
-                body = self._stream.resume_body(self._scope["path"], self._body)
-                path = RESUME_PATH
-        return replica.upstream.request("GET" if method == "HEAD" else method, path, headers, body)
+        if replica.is_cumulo and self._stream.tokens:
+            body = self._stream.resume_body(self._scope["path"], self._body)
+            path = RESUME_PATH
+        method = "GET" if method == "HEAD" else method
+        headers = [*headers, *replica.signed(method, path, self._ask)]
+        return replica.upstream.request(method, path, headers, body)
 
     def _learn(self, replica: UpstreamReplica, response: Response) -> None:
         """What the replica told of the prompt, when the client has the first byte of its answer."""

@@ -6,9 +6,11 @@ No text of prompts or answers is kept.
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from cumulo.engine.decide.routing import Route
+from cumulo.fleet.wire import FleetCaller
 
 _EPOCH_S = time.time() - time.perf_counter()
 _MOST_EVENTS = 64
@@ -20,7 +22,8 @@ class ProxiedRecord:
     """One request. Times are of this process's monotonic clock."""
 
     id: str
-    caller: str
+    owner: str
+    fleet_caller: FleetCaller | None
     path: str
     model: str | None
     stream: bool
@@ -162,19 +165,19 @@ class GatewayStories:
         if len(self._records) > self.capacity:
             self._records.popitem(last=False)
 
-    def named(self, text: str, caller: str) -> ProxiedRecord | None:
+    def named(self, text: str, owner: str | None) -> ProxiedRecord | None:
         """By the answer's id, the random part of it or a beginning that is long enough; `last` is the newest. The
-        newest of several."""
+        newest of several. `owner`: whose; None: anybody's."""
         random = text.partition("-")[2] or text.rpartition("_")[2]
         found = self._records.get(random)
-        if found is not None and found.caller == caller:
+        if found is not None and owner in (None, found.owner):
             return found
-        for record in reversed(self._records.values()):
-            if record.caller != caller:
-                continue
+        for record in self.recent(self.capacity, owner):
             if text == "last" or (len(random) >= _SHORTEST_NAME and record.id.startswith(random)):
                 return record
         return None
 
-    def recent(self, count: int) -> list[ProxiedRecord]:
-        return list(reversed(self._records.values()))[:count]
+    def recent(self, count: int, owner: str | None) -> list[ProxiedRecord]:
+        """The newest first."""
+        whose = (one for one in reversed(self._records.values()) if owner in (None, one.owner))
+        return list(islice(whose, count))

@@ -17,15 +17,20 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 
 @contextlib.asynccontextmanager
 async def gateway_before(
-    answer: Callable[[bytes, bytes], bytes], reads: bool = True, **options: object
+    answer: Callable[[bytes, bytes], bytes],
+    reads: bool = True,
+    seen: list[bytes] | None = None,
+    **options: object,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """`answer`: gets the head and the body of a request other than GET /v1/models, and returns what is sent.
-    `reads`: whether it reads bodies at all."""
+    `reads`: whether it reads bodies at all. `seen`: gets the heads of all requests."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                if seen is not None:
+                    seen.append(head)
                 size = head.partition(b"content-length: ")[2].split(b"\r\n")[0]
                 body = await reader.readexactly(int(size or 0) if reads else 0)
                 counted = HEAD + b"content-length: %d\r\n\r\n%b" % (len(MODELS), MODELS)

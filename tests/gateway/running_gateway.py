@@ -6,13 +6,15 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from cumulo.fleet.wire import ASK_HEADER, PROOF_HEADER, FleetKey
 from tests import processes
 from tests.serve.running_server import ROOT, RunningServer, wait_for
 
-KEY = "the fleet's key for tests".replace(" ", "-").replace("'", "")
+KEY, OPERATOR = "the-fleets-key-for-tests", "the-operators-key-for-tests"
 
 
 class RunningGateway(RunningServer):
@@ -20,8 +22,10 @@ class RunningGateway(RunningServer):
 
     def __init__(self, *arguments: str) -> None:
         self._log = tempfile.NamedTemporaryFile(prefix="cumulo-gateway-", suffix=".log")  # noqa: SIM115
+        self._operator = tempfile.NamedTemporaryFile("w", suffix=".key")  # noqa: SIM115
+        print(OPERATOR, file=self._operator, flush=True)
         self.process = processes.start(
-            ["gateway", "--port", "0", *arguments],
+            ["gateway", "--port", "0", "--operator-key-file", self._operator.name, *arguments],
             cwd=ROOT, stdout=self._log, stderr=self._log, env=os.environ | {"COLUMNS": "300"},
         )  # fmt: skip
         try:
@@ -35,10 +39,14 @@ class RunningGateway(RunningServer):
             raise
 
     def operate(self, method: str, path: str, **body: object) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {KEY}"}
+        headers = {"Authorization": f"Bearer {OPERATOR}"}
         return httpx.request(
             method, f"{self.url}/v1/fleet/replicas{path}", json=body or None, headers=headers, timeout=60
         )
+
+    def read(self, path: str) -> Any:
+        """As its operator, who sees everybody's requests."""
+        return self.get(path, headers={"Authorization": f"Bearer {OPERATOR}"}).json()
 
     def replica(self, url: str) -> dict[str, object]:
         (found,) = (one for one in self.get("/v1/fleet").json()["replicas"] if one["url"] == url)
@@ -54,6 +62,12 @@ def key_file(folder: Path) -> str:
     path = folder / "fleet.key"
     path.write_text(KEY)
     return str(path)
+
+
+def proven(method: str, path: str, ask: bytes = b"") -> dict[str, str]:
+    """The headers that a gateway sends with a request."""
+    proof = {PROOF_HEADER.decode(): FleetKey(KEY).prove(method, path.encode(), ask).decode()}
+    return proof | ({ASK_HEADER.decode(): ask.decode()} if ask else {})
 
 
 @contextlib.contextmanager

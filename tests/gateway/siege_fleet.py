@@ -109,8 +109,8 @@ class Siege:
     async def _tell_story(self, number: int, told: Told, found: str) -> None:
         kind = self._fleet.kinds[number % DIFFERENT % len(self._fleet.kinds)]
         gateway = self.gateways[number % len(self.gateways)]
-        story = await asyncio.to_thread(gateway.get, f"/v1/requests/{told.id}/explain")
-        print(f"stream {number} ({kind}): {found}\n{story.text}", file=sys.stderr, flush=True)
+        story = await asyncio.to_thread(gateway.read, f"/v1/requests/{told.id}/explain")
+        print(f"stream {number} ({kind}): {found}\n{story}", file=sys.stderr, flush=True)
 
     async def harm(self, seed: int) -> None:
         """One fault after the other until cancelled; each replica comes back, or another in its place."""

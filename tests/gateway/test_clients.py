@@ -99,7 +99,8 @@ def test_internal_paths_are_not_passed_on(fleet: tuple[RunningGateway, list[Runn
     answer = gateway.post("/v1/chat/completions", body, headers=forged).json()
     assert answer["id"] != "chatcmpl-00" and answer["created"] > 1
     assert (
-        server.post("/v1/chat/completions", body, headers={"x-cumulo-fleet-key": "x" * 20}).status_code == 401
+        server.post("/v1/chat/completions", body, headers={"x-cumulo-fleet-proof": "x" * 20}).status_code
+        == 401
     )
 
 

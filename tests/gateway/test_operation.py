@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from cumulo.fleet.wire import PROOF_HEADER, FleetKey
 from cumulo.serve.access.keys import new_key
-from tests.gateway.running_gateway import RunningGateway, address, fleet_server, gateway_of, key_file
+from tests.gateway.running_gateway import KEY, RunningGateway, address, fleet_server, gateway_of, key_file
 from tests.ports import reserved_port
 from tests.serve.running_server import RunningServer, wait_for
 from tests.serve.test_streams_survive import CHAT, LONG, Stream
@@ -32,6 +33,12 @@ class OtherServer(BaseHTTPRequestHandler):
     asked = 0
     breaks = False  # it streams a little, and closes the connection
     state: dict[str, Any] | None = None
+    knows_key = True
+
+    def end_headers(self) -> None:
+        if (proof := self.headers.get(PROOF_HEADER.decode())) and self.knows_key:
+            self.send_header(PROOF_HEADER.decode(), FleetKey(KEY).answer(proof.encode()).decode())
+        super().end_headers()
 
     def do_GET(self) -> None:
         if self.path.startswith("/internal/") and self.state is None:
@@ -129,6 +136,8 @@ def test_a_fleet_that_cannot_work_is_refused_with_what_would(
                 "max_context": 99, "max_running": 9}  # fmt: skip
     with other_server(state={"identity": identity}) as (url, _):
         assert "runs Cumulo 9.9 and this gateway" in refused(url, "--fleet-key-file", key)
+    with other_server(state={"identity": identity}, knows_key=False) as (url, _):
+        assert "does not know the fleet's key" in refused(url, "--fleet-key-file", key)
 
 
 def test_a_gateway_may_be_started_before_its_servers(key: str) -> None:
@@ -208,8 +217,6 @@ def test_another_servers_broken_stream_ends_with_a_clear_error() -> None:
             assert [event for event in stream.events if "n" in event] == [{"n": 1}, {"n": 2}]
             message = stream.events[-1]["error"]["message"]
             assert "closed the connection" in message and "fleet key" in message
-            door = httpx.delete(f"{gateway.url}/v1/fleet/replicas/{url[7:]}", timeout=60)
-            assert door.status_code == 403 and "--operator-key-file" in door.text
         finally:
             gateway.end()
 

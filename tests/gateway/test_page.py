@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.console.browsing import ARGUMENTS, CHROMIUM, DESKTOP, looking_at
-from tests.gateway.running_gateway import KEY, RunningGateway, key_file
+from tests.gateway.running_gateway import OPERATOR, RunningGateway, key_file
 from tests.gateway.test_operation import ASK, other_server
 
 pytest.importorskip("playwright")
@@ -43,7 +43,7 @@ def test_the_page_shows_replicas_and_failures_and_drains_with_the_operators_key(
                 row = page.locator("#replicas tr")
                 row.get_by_text(url.removeprefix("http://")).wait_for()
                 assert row.count() == 1 and row.locator("td").nth(5).inner_text() == "1"  # requests
-                page.evaluate("key => sessionStorage.setItem('key', key)", KEY)
+                page.evaluate("key => sessionStorage.setItem('key', key)", OPERATOR)
                 page.get_by_role("button", name="Drain").click()
                 row.locator("td.draining").wait_for()
                 page.get_by_role("button", name="Undrain").wait_for()
@@ -62,7 +62,7 @@ def test_without_the_key_the_page_asks_for_it(browser: Any, tmp_path: Path) -> N
             page.get_by_role("button", name="Drain").click()
             page.get_by_label("Key").wait_for()
             assert states(gateway) == ["ready"]
-            page.get_by_label("Key").fill(KEY)
+            page.get_by_label("Key").fill(OPERATOR)
             page.get_by_role("button", name="Use").click()
             page.get_by_role("button", name="Drain").click()
             page.get_by_role("button", name="Undrain").wait_for()

@@ -11,20 +11,17 @@ import pytest
 
 from cumulo.fleet.decide.sealed_stream import SealedStream
 from cumulo.fleet.wire import (
-    ASK_HEADER,
-    KEY_HEADER,
     STATE_PATH,
     FleetAsk,
     read_news,
     written,
 )
-from tests.gateway.running_gateway import KEY, fleet_server, key_file
+from tests.gateway.running_gateway import fleet_server, key_file, proven
 from tests.serve.running_server import RunningServer
 from tests.serve.tiny_model import NAME, save_tiny_model
 
 pytestmark = pytest.mark.long
 BODY = {"model": NAME, "prompt": "Once", "stream": True, "max_tokens": 60, "ignore_eos": True, "seed": 3}
-KEY_SHOWN = {KEY_HEADER.decode(): KEY}
 
 
 class Sent(Thread):
@@ -33,7 +30,7 @@ class Sent(Thread):
     def __init__(self, server: RunningServer, id: str) -> None:
         super().__init__(daemon=True)
         self.stream, self.events, self._url = SealedStream(), b"", server.url + "/v1/completions"
-        self._headers = KEY_SHOWN | {ASK_HEADER.decode(): written(FleetAsk(id, 1, 5)).decode()}
+        self._headers = proven("POST", "/v1/completions", written(FleetAsk(id, 1, 5)))
         self.start()
 
     def run(self) -> None:
@@ -51,7 +48,7 @@ class Sent(Thread):
 
 
 def wait_until_waiting(server: RunningServer, count: int) -> None:
-    with httpx.stream("GET", server.url + STATE_PATH, headers=KEY_SHOWN, timeout=60) as state:
+    with httpx.stream("GET", server.url + STATE_PATH, headers=proven("GET", STATE_PATH), timeout=60) as state:
         for line in state.iter_lines():
             if read_news(line).waiting == count:
                 return

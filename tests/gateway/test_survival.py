@@ -80,9 +80,9 @@ class Fleet:
         chats = {
             name for stream in streams.values() if "chatcmpl" in (name := str(stream.events[0].get("id")))
         }
-        recent = self.gateway.get("/v1/fleet").json()["recent"]
+        recent = self.gateway.read("/v1/fleet")["recent"]
         moved = [one["id"] for one in recent if one["moves"] and one["id"] in chats]
-        stories = [self.gateway.get(f"/v1/requests/{name}/explain").json() for name in moved]
+        stories = [self.gateway.read(f"/v1/requests/{name}/explain") for name in moved]
         return [one for one in stories if one["gateway"]["replicas"][0] == server.url]
 
     def check(self, streams: dict[str, Stream]) -> None:

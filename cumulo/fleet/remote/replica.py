@@ -7,7 +7,15 @@ from typing import Any
 from cumulo.engine.decide.routing import ReplicaView
 from cumulo.fleet.decide.choosing import Breaker, Pace, Told
 from cumulo.fleet.remote.options import PoolMember, RemoteOptions
-from cumulo.fleet.wire import FleetIdentity, FleetNews
+from cumulo.fleet.wire import (
+    ASK_HEADER,
+    PROOF_HEADER,
+    FleetAsk,
+    FleetIdentity,
+    FleetKey,
+    FleetNews,
+    written,
+)
 from cumulo.load.connection import Pool, UpstreamExchange
 
 _MOST_IDLE = 256  # connections to one replica
@@ -43,7 +51,8 @@ class UpstreamReplica:
         self.upstream = Pool(member.url, options.connect_timeout_s, _MOST_IDLE)
         self.breaker = Breaker(options.breaker_failures)
         self.told: Told | None = None  # None: it has never answered
-        self.identity: FleetIdentity | None = None  # of a Cumulo server that let us in
+        self.key = None if options.fleet_key is None else FleetKey(options.fleet_key)
+        self.identity: FleetIdentity | None = None  # of a Cumulo server that knows the fleet's key
         self.news = FleetNews(ready=False)
         self.adapters: dict[str, str] = {}  # fingerprints by name, of a Cumulo server
         self.trouble = "has not answered yet"  # why it takes no requests; empty: it takes them
@@ -60,6 +69,13 @@ class UpstreamReplica:
     @property
     def is_cumulo(self) -> bool:
         return self.identity is not None
+
+    def signed(self, method: str, path: str, ask: FleetAsk) -> list[tuple[bytes, bytes]]:
+        """What a request to it has besides its own headers; nothing for a server that does not know the key."""
+        if self.key is None or not self.is_cumulo:
+            return []
+        told = written(ask)
+        return [(ASK_HEADER, told), (PROOF_HEADER, self.key.prove(method, path.encode("latin-1"), told))]
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from cumulo import __version__
 from cumulo.fleet.decide.choosing import Told, refusal, stray
 from cumulo.fleet.remote.options import RemoteOptions
 from cumulo.fleet.remote.replica import UpstreamReplica
-from cumulo.fleet.wire import KEY_HEADER, STATE_PATH, STATE_TYPE, VIA_HEADER, FleetNews, read_news
+from cumulo.fleet.wire import PROOF_HEADER, STATE_PATH, STATE_TYPE, VIA_HEADER, FleetNews, read_news
 from cumulo.load.connection import NoHttp, UpstreamError, UpstreamExchange
 
 log = logging.getLogger(__name__)
@@ -77,15 +77,18 @@ class Watch:
 
     async def _follow(self) -> None:
         """Follows the server until it is in trouble."""
-        if self._options.fleet_key is None:
+        key = self._replica.key
+        if key is None:
             await self._probe_for_ever()
             return
-        headers = [(KEY_HEADER, self._options.fleet_key.encode())]
-        exchange = await self._ask(STATE_PATH, headers)
+        proof = key.prove("GET", STATE_PATH.encode())
+        exchange = await self._ask(STATE_PATH, [(PROOF_HEADER, proof)])
         try:
-            status = exchange.response.status
-            kind = exchange.response.headers.get("content-type", STATE_TYPE)
+            status, headers = exchange.response.status, exchange.response.headers
+            kind = headers.get("content-type", STATE_TYPE)
             if status == 200 and kind.startswith(STATE_TYPE):
+                if not key.is_answered(proof, headers.get(PROOF_HEADER.decode(), "")):
+                    raise Refused("answers as a Cumulo server does, and does not know the fleet's key")
                 await self._follow_state(exchange)
             elif status == LOOP_STATUS:
                 raise Refused(_LEADS_BACK)
@@ -93,6 +96,7 @@ class Watch:
                 raise Refused(await self._reason(exchange))
             elif status in (200, 404):  # some servers have an answer for every path
                 exchange.close()
+                self._replica.identity = None
                 await self._probe_for_ever()
             elif status == 503:
                 raise NotReady(await self._reason(exchange))

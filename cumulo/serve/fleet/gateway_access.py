@@ -1,10 +1,9 @@
 """GatewayAccess: authenticates a gateway by the fleet's key, as ASGI middleware in front of the gate.
 
-A request with the right key may say who it is for, get an id and a seed, have its stream sealed, or be resumed. A
-wrong key is refused, and so is everything under /internal/ without one.
+A request with the right proof may say who it is for, get an id and a seed, have its stream sealed, or be resumed. A
+wrong proof is refused, and so is everything under /internal/ without one.
 """
 
-import hmac
 import logging
 from typing import Any
 
@@ -13,10 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cumulo.fleet.wire import (
     ASK_HEADER,
-    KEY_HEADER,
     PROMPT_HEADER,
+    PROOF_HEADER,
     RESUME_PATH,
     FleetAsk,
+    FleetKey,
+    NoProof,
     read_ask,
     read_resume,
     written,
@@ -35,42 +36,46 @@ class GatewayAccess:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
         key = service.options.fleet_key
-        self._key = None if key is None else key.encode()
+        self._key = None if key is None else FleetKey(key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        key = ask = None
+        proof = ask = None
         for name, value in scope["headers"]:
-            if name == KEY_HEADER:
-                key = value
+            if name == PROOF_HEADER:
+                proof = value
             elif name == ASK_HEADER:
                 ask = value
-        if key is None and not scope["path"].startswith("/internal/"):
+        if proof is None and not scope["path"].startswith("/internal/"):
             await self._app(scope, receive, send)
             return
         try:
-            self._check(key)
+            answer = self._check(scope, proof, ask)
             if ask is not None:
                 receive = await self._let_in(scope, receive, ask)
-                send = _telling(scope, send, self._service)
+            send = _telling(scope, send, self._service, answer)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _check(self, key: bytes | None) -> None:
+    def _check(self, scope: Scope, proof: bytes | None, ask: bytes | None) -> bytes:
+        """Returns this server's proof."""
         if self._key is None:
             raise _refused(
                 "this server has no fleet key: start it with --fleet-key-file FILE, the same file as the gateway's"
             )
-        if key is None:
+        if proof is None:
             raise _refused("paths under /internal/ are for the fleet's gateway: they need the fleet's key")
-        if not hmac.compare_digest(key, self._key):
-            raise _refused(
-                "the fleet key is not this server's: start gateway and servers with the same --fleet-key-file"
-            )
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        try:
+            self._key.check(proof, scope["method"], target, ask or b"")
+        except NoProof as error:
+            raise _refused(str(error)) from None
+        return self._key.answer(proof)
 
     async def _let_in(self, scope: Scope, receive: Receive, ask: bytes) -> Receive:
         state: dict[str, Any] = scope.setdefault("state", {})
@@ -124,21 +129,22 @@ def _resumed(scope: Scope, path: str, body: bytes, receive: Receive) -> Receive:
     return receive_body
 
 
-def _telling(scope: Scope, send: Send, service: Service) -> Send:
-    """Adds what is known of the prompt to the answer's headers."""
+def _telling(scope: Scope, send: Send, service: Service, proof: bytes) -> Send:
+    """Adds the server's proof to the answer's headers, and what is known of the prompt."""
 
     async def send_told(message: Message) -> None:
         if message["type"] == "http.response.start":
-            state = scope["state"]
-            forwarded: ForwardedRequest = state[FORWARDED]
-            if forwarded.prompt is not None:
+            state = scope.get("state", {})
+            forwarded: ForwardedRequest | None = state.get(FORWARDED)
+            # Before the others: whoever looks for the request's id looks at the last.
+            message["headers"] = [(PROOF_HEADER, proof), *message.get("headers", ())]
+            if forwarded is not None and forwarded.prompt is not None:
                 records = service.stories.of_call(state.get("call_id", ""))
                 stories = [record.story for record in records]
                 cached = sum(story.cached_tokens for story in stories if story is not None)
                 known = bool(stories) and None not in stories
                 told = msgspec.structs.replace(forwarded.prompt, cached=cached if known else None)
-                # Before the others: whoever looks for the request's id looks at the last.
-                message["headers"] = [(PROMPT_HEADER, written(told)), *message.get("headers", ())]
+                message["headers"] = [(PROMPT_HEADER, written(told)), *message["headers"]]
         await send(message)
 
     return send_told
