@@ -155,7 +155,7 @@ class FleetKey:
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
-    """As hexadecimal digits. Parts are told apart by their lengths."""
+    """Returns the hexadecimal digits of an HMAC; parts are told apart by their lengths."""
     told = b"".join(b"%d:%b" % (len(part), part) for part in parts)
     return hmac.digest(key, told, "sha256").hex().encode()
 

@@ -72,7 +72,7 @@ class GatewayGate:
         return json.dumps([hashlib.blake2b(b"".join(keys), digest_size=8).hexdigest()]) if keys else ""
 
     def owner(self, caller: Caller, scope: Scope) -> str:
-        """Whose request it is: of keys that the replicas check, each is a caller of its own."""
+        """Names the caller whose request it is. Each key is one, also where only the replicas check keys."""
         return f"{caller.name} {self.cache_scope(caller, scope)}"
 
     def may_operate(self, scope: Scope) -> bool:
