@@ -11,7 +11,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from starlette.requests import Request
 
@@ -25,7 +24,7 @@ from cumulo.serve.engine_link.messages import Failure, Finished, Submit
 from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.forwarded import FORWARDED, ForwardedRequest
 from cumulo.serve.formats.events import repeatable_call_ids
-from cumulo.serve.observe.stories import Record, explanation
+from cumulo.serve.observe.stories import Record
 from cumulo.serve.service import Service
 from cumulo.spec.slo import Slo
 
@@ -78,10 +77,6 @@ class Call:
         """Log a prompt or an answer, if the operator wants them in the log."""
         if self.service.options.log_prompts:
             log.info("%s %s: %r", self.id, what, text)
-
-    def stories(self) -> list[dict[str, Any]]:
-        """What happened to each of the call's requests, for an answer with `explain`."""
-        return [explanation(record) for record in self.service.stories.of_call(self.id)]
 
     # -- asking -------------------------------------------------------------------------------------------
     def submit(

@@ -119,7 +119,7 @@ async def probe(visit: Visit) -> str:
 
 @visitor(6)
 async def reads_a_stream(visit: Visit) -> str:
-    body = visit.chat(stream=True, stream_options={"include_usage": True}, explain=True)
+    body = visit.chat(stream=True, stream_options={"include_usage": True})
     response = await visit.ask(CHAT, body)
     if response is None:
         return "turned away"

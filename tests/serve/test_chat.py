@@ -191,17 +191,6 @@ def test_content_may_come_in_parts_and_neutral_fields_may_be_there(client: opena
     )
 
 
-@pytest.mark.speaking
-def test_the_story_comes_with_the_answer_when_asked_for(client: openai.OpenAI) -> None:
-    answer: Any = client.chat.completions.create(**GREEDY, extra_body={"explain": True})
-    story = answer.explain[0]
-    assert story["id"] == answer.id
-    assert story["tokens"]["output"] == answer.usage.completion_tokens
-    assert [event["kind"] for event in story["events"]][:2] == ["arrived", "admitted"]
-    *_, last = client.chat.completions.create(**GREEDY, extra_body={"explain": True}, stream=True)
-    assert last.explain[0]["finish_reason"] == "stop"  # type: ignore[attr-defined]
-
-
 @pytest.mark.long
 def test_sixteen_streams_at_once_get_each_their_own_text(server: RunningServer) -> None:
     def fields(number: int) -> dict[str, Any]:

@@ -211,14 +211,13 @@ def test_an_embedding_has_a_story_a_trace_and_its_place_in_the_metrics(
     key = {"Authorization": f"Bearer {keys['ann']}"}
     names = ("cumulo:prompt_tokens_total", "cumulo:generation_tokens_total", "cumulo:request_success_total")
     before = [embedder.sample(name) for name in names]
-    body = CAT | {"input": [[7] * 40, [8] * 3], "explain": True, "cache_salt": "story"}
+    body = CAT | {"input": [[7] * 40, [8] * 3], "cache_salt": "story"}
     answer = post(embedder, keys, body)
     assert [embedder.sample(name) - was for name, was in zip(names, before, strict=True)] == [43, 0, 2]
-    told = answer.json()["explain"]
     assert answer.headers["x-request-id"] == answer.json()["id"]
     asked = embedder.get(f"/v1/requests/{answer.json()['id']}/explain", headers=key).json()["data"]
-    assert [story["tokens"]["prompt"] for story in told] == [40, 3]
-    for story in (*told, *asked):
+    assert [story["tokens"]["prompt"] for story in asked] == [40, 3]
+    for story in asked:
         assert "ended with its embedding" in story["summary"]
         assert {"embed", "admitted", "chunk", "embedded"} <= {event["kind"] for event in story["events"]}
     trace = embedder.get(f"/v1/requests/{answer.json()['id']}/explain?format=trace", headers=key).json()

@@ -16,10 +16,10 @@ from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response
 
 from cumulo.engine.decide.params import Pooling, SamplingParams
-from cumulo.serve.api.openai.embeddings import ask_many, told_at_end, vector_of
+from cumulo.serve.api.openai.embeddings import ask_many, input_usage, vector_of
 from cumulo.serve.api.openai.events import json_response
 from cumulo.serve.api.openai.schemas import ModelRequest
-from cumulo.serve.api.openai.schemas_out import ERRORS, Explanation, InputUsage
+from cumulo.serve.api.openai.schemas_out import ERRORS, InputUsage
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.call import Call
@@ -79,7 +79,6 @@ class ScoreList(BaseModel):
     model: str
     data: list[Score]
     usage: InputUsage
-    explain: list[Explanation] | None = None
 
 
 class RankedDocument(BaseModel):
@@ -97,7 +96,6 @@ class RerankAnswer(BaseModel):
     model: str
     results: list[RankedResult]
     usage: InputUsage
-    explain: list[Explanation] | None = None
 
 
 _BEFORE_DOCUMENT = "Passage:"
@@ -170,7 +168,7 @@ async def create_score(body: ScoreRequest, request: Request) -> Response:
     scores, results = await score(call, _pairs(body), body)
     data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scores)]
     head = {"id": call.id, "object": "list", "created": call.created, "model": call.model}
-    return json_response({**head, "data": data, **told_at_end(call, body, results)})
+    return json_response({**head, "data": data, "usage": input_usage(results)})
 
 
 @router.post(
@@ -192,7 +190,7 @@ async def create_rerank(body: RerankRequest, request: Request) -> Response:
         for result in ranked:
             result["document"] = {"text": texts[result["index"]]}
     head = {"id": call.id, "model": call.model}
-    return json_response({**head, "results": ranked, **told_at_end(call, body, results)})
+    return json_response({**head, "results": ranked, "usage": input_usage(results)})
 
 
 def _pairs(body: ScoreRequest) -> Pairs:

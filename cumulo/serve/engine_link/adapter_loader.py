@@ -2,12 +2,11 @@
 EngineLoop.
 """
 
-import os
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cumulo.engine.adapters import AdapterStore
+from cumulo.engine.play.mailbox import Mailbox
 from cumulo.errors import CumuloError
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.serve.engine_link.messages import AdapterReport, LoadAdapter
@@ -17,23 +16,15 @@ class AdapterLoader:
     def __init__(self, store: AdapterStore | None) -> None:
         self._store = store
         self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cumulo-adapters")
-        self._read: deque[tuple[LoadAdapter, Future[AdapterWeights]]] = deque()
-        self.wakeup, self._waker = os.pipe()  # readable when something has been read
-        os.set_blocking(self.wakeup, False)
+        self.done: Mailbox[tuple[LoadAdapter, Future[AdapterWeights]]] = Mailbox()
 
     def begin(self, order: LoadAdapter) -> None:
-        future = self._readers.submit(_read, self._store, order)
-        self._read.append((order, future))
-        future.add_done_callback(lambda _: os.write(self._waker, b"."))
+        reading = self._readers.submit(_read, self._store, order)
+        reading.add_done_callback(lambda read: self.done.put((order, read)))
 
     def take_read(self) -> list[AdapterReport]:
         """Between two steps: put into the engine what has been read, in the order it was asked for."""
-        found: list[AdapterReport] = []
-        while self._read and self._read[0][1].done():
-            os.read(self.wakeup, 1)
-            order, future = self._read.popleft()
-            found.append(_enter(self._store, order, future.result))
-        return found
+        return [_enter(self._store, order, read.result) for order, read in self.done.take_all()]
 
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)

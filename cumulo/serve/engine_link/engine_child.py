@@ -139,10 +139,8 @@ class EngineChild:
 
     async def end(self, patience_s: float = 0.0) -> None:
         """Wait this long for it to end by itself, then kill it; close the line."""
-        for _ in range(int(patience_s / 0.02)):
-            if self._process.poll() is not None:
-                break
-            await asyncio.sleep(0.02)
+        if patience_s:
+            await self.ended(patience_s)
         if self._process.poll() is None:
             self._process.kill()
         await asyncio.to_thread(self._process.wait)

@@ -96,7 +96,7 @@ class EngineLoop:
         if engine.link is not None:
             self._poller.register(engine.link.fileno(), select.POLLIN)
         self._adapters = AdapterLoader(engine.adapters)
-        self._poller.register(self._adapters.wakeup, select.POLLIN)
+        self._poller.register(self._adapters.done.fileno(), select.POLLIN)
         if engine.mover is not None:
             self._poller.register(engine.mover.news.fileno(), select.POLLIN)
         self._guides: GuideChecker | None = None
@@ -235,13 +235,10 @@ class EngineLoop:
         tiers = self.engine.scheduler.tiers
         if tiers is None:
             return None
-        one, mover = tiers.counts, self.engine.mover
-        return TierStats(
-            tiers.host.count, len(tiers.host.block_of), len(tiers.on_disk),
-            mover.files.used_bytes if mover is not None else 0, one.host_hit_tokens, one.disk_hit_tokens,
-            one.spilled_blocks, one.fetched_blocks, one.written_blocks, one.read_blocks, one.failed_writes,
-            one.bad_files,
-        )  # fmt: skip
+        mover = self.engine.mover
+        disk_bytes = mover.files.used_bytes if mover is not None else 0
+        held = tiers.host.count, len(tiers.host.block_of), len(tiers.on_disk), disk_bytes
+        return TierStats(*held, tiers.counts)
 
     def _transfers(self) -> TransferStats:
         one = self.engine.scheduler.transfers

@@ -10,6 +10,7 @@ import msgspec
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.core.request import FinishReason
+from cumulo.engine.decide.kv_tiers import TierCounts
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import TokenLogprobs
 from cumulo.engine.decide.story import Story
@@ -149,20 +150,13 @@ class TransferStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
-    """KV blocks beyond the device; counts are since the engine began."""
+    """KV blocks beyond the device."""
 
     host_blocks: int
     host_blocks_used: int
     disk_blocks: int  # of this model
     disk_bytes: int  # of all models in the folder
-    host_hit_tokens: int
-    disk_hit_tokens: int
-    spilled_blocks: int
-    fetched_blocks: int
-    written_blocks: int
-    read_blocks: int
-    failed_writes: int
-    bad_files: int
+    counts: TierCounts
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

@@ -139,15 +139,16 @@ class Metrics:
         self.series("kv_tier_blocks", "host").set(one.host_blocks_used)
         self.series("kv_tier_blocks", "disk").set(one.disk_blocks)
         self.series("kv_disk_bytes").set(one.disk_bytes)
+        counts = one.counts
         for name, metric, value in (
-            ("host", "kv_tier_hits", one.host_hit_tokens),
-            ("disk", "kv_tier_hits", one.disk_hit_tokens),
-            ("device to host", "kv_tier_moved_blocks", one.spilled_blocks),
-            ("host to device", "kv_tier_moved_blocks", one.fetched_blocks),
-            ("host to disk", "kv_tier_moved_blocks", one.written_blocks),
-            ("disk to host", "kv_tier_moved_blocks", one.read_blocks),
-            ("failed write", "kv_tier_moved_blocks", one.failed_writes),
-            ("bad file", "kv_tier_moved_blocks", one.bad_files),
+            ("host", "kv_tier_hits", counts.host_hit_tokens),
+            ("disk", "kv_tier_hits", counts.disk_hit_tokens),
+            ("device to host", "kv_tier_moved_blocks", counts.spilled_blocks),
+            ("host to device", "kv_tier_moved_blocks", counts.fetched_blocks),
+            ("host to disk", "kv_tier_moved_blocks", counts.written_blocks),
+            ("disk to host", "kv_tier_moved_blocks", counts.read_blocks),
+            ("failed write", "kv_tier_moved_blocks", counts.failed_writes),
+            ("bad file", "kv_tier_moved_blocks", counts.bad_files),
         ):
             # A new engine process counts from 0 again; so do the engines of a fleet, each for itself.
             self.series(metric, name).inc(max(0, value - self._tiers_told.get(name, 0)))

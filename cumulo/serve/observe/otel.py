@@ -16,7 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
@@ -44,10 +44,10 @@ class Tracing:
     """Owns the way to the collector. Made before the server starts, closed when it ends."""
 
     def __init__(self, endpoint: str) -> None:
-        self.url = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
+        url = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
         ours = Resource({"service.name": "cumulo", "service.version": __version__})
         theirs = OTELResourceDetector().detect()  # OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES
-        self._exporter = _SaysOnce(OTLPSpanExporter(endpoint=self.url), self.url)
+        self._exporter = _Exporter(url)
         self._provider = TracerProvider(
             resource=Resource.create().merge(ours).merge(theirs), shutdown_on_exit=False
         )
@@ -126,7 +126,7 @@ class Tracing:
             self._maker.shutdown()
             if not self._exporter.failing:
                 self._provider.force_flush()
-            self._exporter.shutdown()  # first: it ends the pauses between attempts
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # first: it ends the pauses between attempts
             self._provider.shutdown()
 
         # A daemon: a collector that keeps the connection open and says nothing must not keep the process.
@@ -184,42 +184,33 @@ class _Exchange:
         await self._send(message)
 
 
-class _SaysOnce(SpanExporter):
-    """Another exporter, whose failures are told when they begin and when they end, and not in between."""
+class _Exporter(OTLPSpanExporter):
+    """Tells of failures when they begin and when they end, and not in between."""
 
-    def __init__(self, inner: SpanExporter, url: str) -> None:
-        self._inner, self._url, self._closed = inner, url, False
-        self.failing = False
+    failing = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(endpoint=url)
         self._words = _Words()
         sdk_log = logging.getLogger("opentelemetry")  # it would tell of every attempt
         sdk_log.addHandler(self._words)
         sdk_log.propagate = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        if self._closed:
-            return SpanExportResult.FAILURE
         self._words.first = None
-        result = self._inner.export(spans)
+        result = super().export(spans)
         failed = result is not SpanExportResult.SUCCESS
-        if failed and not self.failing and not self._closed:
+        if failed and not self.failing and not self._shutdown:
             log.warning(
                 "traces cannot be sent to %s (%s); requests are served all the same and their traces dropped "
                 "until they can",
-                self._url,
+                self._endpoint,
                 self._words.first,
             )
         elif self.failing and not failed:
-            log.info("traces are sent to %s again", self._url)
+            log.info("traces are sent to %s again", self._endpoint)
         self.failing = failed
         return result
-
-    def shutdown(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._inner.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return True  # nothing is kept here
 
 
 class _Words(logging.Handler):

@@ -4,11 +4,13 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import msgspec
 
 from cumulo.engine.decide.core.block_pool import BlockHash
+from cumulo.engine.decide.kv_tiers import TierCounts
 from cumulo.engine.decide.routing import ReplicaView, Route
 from cumulo.fleet.decide.choosing import Pace
 from cumulo.fleet.decide.scaling import ReplicaLife
@@ -146,12 +148,13 @@ def merged_tiers(reports: Sequence[TierStats]) -> TierStats | None:
     """The sums; what is on disk is all engines' together."""
     if not reports:
         return None
-    shared = {"disk_blocks", "disk_bytes"}
+    counts = [asdict(one.counts) for one in reports]
     return TierStats(
-        *(
-            (max if name in shared else sum)(getattr(one, name) for one in reports)
-            for name in TierStats.__struct_fields__
-        )
+        sum(one.host_blocks for one in reports),
+        sum(one.host_blocks_used for one in reports),
+        max(one.disk_blocks for one in reports),
+        max(one.disk_bytes for one in reports),
+        TierCounts(**{name: sum(one[name] for one in counts) for name in counts[0]}),
     )
 
 

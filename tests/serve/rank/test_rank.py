@@ -230,9 +230,9 @@ def test_texts_must_fit_the_context_and_count_against_the_limit(
 
 # -- how they run -------------------------------------------------------------------------------------------------
 def test_every_text_has_its_story_and_its_caller(server: RunningServer, keys: dict[str, str]) -> None:
-    answer = post(server, keys, "/v1/rerank", RERANK | {"explain": True})
+    answer = post(server, keys, "/v1/rerank", RERANK)
     call = answer.json()["id"]
-    assert answer.headers["x-request-id"] == call and len(answer.json()["explain"]) == 4
+    assert answer.headers["x-request-id"] == call
     ann, bob = (
         server.get(f"/v1/requests/{call}/explain", headers={"Authorization": f"Bearer {keys[name]}"})
         for name in ("ann", "bob")

@@ -170,8 +170,6 @@ class Chats(EventWriter):
             answer["prompt_logprobs"] = prompt_logprobs(call.service.text, of_prompt, body.prompt_logprobs)
         if body.return_token_ids:
             answer["prompt_token_ids"] = call.prompts[0]
-        if body.explain:
-            answer["explain"] = call.stories()
         return answer
 
     def _whole_choice(self, sample: Sample) -> dict[str, Any]:

@@ -130,8 +130,7 @@ class Completions(EventWriter):
                     )
                 choices.append(choice)
         counts = usage(results, len(choices) if self._nothing_new else 0, is_search(body))
-        explained = {"explain": self._call.stories()} if body.explain else {}
-        return {**self._base, "choices": choices, "usage": counts, **explained}
+        return {**self._base, "choices": choices, "usage": counts}
 
     def add(self, batch: Batch) -> bytes:
         """Chunks of what is new; those that are new at the same time go in one piece."""

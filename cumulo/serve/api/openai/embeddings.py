@@ -15,7 +15,7 @@ from cumulo.engine.decide.params import Pooling, SamplingParams
 from cumulo.engine.outputs import shortened
 from cumulo.serve.api.openai.events import json_response, to_json, usage
 from cumulo.serve.api.openai.schemas import ModelRequest, ParsesSpecial, Token
-from cumulo.serve.api.openai.schemas_out import ERRORS, Explanation, InputUsage
+from cumulo.serve.api.openai.schemas_out import ERRORS, InputUsage
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
@@ -60,7 +60,6 @@ class EmbeddingList(BaseModel):
     model: str
     data: list[EmbeddingObject]
     usage: InputUsage
-    explain: list[Explanation] | None = None
 
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
@@ -123,17 +122,17 @@ def _answer(call: Call, body: EmbeddingRequest, results: list[Finished]) -> dict
             {"object": "embedding", "index": position, "embedding": _written(finished, body)}
             for position, finished in enumerate(results)
         ],
-        **told_at_end(call, body, results),
+        "usage": input_usage(results),
     }
 
 
-def told_at_end(call: Call, body: ModelRequest, results: list[Finished]) -> dict[str, Any]:
-    """The counts of a call that has no answer in tokens, and its stories where they are wanted. A token that the
-    engine had to draw all the same is not counted."""
+def input_usage(results: list[Finished]) -> dict[str, Any]:
+    """The counts of a call that has no answer in tokens. A token that the engine had to draw all the same is not
+    counted."""
     counts = usage(results)
     counts["total_tokens"] = counts["prompt_tokens"]
     del counts["completion_tokens"]
-    return {"usage": counts, **({"explain": call.stories()} if body.explain else {})}
+    return counts
 
 
 def vector_of(finished: Finished) -> NDArray[np.float32]:

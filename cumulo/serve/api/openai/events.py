@@ -133,16 +133,13 @@ def last_chunks(
     counts: StreamCounts,
     dropped_tokens: int = 0,
 ) -> bytes:
-    """The end of a streamed completion: its story and its token counts, where they are wanted. `base`: the fields
-    that its chunks have in common."""
+    """The end of a streamed completion, with its token counts where they are wanted. `base`: the fields that its
+    chunks have in common."""
+    if not counts.wanted:
+        return DONE
     results = [finished for finished in call.finished if finished is not None]
-    last = []
-    if body.explain:
-        last.append(event({**base, "choices": [], "explain": call.stories(), **counts.field()}))
-    if counts.wanted:
-        counted = usage(results, dropped_tokens, is_search(body))
-        last.append(event({**base, "choices": [], "usage": counted}))
-    return b"".join([*last, DONE])
+    counted = usage(results, dropped_tokens, is_search(body))
+    return event({**base, "choices": [], "usage": counted}) + DONE
 
 
 async def open_stream(call: Call, writer: EventWriter) -> Response:

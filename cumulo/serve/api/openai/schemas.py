@@ -230,7 +230,6 @@ class ModelRequest(Strict):
     cache_salt: Label | None = Field(
         None, description="Extension: share cached prefixes only with requests of the same salt."
     )
-    explain: bool | None = Field(None, description="Extension: add the request's story to the answer.")
 
 
 # Other servers' names of fields. vLLM's ways to ask for a form, older and newer, become a response_format.

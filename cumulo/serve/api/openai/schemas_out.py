@@ -168,7 +168,6 @@ class ChatCompletion(BaseModel):
     service_tier: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
-    explain: list[Explanation] | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -196,7 +195,6 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
-    explain: list[Explanation] | None = None
 
 
 class Model(BaseModel):
