@@ -123,6 +123,16 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, _UniqueKeys)
     except RecursionError:
         raise yaml.YAMLError("its brackets are nested too deeply") from None
+    except ValueError as error:  # what looks like a date and is none
+        raise yaml.YAMLError(str(error)) from None
+
+
+def set_value(name: str, text: str) -> Any:
+    """The value of `--set NAME=TEXT`."""
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {name}={text:.80} is not valid YAML: {yaml_problem(error)}") from error
 
 
 def package_text(package: str, path: str) -> str:

@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
+from cumulo.errors import ConfigError
+from cumulo.train.decide.config import load_config
+from cumulo.train.head.config import read_head_config
 from tests.cli.conftest import Run
 
 SMALL = (
@@ -48,6 +52,28 @@ def test_a_mistake_in_the_configuration_is_one_line(cumulo: Run, tmp_path: Path)
     assert "cannot read" in cumulo("train", str(tmp_path / "none.yaml")).err
     assert "contains no run to resume" in cumulo("train", "--resume", "--folder", str(tmp_path)).err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("{a: [1", "line 1, column 7: expected ',' or ']', but got the end of the file"),
+        ("a: b: c", "line 1, column 5: mapping values are not allowed here"),
+        ("!!python/object:os.system x", "line 1, column 1: could not determine a constructor"),
+        ("2024-99-99", "month must be in 1..12"),
+        (9_999 * "[", "its brackets are nested too deeply"),
+    ],
+)
+@pytest.mark.parametrize("head", [False, True])
+def test_a_value_that_is_no_yaml_is_named_with_its_place(
+    tmp_path: Path, value: str, said: str, head: bool
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("kind: eagle\n" if head else "steps: 3\n")
+    read = read_head_config if head else load_config
+    with pytest.raises(ConfigError) as error:
+        read(config, {"steps": value})
+    assert str(error.value).startswith(f"--set steps={value[:20]}") and said in str(error.value)
 
 
 def test_the_whole_configuration_can_be_seen(cumulo: Run, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ class TrainConfig:
 def load_config(path: Path, changes: Mapping[str, str] | None = None) -> TrainConfig:
     """From a YAML file, with settings such as {"optimizer.learning_rate": "1e-3"} on top."""
     try:
-        data = yaml.safe_load(path.read_text("utf-8"))
+        data = strict.load_yaml(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path}: {reason}") from error
@@ -205,8 +205,8 @@ def config_from(
     data: Mapping[str, Any], where: str = "config", changes: Mapping[str, str] | None = None
 ) -> TrainConfig:
     table: dict[str, Any] = dict(data) if isinstance(data, Mapping) else data
-    for name, text in (changes or {}).items():
-        _set(table, name, yaml.safe_load(text))
+    for name, text in (changes or {}).items() if isinstance(data, Mapping) else ():
+        _set(table, name, strict.set_value(name, text))
     return strict.build(TrainConfig, table, where)
 
 

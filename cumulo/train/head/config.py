@@ -60,5 +60,5 @@ def read_head_config(path: Path | None, changes: Mapping[str, str]) -> HeadConfi
         return None  # who reads it as a model's configuration says why
     if not isinstance(fields, Mapping) or fields.get("kind") != KIND:
         return None
-    changed = {name: yaml.safe_load(text) for name, text in changes.items()}
+    changed = {name: strict.set_value(name, text) for name, text in changes.items()}
     return strict.build(HeadConfig, {**fields, **changed}, str(path))
