@@ -1,5 +1,6 @@
 """EngineConfig: every option of the engine, documented where it is defined. No environment switches."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,7 +15,6 @@ from cumulo.layout.serving import ServingLayout
 from cumulo.spec.slo import Slo
 
 _USUAL_LORAS = 8  # where adapters are named and max_loras is not
-_MOST_THREADS = 1024  # torch ends the process where it cannot start them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ class EngineConfig(SchedulingOptions):
         return ",".join(part for part in (self.collective, profile) if part)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_running", "max_tokens_per_step"):
-            if getattr(self, name) < 0:
-                raise CumuloError(
-                    f"{name} must be 1 or more (or 0 for the device's default), got {getattr(self, name)}"
-                )
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                bounds = f"{least} to {most:,}" if most < _NO_BOUND else f"{least} or more"
+                raise CumuloError(f"{name} must be a number, {bounds}; got {value}")
         parse_choices(self.collective)
         read_collective_profile(self.collective_profile)
         for name, allowed in _ALLOWED.items():
@@ -96,18 +96,6 @@ class EngineConfig(SchedulingOptions):
                 )
         if bool(self.kv_disk) != (self.kv_disk_gib > 0):
             raise CumuloError("kv_disk is a folder and needs kv_disk_gib, the most that its files may take")
-        for name in ("kv_memory_gib", "kv_host_gib", "kv_disk_gib", "max_context", "threads"):
-            value = getattr(self, name)
-            smallest = int(name in ("max_context", "threads"))
-            if value is not None and not smallest <= value < float("inf"):
-                raise CumuloError(f"{name} must be a number, {smallest} or more; got {value}")
-        if self.threads is not None and self.threads > _MOST_THREADS:
-            raise CumuloError(f"threads must be {_MOST_THREADS:,} or fewer, got {self.threads:,}")
-        for name, least in (("max_loras", 0), ("max_lora_rank", 1)):
-            if not least <= getattr(self, name) <= 4096:
-                raise CumuloError(f"{name} must be {least} to 4096, got {getattr(self, name)}")
-        if not 0 <= self.invariant_tp <= 64:
-            raise CumuloError(f"invariant_tp must be 1 to 64 ranks, or 0 for 4; got {self.invariant_tp}")
         if self.invariant_tp and not self.batch_invariant:
             raise CumuloError(
                 "invariant_tp says what batch_invariant adds up alike: add batch_invariant, or omit it"
@@ -120,8 +108,6 @@ class EngineConfig(SchedulingOptions):
         if self.slo is not None and (self.slo.tpot_s is not None or self.slo.e2e_s is not None):
             raise CumuloError("a server can promise ttft and itl: remove tpot and e2e from the SLO")
         layout = self.layout  # which refuses sizes that do not belong together
-        if self.redundant_experts < 0 or self.expert_balance_steps < 1:
-            raise CumuloError("redundant_experts must be 0 or more, and expert_balance_steps 1 or more")
         if self.redundant_experts and layout.ep == 1:
             raise CumuloError("redundant_experts copies experts among ranks: add ep, or omit it")
         if (self.remote_ranks > 0) != bool(self.rank_address) or not 0 <= self.remote_ranks < layout.world:
@@ -149,8 +135,6 @@ class EngineConfig(SchedulingOptions):
             parse_address(named_address(text, number)[1])
         if self.transfer_address:
             parse_address(self.transfer_address)
-        if self.kv_blocks is not None and self.kv_blocks < 1:
-            raise CumuloError(f"kv_blocks must be 1 or more, got {self.kv_blocks}")
 
     @property
     def sum_parts(self) -> int:
@@ -194,6 +178,16 @@ class EngineConfig(SchedulingOptions):
         return settled
 
 
+_NO_BOUND = sys.float_info.max
+_BOUNDS = {
+    **dict.fromkeys(("block_size", "max_running", "max_tokens_per_step"), (0, _NO_BOUND)),
+    **dict.fromkeys(("kv_memory_gib", "kv_host_gib", "kv_disk_gib", "redundant_experts"), (0, _NO_BOUND)),
+    **dict.fromkeys(("kv_blocks", "max_context", "expert_balance_steps"), (1, _NO_BOUND)),
+    "threads": (1, 1024),  # torch ends the process where it cannot start more
+    "max_loras": (0, 4096),
+    "max_lora_rank": (1, 4096),
+    "invariant_tp": (0, 64),
+}
 _ALLOWED = {
     "slo_late": ("refuse", "queue"),
     "role": ("both", "prefill", "decode"),
