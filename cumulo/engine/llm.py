@@ -20,7 +20,7 @@ from cumulo.engine.decide.story import Story
 from cumulo.engine.engine import Engine
 from cumulo.engine.memory.ledger import Ledger
 from cumulo.engine.outputs import Progress, RequestOutput, shortened
-from cumulo.engine.token_stream import Answers, TokenStream
+from cumulo.engine.token_stream import Answer, Answers, TokenStream
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.models.adapters.config import greatest_rank
 from cumulo.models.text.tokenizer import Tokenizer
@@ -145,10 +145,8 @@ class LLM:
         one (or None) for each. A single prompt that cannot be served raises InvalidRequest.
         Of several, the bad ones come back with `error` set and the others are served.
         """
-        one = isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        several: list[Any] = [prompts] if one else list(prompts)
         encode = partial(self._encode_prompt, parse_special_tokens=parse_special_tokens)
-        return self._run(several, params, encode, on_progress, adapter)
+        return self._run(_listed(prompts), params, encode, on_progress, adapter)
 
     def chat(
         self,
@@ -179,13 +177,7 @@ class LLM:
         is_chat = not isinstance(prompt, (str, bytes)) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         given: Any = prompt
         text, tokens = self._encode_chat(given) if is_chat else self._encode_prompt(given)
-        with self._lock:
-            self._require_open()
-            request = self.engine.add(
-                tokens, self._params(params), prompt_text=text, stream=True, adapter=self._named(adapter)
-            )
-            self._answers.expect(request.id, streamed=True)
-        return TokenStream(self._answers, request.id)
+        return TokenStream(self._answers, self._add(text, tokens, params, adapter, stream=True))
 
     def beam_search(
         self,
@@ -220,15 +212,11 @@ class LLM:
             raise InvalidRequest(
                 f"dimensions must be 1 to {hidden}, this model's hidden size; got {dimensions}"
             )
-        one = isinstance(texts, (str, bytes)) or (len(texts) > 0 and isinstance(texts[0], int))
-        prompts: list[Any] = [texts] if one else list(texts)
         drawn = SamplingParams(pooling=pooling)
-        outputs = self._run(prompts, drawn, self._encode_prompt, on_progress, adapter)
-        if dimensions is None:
-            return outputs
+        outputs = self._run(_listed(texts), drawn, self._encode_prompt, on_progress, adapter)
         return [
             replace(output, embedding=shortened(output.embedding, dimensions).tolist())
-            if output.embedding is not None
+            if dimensions is not None and output.embedding is not None
             else output
             for output in outputs
         ]
@@ -242,50 +230,35 @@ class LLM:
         on_progress: Callable[[Progress], None] | None,
         adapter: Adapters = None,
     ) -> list[RequestOutput]:
-        each = (
-            [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        )
-        if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts were given with {len(each)} sets of parameters")
-        named = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
-        if len(named) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts were given with {len(named)} adapters")
-        answers: list[RequestOutput | str] = []  # an output, or the id of the request that will give it
+        each = _for_each(params, SamplingParams, len(prompts), "sets of parameters")
+        named = _for_each(adapter, str, len(prompts), "adapters")
+        answers: list[Answer] = []
         started_s = time.perf_counter()
         try:
             for prompt, chosen, name in zip(prompts, each, named, strict=True):
                 answers.append(self._submit(prompt, chosen, encode, name, alone=len(prompts) == 1))
-            waiting = {answer for answer in answers if isinstance(answer, str)}
-            total, prompt_tokens, output_tokens = len(prompts), 0, 0
-            while waiting:
+            waiting = answers
+            while waiting := [answer for answer in waiting if answer.output is None]:
                 self._answers.step()
-                for name, output in [(name, self._answers.output(name)) for name in waiting]:
-                    if output is not None:
-                        waiting.discard(name)
-                        prompt_tokens += output.story.prompt_tokens
-                        output_tokens += output.story.output_tokens
                 if on_progress is not None:
+                    stories = [answer.output.story for answer in answers if answer.output is not None]
                     running = self.engine.scheduler.running
                     on_progress(
                         Progress(
-                            finished=total - len(waiting),
-                            total=total,
-                            prompt_tokens=prompt_tokens
+                            finished=len(stories),
+                            total=len(prompts),
+                            prompt_tokens=sum(story.prompt_tokens for story in stories)
                             + sum(min(s.computed, s.prompt_length) for s in running),
-                            output_tokens=output_tokens + sum(s.output_length for s in running),
+                            output_tokens=sum(story.output_tokens for story in stories)
+                            + sum(s.output_length for s in running),
                             elapsed_s=time.perf_counter() - started_s,
                         )
                     )
-            found = [
-                answer if isinstance(answer, RequestOutput) else self._answers.output(answer)
-                for answer in answers
-            ]
-            return [output for output in found if output is not None]
+            return [answer.output for answer in answers if answer.output is not None]
         finally:
             # Interrupted (Ctrl-C, an error): nothing keeps running behind the caller's back.
             for answer in answers:
-                if isinstance(answer, str):
-                    self._answers.leave(answer)
+                self._answers.leave(answer)
 
     def _submit(
         self,
@@ -295,27 +268,30 @@ class LLM:
         adapter: str | None,
         *,
         alone: bool,
-    ) -> RequestOutput | str:
+    ) -> Answer:
         try:
-            text, tokens = encode(prompt)
-            with self._lock:
-                self._require_open()
-                request = self.engine.add(
-                    tokens, self._params(params), prompt_text=text, adapter=self._named(adapter)
-                )
-                self._answers.expect(request.id)
-                return request.id
+            return self._add(*encode(prompt), params, adapter)
         except InvalidRequest as error:
             if alone:
                 raise
             shown = prompt if isinstance(prompt, str) else None
-            return RequestOutput("", shown, [], [], Story(time.perf_counter()), error=str(error))
+            refused = RequestOutput("", shown, [], [], Story(time.perf_counter()), error=str(error))
+            return Answer("", output=refused)
 
-    def _named(self, adapter: str | None) -> str:
-        return adapter or self.default_adapter or ""
-
-    def _params(self, params: SamplingParams | None) -> SamplingParams:
-        return params if params is not None else self.sampling()
+    def _add(
+        self,
+        text: str | None,
+        tokens: list[int],
+        params: SamplingParams | None,
+        adapter: str | None,
+        stream: bool = False,
+    ) -> Answer:
+        with self._lock:
+            self._require_open()
+            params = params if params is not None else self.sampling()
+            named = adapter or self.default_adapter or ""
+            request = self.engine.add(tokens, params, prompt_text=text, stream=stream, adapter=named)
+            return self._answers.expect(request.id)
 
     def _encode_prompt(
         self, prompt: Prompt, parse_special_tokens: bool = True
@@ -352,3 +328,17 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt or many, as a list."""
+    one = isinstance(prompts, (str, bytes)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)
+
+
+def _for_each(given: Any, kind: type, count: int, what: str) -> list[Any]:
+    """What was given for all of `count` prompts, or for each of them."""
+    each = [given] * count if given is None or isinstance(given, kind) else list(given)
+    if len(each) != count:
+        raise InvalidRequest(f"{count} prompts were given with {len(each)} {what}")
+    return each

@@ -55,8 +55,8 @@ def test_blocks_arrive_through_pages_of_any_size(page: int, monkeypatch: pytest.
     layers, pairs = theirs.spec.layers, [(8, 0), (2, 3), (3, 4), (0, 6)]
     with served(StreamExport(theirs)) as address:
         reads = StreamSource(ours, address, GREETING)
-        copied = reads.read(0, BlockRuns.joined(pairs), layers)
-        copied += reads.read(1, BlockRuns.joined([(5, 5)]))
+        copied = reads.read(0, BlockRuns(*zip(*pairs, strict=True)), layers)
+        copied += reads.read(1, BlockRuns(*zip(*[(5, 5)], strict=True)))
         reads.settle()
         reads.close()
     for rank, (keys, values) in enumerate(expected):
@@ -80,7 +80,7 @@ def test_blocks_that_do_not_exist_end_the_transfer_and_write_nothing(wrong: tupl
     with served(StreamExport(theirs)) as address:
         reads = StreamSource(ours, address, GREETING)
         with pytest.raises(OSError, match=r"do not exist|closed the connection|reset"):
-            reads.read(0, BlockRuns.joined([wrong]))
+            reads.read(0, BlockRuns(*zip(*[wrong], strict=True)))
         reads.close()
     assert torch.equal(ours.key_storage, before)
 

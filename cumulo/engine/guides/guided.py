@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cumulo.base.sandbox.worker import Worker
 from cumulo.engine.decide.params import Guide
-from cumulo.engine.guides.grammar import JSON_WHITESPACE, grammar_text, json_schema_text, refusal
+from cumulo.engine.guides.grammar import refusal
 from cumulo.engine.guides.trial import (
     GuideCompilerBusy,
     Trial,
@@ -34,15 +34,6 @@ from cumulo.engine.guides.trial import (
 from cumulo.engine.sampling.sampler import NO_TOKEN_LEFT, TokenMasks
 from cumulo.errors import InvalidRequest
 from cumulo.models.text.tokenizer import Tokenizer
-
-__all__ = [
-    "JSON_WHITESPACE",
-    "Guidance",
-    "GuidedSlots",
-    "grammar_text",
-    "is_fault_of_guide",
-    "json_schema_text",
-]
 
 # llguidance recurses along chains of rules and references; on a usual stack a long one ends the process.
 _COMPILE_STACK_BYTES = 256 << 20

@@ -83,7 +83,7 @@ class Drafter:
         if not given.any():
             return {}, {}
         begun, complete = given > 0, given == needed
-        rows = _rows(slots[begun], self._followed[slots[begun]], given[begun])
+        rows = StepRows.of(slots[begun], self._followed[slots[begun]], given[begun])
         last = rows.query_starts[1:] - 1
         followed = self.model.follow(self._batch(rows, last[complete[begun]], table), self.cache, None)
         self._followed[slots] += given
@@ -146,7 +146,7 @@ class Drafter:
             together = together[more]
             # Behind the known tokens, where whatever is drawn will overwrite them.
             table.tokens[slots, ends + self.model.shift + place - 1] = tokens[more]
-            rows = _rows(slots, ends + place - 1, np.ones(len(slots), dtype=np.int64))
+            rows = StepRows.of(slots, ends + place - 1, np.ones(len(slots), dtype=np.int64))
             kept = hidden[torch.from_numpy(np.flatnonzero(more))]
             behind = self._batch(rows, np.arange(len(slots)), table)
             hidden, likeliest = self.model.follow(behind, self.cache, kept)
@@ -160,12 +160,6 @@ class Drafter:
             slots = np.repeat(rows.slots, rows.counts)
             batch.token_ids = torch.from_numpy(table.tokens[slots, places].astype(np.int64))
         return batch
-
-
-def _rows(slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> StepRows:
-    query_starts = np.zeros(len(slots) + 1, dtype=np.int64)
-    np.cumsum(counts, out=query_starts[1:])
-    return StepRows(slots, starts, counts, query_starts)
 
 
 class EagleDraft:

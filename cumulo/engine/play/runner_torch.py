@@ -16,21 +16,19 @@ from torch import Tensor
 
 from cumulo.base.machine import PeakMemory
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.plan import NewSlot, Send, StepPlan, StepResult, TokenLogprobs
+from cumulo.engine.decide.plan import NewSlot, Send, StepPlan, StepResult
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.drafter import Drafter
 from cumulo.engine.play.rank_play import RankPlay
 from cumulo.engine.play.slot_table import SlotTable, StepRows
 from cumulo.engine.play.swap_pool import SwapPool, swap_blocks
 from cumulo.engine.play.verify import StepDraws, draws_of, take_accepted, write_drafts
-from cumulo.engine.sampling.sampler import draw, token_logprobs
+from cumulo.engine.sampling.sampler import draw
 from cumulo.kernels.cpu.paged_attention import bytes_of
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import AdapterWeights
 from cumulo.models.batch import KVCache, RunnableModel
 
-# Prompt log-probabilities need logits at every position; this many positions at a time bound their memory.
-_PROMPT_LOGIT_ROWS = 64
 # From the rows of a step that other engines wait for to what is called after each of its layers.
 LayerTeller = Callable[[list[Send]], Callable[[int], None]]
 
@@ -193,9 +191,12 @@ class TorchRunner:
             return result
         offset = len(last_tokens)
         for row, positions in prompts.items():
-            result.prompt_logprobs[row] = self._prompt_logprobs(
-                output[offset : offset + len(positions)], int(rows.slots[row]), int(rows.starts[row])
-            )
+
+            def logits_of(first: int, size: int, begin: int = offset) -> Tensor:
+                return self.model.logits(output[begin + first : begin + first + size])
+
+            slot, start = int(rows.slots[row]), int(rows.starts[row])
+            result.prompt_logprobs[row] = self.table.prompt_logprobs(slot, start, len(positions), logits_of)
             offset += len(positions)
         for positions in pools:
             hidden = output[offset : offset + len(positions)]
@@ -259,23 +260,7 @@ class TorchRunner:
         result.tokens = drawn.tokens.tolist()
         result.logprobs, result.errors = drawn.logprobs, drawn.errors
 
-    # -- prompt log-probabilities -------------------------------------------------------------------------
     def _prompt_positions(self, rows: StepRows, row: int) -> NDArray[np.int64]:
         """Offsets into the row of the tokens whose successor is a prompt token."""
         prompt_length = int(self.table.prompt_lengths[rows.slots[row]])
         return np.arange(max(0, min(int(rows.counts[row]), prompt_length - 1 - int(rows.starts[row]))))
-
-    def _prompt_logprobs(self, output: Tensor, slot: int, start: int) -> list[TokenLogprobs]:
-        """Log-probabilities of the model's own distribution: bias and penalties shape what is drawn, not what
-        was given."""
-        params = self.table.params[slot]
-        count = (params.prompt_logprobs or 0) if params is not None else 0
-        entries: list[TokenLogprobs] = []
-        for first in range(0, len(output), _PROMPT_LOGIT_ROWS):
-            logits = self.model.logits(output[first : first + _PROMPT_LOGIT_ROWS])
-            if logits.dtype not in (torch.float32, torch.float64):
-                logits = logits.float()
-            begin = start + first + 1
-            tokens = self.table.tokens[slot, begin : begin + len(logits)].astype(np.int64)
-            entries += token_logprobs(logits, tokens, np.full(len(tokens), count))
-        return entries

@@ -4,7 +4,7 @@ Plans carry only changes, so a step of a thousand decoding sequences is read out
 array operations. Only beginnings and block changes are handled one by one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from cumulo.engine.decide.beams import candidates_per_beam
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.plan import StepPlan, TokenLogprobs
 from cumulo.engine.guides.guided import Guidance, GuidedSlots
 from cumulo.engine.sampling.distribution import seed_bits
-from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits, TokenPairs
+from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, LogitEdits, TokenPairs, token_logprobs
 from cumulo.kernels.low_rank import AdapterRows, group_rows
 from cumulo.models.batch import ForwardBatch
 
@@ -34,12 +34,16 @@ class StepRows:
     counts: NDArray[np.int64]
     query_starts: NDArray[np.int64]  # [rows + 1]
 
+    @staticmethod
+    def of(slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> "StepRows":
+        return StepRows(slots, starts, counts, np.concatenate(([0], np.cumsum(counts))))
+
     @property
     def ends(self) -> NDArray[np.int64]:
         return self.starts + self.counts
 
 
-NO_ROWS = StepRows(_NOTHING, _NOTHING, _NOTHING, np.zeros(1, dtype=np.int64))
+NO_ROWS = StepRows.of(_NOTHING, _NOTHING, _NOTHING)
 
 
 class SlotTable:
@@ -139,9 +143,7 @@ class SlotTable:
         slots = np.array(plan.slots, dtype=np.int64)
         starts = np.array(plan.starts, dtype=np.int64)
         counts = np.array(plan.counts, dtype=np.int64)
-        query_starts = np.zeros(len(slots) + 1, dtype=np.int64)
-        np.cumsum(counts, out=query_starts[1:])
-        rows = StepRows(slots, starts, counts, query_starts)
+        rows = StepRows.of(slots, starts, counts)
         wrong = (counts < 1) | (starts < 0) | (rows.ends > self.lengths[slots])
         wrong |= rows.ends > self.block_counts[slots] * self.block_size
         if wrong.any():
@@ -255,6 +257,23 @@ class SlotTable:
             output=TokenPairs.joined(output),
             forbidden=TokenPairs.joined(forbidden),
         )
+
+    def prompt_logprobs(
+        self, slot: int, start: int, count: int, logits_of: Callable[[int, int], torch.Tensor], most: int = 64
+    ) -> list[TokenLogprobs]:
+        """Of the `count` tokens behind position `start`, by the model's own distribution: bias and penalties shape
+        what is drawn, not what was given. `logits_of`: of so many places from one on, counted from `start`; at most
+        `most` at a time, to bound their memory."""
+        params, entries = self.params[slot], list[TokenLogprobs]()
+        wanted = (params.prompt_logprobs or 0) if params is not None else 0
+        for first in range(0, count, most):
+            size = min(most, count - first)
+            logits = logits_of(first, size)
+            if logits.dtype not in (torch.float32, torch.float64):
+                logits = logits.float()
+            tokens = self.tokens[slot, start + first + 1 : start + first + 1 + size].astype(np.int64)
+            entries += token_logprobs(logits, tokens, np.full(size, wanted))
+        return entries
 
     def _ends(self, slot: int, vocabulary: int) -> tuple[int, ...]:
         """Tokens that would end the slot's sequence."""

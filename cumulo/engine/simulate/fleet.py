@@ -7,6 +7,7 @@ speed and the hashes of its KV blocks, as of the moment in which the request arr
 
 from array import array
 from collections.abc import Sequence as ListLike
+from functools import lru_cache
 
 from cumulo.engine.decide.core.block_pool import BlockHash, chain_hashes, root_hash
 from cumulo.engine.decide.routing import Ask, ReplicaView, Router
@@ -14,30 +15,18 @@ from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run
 
 
-class PromptHashes:
-    """Hashes of the shared beginnings of prompts, computed once for each."""
+def prefix_hashes(arrival: Arrival, block_size: int) -> list[BlockHash]:
+    """Of the full blocks of what a prompt shares with others, as the engine's own prompts hash them."""
+    shared = min(sum(tokens for _, tokens in arrival.shared), arrival.prompt_tokens)
+    return _hashes(arrival.shared, shared // block_size, block_size)
 
-    def __init__(self, block_size: int) -> None:
-        self._size = block_size
-        self._known: dict[tuple[BlockHash, int, int], list[BlockHash]] = {}
 
-    def of_arrival(self, arrival: Arrival) -> list[BlockHash]:
-        """Of the full blocks that lie within shared pieces, as the engine's own prompts hash them. A piece that is
-        no whole number of blocks ends the chain: what follows depends on where it lies in a block."""
-        parent, found, left = root_hash(""), list[BlockHash](), arrival.prompt_tokens
-        for name, tokens in arrival.shared:
-            blocks = min(tokens, left) // self._size
-            key = (parent, name, blocks)
-            hashes = self._known.get(key)
-            if hashes is None:
-                text = array("i", (-1 - name,)) * (blocks * self._size)
-                hashes = self._known[key] = chain_hashes(parent, text, self._size)
-            found += hashes
-            left -= tokens
-            if tokens % self._size or left <= 0 or not hashes:
-                break
-            parent = hashes[-1]
-        return found
+@lru_cache(256)
+def _hashes(pieces: tuple[tuple[int, int], ...], blocks: int, block_size: int) -> list[BlockHash]:
+    text = array("i")
+    for name, tokens in pieces:
+        text.extend(array("i", (-1 - name,)) * tokens)
+    return chain_hashes(root_hash(""), text[: blocks * block_size], block_size)
 
 
 def simulate_fleet(
@@ -45,12 +34,12 @@ def simulate_fleet(
 ) -> list[Run]:
     """Serve all arrivals, given in order of time; returns each engine's run. Every engine has played up to the
     moment in which a request is routed."""
-    hashes = PromptHashes(engines[0].scheduler.config.block_size)
+    size = engines[0].scheduler.config.block_size
     by_name = {str(number): engine for number, engine in enumerate(engines)}
     for arrival in arrivals:
         for engine in engines:
             engine.advance(arrival.arrived_s)
-        ask = Ask(arrival.prompt_tokens, hashes.of_arrival(arrival))
+        ask = Ask(arrival.prompt_tokens, prefix_hashes(arrival, size))
         # The replicas are alike: one that has computed no prompt yet is as fast as the others.
         prompt_s = min(engine.scheduler.costs.prompt_s_per_token for engine in engines)
         route = router.route(ask, [replica_view(name, engine, prompt_s) for name, engine in by_name.items()])

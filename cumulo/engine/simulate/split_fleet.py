@@ -27,7 +27,7 @@ from cumulo.engine.decide.transfer.orders import (
     TransferPlan,
 )
 from cumulo.engine.simulate.engine import SimulatedEngine, take_in
-from cumulo.engine.simulate.fleet import PromptHashes, engine_view
+from cumulo.engine.simulate.fleet import engine_view, prefix_hashes
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock
 
 _NUMBERS = 1 << 20  # of one decode engine's requests: prompts of two engines must differ
@@ -159,10 +159,10 @@ class SplitFleet:
 
     def serve(self, arrivals: ListLike[Arrival], router: Router) -> list[Run]:
         """All arrivals, given in order of time; returns the decode engines' runs."""
-        hashes = PromptHashes(self.decode[0].scheduler.config.block_size)
+        size = self.decode[0].scheduler.config.block_size
         for arrival in arrivals:
             self._play_until(arrival.arrived_s)
-            ask = Ask(arrival.prompt_tokens, hashes.of_arrival(arrival))
+            ask = Ask(arrival.prompt_tokens, prefix_hashes(arrival, size))
             views = [
                 engine_view(one.name, one, 0, one.scheduler.costs.prompt_s_per_token) for one in self.decode
             ]

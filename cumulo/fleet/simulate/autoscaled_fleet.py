@@ -14,7 +14,7 @@ from typing import Literal
 
 from cumulo.engine.decide.routing import Ask, Router
 from cumulo.engine.simulate.engine import SimulatedEngine
-from cumulo.engine.simulate.fleet import PromptHashes, replica_view
+from cumulo.engine.simulate.fleet import prefix_hashes, replica_view
 from cumulo.engine.simulate.run import Arrival, Served
 from cumulo.fleet.decide.scaling import FleetSeen, ReplicaLife, RoleSeen, ScaleTo, ScalingRule, changes
 from cumulo.spec.slo import Slo
@@ -206,7 +206,7 @@ class AutoscaledFleet:
         self._numbers = itertools.count()
         self._readies: list[tuple[float, str, str]] = []
         self._landings: list[tuple[float, int, Arrival]] = []  # on their way from prefill to decode
-        self._hashes = PromptHashes(block_size)
+        self._block_size = block_size
         for role in self._roles.values():
             for _ in range(counts[role.name]):
                 self._order(role, 0.0, ready_s=0.0)
@@ -256,7 +256,7 @@ class AutoscaledFleet:
         prompt_s = min(one.engine.scheduler.costs.prompt_s_per_token for one in ready)
         while role.held:
             arrival = role.held.popleft()
-            ask = Ask(arrival.prompt_tokens, self._hashes.of_arrival(arrival))
+            ask = Ask(arrival.prompt_tokens, prefix_hashes(arrival, self._block_size))
             route = role.router.route(ask, [replica_view(one.name, one.engine, prompt_s) for one in ready])
             role.members[route.replica].engine.give(arrival, route.cached_tokens)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from cumulo.engine.decide.core.block_pool import BlockHash
 from cumulo.engine.decide.routing import router
-from cumulo.engine.simulate.fleet import PromptHashes, simulate_fleet
+from cumulo.engine.simulate.fleet import prefix_hashes, simulate_fleet
 from cumulo.engine.simulate.run import Run
 from cumulo.engine.simulate.split_fleet import KVLink, SplitDecode, SplitFleet, SplitPrefill
 from cumulo.errors import ConfigError
@@ -113,10 +113,9 @@ def shared_cache_share(traffic: Traffic, blocks: int, block_size: int) -> float:
     """Prompt tokens found in one cache of so many blocks that evicts what was used longest ago, when requests come
     one after the other: what no fleet of separate caches of that size can beat by much."""
     held: OrderedDict[BlockHash, None] = OrderedDict()
-    hashes = PromptHashes(block_size)
     found = total = 0
     for arrival in traffic.arrivals:
-        chain, hit = hashes.of_arrival(arrival), True
+        chain, hit = prefix_hashes(arrival, block_size), True
         for block_hash in chain:
             if block_hash in held:
                 found += block_size if hit else 0

@@ -129,30 +129,15 @@ class Extension:
 
 
 class Points:
-    """The extensions of a scheduler by point: of each point, those that have something to do there."""
+    """The extensions of a scheduler by point: `points.arrive` are those that have something to do on arrival, in
+    their order."""
 
     def __init__(self, extensions: Iterable[Extension] = ()) -> None:
         self.extensions = tuple(extensions)
-        self.arrive = self._having("arrive")
-        self.hold_back = self._having("hold_back")
-        self.order_victims = self._having("order_victims")
-        self.tokens_elsewhere = self._having("tokens_elsewhere")
-        self.take_admission = self._having("take_admission")
-        self.admitted = self._having("admitted")
-        self.share_prompts = self._having("share_prompts")
-        self.bound_tokens = self._having("bound_tokens")
-        self.plans_ahead = self._having("plans_ahead")
-        self.begin_step = self._having("begin_step")
-        self.choose_rows = self._having("choose_rows")
-        self.end_step = self._having("end_step")
-        self.observe = self._having("observe")
-        self.before_result = self._having("before_result")
-        self.after_result = self._having("after_result")
-        self.step_failed = self._having("step_failed")
-        self.sequence_ended = self._having("sequence_ended")
-        self.request_ended = self._having("request_ended")
-        self.problems = self._having("problems")
 
-    def _having(self, point: str) -> tuple[Extension, ...]:
+    def __getattr__(self, point: str) -> tuple[Extension, ...]:
+        """Asked once of each point: then it is an attribute."""
         plain = getattr(Extension, point)
-        return tuple(one for one in self.extensions if getattr(type(one), point) is not plain)
+        found = tuple(one for one in self.extensions if getattr(type(one), point) is not plain)
+        setattr(self, point, found)
+        return found

@@ -4,7 +4,7 @@ data.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -27,12 +27,6 @@ class BlockRuns:
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]  # as many
-
-    @staticmethod
-    def joined(pairs: Iterable[tuple[int, int]]) -> "BlockRuns":
-        """Blocks by source and target."""
-        listed = list(pairs)
-        return BlockRuns(tuple(source for source, _ in listed), tuple(target for _, target in listed))
 
     @property
     def blocks(self) -> int:

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.params import SamplingParams
@@ -159,11 +160,8 @@ class Transfers:
 MOST_ORDERS = 3  # of one request: after so many failures its prompt is computed where it waits
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChoice:
+class PrefillChoice(NamedTuple):
     peer: str | None  # None: here
-    here_s: float  # predicted delays in all
-    there_s: float
     why: str
 
 
@@ -186,15 +184,13 @@ def choose_prefill(
     compute_s = missing / here.prompt_tok_s
     here_s = here.waiting_tokens / here.prompt_tok_s + compute_s * (1 + max(1, here.running))
     if not peers:
-        return PrefillChoice(None, here_s, float("inf"), "no prefill engine can be reached")
+        return PrefillChoice(None, "no prefill engine can be reached")
     there_s = tail_s + min(expected(ask, one, router.promised.get(one.name, ())).ttft_s for one in peers)
     words = f"({_ms(there_s)} against {_ms(here_s)})"
     if here_s <= there_s:
-        return PrefillChoice(None, here_s, there_s, f"{missing} tokens are computed sooner here {words}")
-    chosen = router.route(ask, peers)
-    return PrefillChoice(
-        chosen.replica, here_s, there_s, f"that delays everybody less than computing it here {words}"
-    )
+        return PrefillChoice(None, f"{missing} tokens are computed sooner here {words}")
+    why = f"that delays everybody less than computing it here {words}"
+    return PrefillChoice(router.route(ask, peers).replica, why)
 
 
 def _ms(seconds: float) -> str:

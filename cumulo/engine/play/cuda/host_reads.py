@@ -15,11 +15,8 @@ from torch import Tensor
 from cumulo.engine.decide.plan import StepPlan, TokenLogprobs
 from cumulo.engine.play.rank_play import DeviceRank, OwnRows
 from cumulo.engine.play.slot_table import SlotTable, StepRows
-from cumulo.engine.sampling.sampler import token_logprobs
 from cumulo.kernels.cuda.elementwise.rms_norm import rms_norm
 from cumulo.models.play.cuda_decoder import CudaDecoder
-
-_PROMPT_LOGIT_ROWS = 64
 
 
 def need_host(
@@ -67,17 +64,12 @@ class HiddenReader:
         table, model = self._table, self._model
         slot, start = int(self._rows.slots[row]), int(self._rows.starts[row])
         count = min(int(self._rows.counts[row]), int(table.prompt_lengths[slot]) - 1 - start)
-        params, entries = table.params[slot], list[TokenLogprobs]()
-        wanted = (params.prompt_logprobs or 0) if params is not None else 0
-        most = min(_PROMPT_LOGIT_ROWS, model.max_outputs)
-        for first in range(0, max(0, count), most):
-            size = min(most, count - first)
+
+        def logits_of(first: int, size: int) -> Tensor:
             model.logits_of(self._hidden(row, first, size), model.logits[:size])
-            logits = model.whole_logits(size).float()
-            begin = start + first + 1
-            tokens = table.tokens[slot, begin : begin + size].astype(np.int64)
-            entries += token_logprobs(logits, tokens, np.full(size, wanted))
-        return entries
+            return model.whole_logits(size)
+
+        return table.prompt_logprobs(slot, start, count, logits_of, min(64, model.max_outputs))
 
     def pooled(self, plan: StepPlan) -> list[NDArray[np.float64]]:
         """Sums of the hidden states of the rows that the plan pools."""
