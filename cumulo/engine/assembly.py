@@ -22,9 +22,9 @@ from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.rank_backend import RankPlaces, choose_backend
 from cumulo.engine.decide.scheduler import Scheduler
+from cumulo.engine.decide.transfer.orders import named_addresses
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
-from cumulo.engine.link import connect
 from cumulo.engine.memory.ledger import Ledger
 from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, plan_rank_memory, scheduler_config
 from cumulo.engine.memory.needs import quantised_saved_bytes
@@ -32,12 +32,18 @@ from cumulo.engine.play.disk_tier import KvFiles, TierMover, kv_fingerprint
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, make_player, refuse_kernel_options
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
+from cumulo.engine.play.ranked_runner import RankedRunner
+from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.engine.play.swap_pool import SwapPool
+from cumulo.engine.play.transfer_receiver import TransferReceiver
+from cumulo.engine.play.transfer_sender import TransferSender
+from cumulo.engine.play.transfer_wire import RankCaches, SentCache
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.kernels.cuda.registry import gpu_memory
 from cumulo.layout.equal_sums import invariant_ep
 from cumulo.layout.expert_placement import copies_problem
 from cumulo.layout.serving import serving_problems
+from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.load import LoadedModel, ModelFiles, inspect_model, load_model
 from cumulo.models.text.tokenizer import Tokenizer
@@ -282,8 +288,33 @@ def _complete(
         compile_kernels(engine)
     # What engines that exchange KV must have in common: other hosts may call other weights by the same name.
     weights = "" if config.role == "both" else f" (weights {weights_digest(files.path)})"
-    engine.link = connect(engine.scheduler, player, config, files.name + weights)
+    engine.link = _link(engine, player, config, files.name + weights)
     return Assembly(loaded, config, memory, engine, player)
+
+
+def _link(
+    engine: Engine, player: Player, config: EngineConfig, model: str
+) -> TransferSender | TransferReceiver | None:
+    """To other engines, as the engine's role asks for."""
+    if config.role == "both":
+        return None
+    runner = player.runner
+    ranked = runner if isinstance(runner, RankedRunner) else None
+    cache: SentCache | None = getattr(runner, "cache", None) if ranked is None else ranked.caches
+    if not isinstance(cache, KVCache | RankCaches):
+        raise ConfigError(
+            f"role={config.role} needs an engine whose KV cache is in its own process: omit role"
+        )
+    if config.role == "decode":
+        engine.scheduler.transfers.receive(cache.spec.layers, config.transfer_stall_s)
+        return TransferReceiver(cache, model, named_addresses(config.prefill_engines), config.transfer_key)
+    sender = TransferSender(cache, model, config.transfer_address, config.transfer_key)
+    # On one host all layers of a GPU's step go in one copy; over a network each leaves when it is computed.
+    if isinstance(runner, TorchRunner) or (ranked is None and sender.staged):
+        runner.layer_teller = sender.layer_teller  # type: ignore[attr-defined]
+    if ranked is not None:
+        sender.before_told = ranked.wait_for_ranks
+    return sender
 
 
 def _mover(engine: Engine, player: Player, config: EngineConfig, files: ModelFiles) -> TierMover:

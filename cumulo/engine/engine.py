@@ -22,9 +22,10 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.guides.guided import Guidance
-from cumulo.engine.link import DecodeLink, PrefillLink
 from cumulo.engine.outputs import Delta, RequestOutput, Sample, TextStream, normalised
 from cumulo.engine.play.disk_tier import TierMover
+from cumulo.engine.play.transfer_receiver import TransferReceiver
+from cumulo.engine.play.transfer_sender import TransferSender
 from cumulo.errors import InvalidRequest, RanksFailed
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.spec.slo import Slo
@@ -73,7 +74,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._depth = depth if overlap else 0
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
-        self.link: PrefillLink | DecodeLink | None = None  # of an engine with a role
+        self.link: TransferSender | TransferReceiver | None = None  # of an engine with a role
         self.adapters: AdapterStore | None = None  # where adapters are served
         self.mover: TierMover | None = None  # of KV blocks between host memory and disk
         self.idle = False  # the last step had nothing to compute: what is here waits for another engine
@@ -189,7 +190,7 @@ class Engine:
             self._close(request, output)
         self.scheduler.closed.clear()
         self.idle = plan is None and not finishes
-        if not self.has_work and self.scheduler.pool.used_count and not self.scheduler.transfers.active:
+        if not self.has_work and self.scheduler.pool.used_count and not self.scheduler.transferring:
             raise RuntimeError(f"{self.scheduler.pool.used_count} KV blocks leaked: a bug in the scheduler")
         return output
 
@@ -204,7 +205,7 @@ class Engine:
     def exchange(self) -> None:
         """Take in what other engines said, and tell them what was decided."""
         if self.link is not None:
-            self.link.exchange(time.perf_counter())
+            self.link.exchange(self.scheduler, time.perf_counter())
         if self.mover is not None:
             if self.idle:  # the last step had nothing to do but to wait for files
                 self.mover.news.wait(_FILES_S)

@@ -20,7 +20,7 @@ from cumulo.engine.decide.story import Story
 from cumulo.engine.engine import Engine
 from cumulo.engine.memory.ledger import Ledger
 from cumulo.engine.outputs import Progress, RequestOutput, shortened
-from cumulo.engine.token_stream import Answer, Answers, TokenStream
+from cumulo.engine.token_stream import Answers, AwaitedAnswer, TokenStream
 from cumulo.errors import CumuloError, InvalidRequest
 from cumulo.models.adapters.config import greatest_rank
 from cumulo.models.text.tokenizer import Tokenizer
@@ -232,7 +232,7 @@ class LLM:
     ) -> list[RequestOutput]:
         each = _for_each(params, SamplingParams, len(prompts), "sets of parameters")
         named = _for_each(adapter, str, len(prompts), "adapters")
-        answers: list[Answer] = []
+        answers: list[AwaitedAnswer] = []
         started_s = time.perf_counter()
         try:
             for prompt, chosen, name in zip(prompts, each, named, strict=True):
@@ -268,7 +268,7 @@ class LLM:
         adapter: str | None,
         *,
         alone: bool,
-    ) -> Answer:
+    ) -> AwaitedAnswer:
         try:
             return self._add(*encode(prompt), params, adapter)
         except InvalidRequest as error:
@@ -276,7 +276,7 @@ class LLM:
                 raise
             shown = prompt if isinstance(prompt, str) else None
             refused = RequestOutput("", shown, [], [], Story(time.perf_counter()), error=str(error))
-            return Answer("", output=refused)
+            return AwaitedAnswer("", output=refused)
 
     def _add(
         self,
@@ -285,7 +285,7 @@ class LLM:
         params: SamplingParams | None,
         adapter: str | None,
         stream: bool = False,
-    ) -> Answer:
+    ) -> AwaitedAnswer:
         with self._lock:
             self._require_open()
             params = params if params is not None else self.sampling()

@@ -14,7 +14,7 @@ from cumulo.engine.outputs import Delta, RequestOutput
 
 
 @dataclass(slots=True)
-class Answer:
+class AwaitedAnswer:
     """What has come of one request, until its caller has it."""
 
     request_id: str
@@ -23,15 +23,15 @@ class Answer:
 
 
 class Answers:
-    """Of one engine: those that somebody waits for."""
+    """The answers of one engine that somebody waits for."""
 
     def __init__(self, engine: Engine) -> None:
         self.lock = threading.RLock()
         self._engine = engine
-        self._expected: dict[str, Answer] = {}
+        self._expected: dict[str, AwaitedAnswer] = {}
 
-    def expect(self, request_id: str) -> Answer:
-        answer = self._expected[request_id] = Answer(request_id)
+    def expect(self, request_id: str) -> AwaitedAnswer:
+        answer = self._expected[request_id] = AwaitedAnswer(request_id)
         return answer
 
     def step(self) -> None:
@@ -45,14 +45,14 @@ class Answers:
                 if (answer := self._expected.get(finished.request_id)) is not None:
                     answer.output = finished
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: AwaitedAnswer) -> None:
         """End it where it is; its output then has what was made so far."""
         with self.lock:
             if answer.output is None and self._engine.abort(answer.request_id):
                 self.step()
             self.leave(answer)
 
-    def leave(self, answer: Answer) -> None:
+    def leave(self, answer: AwaitedAnswer) -> None:
         """Nobody waits for it any more: if it is still running, it is aborted."""
         if self._expected.pop(answer.request_id, None) is not None and answer.output is None:
             self._engine.abort(answer.request_id)
@@ -61,7 +61,7 @@ class Answers:
 class TokenStream(Iterator[Delta]):
     """An answer in the making. After the last Delta, `output` is the whole RequestOutput with its story."""
 
-    def __init__(self, answers: Answers, answer: Answer) -> None:
+    def __init__(self, answers: Answers, answer: AwaitedAnswer) -> None:
         self._answers, self._answer, self.request_id = answers, answer, answer.request_id
         self.output: RequestOutput | None = None
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cumulo.engine.engine import Engine
-from cumulo.engine.link import DecodeLink, PrefillLink
 from cumulo.engine.outputs import RequestOutput
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
@@ -31,7 +30,7 @@ class PrefillThread:
         )
         self.sender = TransferSender(engine.runner.cache, "tiny", address)
         engine.runner.layer_teller = self.sender.layer_teller
-        engine.link = PrefillLink(engine.scheduler, self.sender, decoder.spec.layers)
+        engine.link = self.sender
         self.problems: list[str] = []
         self.awake = threading.Event()  # cleared: it stands still
         self.awake.set()
@@ -59,7 +58,7 @@ class PrefillThread:
 
     def finish(self) -> None:
         """Until every block has been released."""
-        while self.engine.scheduler.transfers.active or self.engine.has_work:
+        while self.engine.scheduler.transferring or self.engine.has_work:
             self._thread.join(0.005)
         self.kill()
         assert self.problems == []
@@ -68,9 +67,8 @@ class PrefillThread:
 
 def decode_engine(decoder: Decoder, peers: list[tuple[str, str]], **options) -> Engine:
     engine = make_engine(decoder, **options)
-    receiver = TransferReceiver(engine.runner.cache, "tiny", peers)
-    engine.scheduler.handover.receive(decoder.spec.layers, PATIENCE_S)
-    engine.link = DecodeLink(engine.scheduler, receiver)
+    engine.scheduler.transfers.receive(decoder.spec.layers, PATIENCE_S)
+    engine.link = TransferReceiver(engine.runner.cache, "tiny", peers)
     return engine
 
 
@@ -84,7 +82,7 @@ def run_split(engine: Engine, between: Callable[[int], None] | None = None) -> d
     """Until every request has ended and nothing of a transfer is left."""
     finished: dict[str, RequestOutput] = {}
     turns = 0
-    while engine.has_work or engine.scheduler.transfers.active:
+    while engine.has_work or engine.scheduler.transferring:
         if engine.idle or not engine.has_work:
             select.select([engine.link], [], [], 0.01)
         engine.exchange()

@@ -9,6 +9,7 @@ from tests.engine.tiny_cuda_engine import SPECS, make_decoder, make_engine, use_
 from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import Send
+from cumulo.engine.decide.transfer.prefilling import Outgoing
 
 pytestmark = pytest.mark.long
 
@@ -28,7 +29,7 @@ def test_every_layer_of_a_step_that_is_waited_for_is_told_of(monkeypatch: pytest
         request.prefill_only = sends
         scheduler.add(request)
         if sends:
-            scheduler.handover.accept(request.sequences[0], 7)
+            scheduler.prefilling.outgoing[request.sequences[0].request.id] = Outgoing(request.sequences[0], 7)
         plan = scheduler.plan(0.0)
         assert plan is not None
         runner.submit(plan).result()

@@ -42,8 +42,8 @@ def test_a_decode_engine_takes_no_kv_of_other_weights_of_the_same_name(
     other = start(folders[2], role="decode", prefill_engines=(f"p={address}",))
     while not same.engine.scheduler.transfers.peers:
         for one in (prefill, same):
-            one.engine.link.exchange(time.monotonic())  # type: ignore[union-attr]
-    news = other.engine.link._receiver.news  # type: ignore[union-attr]
+            one.engine.link.exchange(one.engine.scheduler, time.monotonic())  # type: ignore[union-attr]
+    news = other.engine.link.news  # type: ignore[union-attr]
     lost: list[PeerLost] = []
     while not lost:
         news.wait(1.0)

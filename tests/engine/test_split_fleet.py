@@ -55,7 +55,7 @@ def test_every_request_is_answered_and_nothing_is_left_of_its_transfer() -> None
     assert sum(one.scheduler.transfers.landed for one in fleet.decode) > 10
     for engine in (*fleet.prefill, *fleet.decode):
         engine.scheduler.batch.drop_ended()
-        assert engine.scheduler.problems() == [] and not engine.scheduler.transfers.active
+        assert engine.scheduler.problems() == [] and not engine.scheduler.transferring
         assert engine.scheduler.pool.used_count == 0
 
 

@@ -58,7 +58,7 @@ def turning(engine: Engine) -> Iterator[None]:
     thread.start()
     try:
         yield
-        while engine.scheduler.transfers.active or engine.has_work:
+        while engine.scheduler.transferring or engine.has_work:
             thread.join(0.005)
     finally:
         ended.set()
@@ -80,7 +80,7 @@ def compare(model: Path, folder: Path, transport: str, **layout: int) -> None:
         while one.engine.has_work:
             expected |= {output.request_id: output for output in one.engine.step().finished}
     with started(model, role="prefill", transfer_address=address, **layout) as prefill:
-        reached = prefill.engine.link._sender.address  # type: ignore[union-attr]
+        reached = prefill.engine.link.address  # type: ignore[union-attr]
         peers = (f"p0={reached}",)
         with (
             started(model, role="decode", prefill_engines=peers, **layout) as decode,

@@ -16,7 +16,6 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyStopped,
-    FetchOrder,
     Landed,
     LayerPiece,
     OrderBegun,
@@ -29,6 +28,7 @@ from cumulo.engine.decide.transfer.orders import (
     named_addresses,
     parse_address,
 )
+from cumulo.engine.decide.transfer.prefilling import Outgoing
 from cumulo.engine.decide.transfer.under_way import Peer, choose_prefill
 from cumulo.errors import CumuloError
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
@@ -121,7 +121,7 @@ def test_a_long_queue_there_keeps_a_prompt_here_unless_many_would_wait_for_it_he
 
 def test_a_prefill_engine_that_has_computed_nothing_yet_is_asked() -> None:
     scheduler = Scheduler(SchedulerConfig(blocks=8, max_context=64))
-    unknown = scheduler.handover.load()
+    unknown = scheduler.prefilling.load()
     transfers = scheduler.transfers
     transfers.peers["there"] = Peer(unknown, 0.0)
     here = ReplicaView("here", prompt_tok_s=8000)
@@ -138,9 +138,9 @@ def test_without_a_prefill_engine_prompts_are_computed_here() -> None:
 # -- the scheduler of a decode engine -------------------------------------------------------------------------
 def _decoding(blocks: int = 12, **options) -> Scheduler:
     scheduler = Scheduler(SchedulerConfig(blocks=blocks, block_size=4, max_context=200, **options))
-    scheduler.handover.receive(layers=2, stall_s=10.0)
+    scheduler.transfers.receive(layers=2, stall_s=10.0)
     for name in ("p0", "p1"):
-        scheduler.handover.enter_event(PeerLoad(0, 0, 1000.0, 8, name), 0.0)
+        scheduler.transfers.enter_event(PeerLoad(0, 0, 1000.0, 8, name), 0.0)
     return scheduler
 
 
@@ -152,12 +152,12 @@ def _request(name: str, tokens: int = 17, **params) -> Request:
 def _begin(scheduler: Scheduler, order: ComputeOrder, now_s: float = 0.1) -> TransferPlan:
     """The prefill engine begins, the scheduler finds room, and says what to copy."""
     blocks = tuple(range(-(-len(order.tokens) // 4)))
-    scheduler.handover.enter_event(OrderBegun(order.number, blocks, 0, order.peer), now_s)
+    scheduler.transfers.enter_event(OrderBegun(order.number, blocks, 0, order.peer), now_s)
     assert scheduler.plan(now_s) is None
     (fetch,) = scheduler.transfers.orders
-    assert isinstance(fetch, FetchOrder)
+    assert isinstance(fetch, TransferPlan)
     scheduler.transfers.orders.clear()
-    return fetch.plan
+    return fetch
 
 
 def _ordered(scheduler: Scheduler, name: str = "one") -> ComputeOrder:
@@ -170,7 +170,7 @@ def _ordered(scheduler: Scheduler, name: str = "one") -> ComputeOrder:
 def _slow_prefill() -> Scheduler:
     scheduler = _decoding()
     del scheduler.transfers.peers["p1"]
-    scheduler.handover.enter_event(PeerLoad(0, 0, 50.0, 8, "p0"), 0.0)
+    scheduler.transfers.enter_event(PeerLoad(0, 0, 50.0, 8, "p0"), 0.0)
     return scheduler
 
 
@@ -198,7 +198,7 @@ def test_a_request_holds_no_block_until_its_prefill_begins_and_draws_when_its_bl
     assert scheduler.plan(0.0) is None and scheduler.pool.used_count == 0
     plan = _begin(scheduler, order)
     assert plan.sources == (0, 1, 2, 3) and plan.blocks == 4 and scheduler.problems() == []
-    scheduler.handover.enter_event(Landed(order.number, 1e-3, 100, 1e-3), 0.2)
+    scheduler.transfers.enter_event(Landed(order.number, 1e-3, 100, 1e-3), 0.2)
     step = scheduler.plan(0.2)
     assert step is not None and (step.starts, step.counts, len(step.draw_rows)) == ([16], [1], 1)
     assert scheduler.transfers.orders == [ReleaseOrder(order.number, order.peer)]
@@ -212,7 +212,7 @@ def test_blocks_that_a_transfer_may_still_write_to_are_nobodys_until_it_has_stop
     used = scheduler.pool.used_count
     scheduler.abort("one", 0.2)
     assert not scheduler.requests and scheduler.pool.used_count == used and scheduler.problems() == []
-    scheduler.handover.enter_event(CopyStopped(order.number, 0), 0.3)
+    scheduler.transfers.enter_event(CopyStopped(order.number, 0), 0.3)
     assert scheduler.pool.used_count == 0 and scheduler.problems() == []
 
 
@@ -222,26 +222,26 @@ def test_copying_waits_for_steps_that_may_still_use_the_blocks() -> None:
     running = scheduler.plan(0.0)
     assert running is not None
     order = _ordered(scheduler)
-    scheduler.handover.enter_event(OrderBegun(order.number, (0, 1, 2, 3), 0, order.peer), 0.1)
+    scheduler.transfers.enter_event(OrderBegun(order.number, (0, 1, 2, 3), 0, order.peer), 0.1)
     second = scheduler.plan(0.1)
     assert second is not None and scheduler.transfers.orders == []
     assert scheduler.transfers.of_request["one"].sequence.state == State.RECEIVING
     scheduler.fail_step(running, "it was only needed in flight", 0.2)
     assert scheduler.transfers.orders == []
     scheduler.fail_step(second, "likewise", 0.2)
-    assert [type(one) for one in scheduler.transfers.orders] == [FetchOrder]
+    assert [type(one) for one in scheduler.transfers.orders] == [TransferPlan]
 
 
 def test_when_a_prefill_engine_dies_the_other_one_is_asked_and_then_nobody() -> None:
     scheduler = _decoding()
     order = _ordered(scheduler)
     _begin(scheduler, order)
-    scheduler.handover.enter_event(PeerLost(order.peer, "its process ended"), 0.2)
+    scheduler.transfers.enter_event(PeerLost(order.peer, "its process ended"), 0.2)
     release, again = scheduler.transfers.orders
     assert isinstance(release, ReleaseOrder) and isinstance(again, ComputeOrder) and again.peer != order.peer
     scheduler.transfers.orders.clear()
-    scheduler.handover.enter_event(OrderFailed(again.number, "it has no room", again.peer), 0.3)
-    scheduler.handover.enter_event(CopyStopped(order.number, 0), 0.3)
+    scheduler.transfers.enter_event(OrderFailed(again.number, "it has no room", again.peer), 0.3)
+    scheduler.transfers.enter_event(CopyStopped(order.number, 0), 0.3)
     step = scheduler.plan(0.4)
     assert step is not None and step.counts == [17]
     told = scheduler.requests["one"].story.describe()
@@ -256,7 +256,7 @@ def test_a_transfer_that_stands_still_and_an_engine_that_says_nothing_are_given_
     _begin(scheduler, order)
     late_s = 0.1 + scheduler.transfers.stall_s + 0.1
     for name in ("p0", "p1"):
-        scheduler.handover.enter_event(PeerLoad(0, 0, 1000.0, 8, name), late_s)
+        scheduler.transfers.enter_event(PeerLoad(0, 0, 1000.0, 8, name), late_s)
     scheduler.plan(late_s)
     again = next(one for one in scheduler.transfers.orders if isinstance(one, ComputeOrder))
     assert again.peer != order.peer
@@ -270,9 +270,9 @@ def test_what_arrived_of_a_failed_transfer_is_not_computed_again() -> None:
     order = _ordered(scheduler)
     _begin(scheduler, order)
     scheduler.transfers.peers = {}
-    scheduler.handover.enter_event(CopyStopped(order.number, 2), 0.2)  # not asked for: ignored
-    scheduler.handover.enter_event(PeerLost(order.peer, "gone"), 0.2)
-    scheduler.handover.enter_event(CopyStopped(order.number, 2), 0.2)
+    scheduler.transfers.enter_event(CopyStopped(order.number, 2), 0.2)  # not asked for: ignored
+    scheduler.transfers.enter_event(PeerLost(order.peer, "gone"), 0.2)
+    scheduler.transfers.enter_event(CopyStopped(order.number, 2), 0.2)
     step = scheduler.plan(0.3)
     assert step is not None and (step.starts, step.counts) == ([8], [9])
 
@@ -288,9 +288,9 @@ def test_a_prefill_engine_tells_of_blocks_from_host_memory_when_its_step_has_fet
     order = Request("1.7", prompts[0], SamplingParams(temperature=0, max_tokens=1), seed=0, arrived_s=0.0)
     order.prefill_only = True
     scheduler.add(order)
-    scheduler.handover.accept(order.sequences[0], 7)
+    scheduler.prefilling.outgoing[order.sequences[0].request.id] = Outgoing(order.sequences[0], 7)
     step = scheduler.plan(0.0)
     assert step is not None and len(step.swap_in) == 2 and step.starts == [16]
-    ((_, begun),) = scheduler.transfers.answers
+    ((_, begun),) = scheduler.prefilling.answers
     assert isinstance(begun, OrderBegun) and begun.cached_tokens == 8
     assert [send.tokens for send in step.sends] == [20]

@@ -9,13 +9,12 @@ import torch
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyStopped,
-    FetchOrder,
     Landed,
     OrderBegun,
-    Ordered,
     PeerLoad,
     PeerLost,
     ReleaseOrder,
+    SenderEvent,
     TransferPlan,
 )
 from cumulo.engine.play.transfer_receiver import TransferReceiver
@@ -52,11 +51,13 @@ def test_the_caches_of_many_ranks_are_opened_through_one_socket(tmp_path) -> Non
         cache.key_storage.fill_(rank + 1.0)
     sender, load = TransferSender(RankCaches(theirs), "tiny", address), PeerLoad(0, 0, 1000.0, 8)
     receiver = TransferReceiver(RankCaches(ours), "tiny", [("p", address)])
-    assert isinstance(told(receiver.news, PeerLoad | PeerLost, lambda: sender.tell_load(load)), PeerLoad)
-    receiver.give([ComputeOrder(1, "p", array("i", range(4)), "r")])
-    sender.give([(told(sender.news, Ordered).key, OrderBegun(1, (2,), 4))])  # it was cached there
+    assert isinstance(told(receiver.news, PeerLoad | PeerLost, lambda: sender.words.put(load)), PeerLoad)
+    receiver.orders.put_all([ComputeOrder(1, "p", array("i", range(4)), "r")])
+    sender.words.put_all(
+        [(told(sender.news, SenderEvent).key, OrderBegun(1, (2,), 4))]
+    )  # it was cached there
     told(receiver.news, OrderBegun)
-    receiver.give([FetchOrder(TransferPlan(1, "p", spec.layers, 4, 4, 0, (2,), (1,)))])
+    receiver.orders.put_all([TransferPlan(1, "p", spec.layers, 4, 4, 0, (2,), (1,))])
     told(receiver.news, Landed)
     for rank, cache in enumerate(ours):
         assert (cache.key_storage[:, 1] == rank + 1).all() and not cache.key_storage[:, 0].any()
@@ -75,19 +76,21 @@ def test_an_engine_in_the_place_of_a_lost_one_is_not_read_for_its_orders(tmp_pat
 
     ours, first = cache(0.0), TransferSender(cache(1.0), "tiny", address)
     receiver, load = TransferReceiver(ours, "tiny", [("p", address)]), PeerLoad(0, 0, 1000.0, 8)
-    told(receiver.news, PeerLoad, lambda: first.tell_load(load))
-    receiver.give([ComputeOrder(1, "p", array("i", range(8)), "r")])
-    first.give([(told(first.news, Ordered).key, OrderBegun(1, (0, 1), 8))])  # all of it was cached there
+    told(receiver.news, PeerLoad, lambda: first.words.put(load))
+    receiver.orders.put_all([ComputeOrder(1, "p", array("i", range(8)), "r")])
+    first.words.put_all(
+        [(told(first.news, SenderEvent).key, OrderBegun(1, (0, 1), 8))]
+    )  # all of it was cached there
     told(receiver.news, OrderBegun)
     first.close()
     told(receiver.news, PeerLost)
     second = TransferSender(cache(9.0), "tiny", address)
-    told(receiver.news, PeerLoad, lambda: second.tell_load(load))
+    told(receiver.news, PeerLoad, lambda: second.words.put(load))
     # The scheduler has not heard of the loss yet.
-    receiver.give([FetchOrder(TransferPlan(1, "p", spec.layers, 4, 8, 0, (0, 1), (2, 3)))])
-    receiver.give([ComputeOrder(2, "p", array("i", range(8)), "s")])
-    told(second.news, Ordered)
-    receiver.give([ReleaseOrder(1, "p")])
+    receiver.orders.put_all([TransferPlan(1, "p", spec.layers, 4, 8, 0, (0, 1), (2, 3))])
+    receiver.orders.put_all([ComputeOrder(2, "p", array("i", range(8)), "s")])
+    told(second.news, SenderEvent)
+    receiver.orders.put_all([ReleaseOrder(1, "p")])
     assert told(receiver.news, CopyStopped | Landed) == CopyStopped(1, 0)
     assert not ours.key_storage.any()
     receiver.close()
@@ -173,8 +176,8 @@ def test_engines_that_differ_are_refused_with_the_reason(tmp_path) -> None:
     engine = decode_engine(make_decoder("dense"), peers, **{**OPTIONS, "block_size": 4, "blocks": 60})
     lost = []
     while not lost:
-        engine.link._receiver.news.wait(1.0)
-        lost = [one for one in engine.link._receiver.news.take_all() if isinstance(one, PeerLost)]
+        engine.link.news.wait(1.0)
+        lost = [one for one in engine.link.news.take_all() if isinstance(one, PeerLost)]
     assert "block size" in lost[0].why and "start both engines with the same block size" in lost[0].why
     prefill.finish()
     close(engine)

@@ -20,8 +20,9 @@ from cumulo.engine.decide.sharing.tenants import FairShares
 from cumulo.engine.decide.slo import SloScheduling
 from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.speculation.rounds import RoundPolicy
-from cumulo.engine.decide.transfer.handover import Handover
 from cumulo.engine.decide.transfer.orders import ComputeOrder, OrderFailed
+from cumulo.engine.decide.transfer.prefilling import Outgoing, Prefilling
+from cumulo.engine.decide.transfer.transfers import Transfers
 from cumulo.errors import InvalidRequest
 
 _NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
@@ -42,18 +43,24 @@ class Scheduler(CoreScheduler):
         self.slo = SloScheduling(batch, self.sharing)
         self.tiers = Tiers(batch) if config.tier_blocks else None
         self.adapters = AdapterSlots(config.max_loras)
-        self.handover = Handover(batch, self.adapters)
-        self.transfers = self.handover.transfers
+        self.transfers = Transfers(batch, self.adapters)
+        self.prefilling = Prefilling(batch)
         extensions: tuple[Extension | None, ...] = (
             self.speculation,
             self.slo,
             self.tiers,
-            self.handover,
+            self.transfers,
+            self.prefilling,
             self.sharing,
             self.adapters,
             Beams(batch),
         )
         self.extend(one for one in extensions if one is not None)
+
+    @property
+    def transferring(self) -> bool:
+        """Whether blocks are held for transfers, of whichever side."""
+        return bool(self.transfers.incoming or self.prefilling.outgoing)
 
     def take_order(self, key: str, order: ComputeOrder, now_s: float, tag: Any = None) -> bool:
         """Queue what a decode engine orders, under this key, or answer why it can never run."""
@@ -66,7 +73,7 @@ class Scheduler(CoreScheduler):
             request.prefill_only = True
             self.add(request)
         except InvalidRequest as error:
-            self.transfers.answers.append((key, OrderFailed(order.number, str(error))))
+            self.prefilling.answers.append((key, OrderFailed(order.number, str(error))))
             return False
-        self.handover.accept(request.sequences[0], order.number)
+        self.prefilling.outgoing[key] = Outgoing(request.sequences[0], order.number)
         return True

@@ -60,7 +60,6 @@ _WORDS = {
     "prefill_there": "{peer} computes {tokens} tokens of it, because {why}",
     "prefill_here": "its prompt is computed by the engine that answers: {why}",
     "prefill_begun": "{peer} begins, with {cached} tokens from its prefix cache",
-    "prefill_done": "{peer} took {computed_ms:.1f} ms to compute it, after {queued_ms:.1f} ms in the queue there",
     "receiving": "{blocks} KV blocks are copied from {peer} as they are computed; {held} tokens were here already",
     "received": "{blocks} KV blocks from {peer} are here, {tail_ms:.1f} ms after the last layer was computed",
     "prefill_failed": "{peer} does not deliver: {why}",

@@ -83,7 +83,7 @@ class Drafter:
         if not given.any():
             return {}, {}
         begun, complete = given > 0, given == needed
-        rows = StepRows.of(slots[begun], self._followed[slots[begun]], given[begun])
+        rows = StepRows.from_columns(slots[begun], self._followed[slots[begun]], given[begun])
         last = rows.query_starts[1:] - 1
         followed = self.model.follow(self._batch(rows, last[complete[begun]], table), self.cache, None)
         self._followed[slots] += given
@@ -146,7 +146,7 @@ class Drafter:
             together = together[more]
             # Behind the known tokens, where whatever is drawn will overwrite them.
             table.tokens[slots, ends + self.model.shift + place - 1] = tokens[more]
-            rows = StepRows.of(slots, ends + place - 1, np.ones(len(slots), dtype=np.int64))
+            rows = StepRows.from_columns(slots, ends + place - 1, np.ones(len(slots), dtype=np.int64))
             kept = hidden[torch.from_numpy(np.flatnonzero(more))]
             behind = self._batch(rows, np.arange(len(slots)), table)
             hidden, likeliest = self.model.follow(behind, self.cache, kept)

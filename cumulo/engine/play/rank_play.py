@@ -77,7 +77,7 @@ class SequenceSplit:
             return None
         owners_of = self._owner[rows.slots]
         mine = np.flatnonzero(owners_of == own)
-        kept = StepRows.of(rows.slots[mine], rows.starts[mine], rows.counts[mine])
+        kept = StepRows.from_columns(rows.slots[mine], rows.starts[mine], rows.counts[mine])
         row_of = np.searchsorted(rows.query_starts, wanted, side="right") - 1
         owners = owners_of[row_of]
         here = np.flatnonzero(owners == own)

@@ -35,7 +35,9 @@ class StepRows:
     query_starts: NDArray[np.int64]  # [rows + 1]
 
     @staticmethod
-    def of(slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> "StepRows":
+    def from_columns(
+        slots: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> "StepRows":
         return StepRows(slots, starts, counts, np.concatenate(([0], np.cumsum(counts))))
 
     @property
@@ -43,7 +45,7 @@ class StepRows:
         return self.starts + self.counts
 
 
-NO_ROWS = StepRows.of(_NOTHING, _NOTHING, _NOTHING)
+NO_ROWS = StepRows.from_columns(_NOTHING, _NOTHING, _NOTHING)
 
 
 class SlotTable:
@@ -143,7 +145,7 @@ class SlotTable:
         slots = np.array(plan.slots, dtype=np.int64)
         starts = np.array(plan.starts, dtype=np.int64)
         counts = np.array(plan.counts, dtype=np.int64)
-        rows = StepRows.of(slots, starts, counts)
+        rows = StepRows.from_columns(slots, starts, counts)
         wrong = (counts < 1) | (starts < 0) | (rows.ends > self.lengths[slots])
         wrong |= rows.ends > self.block_counts[slots] * self.block_size
         if wrong.any():
@@ -261,9 +263,9 @@ class SlotTable:
     def prompt_logprobs(
         self, slot: int, start: int, count: int, logits_of: Callable[[int, int], torch.Tensor], most: int = 64
     ) -> list[TokenLogprobs]:
-        """Of the `count` tokens behind position `start`, by the model's own distribution: bias and penalties shape
-        what is drawn, not what was given. `logits_of`: of so many places from one on, counted from `start`; at most
-        `most` at a time, to bound their memory."""
+        """The log-probabilities of `count` tokens behind position `start`, by the model's distribution: bias and
+        penalties shape what is drawn, not what was given. `logits_of`: of so many places from one on, counted from
+        `start`; at most `most` at a time, to bound their memory."""
         params, entries = self.params[slot], list[TokenLogprobs]()
         wanted = (params.prompt_logprobs or 0) if params is not None else 0
         for first in range(0, count, most):

@@ -9,22 +9,23 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyMoved,
     CopyStopped,
-    FetchOrder,
     Landed,
     Order,
     OrderBegun,
-    OrderComputed,
     OrderFailed,
     PeerLoad,
     PeerLost,
     ReceiverEvent,
+    TransferPlan,
     TransferProgress,
 )
 from cumulo.engine.play.mailbox import Mailbox
@@ -33,7 +34,6 @@ from cumulo.engine.play.transfer_stream import StreamSource
 from cumulo.engine.play.transfer_wire import (
     Greeting,
     LayersDone,
-    ReleaseWord,
     SentCache,
     Word,
     WordReader,
@@ -82,31 +82,44 @@ class TransferReceiver:
         self._cache, self._greeting = cache, replace(greeting_of(cache, model), key=key)
         self._senders = {name: _Sender(name, address) for name, address in peers}
         self.news: Mailbox[ReceiverEvent] = Mailbox()
-        self._orders: Mailbox[Order | None] = Mailbox()
+        self.orders: Mailbox[Order | None] = Mailbox()
         self._copying: dict[int, _Copying] = {}
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="cumulo-transfer", daemon=True)
         self._thread.start()
 
     # -- for the engine -----------------------------------------------------------------------------------
-    def give(self, orders: Iterable[Order]) -> None:
-        self._orders.put_all(orders)
+    def exchange(self, scheduler: Scheduler, now_s: float) -> None:
+        """Take news in, and hand out what the scheduler wants done. Called between two steps, so that the scheduler
+        is changed by one thread only."""
+        for event in self.news.take_all():
+            scheduler.transfers.enter_event(event, now_s)
+        if orders := scheduler.transfers.orders:
+            self.orders.put_all(orders)
+            orders.clear()
+
+    def step_done(self, plan: StepPlan) -> None:
+        """Nobody waits for this engine's steps."""
+
+    def fileno(self) -> int:
+        """Readable when there may be news."""
+        return self.news.fileno()
 
     def close(self) -> None:
-        self._orders.put(None)
+        self.orders.put(None)
         self._thread.join()
         self.news.close()
 
     # -- the thread ---------------------------------------------------------------------------------------
     def _run(self) -> None:
-        self._selector.register(self._orders, selectors.EVENT_READ, None)
+        self._selector.register(self.orders, selectors.EVENT_READ, None)
         while True:
             busy = self._copy_pieces()
             apart = any(one.connection is None for one in self._senders.values())
             for ready, _ in self._selector.select(0 if busy else _RETRY_S if apart else None):
                 if ready.data is not None:
                     self._listen(ready.data)
-            for order in self._orders.take_all():
+            for order in self.orders.take_all():
                 if order is None:
                     self._end()
                     return
@@ -115,13 +128,12 @@ class TransferReceiver:
                 self._reconnect()
 
     def _take_order(self, order: Order) -> None:
-        if isinstance(order, FetchOrder):
-            plan = order.plan
-            sender = self._senders[plan.source]
-            early = sender.early.pop(plan.number, None)
+        if isinstance(order, TransferPlan):
+            sender = self._senders[order.source]
+            early = sender.early.pop(order.number, None)
             if early is None:
                 return  # its sender was lost meanwhile; who is connected by now never took the order
-            copying = self._copying[plan.number] = _Copying(TransferProgress(plan), sender, sender.source)
+            copying = self._copying[order.number] = _Copying(TransferProgress(order), sender, sender.source)
             for word in early:
                 self._note(copying, word)
             return
@@ -136,7 +148,7 @@ class TransferReceiver:
             return
         sender.early.pop(order.number, None)
         stopped = self._copying.pop(order.number, None)
-        self._send(sender, ReleaseWord(order.number))
+        self._send(sender, order)
         self.news.put(CopyStopped(order.number, stopped.progress.complete_blocks if stopped else 0))
 
     def _send(self, sender: _Sender, word: Word) -> None:
@@ -213,7 +225,7 @@ class TransferReceiver:
             # What it found in its cache is there in every layer.
             self._take_word(sender, LayersDone(word.number, self._greeting.layers, word.cached_tokens))
             self.news.put(replace(word, peer=sender.name))
-        elif isinstance(word, OrderComputed | OrderFailed | PeerLoad):
+        elif isinstance(word, OrderFailed | PeerLoad):
             self.news.put(replace(word, peer=sender.name))
 
     def _lose(self, sender: _Sender, why: str) -> None:
@@ -284,7 +296,7 @@ class TransferReceiver:
             if sender.source is not None:
                 sender.source.close()
         self._selector.close()
-        self._orders.close()
+        self.orders.close()
 
 
 def _reason(error: Exception) -> str:

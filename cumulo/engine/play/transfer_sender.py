@@ -8,17 +8,17 @@ import logging
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from cumulo.engine.decide.plan import Send
+from cumulo.engine.decide.plan import Send, StepPlan
+from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
-    Answer,
+    LOAD_EVERY_S,
     ComputeOrder,
-    Ordered,
     PeerLoad,
-    Released,
+    ReleaseOrder,
     SenderEvent,
 )
 from cumulo.engine.play.mailbox import Mailbox
@@ -27,7 +27,6 @@ from cumulo.engine.play.transfer_stream import StreamExport
 from cumulo.engine.play.transfer_wire import (
     Greeting,
     LayersDone,
-    ReleaseWord,
     SentCache,
     Word,
     WordReader,
@@ -69,12 +68,14 @@ class TransferSender:
         self._listener.listen()
         self.address = address if self._path is not None else _bound(self._listener, address)
         self.news: Mailbox[SenderEvent] = Mailbox()
-        self._words: Mailbox[tuple[str, Word] | PeerLoad | None] = Mailbox()
+        self.words: Mailbox[tuple[str, Word] | PeerLoad | None] = Mailbox()
         self._receivers: dict[int, _Receiver] = {}
         self._selector = selectors.DefaultSelector()
         self._connections = 0
         self._layers = cache.spec.layers
         self._cache = cache
+        self._told_load_s = float("-inf")
+        self.before_told: Callable[[], None] = lambda: None  # waits until all ranks have computed ended steps
         self._thread = threading.Thread(target=self._run, name="cumulo-transfer", daemon=True)
         self._thread.start()
 
@@ -84,25 +85,44 @@ class TransferSender:
         return isinstance(self._export, StreamExport) and self._cache.key_storage.is_cuda
 
     # -- for the engine and its runner --------------------------------------------------------------------
-    def give(self, answers: Iterable[Answer]) -> None:
-        self._words.put_all(answers)
+    def exchange(self, scheduler: Scheduler, now_s: float) -> None:
+        """Take news in, and hand out what the scheduler wants done. Called between two steps, so that the scheduler
+        is changed by one thread only."""
+        for key, order in self.news.take_all():
+            if order is not None:
+                scheduler.take_order(key, order, now_s)
+            else:
+                scheduler.prefilling.release(key, now_s)
+        if answers := scheduler.prefilling.answers:
+            self.words.put_all(answers)
+            answers.clear()
+        if now_s - self._told_load_s >= LOAD_EVERY_S:
+            self._told_load_s = now_s
+            self.words.put(scheduler.prefilling.load())
 
-    def tell_load(self, load: PeerLoad) -> None:
-        self._words.put(load)
+    def step_done(self, plan: StepPlan) -> None:
+        """A step has been computed. Runners that do not tell of single layers tell of all of them here."""
+        if plan.sends:
+            self.before_told()
+            self.layer_teller(plan.sends)(self._layers - 1)
+
+    def fileno(self) -> int:
+        """Readable when there may be news."""
+        return self.news.fileno()
 
     def layer_teller(self, sends: list[Send]) -> Callable[[int], None]:
         """What a runner calls after each layer of a step that has these rows."""
         numbers = [(send.key, int(send.key.partition(".")[2]), send.tokens) for send in sends]
 
         def tell(layer: int) -> None:
-            self._words.put_all(
+            self.words.put_all(
                 (key, LayersDone(number, layer + 1, tokens)) for key, number, tokens in numbers
             )
 
         return tell
 
     def close(self) -> None:
-        self._words.put(None)
+        self.words.put(None)
         self._thread.join()
         self.news.close()
 
@@ -110,14 +130,14 @@ class TransferSender:
     def _run(self) -> None:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._words, selectors.EVENT_READ, None)
+        self._selector.register(self.words, selectors.EVENT_READ, None)
         while True:
             for ready, _ in self._selector.select():
                 if isinstance(ready.data, _Receiver):
                     self._serve(ready.data)
                 elif ready.data is not None:
                     ready.data()
-            for word in self._words.take_all():
+            for word in self.words.take_all():
                 if word is None:
                     self._end()
                     return
@@ -162,10 +182,10 @@ class TransferSender:
             raise CumuloError("it does not begin with a greeting")
         if isinstance(word, ComputeOrder):
             receiver.orders.add(word.number)
-            self.news.put(Ordered(f"{receiver.number}.{word.number}", word))
-        elif isinstance(word, ReleaseWord):
+            self.news.put(SenderEvent(f"{receiver.number}.{word.number}", word))
+        elif isinstance(word, ReleaseOrder):
             receiver.orders.discard(word.number)
-            self.news.put(Released(f"{receiver.number}.{word.number}"))
+            self.news.put(SenderEvent(f"{receiver.number}.{word.number}", None))
         return False
 
     def _greet(self, receiver: _Receiver, word: Greeting) -> bool:
@@ -208,7 +228,7 @@ class TransferSender:
         log.info("a decode engine left: %s", error)
         self._selector.unregister(receiver.socket)
         receiver.socket.close()
-        self.news.put_all(Released(f"{receiver.number}.{number}") for number in receiver.orders)
+        self.news.put_all(SenderEvent(f"{receiver.number}.{number}", None) for number in receiver.orders)
 
     def _end(self) -> None:
         for receiver in list(self._receivers.values()):
@@ -216,7 +236,7 @@ class TransferSender:
             receiver.socket.close()
         self._listener.close()
         self._selector.close()
-        self._words.close()
+        self.words.close()
         if self._path is not None:
             with contextlib.suppress(FileNotFoundError):
                 Path(self._path).unlink()

@@ -15,9 +15,9 @@ from typing import Any
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     OrderBegun,
-    OrderComputed,
     OrderFailed,
     PeerLoad,
+    ReleaseOrder,
     parse_address,
 )
 from cumulo.errors import CumuloError
@@ -78,16 +78,9 @@ class Greeting:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseWord:
-    number: int
-
-
-Word = (
-    Greeting | ComputeOrder | ReleaseWord | OrderBegun | OrderComputed | OrderFailed | PeerLoad | LayersDone
-)
+Word = Greeting | ComputeOrder | ReleaseOrder | OrderBegun | OrderFailed | PeerLoad | LayersDone
 _KINDS: list[type[Word]] = [
-    Greeting, ComputeOrder, ReleaseWord, OrderBegun, OrderComputed, OrderFailed, PeerLoad, LayersDone,
+    Greeting, ComputeOrder, ReleaseOrder, OrderBegun, OrderFailed, PeerLoad, LayersDone,
 ]  # fmt: skip
 
 

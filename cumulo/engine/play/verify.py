@@ -65,7 +65,7 @@ def round_draws(plan: StepPlan, drafts: int) -> tuple[StepRows, StepDraws]:
     slots, starts = np.array(plan.slots, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
     lanes = np.arange(count * places)
     slots, starts = np.repeat(slots, places), np.repeat(starts, places) + lanes % places
-    rows = StepRows.of(slots, starts, np.ones(len(lanes), dtype=np.int64))
+    rows = StepRows.from_columns(slots, starts, np.ones(len(lanes), dtype=np.int64))
     return rows, StepDraws(slots, starts + 1, lanes, lanes[::places])
 
 

@@ -20,7 +20,6 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.transfer.orders import (
     ComputeOrder,
     CopyStopped,
-    FetchOrder,
     Landed,
     Order,
     ReceiverEvent,
@@ -81,7 +80,7 @@ class SplitEngine(SimulatedEngine):
             self._step()
         else:
             self._can_plan = False
-        self.scheduler.handover.issue_fetches(self.clock_s)
+        self.scheduler.transfers.issue_fetches(self.clock_s)
 
     def _wait_for_others(self) -> None:
         self._can_plan = False
@@ -123,7 +122,7 @@ class SplitDecode(SplitEngine):
         self.link_free_s = 0.0
         self._first = number * _NUMBERS
         self.before_arrival: Callable[[], None] = lambda: None
-        scheduler.handover.receive(layers, stall_s=float("inf"))  # nothing stands still here
+        scheduler.transfers.receive(layers, stall_s=float("inf"))  # nothing stands still here
 
     def _take(self, arrival: Arrival) -> None:
         self.before_arrival()
@@ -187,8 +186,8 @@ class SplitFleet:
     def _tell_loads(self, decode: SplitDecode) -> None:
         """Prefill engines' loads as of now. Real engines hear them a few times a second."""
         for one in self.prefill:
-            word = replace(one.scheduler.handover.load(), peer=one.name)
-            decode.scheduler.handover.enter_event(word, decode.clock_s)
+            word = replace(one.scheduler.prefilling.load(), peer=one.name)
+            decode.scheduler.transfers.enter_event(word, decode.clock_s)
 
     def _carry_out(self, decode: SplitDecode) -> None:
         transfers = decode.scheduler.transfers
@@ -203,9 +202,9 @@ class SplitFleet:
             made = _Ordering(decode, prefill, order, key)
             self._orders[decode.name, order.number] = self._by_key[key] = made
             prefill.post(then_s, lambda: prefill.accept(key, order))
-        elif isinstance(order, FetchOrder):
-            made = self._orders[decode.name, order.plan.number]
-            made.plan, made.fetch_s = order.plan, decode.clock_s
+        elif isinstance(order, TransferPlan):
+            made = self._orders[decode.name, order.number]
+            made.plan, made.fetch_s = order, decode.clock_s
             self._land_if_known(made.key)
         else:
             made = self._orders.pop((decode.name, order.number))
@@ -215,11 +214,11 @@ class SplitFleet:
 
     def _release(self, made: _Ordering) -> None:
         made.prefill.chunks.pop(made.key, None)
-        made.prefill.scheduler.handover.release(made.key, made.prefill.clock_s)
+        made.prefill.scheduler.prefilling.release(made.key, made.prefill.clock_s)
 
     def _answer(self, prefill: SplitPrefill) -> None:
-        transfers = prefill.scheduler.transfers
-        answers, transfers.answers = transfers.answers, []
+        prefilling = prefill.scheduler.prefilling
+        answers, prefilling.answers = prefilling.answers, []
         for key, answer in answers:
             if (made := self._by_key.get(key)) is not None:
                 self._tell(made, replace(answer, peer=prefill.name))
@@ -229,7 +228,7 @@ class SplitFleet:
         when_s = made.prefill.clock_s if time_s is None else time_s
         decode.post(
             when_s + self.link.latency_s,
-            lambda: decode.scheduler.handover.enter_event(event, decode.clock_s),
+            lambda: decode.scheduler.transfers.enter_event(event, decode.clock_s),
         )
 
     # -- copies -------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ class EngineLoop:
         one = self.engine.scheduler.transfers
         return TransferStats(
             one.heard, one.landed, one.failed, one.copied_bytes, one.copying_s, len(one.of_request),
-            len(one.outgoing), sorted(one.peers),
+            len(self.engine.scheduler.prefilling.outgoing), sorted(one.peers),
         )  # fmt: skip
 
     def _fairness(self) -> FairnessReport | None:

@@ -1,5 +1,5 @@
 """Which engine computes a prompt, which KV blocks travel from it, and in what order. With split roles the scheduler
-of a decode engine asks here; `handover.py` attaches the answers to it.
+of a decode engine asks here; `transfers.py` attaches the answers to it.
 
 A decode engine that is given a long prompt orders its KV from a prefill engine. That one computes all known tokens
 but the last and draws nothing; the decode engine copies the blocks layer by layer while later layers are computed,

@@ -199,13 +199,6 @@ class ComputeOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchOrder:
-    """Copy as the sender computes."""
-
-    plan: TransferPlan
-
-
-@dataclass(frozen=True, slots=True)
 class ReleaseOrder:
     """The blocks are here, or no longer wanted: stop copying, and tell the sender."""
 
@@ -221,16 +214,6 @@ class OrderBegun:
     number: int
     blocks: tuple[int, ...]
     cached_tokens: int  # which it had in its prefix cache
-    peer: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class OrderComputed:
-    """A prefill engine has computed all of an order."""
-
-    number: int
-    queued_s: float
-    computed_s: float
     peer: str = ""
 
 
@@ -285,26 +268,13 @@ class PeerLost:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
-    """To a prefill engine: a receiver has all it wants of an order, or is gone."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ordered:
+class SenderEvent(NamedTuple):
     """To a prefill engine: a receiver's order, under a key of its own."""
 
     key: str
-    order: ComputeOrder
+    order: ComputeOrder | None  # None: the receiver has all it wants of it, or is gone
 
 
-Order = ComputeOrder | FetchOrder | ReleaseOrder
-Answer = tuple[
-    str, OrderBegun | OrderComputed | OrderFailed
-]  # of a prefill engine: the order's key, and the news
-ReceiverEvent = (
-    OrderBegun | OrderComputed | CopyMoved | Landed | CopyStopped | OrderFailed | PeerLoad | PeerLost
-)
-SenderEvent = Ordered | Released
+Order = ComputeOrder | TransferPlan | ReleaseOrder  # a plan: copy as the sender computes
+Answer = tuple[str, OrderBegun | OrderFailed]  # of a prefill engine: the order's key, and the news
+ReceiverEvent = OrderBegun | CopyMoved | Landed | CopyStopped | OrderFailed | PeerLoad | PeerLost
