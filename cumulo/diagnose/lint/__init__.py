@@ -2,7 +2,9 @@
 findings that the rules of this folder make."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from cumulo.diagnose.diagnosis import table
 
 Severity = Literal["error", "warning", "note"]
 
@@ -17,3 +19,18 @@ class Finding:
     value: float | None = None  # the figure behind it, such as a slowdown
     low: float | None = None  # its interval, 90 percent
     high: float | None = None
+
+
+def finding(
+    name: str,
+    value: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    severity: Severity | None = None,
+    **words: Any,
+) -> Finding:
+    """A finding of data/findings.yaml, with `words` in the places of {names}."""
+    entry = table("findings.yaml")[name]
+    what, change, gain = (entry.get(part, "").format(**words) for part in ("what", "change", "gain"))
+    rule = entry.get("rule", name)
+    return Finding(severity or entry["severity"], rule, what, change, gain, value, low, high)

@@ -12,7 +12,7 @@ from cumulo.collectives.simulate.fabrics.build import fabric_graph
 from cumulo.collectives.simulate.fabrics.links import FabricGraph, Ints, Routing
 from cumulo.collectives.simulate.player import RoundTraffic, play_network
 from cumulo.collectives.simulate.rounds import MessageRound
-from cumulo.diagnose.lint import Finding
+from cumulo.diagnose.lint import Finding, finding
 from cumulo.diagnose.lint.pfc import PacketFlow
 from cumulo.spec.cluster import Cluster, tiers_of
 
@@ -31,13 +31,7 @@ def lint_collisions(cluster: Cluster, groups: Ints, queue_pairs: int = 1) -> Ite
     source, target = ring_flows(groups)
     one = MessageRound(source, target, np.full(len(source), 1e9))
     if not _leaves_the_leaf(graph, source, target):
-        yield Finding(
-            "note",
-            "ecmp-collisions",
-            "No message of these groups leaves its leaf switch: nothing is hashed.",
-            "",
-            "",
-        )
+        yield finding("nothing-hashed")
         return
 
     def seconds(routing: Routing) -> float:
@@ -51,18 +45,11 @@ def lint_collisions(cluster: Cluster, groups: Ints, queue_pairs: int = 1) -> Ite
     mine, more = found[queue_pairs], found[4 * queue_pairs]
     low, high = quantile(mine, 0.05), quantile(mine, 0.95)
     mean = fmean(mine)
-    yield Finding(
-        "warning" if mean > 1.1 else "note",
-        "ecmp-collisions",
-        f"With {queue_pairs} queue pair{'s' if queue_pairs > 1 else ''} for each message, hashing makes a "
-        f"round of these rings {mean:.2f} times as "
-        f"long (90%: {low:.2f} to {high:.2f}).",
-        f"{4 * queue_pairs} queue pairs (NCCL_IB_QPS_PER_CONNECTION), or adaptive routing",
-        f"{fmean(more):.2f} times with {4 * queue_pairs} queue pairs, 1.00 with adaptive routing",
-        mean,
-        low,
-        high,
-    )
+    yield finding(
+        "ecmp-collisions", mean, low, high, "warning" if mean > 1.1 else "note", pairs=queue_pairs,
+        s="s" if queue_pairs > 1 else "", mean=mean, low_end=low, high_end=high, more=4 * queue_pairs,
+        with_more=fmean(more),
+    )  # fmt: skip
 
 
 def _leaves_the_leaf(graph: FabricGraph, source: Ints, target: Ints) -> bool:
@@ -77,35 +64,19 @@ def lint_tiers(cluster: Cluster, groups: Ints | None = None) -> Iterator[Finding
     for tier in tiers[:-1]:
         if tier.oversubscription <= 1:
             continue
-        share = ""
+        share, enough = "", False
         if groups is not None:
             source, target = ring_flows(groups)
             size = tier.nodes * cluster.node.gpus
             away = float((source // size != target // size).mean())
             need = away * tier.oversubscription
-            share = (
-                f" {away:.0%} of these rings' messages pass it, which needs {need:.1f} times what it has."
-                if need > 1
-                else (f" {away:.0%} of these rings' messages pass it: it is enough for them.")
-            )
-            if need <= 1:
-                yield Finding(
-                    "note",
-                    "oversubscribed",
-                    f"Above the {tier.name} switches bandwidth is {tier.oversubscription:g} : 1.{share}",
-                    "",
-                    "",
-                )
-                continue
-        yield Finding(
-            "warning",
-            "oversubscribed",
-            f"Above the {tier.name} switches ({tier.nodes:,} nodes each) bandwidth is "
-            f"{tier.oversubscription:g} : 1.{share}",
-            f"keep groups that talk most within {tier.nodes:,} nodes (topology-aware placement), or add uplinks",
-            f"up to {tier.oversubscription:g} times the bandwidth for what passes it",
-            tier.oversubscription,
-        )
+            enough = need <= 1
+            told = "it is enough for them" if enough else f"which needs {need:.1f} times what it has"
+            share = f" {away:.0%} of these rings' messages pass it{':' if enough else ','} {told}."
+        if enough:
+            yield finding("enough-uplinks", tier=tier, share=share)
+        else:
+            yield finding("oversubscribed", tier.oversubscription, tier=tier, share=share)
 
 
 def lint_rails(cluster: Cluster, groups: Ints, axis: str) -> Iterator[Finding]:
@@ -118,15 +89,7 @@ def lint_rails(cluster: Cluster, groups: Ints, axis: str) -> Iterator[Finding]:
     if not crossed.any():
         return
     share = float(crossed.sum() / far.sum())
-    yield Finding(
-        "warning",
-        "rails-crossed",
-        f"{share:.0%} of the {axis} messages between nodes change rails.",
-        f"make tp × cp a multiple of {near}, or use rings over rails (multi-ring), so that equal GPUs of "
-        f"nodes are neighbours",
-        "these messages stay below one leaf switch and off the NVLink of the sender's node",
-        share,
-    )
+    yield finding("rails-crossed", share, share=share, axis=axis, near=near)
 
 
 def lint_loops(cluster: Cluster, groups: Ints) -> tuple[PacketFlow, ...]:
@@ -157,25 +120,16 @@ def lint_incast(
     """All nodes write a checkpoint at once."""
     rate = storage_links * link_gbps * 1e9 / 8
     senders = cluster.nodes
-    per_link = senders / storage_links
+    per_link, over = senders / storage_links, senders * cluster.node.nic_bytes_per_s / rate
     seconds = state_bytes / rate
-    offered = senders * cluster.node.nic_bytes_per_s
-    if offered <= rate:
+    if over <= 1:
         return
-    slow = (
-        f", which is more than the {quantity(budget_s, 's')} between two steps" if seconds > budget_s else ""
-    )
-    yield Finding(
-        "warning" if per_link > 8 else "note",
-        "incast",
-        f"At a checkpoint {senders:,} nodes write to {storage_links} storage links, {per_link:.0f} to one: "
-        f"they are offered "
-        f"{offered / rate:.0f} times their rate. {quantity(state_bytes, 'B')} take {quantity(seconds, 's')}{slow}.",
-        f"let {max(1, int(storage_links * 2))} nodes write at a time, put storage in a traffic class of its "
-        f"own, and write asynchronously",
-        "no pauses for the training's own messages while a checkpoint is written",
-        offered / rate,
-    )
+    slow = f", which is more than the {quantity(budget_s, 's')} between two steps"
+    yield finding(
+        "incast", over, severity="warning" if per_link > 8 else "note", senders=senders, links=storage_links,
+        per_link=per_link, over=over, size=quantity(state_bytes, "B"), time=quantity(seconds, "s"),
+        slow=slow if seconds > budget_s else "", at_a_time=2 * storage_links,
+    )  # fmt: skip
 
 
 def data_groups(world: int, near: int, members: int) -> Ints:

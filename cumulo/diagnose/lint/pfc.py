@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from cumulo.diagnose.lint import Finding
+from cumulo.diagnose.lint import Finding, finding
 from cumulo.errors import ConfigError
 
 # shared: a switch has one buffer and pauses all its senders together. per-port: a buffer for each link that enters.
@@ -109,8 +109,7 @@ def _shortest_cycle(waits: Mapping[Buffer, set[Buffer]]) -> tuple[Buffer, ...]:
             while (at := came[way[-1]]) != start:
                 way.append(at)
             if not best or len(way) < len(best):
-                best = tuple(reversed(way[1:])) if len(way) > 1 else (start,)
-                best = (start, *best) if len(way) > 1 else best
+                best = (start, *reversed(way[1:]))
     return best
 
 
@@ -143,35 +142,14 @@ def flows_of(content: Mapping[str, Any]) -> tuple[tuple[PacketFlow, ...], Buffer
 
 def lint_pfc(flows: Sequence[PacketFlow], kind: BufferKind = "shared") -> Iterator[Finding]:
     check = check_buffers(flows, kind)
-    if not check.cycle:
-        yield Finding(
-            "note",
-            "pfc-deadlock",
-            f"No buffers of these {len(flows)} flows can wait for each other in a circle.",
-            "",
-            "",
-        )
-        return
     circle = named_cycle(check.cycle)
-    if not check.can_stop:
-        yield Finding(
-            "warning",
-            "pfc-deadlock",
-            f"Buffers depend on each other in a circle ({circle}), but no link is offered more than it carries, so "
-            "that they do not fill: safe with these flows, not with more.",
-            "route up and down only (no path that goes down and up again), or give the return paths another "
-            "priority",
-            "no flow that is added later can stop the network",
-        )
-        return
-    link = ", ".join(f"{one} → {other} ({much:g} times its rate)" for one, other, much in check.overloaded)
-    yield Finding(
-        "error",
-        "pfc-deadlock",
-        f"Deadlock: {circle} can wait for each other for ever. Their buffers fill behind {link}.",
-        "route up and down only, give the return paths another priority, or keep that link below its rate",
-        "these links never stop; until a watchdog drops packets, a deadlock stops every flow that passes them",
-    )
+    if not check.cycle:
+        yield finding("no-circle", flows=len(flows))
+    elif not check.can_stop:
+        yield finding("safe-circle", circle=circle)
+    else:
+        links = (f"{one} → {other} ({much:g} times its rate)" for one, other, much in check.overloaded)
+        yield finding("pfc-deadlock", circle=circle, links=", ".join(links))
 
 
 def lint_victims(flows: Sequence[PacketFlow], kind: BufferKind = "shared") -> Iterator[Finding]:
@@ -183,11 +161,4 @@ def lint_victims(flows: Sequence[PacketFlow], kind: BufferKind = "shared") -> It
     for flow in flows:
         full = [switch for switch, port in flow.buffers(kind) if (switch, port) in check.filling]
         if full and not crowded & set(pairwise(flow.path)):
-            yield Finding(
-                "warning",
-                "pfc-victim",
-                f"{flow.name} passes no overloaded link, and still waits for pauses: the buffer of {full[0]} on "
-                "its path fills behind one.",
-                "give it another priority, or slow down the senders of the overloaded link (DCQCN)",
-                "its own rate",
-            )
+            yield finding("pfc-victim", flow=flow.name, switch=full[0])
