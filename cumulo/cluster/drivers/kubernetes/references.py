@@ -10,54 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cumulo.base.nearest import did_you_mean
+from cumulo.base.strict import package_yaml
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
 from cumulo.cluster.drivers.kubernetes.pods import pods_of
 
 EXISTS = "cumulo.dev/exists"  # an annotation with KIND/NAME, separated by commas
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-_ALWAYS = {
-    ("Queue", "default"), ("Queue", "root"), ("ServiceAccount", "default"), ("ConfigMap", "kube-root-ca.crt"),
-    ("PriorityClass", "system-cluster-critical"), ("PriorityClass", "system-node-critical"),
-}  # fmt: skip
-_CLUSTER_WIDE = {"Queue", "ClusterQueue", "ResourceFlavor", "Topology", "PriorityClass", "HyperNode"}
-# Fields by the object's kind, and the kind that they name. Next to a name, `kind` names another kind, `namespace`
-# and `optional` mean that the object need not be here.
-_FIELDS: Mapping[str, Sequence[tuple[FieldPath, str]]] = {
-    "LocalQueue": [(("spec", "clusterQueue"), "ClusterQueue")],
-    "ClusterQueue": [(("spec", "resourceGroups", "*", "flavors", "*", "name"), "ResourceFlavor")],
-    "ResourceFlavor": [(("spec", "topologyName"), "Topology")],
-    "PodGroup": [(("spec", "queue"), "Queue"), (("spec", "priorityClassName"), "PriorityClass")],
-    "Queue": [(("spec", "parent"), "Queue")],
-    "Job": [(("spec", "queue"), "Queue"), (("spec", "priorityClassName"), "PriorityClass")],
-    "StatefulSet": [(("spec", "serviceName"), "Service")],
-    "InferencePool": [(("spec", "endpointPickerRef", "name"), "Service")],
-    "HorizontalPodAutoscaler": [(("spec", "scaleTargetRef", "name"), "Deployment")],
-    "ScaledObject": [(("spec", "scaleTargetRef", "name"), "Deployment")],
-}
-_OF_ALL: Sequence[tuple[FieldPath, str]] = [(("metadata", "labels", QUEUE_LABEL), "LocalQueue")]
-_OF_CONTAINERS: Sequence[tuple[FieldPath, str]] = [
-    (("env", "*", "valueFrom", "secretKeyRef", "name"), "Secret"),
-    (("env", "*", "valueFrom", "configMapKeyRef", "name"), "ConfigMap"),
-    (("envFrom", "*", "secretRef", "name"), "Secret"),
-    (("envFrom", "*", "configMapRef", "name"), "ConfigMap"),
-]
-_OF_PODS: Sequence[tuple[FieldPath, str]] = [  # from the pod's template
-    (("metadata", "annotations", "scheduling.k8s.io/group-name"), "PodGroup"),
-    (("metadata", "annotations", "scheduling.volcano.sh/queue-name"), "Queue"),
-    (("spec", "serviceAccountName"), "ServiceAccount"),
-    (("spec", "priorityClassName"), "PriorityClass"),
-    (("spec", "imagePullSecrets", "*", "name"), "Secret"),
-    (("spec", "resourceClaims", "*", "resourceClaimName"), "ResourceClaim"),
-    (("spec", "resourceClaims", "*", "resourceClaimTemplateName"), "ResourceClaimTemplate"),
-    (("spec", "volumes", "*", "secret", "secretName"), "Secret"),
-    (("spec", "volumes", "*", "configMap", "name"), "ConfigMap"),
-    (("spec", "volumes", "*", "persistentVolumeClaim", "claimName"), "PersistentVolumeClaim"),
-    *(
-        (("spec", part, "*", *path), kind)
-        for part in ("initContainers", "containers")
-        for path, kind in _OF_CONTAINERS
-    ),
-]
+
+
+def _table() -> Any:
+    """The content of data/references.yaml."""
+    return package_yaml("cumulo.cluster.drivers.kubernetes", "data/references.yaml")
 
 
 class ObjectSet:
@@ -69,12 +32,12 @@ class ObjectSet:
             str(value) for one in manifests for _, value in one.matches(("metadata", "annotations", EXISTS))
         ]
         names = [*exists, *(name.strip() for text in said for name in text.split(","))]
-        self._there = {tuple(name.split("/", 1)) for name in names} | _ALWAYS
+        self._there = {*names, *_table()["there"]}
         self.pods = [pod for one in manifests for pod in pods_of(one)]
 
     def find(self, kind: str, name: str, namespace: str) -> Manifest | None:
         for one in self.manifests:
-            near = kind in _CLUSTER_WIDE or one.namespace == namespace
+            near = kind in _table()["cluster_wide"] or one.namespace == namespace
             if one.kind == kind and one.name == name and near:
                 return one
         return None
@@ -84,7 +47,7 @@ class ObjectSet:
         if not isinstance(name, str) or not name:
             return None
         found = self.find(kind, name, owner.namespace)
-        if found is not None or (kind, name) in self._there:
+        if found is not None or f"{kind}/{name}" in self._there:
             return found
         alike = [one for one in self.manifests if one.kind == kind]
         elsewhere = next((one.namespace for one in alike if one.name == name), None)
@@ -100,14 +63,19 @@ class ObjectSet:
 
 def check_references(objects: ObjectSet) -> None:
     _check_names(objects.manifests)
+    table = _table()
     for one in (one for one in objects.manifests if one.sound):
-        for pattern, kind in (*_OF_ALL, *_FIELDS.get(one.kind, ())):
-            for path, name in one.matches(pattern):
-                _check_reference(one, path, kind, name, objects)
+        _check_fields(one, (), table["all"] | table["kinds"].get(one.kind, {}), objects)
     for pod in (one for one in objects.pods if one.owner.sound):
-        for pattern, kind in _OF_PODS:
-            for path, name in pod.owner.matches(pattern, pod.path[:-1]):
-                _check_reference(pod.owner, path, kind, name, objects)
+        _check_fields(pod.owner, pod.path[:-1], table["pods"], objects)
+        for path, _ in pod.containers:
+            _check_fields(pod.owner, path, table["containers"], objects)
+
+
+def _check_fields(one: Manifest, start: FieldPath, fields: Mapping[str, str], objects: ObjectSet) -> None:
+    for pattern, kind in fields.items():
+        for path, name in one.matches(tuple(pattern.split()), start):
+            _check_reference(one, path, kind, name, objects)
 
 
 def _check_names(manifests: Sequence[Manifest]) -> None:

@@ -21,26 +21,6 @@ DATA = Path(__file__).parent / "data"
 SHIPPED = DATA / "crds.json"
 Schema = Mapping[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_TEXT: Schema = {"type": "string"}
-_LABELS = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63,
-           "pattern": r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"}}  # fmt: skip
-_TEXTS = ("generateName", "namespace", "uid", "resourceVersion", "selfLink", "deletionTimestamp")
-# CustomResourceDefinitions leave the metadata open.
-_METADATA: Schema = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 253, "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"},
-        "labels": _LABELS,
-        "annotations": {"type": "object", "additionalProperties": _TEXT},
-        "finalizers": {"type": "array", "items": _TEXT},
-        "ownerReferences": {"type": "array", "items": {"type": "object"}},
-        "managedFields": {"type": "array", "items": {"type": "object"}},
-        "creationTimestamp": {"type": ["string", "null"]},
-        "generation": {"type": "integer"},
-        "deletionGracePeriodSeconds": {"type": "integer"},
-        **dict.fromkeys(_TEXTS, _TEXT),
-    },
-}
 _KEPT = (
     "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties",
     "maxProperties", "required", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
@@ -122,8 +102,9 @@ def _compiles(pattern: str) -> bool:
 
 
 def _field(name: str, schema: Schema) -> dict[str, Any]:
+    """CustomResourceDefinitions leave the metadata open."""
     is_open = schema.get("type") == "object" and not {"properties", "additionalProperties"} & schema.keys()
-    return strict_schema(_METADATA if name == "metadata" and is_open else schema)
+    return strict_schema({"$part": "ObjectMeta"} if name == "metadata" and is_open else schema)
 
 
 @functools.cache
