@@ -1,89 +1,30 @@
 """What is wrong with a job file: each problem with the setting it is about, so that the file's line can be named.
 `read_job` and `launch` call `check_job`.
 
-Most rules are lines of a table: the form of a text, or the range of a number.
+Most rules are lines of a table, data/job_rules.yaml: the form of a text, or the range of a number.
 """
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from cumulo.base.nearest import nearest
+from cumulo.base.strict import package_yaml
 from cumulo.cluster.job_settings import DeviceGroup, JobFile, ServeWork, memory_mib, seconds
 from cumulo.errors import ConfigError
 from cumulo.spec.catalog import shipped
 
-_NAMES = "lower-case letters, digits and hyphens"
-_LABEL_NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_OBJECT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
-_LABEL_KEY = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
-_LABEL_VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
-_RESOURCE = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
-_SLURM_WORD = r"[A-Za-z0-9_.,+-]+", "letters, digits, '-', '_', '.', '+' and ','"
-_ADDRESS = r"https?://[^\s/:]+(:\d{1,5})?(/\S*)?"
-_PRINTABLE = r"[^\x00-\x1f\x7f-\x9f]+"
-_RAY_ADDRESS = r"auto|local|(ray://)?([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5})"
 _PART = re.compile(r"\.(\w+)|\[(\d+)\]")
+_MOST = 1_000_000_000  # of numbers that have no range of their own
 Problem = tuple[str, str]  # the setting, such as devices[0].kind, and what is wrong with it
-Forms = Mapping[str, tuple[str, str]]  # of a setting: its form, and how to say it
-Ranges = Mapping[str, tuple[float, float]]
 
-_FORMS: Forms = {
-    # A name that Slurm, Ray and Kubernetes all take; a tenant is the value of a label.
-    "name": (r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", f"{_NAMES}, at most 42, such as tiny-lm"),
-    "tenant": (
-        r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?",
-        "letters, digits, '-', '_' and '.', at most 63",
-    ),
-    "slurm.partition": _SLURM_WORD,
-    "slurm.account": _SLURM_WORD,
-    "slurm.qos": _SLURM_WORD,
-    "ray.address": (_RAY_ADDRESS, "HOST:PORT, such as 10.0.0.7:6379"),
-    "train.folder": (_PRINTABLE, "a folder's name"),
-    "serve.model": (
-        _PRINTABLE,
-        "a folder, a file or a Hugging Face name; leave it out for the built-in model",
-    ),
-    "slurm.options": (f"-{_PRINTABLE}", "an option of sbatch, such as --constraint=ib"),
-    "kubernetes.namespace": (_LABEL_NAME, f"{_NAMES}, at most 63"),
-    "kubernetes.queue": (_OBJECT_NAME, _NAMES),
-    "kubernetes.claim": (_OBJECT_NAME, f"the name of a PersistentVolumeClaim: {_NAMES}"),
-    "kubernetes.secret": (_OBJECT_NAME, f"the name of a Secret: {_NAMES}"),
-    "kubernetes.image": (r"[A-Za-z0-9][\w./:@-]*", "an image, such as registry.example/cumulo:0.1"),
-    "kubernetes.gpu_resource": (_RESOURCE, "a resource, such as nvidia.com/gpu"),
-    "kubernetes.rdma": (_RESOURCE, "a resource, such as rdma/hca"),
-    "kubernetes.leaf_label": (_LABEL_KEY, "the key of a label, such as cumulo.dev/leaf"),
-    "kubernetes.leafs": (_LABEL_NAME, f"{_NAMES}, at most 63"),
-    "kubernetes.memory_per_gpu": (r"[1-9]\d{0,6}(Mi|Gi|Ti|M|G|T)", "an amount such as 64Gi"),
-    "kubernetes.gateway": (_ADDRESS, "an address such as http://gateway:8000"),
-    "kubernetes.prometheus": (_ADDRESS, "an address such as http://prometheus:9090"),
-    "kubernetes.endpoint_picker": (rf"{_LABEL_NAME}(:\d{{1,5}})?", "a Service, as NAME or NAME:PORT"),
-}
-_MOST, _MOST_PRIORITY, _MOST_WAIT_S = 1_000_000, 1_000_000_000, 30 * 86_400
-_LEAST = 1e-9  # for what must be more than 0
-_RANGES: Ranges = {
-    "devices.count": (1, _MOST),
-    "elastic.max": (1, _MOST),
-    "restart.most": (0, _MOST),
-    "priority": (-_MOST_PRIORITY, _MOST_PRIORITY),
-    "serve.port": (0, 65535),
-    "serve.max_replicas": (1, _MOST),
-    **{f"serve.autoscale.{name}": (_LEAST, _MOST_PRIORITY) for name in
-       ("prompt_tok_s", "output_tok_s", "interval_s", "ttft_s", "itl_s")},
-    **{f"serve.autoscale.{name}": (0, _MOST_WAIT_S) for name in ("start_up_s", "cooldown_s", "idle_s")},
-    "kubernetes.quota": (1, _MOST),
-    "kubernetes.node_gpus": (1, 1024),
-    "kubernetes.waiting_per_replica": (1, _MOST),
-    "kubernetes.cpus_per_gpu": (1, 1024),
-}  # fmt: skip
-# GPUs that clusters have and our catalogue does not price.
-_MORE_GPUS = (
-    "p100", "v100", "t4", "l4", "l40", "a2", "a10", "a10g", "a16", "a30", "a40", "a6000", "rtx-6000", "rtx-3090",
-    "h20", "gh200", "mi210", "mi250", "mi250x", "mi300a", "mi325x", "mi350x", "mi355x",
-)  # fmt: skip
+
+def _rules() -> Any:
+    """The content of data/job_rules.yaml."""
+    return package_yaml("cumulo.cluster", "data/job_rules.yaml")
 
 
 class JobFileError(ConfigError):
@@ -139,16 +80,18 @@ def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _against_tables(job: JobFile) -> Iterator[Problem]:
+    rules = _rules()
     for path, value in _settings(job):
         setting = re.sub(r"\[\d+\]", "", path)
-        form, words = _FORMS.get(setting, ("", ""))
-        if form and not re.fullmatch(form, value, re.A):
-            yield path, f"{path} must be {words}; got {value!r}"
-        low, high = _RANGES.get(setting, (None, None))
-        if low is not None and high is not None and not low <= value <= high:
-            least = "more than 0" if low == _LEAST else f"{low:,}"
-            wanted = least if low == _LEAST else f"{least} to {high:,}"
-            yield path, f"{path} must be {wanted}, got {value:g}"
+        if form := rules["forms"].get(setting):
+            if not re.fullmatch(form[0], value, re.A):
+                yield path, f"{path} must be {form[1]}; got {value!r}"
+        elif setting in rules["more_than_0"] and not 0 < value <= _MOST:
+            yield path, f"{path} must be more than 0 and at most {_MOST:,}, got {value:g}"
+        elif limits := rules["ranges"].get(setting):
+            low, high = limits
+            if not low <= value <= high:
+                yield path, f"{path} must be {low:,} to {high:,}, got {value:g}"
 
 
 # -- rules of several settings ------------------------------------------------------------------------------
@@ -245,7 +188,7 @@ def _unlikely(job: JobFile) -> Iterator[Problem]:
     if job.restart.most and not job.restart.ways:
         text = "restart.ways names no way to restart: use spare, shrink or wait, or restart.most: 0"
         yield "restart.ways", text
-    port = re.fullmatch(_RAY_ADDRESS, job.ray.address or "")
+    port = re.fullmatch(_rules()["forms"]["ray.address"][0], job.ray.address or "")
     if port is not None and port[3] and not 0 < int(port[3]) < 65536:
         yield "ray.address", f"the port of ray.address must be 1 to 65535, got {port[3]}"
     serve = job.serve
@@ -253,21 +196,20 @@ def _unlikely(job: JobFile) -> Iterator[Problem]:
         yield "serve.autoscale", "serve.autoscale needs min_replicas and max_replicas to choose between"
     if len(set(job.kubernetes.leafs)) < len(job.kubernetes.leafs):
         yield "kubernetes.leafs", "kubernetes.leafs has a name twice"
-    for key, value in job.kubernetes.node_labels.items():
-        if not re.fullmatch(_LABEL_KEY, str(key), re.A) or not re.fullmatch(_LABEL_VALUE, value, re.A):
-            text = "must be labels of nodes, such as nvidia.com/gpu.product: NVIDIA-H200"
-            yield "kubernetes.node_labels", f"kubernetes.node_labels {text}; got {key}: {value!r}"
-    for key, value in job.kubernetes.nccl.items():
-        if not re.fullmatch(r"[A-Za-z_]\w*", str(key), re.A) or not value.isprintable():
-            text = f"kubernetes.nccl must be variables such as NCCL_IB_GID_INDEX, got {key}: {value!r}"
-            yield "kubernetes.nccl", text
+    for setting, (key_form, value_form, words) in _rules()["keys"].items():
+        for key, value in getattr(job.kubernetes, setting.partition(".")[2]).items():
+            fits = re.fullmatch(key_form, str(key), re.A) and re.fullmatch(value_form, value, re.A)
+            if not fits or not value.isprintable():
+                yield setting, f"{setting} must be {words}, got {key}: {value!r}"
 
 
 def _unknown_kind(kind: str, where: str) -> Iterator[Problem]:
     if kind in ("cpu", "gpu"):
         return
     priced = [name for name in shipped().tables["devices"] if name != "cpu"]
-    known = dict.fromkeys(["cpu", "gpu", *priced, *(name.split("-")[0] for name in priced), *_MORE_GPUS])
+    known = dict.fromkeys(
+        ["cpu", "gpu", *priced, *(name.split("-")[0] for name in priced), *_rules()["more_gpus"]]
+    )
     if kind in known:
         return
     close = nearest(kind.lower().replace("_", "-"), known)

@@ -23,7 +23,7 @@ _GONE_S = 5  # until no Service sends requests to a pod that stops
 _SHARED_MIB = 16 << 10  # of /dev/shm, at most
 CONFIG, DATA, KEYS = "/etc/cumulo", "/data", "/etc/cumulo-keys"
 Body = dict[str, Any]
-_NO_YAML = re.compile(r"[\x7f-\x9f\ufeff\ufffe\uffff]")  # what YAML takes as an escape only
+_NO_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # what YAML takes as an escape only
 
 
 def filled(template: str, job: JobFile, **values: Any) -> list[Body]:
