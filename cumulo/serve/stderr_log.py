@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+from typing import Any
 
 _MOST_BUFFERED_BYTES = 256 << 10
 _TOLD = re.compile(rb"\((\d+) lines of this log were lost\)\n")
@@ -97,10 +98,30 @@ def install() -> BufferedStderr:
     return buffered
 
 
+# Control characters, and those that end a line or turn its direction.
+_UNSAFE = (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _UNSAFE}
+
+
+class SafeFormatter(logging.Formatter):
+    """Writes what callers have sent so that it looks like nothing else: a message is one line, and the lines of a
+    traceback are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_ESCAPES)
+
+    def formatException(self, error: Any) -> str:
+        return "\n".join(
+            "    " + line.translate(_ESCAPES) for line in super().formatException(error).split("\n")
+        )
+
+
 def start_logging(level: str, who: str) -> None:
-    """Set up logging, in the same way for server and engine process."""
+    """Set up logging, in the same way for gateway, server and engine process."""
     install()
-    logging.basicConfig(level=level.upper(), format=f"%(asctime)s {who} %(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(SafeFormatter(f"%(asctime)s {who} %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def _fill_standard_descriptors() -> None:

@@ -249,12 +249,15 @@ def test_uploads_pass_through_without_filling_the_memory(
         assert most_mib() - before_mib < 2 * len(content) / (1 << 20)  # of 8 times that went through it
 
 
-def test_what_asks_to_become_a_websocket_is_refused_with_the_reason() -> None:
+def test_strange_requests_are_refused_and_forge_no_line_of_the_log() -> None:
     with other_server() as (url, _), gateway_of_urls(url) as gateway:
         shown = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
                  "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}  # fmt: skip
         found = gateway.get("/v1/realtime", headers=shown)
         assert found.status_code == 501 and "no WebSockets" in found.json()["error"]["message"]
+        assert gateway.status("/v1/x%0a2026-01-01 00:00:00,000 gateway ERROR forged%1b[2J") is not None
+        wait_for(lambda: "forged" in gateway.log, "the line", gateway)
+        assert "\\x0a2026-01-01" in gateway.log and "\x1b" not in gateway.log
         assert gateway.status("/health") == 200
 
 

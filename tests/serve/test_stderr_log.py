@@ -1,6 +1,7 @@
 """A log that cannot be written stops neither the server nor its engine."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cumulo.serve import stderr_log
 from cumulo.serve.stderr_log import BufferedStderr
 from tests.ports import reserved_port
 from tests.serve.running_server import ROOT, wait_for
@@ -149,3 +151,17 @@ def is_ready(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(url + "/ready", timeout=5).status_code == 200
     return False
+
+
+def test_what_callers_send_forges_no_line() -> None:
+    formatter = stderr_log.SafeFormatter("%(asctime)s server %(levelname)s %(message)s")
+    hostile = "/v1/x\n2026-01-01 server INFO forged\x1b[2J\x85\u2028\u202eend é"
+    record = logging.LogRecord("a", logging.INFO, "", 0, "GET %s", (hostile,), None)
+    told = formatter.format(record)
+    assert len(told.splitlines()) == 1 and "\x1b" not in told and "\\x0a2026-01-01" in told
+    assert told.endswith("\\u202eend é")
+    try:
+        raise ValueError(hostile)
+    except ValueError as error:
+        record.exc_info = (type(error), error, error.__traceback__)
+    assert all(line.startswith("    ") for line in formatter.format(record).splitlines()[1:])
