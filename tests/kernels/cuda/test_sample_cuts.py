@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cumulo.engine.play.cuda.step_words import draw_words
-from cumulo.engine.sampling.distribution import uniform
 from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, draw
 from cumulo.kernels.cuda.sampling import sample, sample_cuts
 from tests.kernels.cuda.conftest import HAS_GPU
@@ -154,7 +153,6 @@ def test_padding_and_strided_logits_are_drawn_into_given_buffers(device: torch.d
         sample_cuts.sample_with_cuts(logits, words, shared, cuts, picked, tokens)
         found.append((picked.tolist(), tokens.tolist()))
     assert found[0] == found[1]
-    numbers = uniform(columns["seed"], columns["sample_index"], np.zeros(rows, np.int64))
-    given = [torch.tensor(columns[name].copy()) for name in ("temperature", "top_k", "top_p", "min_p")]
-    expected = sample_cuts.reference(logits.cpu(), *given, torch.from_numpy(numbers)).tolist()
+    alone = DrawBatch(np.arange(rows), np.zeros(rows, np.int64), columns)
+    expected = draw(logits.cpu().clone(), alone).tokens.tolist()
     assert found[0] == (expected, [[expected[2]], [expected[0]]])

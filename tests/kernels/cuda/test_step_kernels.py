@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cumulo.engine.sampling.distribution import uniform
+from cumulo.engine.sampling.sampler import DRAW_COLUMNS, DrawBatch, draw
 from cumulo.kernels.cuda.elementwise import rms_norm, rope_cache, step_inputs, swiglu
 from cumulo.kernels.cuda.sampling import sample
 from tests import thorough
@@ -211,8 +211,12 @@ def test_a_drawn_token_is_the_one_the_same_random_number_picks_on_a_cpu(
     picked = torch.full((rows,), -9, dtype=torch.int32, device=device)
     tokens = torch.zeros((rows, 4), dtype=torch.int32, device=device)
     sample.sample(logits, draws, sample.SampleBuffers(rows, vocabulary, device), picked, tokens)
-    numbers = uniform(np.array(seeds, np.uint64), np.arange(rows) % 3, np.array(positions))
-    expected = sample.reference(logits.cpu(), torch.tensor(temperatures), torch.from_numpy(numbers))
+    columns = np.zeros(rows, dtype=DRAW_COLUMNS)
+    columns["seed"], columns["sample_index"] = np.array(seeds, np.uint64), np.arange(rows) % 3
+    columns["greedy"] = np.array(temperatures) == 0
+    columns["temperature"] = np.where(columns["greedy"], 1.0, temperatures)
+    columns["top_p"], columns["repetition_penalty"], columns["logprobs"] = 1.0, 1.0, -1
+    expected = draw(logits.cpu().clone(), DrawBatch(np.arange(rows), np.array(positions), columns)).tokens
     assert picked.cpu().tolist() == expected.tolist()
     assert tokens[range(rows), positions].cpu().tolist() == expected.tolist()
 

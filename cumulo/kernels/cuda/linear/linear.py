@@ -7,7 +7,7 @@ shapes of a device (`cumulo bench kernels --tune`), and those it does not know f
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -213,18 +213,18 @@ def linear(
     rotated queries then, keys and values are on their pages. `choice`: who computes it; None: as measured or by
     rule.
     """
+    product = Product(x, weight, out, norm_weight, eps, residual, swiglu, bias, rotation)
     if invariant:
-        return _invariant(x, weight, out, norm_weight, eps, residual, swiglu, bias, parts)
+        return _invariant(product, parts)
     if choice is None and rotation is not None:
         choice = _rotating(len(x), weight) or Choice("w4 dot" if isinstance(weight, W4Weight) else "dot")
     elif choice is None:
         choice = _playable(choose(len(x), weight, swiglu), x)
     if choice.kernel == "library":
-        return _library(x, weight, out, norm_weight, eps, residual, swiglu, bias)
+        return _library(product)
     if out is None:
-        outputs = weight.shape[0] // 2 if swiglu else weight.shape[0]
-        out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    product = Product(x, weight, out, norm_weight, eps, residual, swiglu, bias, rotation)
+        out = torch.empty((len(x), product.outputs), dtype=x.dtype, device=x.device)
+        product = replace(product, out=out)
     _, launch = KERNELS[choice.kernel]
     launch(product, choice.config)
     return out
@@ -239,39 +239,37 @@ def _playable(choice: Choice, x: Tensor) -> Choice:
     return choice
 
 
-def _library(
-    x: Tensor, weight: Weight, out: Tensor | None, norm_weight: Tensor | None, eps: float,
-    residual: Tensor | None, swiglu: bool, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _library(product: Product) -> Tensor:
     """The vendor's product, with the other parts as kernels around it."""
+    x, weight, out, residual, bias = product.x, product.weight, product.out, product.residual, product.bias
     if isinstance(weight, Fp8Weight):
         return fp8_linear_wide(
-            x, weight, out, norm_weight=norm_weight, eps=eps, residual=residual, swiglu=swiglu, bias=bias
-        )
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
+            x, weight, out, norm_weight=product.norm_weight, eps=product.eps, residual=residual,
+            swiglu=product.swiglu, bias=bias,
+        )  # fmt: skip
+    if product.norm_weight is not None:
+        x = rms_norm(x, product.norm_weight, product.eps)
     plain = _plain(weight, x.dtype)
-    if swiglu:
-        activated = swiglu_rows(F.linear(x, plain, bias), out if residual is None else None)
-        return activated if residual is None else torch.add(residual, activated, out=out)
+    if product.swiglu:
+        return _activated(F.linear(x, plain, bias), product)
     if out is not None and out.dtype != x.dtype:  # a partial sum, kept wide
         torch.mm(x, plain.t(), out_dtype=out.dtype, out=out)
         for added in (residual, bias):
             if added is not None:
                 out += added
         return out
-    if residual is not None:
-        if bias is not None:
-            residual = residual + bias
-        # The library adds onto what is in the output while it stores; this costs no pass.
-        return (
-            torch.addmm(residual, x, plain.t(), out=out)
-            if out is not None
-            else torch.addmm(residual, x, plain.t())
-        )
-    if bias is not None:
-        return torch.addmm(bias, x, plain.t(), out=out) if out is not None else F.linear(x, plain, bias)
-    return torch.mm(x, plain.t(), out=out) if out is not None else x @ plain.t()
+    if residual is not None and bias is not None:
+        residual = residual + bias
+    # The library adds onto what is in the output while it stores; this costs no pass.
+    added = bias if residual is None else residual
+    return torch.mm(x, plain.t(), out=out) if added is None else torch.addmm(added, x, plain.t(), out=out)
+
+
+def _activated(gate_up: Tensor, product: Product) -> Tensor:
+    """SwiGLU, and what comes behind it."""
+    residual, out = product.residual, product.out
+    y = swiglu_rows(gate_up, out if residual is None else None)
+    return y if residual is None else torch.add(residual, y, out=out)
 
 
 def _plain(weight: Tensor | W4Weight, dtype: torch.dtype) -> Tensor:
@@ -279,19 +277,17 @@ def _plain(weight: Tensor | W4Weight, dtype: torch.dtype) -> Tensor:
     return in_scratch(weight, dtype) if isinstance(weight, W4Weight) else weight
 
 
-def _invariant(
-    x: Tensor, weight: Weight, out: Tensor | None, norm_weight: Tensor | None, eps: float,
-    residual: Tensor | None, swiglu: bool, bias: Tensor | None, parts: int,
-) -> Tensor:  # fmt: skip
+def _invariant(product: Product, parts: int) -> Tensor:
     """One kernel for every number of rows; what surrounds it works a row at a time anyway."""
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
+    x, weight, bias = product.x, product.weight, product.bias
+    if product.norm_weight is not None:
+        x = rms_norm(x, product.norm_weight, product.eps)
     if isinstance(weight, Fp8Weight):
         data, scales = weight.data, weight.scales
     else:
         data, scales = _plain(weight, x.dtype), None
-    if not swiglu:
-        return invariant_matmul(x, data, out, bias=bias, scales=scales, residual=residual, parts=parts)
-    y = invariant_matmul(x, data, bias=bias, scales=scales, parts=parts)
-    y = swiglu_rows(y, out if residual is None else None)
-    return y if residual is None else torch.add(residual, y, out=out)
+    if product.swiglu:
+        return _activated(invariant_matmul(x, data, bias=bias, scales=scales, parts=parts), product)
+    return invariant_matmul(
+        x, data, product.out, bias=bias, scales=scales, residual=product.residual, parts=parts
+    )

@@ -60,7 +60,7 @@ class Product:
 
     x: Tensor
     weight: Weight
-    out: Tensor
+    out: Tensor | None  # None where the library makes it
     norm_weight: Tensor | None = None
     eps: float = 1e-6
     residual: Tensor | None = None
@@ -81,12 +81,14 @@ class Product:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Where the result goes, the norm's gains, residual and bias; x stands for those that are not read."""
+        assert self.out is not None
         optional = (self.norm_weight, self.residual, self.bias)
         return self.out, *(self.x if one is None else one for one in optional)
 
     @property
     def strides(self) -> tuple[int, int, int]:
         """From one row to the next of x, the output and the residual."""
+        assert self.out is not None
         return self.x.stride(0), self.out.stride(0), 0 if self.residual is None else self.residual.stride(0)
 
     @property

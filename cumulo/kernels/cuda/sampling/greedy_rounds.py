@@ -12,7 +12,6 @@ part and lane.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,12 +34,6 @@ class TileConfig:
 
 
 DEFAULT = TileConfig(64, 4)
-
-
-def likeliest_reference(x: Tensor, weight: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """The column of the largest logit, rounded as x is."""
-    normed = torch.nn.functional.rms_norm(x, x.shape[-1:], norm, eps)
-    return (normed @ weight.t()).argmax(dim=-1)
 
 
 def fits_tiles(rows: int, hidden: int) -> bool:

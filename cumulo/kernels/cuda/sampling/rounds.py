@@ -18,11 +18,6 @@ from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
 PART = 32  # logits of which the largest is told
 
 
-def accepted_reference(drawn: Tensor, drafted: Tensor) -> Tensor:
-    """How many of the drafts [rows, k] were drawn [rows, k + 1], up to the first that was not."""
-    return (drawn[:, :-1] == drafted).long().cumprod(dim=1).sum(dim=1).int()
-
-
 _WORDS = ["lane_slots", "lane_starts", "query_starts", "draws"]
 
 

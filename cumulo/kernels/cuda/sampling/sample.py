@@ -18,16 +18,6 @@ BLOCK = 64  # tokens whose maximum is kept where draws have cuts (sample_cuts.py
 SLOT, POSITION, TEMPERATURE, SEED_LOW, SEED_HIGH, SAMPLE_INDEX, TOP_K, TOP_P, MIN_P, COLUMNS = range(10)
 
 
-def reference(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens from logits [R, V]; numbers in [0, 1) pick, temperature 0 takes the likeliest."""
-    logits = logits.double()
-    warm = temperature.double().clamp_min(1e-30)[:, None]
-    weights = ((logits - logits.amax(-1, keepdim=True)) / warm).exp()
-    cumulative = weights.cumsum(-1)
-    picked = (cumulative <= numbers.double()[:, None] * cumulative[:, -1:]).sum(-1)
-    return torch.where(temperature == 0, logits.argmax(-1), picked.clamp_max(logits.shape[-1] - 1))
-
-
 @triton.jit
 def _mix(value):
     value = (value ^ (value >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)

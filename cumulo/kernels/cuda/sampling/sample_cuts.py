@@ -43,26 +43,6 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # -infinity is no candidate
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
-def reference(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, numbers: Tensor
-) -> Tensor:
-    """Tokens from logits [R, V] by sorting; top_k 0, top_p 1 and min_p 0 cut nothing; numbers in [0, 1) pick."""
-    vocabulary = logits.shape[-1]
-    logits = logits.double()
-    ordered, tokens = logits.sort(stable=True, dim=-1, descending=True)
-    weights = ((ordered - ordered[:, :1]) / temperature.double()[:, None]).exp()
-    limits = torch.where(top_k > 0, top_k, vocabulary)[:, None]
-    weights = weights.masked_fill(torch.arange(vocabulary, device=logits.device) >= limits, 0.0)
-    before = weights.cumsum(-1) - weights
-    mass = torch.where(top_p < 1, top_p.double() * weights.sum(-1), torch.inf)[:, None]
-    weights = weights.masked_fill((before >= mass) | (weights < min_p.double()[:, None]), 0.0)
-    weights = torch.zeros_like(weights).scatter_(1, tokens, weights)
-    cumulative = weights.cumsum(-1)
-    picked = (cumulative <= numbers.double()[:, None] * cumulative[:, -1:]).sum(-1)
-    last = vocabulary - 1 - (weights.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(picked, last)
-
-
 @triton.jit
 def _cuts(draw, vocabulary, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
     """top_k (the vocabulary's size: none), top_p and min_p of a draw."""
