@@ -30,9 +30,10 @@ def early(wanted: bool, near: torch.Tensor, waits_first: bool = False) -> dict[s
 
 @triton.jit
 def wait_for_kernel_ahead(EARLY: tl.constexpr):
-    """In a kernel, between its weights and everything else."""
+    """In a kernel, between its weights and everything else; with EARLY 0 it does nothing."""
     if EARLY == 1:
         gdc_launch_dependents()
-    gdc_wait()
+    if EARLY > 0:
+        gdc_wait()
     if EARLY == 2:
         gdc_launch_dependents()

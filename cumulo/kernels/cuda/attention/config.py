@@ -6,7 +6,7 @@ here.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,11 +62,6 @@ def chunk_config(
 def use(tuned: Mapping[str, Mapping[str, Any]]) -> None:
     """Take in what `tune` returned on this kind of device."""
     TUNED.update({key: dict(fields) for key, fields in tuned.items()})
-
-
-def fields(config: DecodeConfig | ChunkConfig) -> dict[str, Any]:
-    """A configuration as JSON."""
-    return asdict(config)
 
 
 def _name(dtype: torch.dtype) -> str:

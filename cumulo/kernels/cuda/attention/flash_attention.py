@@ -108,10 +108,8 @@ def flash_attention_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     query, key, value = (_rows(x) for x in (query, key, value))
-    tokens, heads, dim = query.shape
-    out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
-    lse = torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
-    if tokens:
+    out, lse = _results(query)
+    if len(query):
         launch_forward(
             query, key, value, query_starts, key_starts, causal, scale, out, lse, forward_config(query)
         )
@@ -119,18 +117,9 @@ def flash_attention_op(
 
 
 @flash_attention_op.register_fake
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    tokens, heads, dim = query.shape
-    out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
-    return out, torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
+def _results(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    return _like(query), torch.empty((heads, tokens), dtype=torch.float32, device=query.device)
 
 
 @torch.library.custom_op("cumulo::flash_attention_backward", mutates_args=())
@@ -158,18 +147,7 @@ def flash_attention_backward_op(
 
 
 @flash_attention_backward_op.register_fake
-def _fake_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(query: Tensor, key: Tensor, value: Tensor, *others: object) -> tuple[Tensor, ...]:
     return _like(query), _like(key), _like(value)
 
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cumulo.kernels.cuda.attention.split_merge import LOG2_E, merge_splits
-from cumulo.kernels.cuda.early import EARLY_ROWS, early
+from cumulo.kernels.cuda.early import EARLY_ROWS, early, wait_for_kernel_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +39,8 @@ def _decode(query, keys, values, out, partial, partial_lse, arrivals, items, tab
             key_head_stride, key_stride, value_block_stride, value_head_stride, value_stride, table_stride,
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
             COLUMNS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-            MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+            MERGE_ROWS: tl.constexpr, MERGE_AT_ONCE: tl.constexpr, EARLY: tl.constexpr = 0):  # fmt: skip
+    wait_for_kernel_ahead(EARLY)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     record = items + item * 8

@@ -77,35 +77,25 @@ def _raise(counts, peer, program, count):
 
 
 @triton.jit(do_not_specialize=["elements", "rank", "peer", "waits"])
-def _send(source, inbox, arrived, taken, sent, elements, words, rank, peer, waits, PLACES: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+def _pass(local, inbox, awaited, raised, done, elements, words, rank, peer, waits, PLACES: tl.constexpr,
+          RECEIVE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A message from `local` into the peer's inbox or, with RECEIVE, from this rank's into it. `done`: how many
+    there were so far; `awaited` and `raised`: what the other end counts, and what it is told."""
     if waits != 0:
         program = tl.program_id(0)
-        count = tl.load(sent + program)
-        _await(taken, rank, program, count - PLACES + 1)
-        target = tl.load(inbox + peer).to(tl.pointer_type(source.dtype.element_ty)) + count % PLACES * words
+        count = tl.load(done + program)
+        _await(awaited, rank, program, count + 1 if RECEIVE else count - PLACES + 1)
+        owner = rank if RECEIVE else peer
+        place = tl.load(inbox + owner).to(tl.pointer_type(local.dtype.element_ty)) + count % PLACES * words
         for first in range(program * BLOCK, elements, tl.num_programs(0) * BLOCK):
             at = first + tl.arange(0, BLOCK)
             inside = at < elements
-            tl.store(target + at, tl.load(source + at, mask=inside, other=0.0), mask=inside)
-        _raise(arrived, peer, program, count + 1)
-        tl.store(sent + program, count + 1)
-
-
-@triton.jit(do_not_specialize=["elements", "rank", "peer", "waits"])
-def _receive(target, inbox, arrived, taken, received, elements, words, rank, peer, waits, PLACES: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
-    if waits != 0:
-        program = tl.program_id(0)
-        count = tl.load(received + program)
-        _await(arrived, rank, program, count + 1)
-        source = tl.load(inbox + rank).to(tl.pointer_type(target.dtype.element_ty)) + count % PLACES * words
-        for first in range(program * BLOCK, elements, tl.num_programs(0) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            inside = at < elements
-            tl.store(target + at, tl.load(source + at, mask=inside, other=0.0), mask=inside)
-        _raise(taken, peer, program, count + 1)
-        tl.store(received + program, count + 1)
+            if RECEIVE:
+                tl.store(local + at, tl.load(place + at, mask=inside, other=0.0), mask=inside)
+            else:
+                tl.store(place + at, tl.load(local + at, mask=inside, other=0.0), mask=inside)
+        _raise(raised, peer, program, count + 1)
+        tl.store(done + program, count + 1)
 
 
 @triton.jit(
@@ -155,21 +145,22 @@ def _take_tokens(tokens, token_stride, inbox, arrived, taken, received, words, r
 
 def send(passage: PeerPassage, source: Tensor, peer: int) -> None:
     """A contiguous tensor, to the rank of this number in the passage's memory."""
-    memory, inbox = passage.memory, passage.inbox
-    _send[(_PROGRAMS,)](
-        source, inbox.addresses, passage.arrived.addresses, passage.taken.addresses, passage.sent,
-        source.numel(), inbox.own.shape[1], memory.rank, peer, int(memory.waits), PLACES=passage.places,
-        BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+    _move(passage, source, passage.taken, passage.arrived, passage.sent, peer, receive=False)
 
 
 def receive(passage: PeerPassage, target: Tensor, peer: int) -> None:
     """The next message of that rank, whose sizes are the target's."""
+    _move(passage, target, passage.arrived, passage.taken, passage.received, peer, receive=True)
+
+
+def _move(
+    passage: PeerPassage, local: Tensor, awaited: PeerTensor, raised: PeerTensor, done: Tensor, peer: int,
+    receive: bool,
+) -> None:  # fmt: skip
     memory, inbox = passage.memory, passage.inbox
-    _receive[(_PROGRAMS,)](
-        target, inbox.addresses, passage.arrived.addresses, passage.taken.addresses, passage.received,
-        target.numel(), inbox.own.shape[1], memory.rank, peer, int(memory.waits), PLACES=passage.places,
-        BLOCK=_BLOCK, num_warps=8,
+    _pass[(_PROGRAMS,)](
+        local, inbox.addresses, awaited.addresses, raised.addresses, done, local.numel(), inbox.own.shape[1],
+        memory.rank, peer, int(memory.waits), PLACES=passage.places, RECEIVE=receive, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 

@@ -134,8 +134,7 @@ def _norm_pair(embed, ids, stream, token_gains, stream_gains, out, stride_embed,
     inside = column < size
     of_token = tl.load(token_gains + column, mask=inside, other=0.0).to(tl.float32)
     of_stream = tl.load(stream_gains + column, mask=inside, other=0.0).to(tl.float32)
-    if EARLY:
-        wait_for_kernel_ahead(EARLY)
+    wait_for_kernel_ahead(EARLY)
     x = tl.load(stream + row * stride_stream + column, mask=inside, other=0.0).to(tl.float32)
     token = tl.load(ids + row).to(tl.int64)
     e = tl.load(embed + token * stride_embed + column, mask=inside, other=0.0).to(tl.float32)

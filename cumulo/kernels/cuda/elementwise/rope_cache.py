@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cumulo.kernels.cuda.early import EARLY_ROWS, early
+from cumulo.kernels.cuda.early import EARLY_ROWS, early, wait_for_kernel_ahead
 
 
 def reference(
@@ -38,10 +37,8 @@ def reference(
 def _kernel(qkv, added, cos, sin, positions, slots, q_norm, k_norm, keys, values, row_stride, block_stride,
             head_stride, eps, block_size, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
             DIM: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-            ADD: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+            ADD: tl.constexpr, EARLY: tl.constexpr = 0):  # fmt: skip
+    wait_for_kernel_ahead(EARLY)
     token = tl.program_id(0)
     first = tl.program_id(1) * GROUP  # heads of one kind only: GROUP divides HEADS and KV_HEADS
     slot = tl.load(slots + token).to(tl.int64)

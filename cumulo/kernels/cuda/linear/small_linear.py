@@ -171,8 +171,7 @@ def _small_linear_kernel(x, weight, out, norm_weight, residual, bias, scales, OU
     gains = columns.to(tl.float32)
     if NORM:
         gains = _gains(norm_weight, columns, K, BLOCK_K > K)
-    if EARLY:  # so far nothing that the kernels before this one compute was read
-        wait_for_kernel_ahead(EARLY)
+    wait_for_kernel_ahead(EARLY)  # so far nothing that the kernels before this one compute was read
     added0 = _at_rows(residual, rows, row_mask, RESIDUAL)
     added1 = _at_rows(residual + stride_residual, rows, row_mask, RESIDUAL and M > 1)
     added2 = _at_rows(residual + 2 * stride_residual, rows, row_mask, RESIDUAL and M > 2)

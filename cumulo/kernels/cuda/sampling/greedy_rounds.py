@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cumulo.kernels.cuda.early import early
+from cumulo.kernels.cuda.early import early, wait_for_kernel_ahead
 from cumulo.kernels.cuda.sampling.rounds import RoundRows, kept_by_row
 from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
 
@@ -48,7 +47,7 @@ def tile_parts(outputs: int, config: TileConfig = DEFAULT) -> int:
 @triton.jit
 def _tiles(x, weight, norm_weight, best, place, OUTPUTS, stride_x, stride_weight, stride_best, eps,
            M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, MAIN: tl.constexpr,
-           REST: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
+           REST: tl.constexpr, EARLY: tl.constexpr = 0):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     safe = tl.minimum(row, OUTPUTS - 1).to(tl.int64)
     line = tl.arange(0, BLOCK_M)
@@ -61,9 +60,7 @@ def _tiles(x, weight, norm_weight, best, place, OUTPUTS, stride_x, stride_weight
         more = MAIN + tl.arange(0, REST)[None, :]
         w_rest = tl.load(weight + safe[:, None] * stride_weight + more, mask=more < K, other=0.0)
         more_gains = tl.load(norm_weight + more, mask=more < K, other=0.0)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_kernel_ahead(EARLY)
     values = tl.load(x + lines + column).to(tl.float32)
     squares = tl.sum(values * values, 1)
     rest = values
@@ -110,7 +107,7 @@ def _accept_likeliest(lane_slots, lane_starts, query_starts, draws, best, places
                       tokens, row_slots, row_starts, kept_rows, one_each, turns, out, out_stride, token_stride,
                       parts, lanes, DRAFTS: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
                       TURNS: tl.constexpr, COLUMNS: tl.constexpr, POSITION: tl.constexpr,
-                      EARLY: tl.constexpr = False):  # fmt: skip
+                      EARLY: tl.constexpr = 0):  # fmt: skip
     row = tl.program_id(0)
     first = row * (DRAFTS + 1)
     place = tl.arange(0, PLACES)
@@ -118,9 +115,7 @@ def _accept_likeliest(lane_slots, lane_starts, query_starts, draws, best, places
     inside = (place <= DRAFTS) & (first + place < lanes)
     at = (first + place)[:, None] * parts + part
     real = inside[:, None] & (part < parts)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_kernel_ahead(EARLY)
     # Asked for before it is known whether the row is there: one wait for memory less.
     value = tl.load(best + at, mask=real, other=float("-inf"))
     where = tl.load(places + at, mask=real, other=2147483647)

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cumulo.kernels.cuda.early import early
+from cumulo.kernels.cuda.early import early, wait_for_kernel_ahead
 from cumulo.kernels.cuda.sampling.sample import COLUMNS, POSITION
 
 PART = 32  # logits of which the largest is told
@@ -48,10 +47,8 @@ def kept_by_row(row, first, slot, place, drawn, lane_starts, draws, token_ids, n
 def _accept(lane_slots, lane_starts, query_starts, draws, picked, token_ids, next_tokens, row_slots, row_starts,
             kept_rows, one_each, turns, out, out_stride, lanes, DRAFTS: tl.constexpr, PLACES: tl.constexpr,
             TURNS: tl.constexpr, COLUMNS: tl.constexpr, POSITION: tl.constexpr,
-            EARLY: tl.constexpr = False):  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+            EARLY: tl.constexpr = 0):  # fmt: skip
+    wait_for_kernel_ahead(EARLY)
     row = tl.program_id(0)
     first = row * (DRAFTS + 1)
     tl.store(one_each + row + 1, tl.minimum(row + 1, tl.load(query_starts + lanes) // (DRAFTS + 1)))
@@ -191,10 +188,8 @@ def one_token_inputs(row, position, table, positions, kv_slots, contexts, step_t
 def _propose(best, place, token_of, row_slots, row_starts, chain_starts, tokens, tables, next_tokens, positions,
              kv_slots, contexts, step_tables, items, parts, token_stride, table_stride, step_table_stride, ahead,
              min_tiles, items_each, PARTS: tl.constexpr, PAGE: tl.constexpr, KEY_TILE: tl.constexpr,
-             ITEMS: tl.constexpr, NEXT: tl.constexpr, EARLY: tl.constexpr = False):  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+             ITEMS: tl.constexpr, NEXT: tl.constexpr, EARLY: tl.constexpr = 0):  # fmt: skip
+    wait_for_kernel_ahead(EARLY)
     row = tl.program_id(0)
     slot = tl.load(row_slots + row).to(tl.int64)
     if slot < 0:
@@ -262,10 +257,8 @@ def _round_inputs(lane_slots, lane_starts, tokens, tables, embed, token_ids, pos
                   step_tables, items, stream, token_stride, table_stride, step_table_stride, embed_stride,
                   stream_stride, min_tiles, items_each, all_items, lanes, PAGE: tl.constexpr,
                   KEY_TILE: tl.constexpr, ITEMS: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
-                  EARLY: tl.constexpr = False):  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+                  EARLY: tl.constexpr = 0):  # fmt: skip
+    wait_for_kernel_ahead(EARLY)
     lane = tl.program_id(0)
     slot = tl.load(lane_slots + lane).to(tl.int64)
     position = tl.load(lane_starts + lane)
