@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from cumulo.serve.api.batches import lines
 from cumulo.serve.api.batches.lines import Results
-from cumulo.serve.api.batches.schemas import BatchRecord
+from cumulo.serve.api.batches.schemas import BatchRecord, RequestCounts
 from tests.serve.batches.help import CHAT, begin, chat, end_of, line, results
 from tests.serve.running_server import running_server, wait_for
 
@@ -36,8 +37,13 @@ def test_a_killed_servers_batches_are_resumed(tiny: Path, tmp_path: Path) -> Non
         file.write(b'{"id":"batch_req_0","custom_id":"39","resp')
     before = {one["custom_id"]: one["id"] for one in map(json.loads, output.read_bytes().split(b"\n")[:-1])}
     # Another one had just written its last line when the server was killed.
-    written = record.__copy__()
-    written.id, written.status, written.total, written.output_file_id = "batch_w", "finalizing", 1, "file-w"
+    written = replace(
+        record,
+        id="batch_w",
+        status="finalizing",
+        output_file_id="file-w",
+        request_counts=RequestCounts(total=1),
+    )
     (tmp_path / "files" / "batch_w.json").write_bytes(msgspec.json.encode(written))
     (tmp_path / "files" / "file-w.data").write_text('{"custom_id":"a"}\n')
     with running_server(*options) as server:

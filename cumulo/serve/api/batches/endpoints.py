@@ -15,7 +15,7 @@ from starlette.types import Message
 
 from cumulo.serve.access.keys import caller_of
 from cumulo.serve.api.batches.manager import Batches
-from cumulo.serve.api.batches.schemas import BatchObject, BatchRequest, FileObject
+from cumulo.serve.api.batches.schemas import BatchObject, BatchRequest, FileObject, shown
 from cumulo.serve.api.openai.events import json_response, page
 from cumulo.serve.api.openai.schemas_out import ERRORS, Deleted, Page
 from cumulo.serve.bodies.reader import JsonRoute
@@ -40,13 +40,13 @@ def batches_of(request: Request) -> Batches:
 )
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Requests run with the lowest priority, as the engine has room for them. The results are files."""
-    return json_response((await batches_of(request).create(caller_of(request).name, body)).as_json())
+    return json_response(shown(await batches_of(request).create(caller_of(request).name, body)))
 
 
 @router.get("/v1/batches", summary="Your batches", response_model=Page[BatchObject])
 async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
     found = batches_of(request).owned_by(caller_of(request).name)
-    return json_response(page([record.as_json() for record in found], limit, after))
+    return json_response(page(list(map(shown, found)), limit, after))
 
 
 @router.get(
@@ -55,7 +55,7 @@ async def list_batches(request: Request, limit: Limit = 20, after: After = None)
     response_model=BatchObject,
 )
 async def get_batch(batch_id: str, request: Request) -> Response:
-    return json_response(batches_of(request).get(batch_id, caller_of(request).name).as_json())
+    return json_response(shown(batches_of(request).get(batch_id, caller_of(request).name)))
 
 
 @router.post(
@@ -68,7 +68,7 @@ async def cancel_batch(batch_id: str, request: Request) -> Response:
     batches = batches_of(request)
     record = batches.get(batch_id, caller_of(request).name)
     await batches.cancel(record)
-    return json_response(record.as_json())
+    return json_response(shown(record))
 
 
 _UPLOADS_AT_A_TIME = 4  # per key
@@ -131,7 +131,7 @@ async def create_file(request: Request) -> Response:
         ) from error
     finally:
         running[owner] -= 1
-    return json_response(stored.as_json())
+    return json_response(shown(stored))
 
 
 def _form_of(request: Request, claim: Callable[[int], None]) -> Request:
@@ -183,7 +183,7 @@ async def list_files(
     order: Order = "desc",
 ) -> Response:
     found = [
-        stored.as_json()
+        shown(stored)
         for stored in batches_of(request).store.owned_by(caller_of(request).name)
         if purpose is None or stored.purpose == purpose
     ]
@@ -196,7 +196,7 @@ async def list_files(
     response_model=FileObject,
 )
 async def get_file(file_id: str, request: Request) -> Response:
-    return json_response(batches_of(request).store.get(file_id, caller_of(request).name).as_json())
+    return json_response(shown(batches_of(request).store.get(file_id, caller_of(request).name)))
 
 
 @router.get(

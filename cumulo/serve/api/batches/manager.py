@@ -138,7 +138,6 @@ class Batches:
             owner=owner,
             endpoint=body.endpoint,
             input_file_id=stored.id,
-            created_at=int(time.time()),
             metadata=body.metadata,
         )
         self._records[record.id] = record
@@ -161,8 +160,8 @@ class Batches:
 
     async def change(self, record: BatchRecord, status: Status) -> None:
         record.status = status
-        if status not in record.times:
-            record.times = {**record.times, status: int(time.time())}
+        if status != "validating" and getattr(record, f"{status}_at") is None:
+            setattr(record, f"{status}_at", int(time.time()))
         async with self._writing:  # what is encoded last is written last
             content = msgspec.json.encode(record)
             await asyncio.to_thread(write_whole, self.store.folder / f"{record.id}.json", content, 0o600)

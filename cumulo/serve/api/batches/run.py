@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message
 from cumulo.serve.access.keys import CALLER_KEY, Caller
 from cumulo.serve.api.batches import lines
 from cumulo.serve.api.batches.lines import Results
-from cumulo.serve.api.batches.schemas import BatchRecord, LineError, Status
+from cumulo.serve.api.batches.schemas import BatchRecord, LineError, LineErrors, Status
 from cumulo.serve.api.batches.store import FileStore, new_id
 from cumulo.serve.call import LEAST_PRIORITY_KEY
 from cumulo.serve.errors import ApiError
@@ -134,7 +134,7 @@ class BatchRun:
                 await asyncio.to_thread(results.close)
             if self._full is not None:
                 problem = LineError(self._full.code or "", f"the batch was stopped: {self._full.message}")
-                await self._fail(problem)
+                await self._fail([problem])
             elif record.status == "cancelling":
                 await self._finalize("cancelled")
             else:
@@ -149,9 +149,9 @@ class BatchRun:
         )
         if record.status != "validating":  # cancelled meanwhile
             return
-        record.total, record.errors = total, errors
+        record.request_counts.total = total
         if errors:
-            await self._finalize("failed")
+            await self._fail(errors)
         else:
             await self._change(record, "in_progress")
 
@@ -230,13 +230,15 @@ class BatchRun:
         self._service.metrics.series("batch_requests", "completed" if good else "failed").inc()
 
     def _note(self, results: Results) -> None:
-        self.record.completed, self.record.failed = results.counts[True], results.counts[False]
+        counts = self.record.request_counts
+        counts.completed, counts.failed = results.counts[True], results.counts[False]
 
     # -- its end ------------------------------------------------------------------------------------------
     async def _finalize(self, end: Status) -> None:
         """The files that have lines become files like others."""
         record, store = self.record, self._store
-        for kind, lines_written in (("output", record.completed), ("error", record.failed)):
+        counts = record.request_counts
+        for kind, lines_written in (("output", counts.completed), ("error", counts.failed)):
             field = f"{kind}_file_id"
             if lines_written:
                 name = f"{record.id}_{kind}.jsonl"
@@ -246,7 +248,7 @@ class BatchRun:
         await self._change(record, end)
         log.info(
             "batch %s %s: %d of %d requests answered, %d failed",
-            record.id, end, record.completed, record.total, record.failed,
+            record.id, end, counts.completed, counts.total, counts.failed,
         )  # fmt: skip
 
     async def fail(self, error: Exception) -> None:
@@ -256,10 +258,10 @@ class BatchRun:
             error = error.exceptions[0]
         reason = error.strerror if isinstance(error, OSError) else "the server failed; its log says more"
         with contextlib.suppress(OSError):
-            await self._fail(LineError("server_error", f"the batch was given up: {reason}"))
+            await self._fail([LineError("server_error", f"the batch was given up: {reason}")])
 
-    async def _fail(self, problem: LineError) -> None:
-        self.record.errors = [problem]
+    async def _fail(self, errors: list[LineError]) -> None:
+        self.record.errors = LineErrors(errors)
         await self._finalize("failed")
 
 

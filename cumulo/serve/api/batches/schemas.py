@@ -1,72 +1,16 @@
-"""What /v1/files and /v1/batches take and answer, in OpenAI's form."""
+"""What /v1/files and /v1/batches take and answer, in OpenAI's form. On disk it is the same, with its owner."""
 
-from typing import Annotated, Any, Literal, get_args
+import time
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from cumulo.serve.api.openai.schemas import Label
 from cumulo.serve.bodies.strict import Strict
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled"]
-ENDED: tuple[Status, ...] = ("completed", "failed", "cancelled")
-
-
-class LineError(msgspec.Struct, frozen=True):
-    """A reason why a file is no batch."""
-
-    code: str
-    message: str
-    line: int | None = None  # from 1
-    param: str | None = None
-
-
-class BatchRecord(msgspec.Struct):
-    """What is known of one batch, as it lies on disk and as OpenAI's API shows it. Kept by Batches.
-
-    validating -> in_progress -> finalizing -> completed, or failed (the file is no batch), or cancelling ->
-    cancelled. Every change is on disk before anybody is told of it."""
-
-    id: str
-    owner: str  # the name of the key it belongs to
-    endpoint: str
-    input_file_id: str
-    created_at: int
-    metadata: dict[str, str] | None = None
-    status: Status = "validating"
-    errors: list[LineError] = []
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    # Where its lines are written; at the end None for one that has no lines.
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    times: dict[str, int] = {}  # when it came to each status
-
-    @property
-    def ended(self) -> bool:
-        return self.status in ENDED
-
-    def as_json(self) -> dict[str, Any]:
-        errors = [msgspec.to_builtins(error) for error in self.errors]
-        # Only what is complete has an id: a client that sees one may read the file.
-        return {
-            "id": self.id,
-            "object": "batch",
-            "endpoint": self.endpoint,
-            "errors": {"object": "list", "data": errors} if errors else None,
-            "input_file_id": self.input_file_id,
-            "completion_window": "24h",
-            "status": self.status,
-            "output_file_id": self.output_file_id if self.ended else None,
-            "error_file_id": self.error_file_id if self.ended else None,
-            "created_at": self.created_at,
-            **{f"{status}_at": self.times.get(status) for status in get_args(Status) if status != "validating"},
-            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
-            "metadata": self.metadata,
-        }  # fmt: skip
-
-
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 Metadata = Annotated[dict[str, Label], Field(max_length=16)]
 
@@ -80,33 +24,92 @@ class BatchRequest(Strict):
     metadata: Metadata | None = Field(None, description="Up to 16 texts of your own, kept with the batch.")
 
 
-class FileObject(BaseModel):
+def _now() -> int:
+    return int(time.time())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileObject:
     id: str
-    object: Literal["file"]
+    object: Literal["file"] = "file"
     bytes: int
-    created_at: int
-    expires_at: int | None
-    filename: str
+    created_at: int = field(default_factory=_now)
+    expires_at: int | None = None
+    filename: str  # as the caller called it
     purpose: str
-    status: Literal["processed"]
+    status: Literal["processed"] = "processed"
 
 
-class BatchObject(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile(FileObject):
+    owner: str  # the name of the key it belongs to
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """A reason why a file is no batch."""
+
+    code: str
+    message: str
+    line: int | None = None  # from 1
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LineErrors:
+    data: list[LineError]
+    object: Literal["list"] = "list"
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchObject:
     id: str
-    object: Literal["batch"]
+    object: Literal["batch"] = "batch"
     endpoint: str
-    errors: dict[str, Any] | None  # a list of what is wrong, each with its code, message, param and line
+    errors: LineErrors | None = None
     input_file_id: str
-    completion_window: str
-    status: str
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    in_progress_at: int | None
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: dict[str, int]  # total, completed, failed
-    metadata: dict[str, Any] | None
+    completion_window: Literal["24h"] = "24h"
+    status: Status = "validating"
+    # Where its lines are written; at the end None for one that has no lines.
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int = field(default_factory=_now)
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = field(default_factory=RequestCounts)
+    metadata: dict[str, str] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchRecord(BatchObject):
+    """What is known of one batch. Kept by Batches.
+
+    validating -> in_progress -> finalizing -> completed, or failed (the file is no batch, or its results have no
+    room), or cancelling -> cancelled. Every change is on disk before anybody is told of it."""
+
+    owner: str  # the name of the key it belongs to
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ("completed", "failed", "cancelled")
+
+
+def shown(kept: StoredFile | BatchRecord) -> dict[str, Any]:
+    """What its owner is told of it."""
+    told: dict[str, Any] = msgspec.to_builtins(kept)
+    del told["owner"]
+    if isinstance(kept, BatchRecord) and not kept.ended:
+        # Only what is complete has an id: a client that sees one may read the file.
+        told |= {"output_file_id": None, "error_file_id": None}
+    return told

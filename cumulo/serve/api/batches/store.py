@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import msgspec
 
 from cumulo.base.files import write_whole
 from cumulo.errors import CumuloError
+from cumulo.serve.api.batches.schemas import StoredFile
 from cumulo.serve.errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -40,27 +40,6 @@ def private_opener(path: str, flags: int) -> int:
 
 def _full(message: str) -> ApiError:
     return ApiError(413, message, code="storage_full", headers={"Connection": "close"})
-
-
-class StoredFile(msgspec.Struct, frozen=True):
-    id: str
-    owner: str  # the name of the key it belongs to
-    filename: str  # as the caller called it
-    purpose: str
-    size_bytes: int
-    created_at: int
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.size_bytes,
-            "created_at": self.created_at,
-            "expires_at": None,
-            "filename": self.filename,
-            "purpose": self.purpose,
-            "status": "processed",
-        }
 
 
 class FileStore:
@@ -172,19 +151,19 @@ class FileStore:
         """Make a file of what lies on its path."""
         name = "".join(letter for letter in filename if letter.isprintable())[:_LONGEST_NAME]
         size_bytes = self.path(file_id).stat().st_size
-        stored = StoredFile(file_id, owner, name, purpose, size_bytes, int(time.time()))
+        stored = StoredFile(id=file_id, owner=owner, filename=name, purpose=purpose, bytes=size_bytes)
         write_whole(self.folder / f"{file_id}.json", msgspec.json.encode(stored), 0o600)
         self._enter(stored)
         return stored
 
     def _enter(self, stored: StoredFile) -> None:
         if (before := self._files.get(stored.id)) is not None:  # a batch is finalized anew after a restart
-            self._bytes[stored.owner] -= before.size_bytes
+            self._bytes[stored.owner] -= before.bytes
         self._files[stored.id] = stored
-        self._bytes[stored.owner] += stored.size_bytes
+        self._bytes[stored.owner] += stored.bytes
 
     def delete(self, stored: StoredFile) -> None:
         del self._files[stored.id]
-        self._bytes[stored.owner] -= stored.size_bytes
+        self._bytes[stored.owner] -= stored.bytes
         (self.folder / f"{stored.id}.json").unlink(missing_ok=True)
         self.path(stored.id).unlink(missing_ok=True)
