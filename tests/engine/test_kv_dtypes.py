@@ -10,7 +10,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.engine import Engine
 from cumulo.engine.memory.memory_plan import plan_memory
 from cumulo.engine.play.disk_tier import KvFiles, TierMover
-from cumulo.engine.play.player import refuse_latent_int8
+from cumulo.engine.play.player import kv_cache
 from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
 from tests.engine.tiny_engine import SPECS, VOCAB, make_decoder, make_engine, run
@@ -67,4 +67,4 @@ def test_what_8_bits_cannot_store_is_refused_by_name() -> None:
     with pytest.raises(CumuloError, match="choose fp8"):
         EngineConfig(kv_dtype="int8").settled("cuda")
     with pytest.raises(CumuloError, match="latent attention"):
-        refuse_latent_int8(EngineConfig(kv_dtype="int8"), SPECS["latent"])
+        kv_cache(SPECS["latent"], EngineConfig(kv_dtype="int8").settled("cpu"), None, torch.float32)

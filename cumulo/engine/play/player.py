@@ -3,8 +3,7 @@ the assembly; the GPU's parts are imported only where a GPU is used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -23,6 +22,10 @@ from cumulo.models.play.fused import FusedDecoder, why_not
 from cumulo.models.play.rank_links import RankLinks
 from cumulo.spec.gpu_kernels import adapter_obstacle_of
 from cumulo.spec.model import ModelSpec
+
+if TYPE_CHECKING:  # they need Triton
+    from cumulo.engine.play.rank_play import DeviceRank
+    from cumulo.engine.play.runner_cuda import CudaRunner
 
 
 class DeviceRunner(Runner, Protocol):
@@ -64,10 +67,15 @@ def make_player(
     tell: Callable[[str], None] | None,
 ) -> Player:
     """On the device that the configuration names."""
+    bank = None
+    if config.max_loras:
+        bank = AdapterBank(decoder, decoder.spec, config.max_loras, config.max_lora_rank)
+    device = decoder.final_norm.weight.device
     if config.device != "cuda":
-        on_cpu, runs_on = runnable(decoder)
-        return Player(_torch_runner(on_cpu, decoder, config, memory, eos_ids, guidance), runs_on)
-    from cumulo.engine.play.runner_cuda import CudaRunner
+        model, runs_on = runnable(decoder)
+        cache = kv_cache(decoder.spec, config, memory, decoder.dtype, device=device)
+        own = {"overlap": config.overlap, "threads": config.threads, "guidance": guidance, "bank": bank}
+        return Player(torch_runner(model, cache, config, memory, eos_ids, **own), runs_on)
     from cumulo.models.play import cuda_decoder
 
     name = torch.cuda.get_device_name()
@@ -79,37 +87,52 @@ def make_player(
                 f"speculate={config.speculate} was asked for, but this model runs on PyTorch operators, which "
                 f"draft on a CPU only ({obstacle}); use speculate=ngram, or choose device=cpu"
             )
-        runner = _torch_runner(decoder, decoder, config, memory, eos_ids, guidance)
+        cache = kv_cache(decoder.spec, config, memory, decoder.dtype, device=device)
+        own = {"overlap": config.overlap, "threads": config.threads, "guidance": guidance, "bank": bank}
+        runner = torch_runner(decoder, cache, config, memory, eos_ids, **own)
         return Player(runner, f"PyTorch operators on {name}: {obstacle}")
     if tell is not None:
         tell("preparing the GPU")
-    model = cuda_decoder.CudaDecoder(
+    on_gpu = cuda_runner(decoder, decoder.spec, config, memory, eos_ids, device, guidance=guidance, bank=bank)
+    return Player(on_gpu, f"GPU kernels on {name}")
+
+
+def cuda_runner(
+    decoder: Decoder,
+    spec: ModelSpec,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    eos_ids: tuple[int, ...],
+    device: torch.device,
+    *,
+    guidance: Guidance | None = None,
+    rank: "DeviceRank | None" = None,
+    **parts: Any,
+) -> "CudaRunner":
+    """`spec`: of what is computed here; `parts`: what CudaDecoder does for adapters or with other ranks."""
+    from cumulo.engine.play.runner_cuda import CudaRunner
+    from cumulo.models.play.cuda_decoder import CudaDecoder
+
+    model = CudaDecoder(
         decoder,
         config.max_tokens_per_step,
         most_draws(config.max_running, bool(config.speculate)),
         weights=config.weights,
         batch_invariant=config.batch_invariant,
-        bank=_bank(decoder, config),
         sum_parts=config.sum_parts,
+        **parts,
     )
-    cache = KVCache(
-        decoder.spec,
-        memory.kv_blocks,
-        config.block_size,
-        kv_dtype(config, decoder.dtype),
-        decoder.final_norm.weight.device,
-    )
-    cuda_runner = CudaRunner(
+    return CudaRunner(
         model,
-        cache,
+        kv_cache(spec, config, memory, decoder.dtype, device=device),
         max_slots=config.max_running,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
         host_blocks=memory.tier_blocks,
         guidance=guidance,
-        graphs=config.cuda_graphs,
+        graphs=config.cuda_graphs and config.rank_backend != "gloo",  # whose messages the host sends
+        rank=rank,
     )
-    return Player(cuda_runner, f"GPU kernels on {name}")
 
 
 def refuse_kernel_options(config: EngineConfig, obstacle: str) -> None:
@@ -128,17 +151,36 @@ def adapter_obstacle(config: EngineConfig, spec: ModelSpec) -> str | None:
     return adapter_obstacle_of(spec) if config.max_loras else None
 
 
-def runner_maker(
-    config: EngineConfig, memory: MemoryPlan, eos_ids: tuple[int, ...]
-) -> "partial[TorchRunner]":
-    """A TorchRunner as far as all ranks of an engine have it alike, one or several."""
-    return partial(
-        TorchRunner,
+def torch_runner(
+    model: RunnableModel,
+    cache: KVCache,
+    config: EngineConfig,
+    memory: MemoryPlan,
+    eos_ids: tuple[int, ...],
+    **own: Any,
+) -> TorchRunner:
+    """A TorchRunner; `own` is what ranks of an engine do not have alike."""
+    return TorchRunner(
+        model,
+        cache,
         max_slots=config.max_running,
         max_context=memory.max_context,
         eos_token_ids=eos_ids,
         host_blocks=memory.tier_blocks,
+        **own,
     )
+
+
+def kv_cache(
+    spec: ModelSpec, config: EngineConfig, memory: MemoryPlan, dtype: torch.dtype, **where: Any
+) -> KVCache:
+    """The cache of one rank, whose part of the model `spec` is; `dtype`: of activations."""
+    if config.kv_dtype == "int8" and spec.mla is not None:
+        raise CumuloError(
+            "kv_dtype=int8 does not store latent attention, whose values are a part of the keys; choose fp8"
+        )
+    dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(config.kv_dtype, dtype)
+    return KVCache(spec, memory.kv_blocks // config.dp, config.block_size, dtype, **where)
 
 
 def runnable(
@@ -150,47 +192,3 @@ def runnable(
     if obstacle is None:
         return FusedDecoder(decoder, links), "fused native kernels"
     return on_ranks() if on_ranks is not None else decoder, f"PyTorch operators: {obstacle}"
-
-
-def _bank(decoder: Decoder, config: EngineConfig) -> AdapterBank | None:
-    if not config.max_loras:
-        return None
-    return AdapterBank(decoder, decoder.spec, config.max_loras, config.max_lora_rank)
-
-
-def _torch_runner(
-    model: RunnableModel,
-    decoder: Decoder,
-    config: EngineConfig,
-    memory: MemoryPlan,
-    eos_ids: tuple[int, ...],
-    guidance: Guidance | None,
-) -> TorchRunner:
-    refuse_latent_int8(config, decoder.spec)
-    cache = KVCache(
-        decoder.spec,
-        memory.kv_blocks,
-        config.block_size,
-        kv_dtype(config, decoder.dtype),
-        decoder.final_norm.weight.device,
-    )
-    return runner_maker(config, memory, eos_ids)(
-        model,
-        cache,
-        overlap=config.overlap,
-        threads=config.threads,
-        guidance=guidance,
-        bank=_bank(decoder, config),
-    )
-
-
-def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The number format of keys and values, where activations are in `dtype`."""
-    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(config.kv_dtype, dtype)
-
-
-def refuse_latent_int8(config: EngineConfig, spec: ModelSpec) -> None:
-    if config.kv_dtype == "int8" and spec.mla is not None:
-        raise CumuloError(
-            "kv_dtype=int8 does not store latent attention, whose values are a part of the keys; choose fp8"
-        )

@@ -26,10 +26,9 @@ from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.player import (
     DeviceRunner,
     Player,
-    kv_dtype,
-    refuse_latent_int8,
+    kv_cache,
     runnable,
-    runner_maker,
+    torch_runner,
 )
 from cumulo.engine.play.rank_play import RankPlay, SharedGuides
 from cumulo.engine.play.ranked_runner import AdapterOrder, RankedRunner
@@ -88,16 +87,20 @@ class RankSetup:
     def on_gpu(self) -> bool:
         return self.config.device == "cuda"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.config.dtype)  # type: ignore[no-any-return]
+
     def part(self, rank: int) -> RankPart:
         return rank_part(self.spec, self.config.layout, rank)
 
-    def cache(self, rank: int, dtype: torch.dtype) -> KVCache:
+    def cache(self, rank: int) -> KVCache:
         """A rank's part of the KV; of an engine with a role, in the memory that rank 0 has made for it."""
-        part, files = self.part(rank), list[int]()
-        if self.kv_files:
-            files = [os.open(f"/proc/{self.engine_pid}/fd/{file}", os.O_RDWR) for file in self.kv_files[rank]]
-        blocks = self.memory.kv_blocks // part.layout.dp
-        return KVCache(part.local, blocks, self.config.block_size, dtype, files=files)
+        files = [
+            os.open(f"/proc/{self.engine_pid}/fd/{file}", os.O_RDWR)
+            for file in (self.kv_files[rank] if self.kv_files else ())
+        ]
+        return kv_cache(self.part(rank).local, self.config, self.memory, self.dtype, files=files)
 
 
 def start_ranks(
@@ -169,12 +172,9 @@ def _shared_caches(setup: RankSetup) -> list[KVCache]:
     """Of all ranks of an engine with a role, made and mapped here: this process hands KV over for all of them."""
     if setup.config.role == "both" or setup.on_gpu:
         return []
-    sizes = (
-        setup.memory.kv_blocks,
-        setup.config.block_size,
-        kv_dtype(setup.config, getattr(torch, setup.config.dtype)),
-    )
-    return [KVCache(setup.part(rank).local, *sizes, shared=True) for rank in range(setup.config.layout.world)]
+    ranks = range(setup.config.layout.world)
+    given = (setup.config, setup.memory, setup.dtype)
+    return [kv_cache(setup.part(rank).local, *given, shared=True) for rank in ranks]
 
 
 def _check_weights(setup: RankSetup) -> None:
@@ -207,7 +207,7 @@ def play_rank(rank: int, setup: RankSetup) -> None:
         _check_weights(setup)
     loaded = load_model(
         setup.model,
-        dtype=getattr(torch, setup.config.dtype),
+        dtype=setup.dtype,
         device=setup.config.device,
         keep_quantised=setup.keep_quantised,
         with_tokenizer=setup.with_tokenizer,  # which knows what ends an answer
@@ -286,18 +286,12 @@ def _make_runner(
     if config.redundant_experts:
         spread = SpreadExperts(decoder, part, links, config.redundant_experts, config.expert_balance_steps)
     model, runs_on = runnable(decoder, lambda: RankDecoder(decoder, part, links, spread), links)
-    refuse_latent_int8(setup.config, decoder.spec)
-    cache = setup.cache(part.rank, kv_dtype(setup.config, decoder.dtype))
-    runner = runner_maker(config, memory, eos_ids)(
-        model,
-        cache,
-        overlap=overlap,
-        threads=setup.threads,
-        rank=RankPlay(part, links, config.max_running, cache.blocks),
-        bank=AdapterBank(decoder, setup.spec, config.max_loras, config.max_lora_rank, part)
-        if config.max_loras
-        else None,
-    )
+    cache, bank = setup.cache(part.rank), None
+    if config.max_loras:
+        bank = AdapterBank(decoder, setup.spec, config.max_loras, config.max_lora_rank, part)
+    play = RankPlay(part, links, config.max_running, cache.blocks)
+    own = {"overlap": overlap, "threads": setup.threads, "rank": play, "bank": bank}
+    runner = torch_runner(model, cache, config, memory, eos_ids, **own)
     runner.table.guided = SharedGuides(guided, links)
     return runner, runs_on
 

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.memory.memory_plan import MemoryPlan
-from cumulo.engine.play.player import DeviceRunner, kv_dtype
+from cumulo.engine.play.player import DeviceRunner, cuda_runner
 from cumulo.engine.play.rank_play import DeviceRank, SequenceSplit, SharedGuides
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_cuda import CudaRunner
@@ -28,9 +29,8 @@ from cumulo.kernels.cuda.collective.one_shot import release
 from cumulo.kernels.cuda.collective.peers import PeerMemory, aligned, flags_bytes
 from cumulo.layout.layout import nearest_divisor
 from cumulo.layout.serving import RankPart, ServingLayout, rank_part
-from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
-from cumulo.models.play.cuda_decoder import CudaDecoder, why_not
+from cumulo.models.play.cuda_decoder import why_not
 from cumulo.models.play.cuda_rows import RankRows, rows_bytes
 from cumulo.models.play.cuda_slice import RankSlice, shared_bytes
 from cumulo.models.play.cuda_stage import FarStage, RankStage, stage_bytes
@@ -197,31 +197,19 @@ def make_cuda_runner(
         raise ConfigError(
             f"on several GPUs a model runs on our kernels only ({obstacle}); omit tp, pp, dp and ep"
         )
-    tokens, draws, invariant = config.max_tokens_per_step, config.max_running, config.batch_invariant
     rank_slice, stage, rows = shared_parts(config, part, decoder.dtype, store, links, device)
-    model = CudaDecoder(
+    split = SequenceSplit(part, config.max_running, memory.kv_blocks // config.dp)
+    parts: dict[str, Any] = {"rank_slice": rank_slice, "stage": stage, "rows": rows}
+    parts["largest"] = links.largest_of_slices
+    runner = cuda_runner(
         decoder,
-        tokens,
-        draws,
-        weights=config.weights,
-        batch_invariant=invariant,
-        rank_slice=rank_slice,
-        stage=stage,
-        rows=rows,
-        sum_parts=config.sum_parts,
-        largest=links.largest_of_slices,
-    )
-    blocks = memory.kv_blocks // part.layout.dp
-    cache = KVCache(part.local, blocks, config.block_size, kv_dtype(config, decoder.dtype), device)
-    runner = CudaRunner(
-        model,
-        cache,
-        max_slots=draws,
-        max_context=memory.max_context,
-        eos_token_ids=eos_ids,
-        host_blocks=memory.tier_blocks,
-        graphs=config.cuda_graphs and config.rank_backend != "gloo",  # whose messages the host sends
-        rank=DeviceRank(part, stage, SequenceSplit(part, draws, blocks), links),
+        part.local,
+        config,
+        memory,
+        eos_ids,
+        device,
+        rank=DeviceRank(part, stage, split, links),
+        **parts,
     )
     runner.table.guided = guided
     return runner
