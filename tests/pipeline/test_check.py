@@ -12,7 +12,7 @@ from cumulo.pipeline.decide.actions import Action, Kind, PipelineSchedule, Sends
 from cumulo.pipeline.decide.catalog import build
 from cumulo.pipeline.decide.check import check
 from cumulo.pipeline.decide.communication import with_communication
-from cumulo.pipeline.decide.stall import ScheduleError
+from cumulo.pipeline.decide.orders import ScheduleError
 from tests import thorough
 from tests.pipeline.strategies import schedules
 

@@ -7,10 +7,10 @@ A schedule that cannot be played to its end is refused by naming the stages and 
 from dataclasses import dataclass
 from functools import cached_property
 
-from cumulo.pipeline.decide.actions import Action, PipelineSchedule, Sends, receive_of
+from cumulo.pipeline.decide.actions import Action, PipelineSchedule, Sends
 from cumulo.pipeline.decide.communication import with_communication
 from cumulo.pipeline.decide.costs import Costs
-from cumulo.pipeline.decide.stall import ScheduleError
+from cumulo.pipeline.decide.orders import check_orders
 from cumulo.pipeline.simulate.events import compile_schedule, play
 
 
@@ -75,7 +75,9 @@ def simulate(
     """Play the schedule, with communication added where it has none; the default costs are 1 for each kind."""
     costs = costs or Costs()
     costs.check_fits(schedule)
-    program = compile_schedule(with_communication(schedule, sends), sends)
+    full = with_communication(schedule, sends)
+    check_orders(full)
+    program = compile_schedule(full, sends)
     spans: list[tuple[Span, ...]] = []
     for mine, ends in zip(program.blocks, play(program, costs), strict=True):
         starts = (0.0, *ends)
@@ -86,16 +88,4 @@ def simulate(
                 for action in block
             )
         )
-    _check_all_received(program.schedule)
     return Timeline(program.schedule, tuple(spans))
-
-
-def _check_all_received(schedule: PipelineSchedule) -> None:
-    taken = [{action for action in order if action.kind.is_receive} for order in schedule.orders]
-    for stage, order in enumerate(schedule.orders):
-        for send in order:
-            if send.kind.is_send and receive_of(schedule, send) not in taken[send.peer or 0]:
-                raise ScheduleError(
-                    f"{schedule.name}: stage {stage} sends what stage {send.peer}'s order never "
-                    f"takes with {receive_of(schedule, send)}"
-                )
