@@ -48,7 +48,6 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out, "_width", 300)
 
 
-@pytest.mark.thorough
 @pytest.mark.long
 @pytest.mark.parametrize("words", _ANSWERS.values(), ids=_ANSWERS)
 def test_an_answer_has_units_three_digits_a_range_and_a_reason(

@@ -63,7 +63,6 @@ def test_a_plan_for_devices_that_are_not_here_is_refused(plan: Path, monkeypatch
         CliRunner().invoke(app, words, catch_exceptions=False)
 
 
-@pytest.mark.thorough
 @pytest.mark.long
 def test_a_killed_rank_changes_no_stream(server: RunningServer) -> None:
     kinds = ("greedy", "seeded", "logprobs", "guided", "samples")

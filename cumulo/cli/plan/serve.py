@@ -11,7 +11,7 @@ from rich.text import Text
 from cumulo.base import report as reports
 from cumulo.base.chart import chart_file
 from cumulo.base.figures import figure_table
-from cumulo.base.quantities import parse_duration_s
+from cumulo.base.quantities import number, parse_duration_s
 from cumulo.cli.plan import serve_report as view
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
@@ -106,7 +106,7 @@ def serve(chosen: PlanServeOptions) -> None:
     best, rows = plan.best, view.rows(plan, wanted.slo, think_s)
     by_users = ((best.replicas * one.users(think_s), one.report) for one in plan.curve)
     chart = latency_chart("Latency over users", "users", by_users, wanted.slo)
-    users = [(f"{best.replicas * one.users(think_s):,.0f}", one) for one in plan.curve]
+    users = [(number(best.replicas * one.users(think_s)), one) for one in plan.curve]
     columns = view.users_columns(best)
     heading = f"{chosen.model}, {chosen.rate:g} requests/s: {best}"
     notes = (
