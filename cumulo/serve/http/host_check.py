@@ -24,50 +24,42 @@ class HostCheck:
         self._origins = {origin.rstrip("/").lower().encode("latin-1", "replace") for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = scope["type"]
-        if kind == "http" or kind == "websocket":
-            host: bytes | None = None
-            origin: bytes | None = None
-            hosts = 0
-            for name, value in scope["headers"]:
-                if name == b"host":
-                    host = value
-                    hosts += 1
-                elif name == b"origin":
-                    origin = value
-            error = self._problem(scope, host, hosts, origin)
-            if error is not None:
+        if scope["type"] in ("http", "websocket"):
+            try:
+                self._check(scope)
+            except ApiError as error:
                 await refuse(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _problem(self, scope: Scope, host: bytes | None, hosts: int, origin: bytes | None) -> ApiError | None:
-        if hosts != 1 and (hosts or scope["http_version"] != "1.0"):  # HTTP/1.0 knows no Host
-            self._tally.note("host", "a request with %d Host headers", hosts)
-            return ApiError(400, f"a request must have one Host header, and this one has {hosts}")
+    def _check(self, scope: Scope) -> None:
+        """Raises ApiError where the request is not for this server, or a page of another site sends it."""
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 and (hosts or scope["http_version"] != "1.0"):  # HTTP/1.0 knows no Host
+            self._tally.note("host", "a request with %d Host headers", len(hosts))
+            raise ApiError(400, f"a request must have one Host header, and this one has {len(hosts)}")
+        host = hosts[0] if hosts else None
         if host is not None and host not in self._hosts:
             shown = host[:80].decode("latin-1")
             self._tally.note("host", "a request for the host %r was refused", shown)
-            return ApiError(
+            raise ApiError(
                 421,
                 f"this server does not answer for the host {shown!r}: use its address, or start it with "
                 f"`--allow-host {_name(host[:80]) or 'NAME'}`",
                 code="host_not_allowed",
             )
-        if (
-            origin is not None
-            and (scope["type"] == "websocket" or scope["method"] not in _READING)
-            and not self._is_own_or_allowed(origin, host)
-        ):
+        if scope["type"] == "http" and scope["method"] in _READING:
+            return
+        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        if origin is not None and not self._is_own_or_allowed(origin, host):
             shown = origin[:80].decode("latin-1")
             self._tally.note("origin", "a request by a page of %r was refused", shown)
-            return ApiError(
+            raise ApiError(
                 403,
                 f"web pages of {shown!r} may not send requests to this server: start it with "
                 "`--cors-origin ORIGIN` to allow them",
                 code="origin_not_allowed",
             )
-        return None
 
     def _is_own_or_allowed(self, origin: bytes, host: bytes | None) -> bool:
         origin = origin.lower()
@@ -108,13 +100,7 @@ def _name(host: bytes) -> str:
         _ = parts.port  # raises ValueError where it is no number
     except ValueError:
         return ""
-    if (
-        parts.path
-        or parts.query
-        or parts.fragment
-        or parts.username is not None
-        or parts.password is not None
-    ):
+    if any((parts.path, parts.query, parts.fragment)) or "@" in parts.netloc:
         return ""
     return (parts.hostname or "").removesuffix(".")
 
