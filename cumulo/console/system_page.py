@@ -96,19 +96,15 @@ def _tiers(service: Service) -> list[tuple[str, Any]]:
     tiers = stats.tiers if stats is not None else None
     if tiers is None:
         return []
-    rows = [
-        (
-            "KV tier: host memory",
-            f"{tiers.host_blocks_used:,} of {tiers.host_blocks:,} blocks; {tiers.host_hit_tokens:,} tokens fetched",
-        )
-    ]
+    used = f"{tiers.host_blocks_used:,} of {tiers.host_blocks:,} blocks"
+    rows = [("KV tier: host memory", f"{used}; {tiers.counts.host_hit_tokens:,} tokens fetched")]
     if service.options.engine.kv_disk:
         config = service.options.engine
         rows.append(
             (
                 "KV tier: disk",
                 f"{tiers.disk_blocks:,} blocks, {format_bytes(tiers.disk_bytes)} of {config.kv_disk_gib:g} GiB in "
-                f"{config.kv_disk}; {tiers.disk_hit_tokens:,} tokens fetched",
+                f"{config.kv_disk}; {tiers.counts.disk_hit_tokens:,} tokens fetched",
             )
         )
     return rows

@@ -55,6 +55,7 @@ class ServedAdapter:
     rank: int = 0
     fingerprint: str = ""
     calls: int = 0  # that have not ended
+    answered: int = 0  # calls in all
     loaded_s: float = field(default_factory=time.time)
 
 
@@ -127,6 +128,7 @@ class AdapterRegistry:
     # -- calls --------------------------------------------------------------------------------------------
     def hold(self, adapter: ServedAdapter) -> None:
         adapter.calls += 1
+        adapter.answered += 1
 
     def release(self, adapter: ServedAdapter) -> None:
         adapter.calls -= 1

@@ -17,7 +17,7 @@ from tests.cli.conftest import Run
         (["--top-p", "0"], "top_p must be in (0, 1]"),
         (["--stop", ""], "a stop string must not be empty"),
         (["--n", "3", "--best-of", "2"], "best_of must be n (3)"),
-        (["--threads", "0"], "threads must be a number, 1 or more; got 0"),
+        (["--threads", "0"], "threads must be a number, 1 to 1,024; got 0"),
         (["--max-context=-5"], "max_context must be a number, 1 or more; got -5"),
         (["--kv-memory-gib", "nan"], "kv_memory_gib must be a number, 0 or more; got nan"),
         (["--kv-memory-gib", "inf"], "kv_memory_gib must be a number, 0 or more; got inf"),

