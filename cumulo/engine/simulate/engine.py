@@ -7,14 +7,17 @@ step passes one stage after the other, each in its part of the step's time, and 
 their way. Nothing is random: the same arrivals and costs give the same times to the last bit.
 """
 
+import heapq
 import itertools
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from cumulo.engine.decide.core.extension import Extension, Flight, Points, StepTiming
 from cumulo.engine.decide.core.request import Request, Sequence, State
+from cumulo.engine.decide.kv_tiers import TierOrder
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
@@ -77,13 +80,16 @@ class SimulatedEngine:
         self.scheduler, self.cost, self.overlap = scheduler, cost, overlap
         scheduler.batch.points = Points((Landing(), *scheduler.batch.points.extensions))
         self.acceptance, self.head_pass_s = acceptance, head_pass_s
-        self.disk, self._until_s = disk, float("inf")
+        self.disk = disk
         self.run = Run()
         self.arrivals: list[Arrival] = []  # in order of time; those from `_coming` on have not been taken in
-        self.cached_tokens: list[
-            int
-        ] = []  # of those that a router gave: prompt tokens that were cached here then
+        # Of those that a router gave: prompt tokens that were cached here then.
+        self.cached_tokens: list[int] = []
+        self.first_number = 0  # of its requests: prompts of two engines that share KV must differ
         self.clock_s = 0.0
+        self._mail: list[tuple[float, int, Callable[[], None]]] = []  # what happens to it, and when
+        self._posted = itertools.count()
+        self._can_plan = False
         stages = scheduler.config.pp
         self._stage_free_s = [0.0] * stages
         self._in_flight: deque[StepInFlight] = deque()  # at most one for each stage
@@ -94,24 +100,61 @@ class SimulatedEngine:
         plain = plain and scheduler.speculation is None
         self._may_stretch = overlap and not step_by_step and stages == 1 and plain
 
+    def post(self, time_s: float, happens: Callable[[], None]) -> None:
+        """Something happens to this engine at a later time: its loop sees it between two steps."""
+        heapq.heappush(self._mail, (time_s, next(self._posted), happens))
+
+    @property
+    def next_s(self) -> float:
+        """When its loop turns next; infinity: nothing comes that is known of."""
+        if self._in_flight or self._can_plan:
+            return self.clock_s
+        coming = self.arrivals[self._coming].arrived_s if self._coming < len(self.arrivals) else float("inf")
+        return max(self.clock_s, min(coming, self._mail[0][0] if self._mail else float("inf")))
+
     def advance(self, until_s: float) -> None:
         """Play steps until the clock reaches `until_s`, or until everything that has arrived is answered."""
+        while self._has_work and self.next_s < until_s:
+            self.turn(until_s)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._in_flight or self.scheduler.requests or self._coming < len(self.arrivals))
+
+    def open_mail(self, until_s: float) -> None:
+        """Everything happens that was posted for no later a time."""
+        while self._mail and self._mail[0][0] <= until_s:
+            heapq.heappop(self._mail)[2]()
+
+    def turn(self, until_s: float) -> None:
+        """Take in what has come, and play a step, or steps in which nothing is decided up to `until_s`."""
         scheduler, arrivals = self.scheduler, self.arrivals
-        count, self._until_s = len(arrivals), until_s
-        while self.clock_s < until_s:
-            if self.disk is not None:
-                self.disk.exchange(scheduler.tiers, self.clock_s)
-            while self._coming < count and arrivals[self._coming].arrived_s <= self.clock_s:
-                self.clock_s += take_in(arrivals[self._coming], self._coming, scheduler, self.cost, self.run)
-                self._coming += 1
-            if not scheduler.requests and not self._in_flight:
-                if self._coming == count:
-                    break
-                self.clock_s = max(self.clock_s, arrivals[self._coming].arrived_s)
-                continue
-            next_s = min(until_s, arrivals[self._coming].arrived_s if self._coming < count else until_s)
+        self.clock_s = max(self.clock_s, self.next_s)
+        self.open_mail(self.clock_s)
+        while self._coming < len(arrivals) and arrivals[self._coming].arrived_s <= self.clock_s:
+            self._take(arrivals[self._coming])
+            self._coming += 1
+        self._can_plan = bool(scheduler.requests)
+        if self._in_flight or self._can_plan:
+            next_s = min(
+                until_s, arrivals[self._coming].arrived_s if self._coming < len(arrivals) else until_s
+            )
             if not (self._may_stretch and self._in_flight and self._play_stretch(next_s)):
                 self._step()
+        scheduler.transfers.issue_fetches(self.clock_s)
+        if self.disk is not None and scheduler.tiers is not None:
+            for order in scheduler.tiers.orders:
+                self.post(self.disk.done_s(order, self.clock_s), partial(self._enter_files, self.disk, order))
+            scheduler.tiers.orders.clear()
+
+    def _enter_files(self, disk: SimulatedDisk, order: TierOrder) -> None:
+        assert self.scheduler.tiers is not None
+        for event in disk.carry_out(order):
+            self.scheduler.tiers.enter_event(event, self.clock_s)
+
+    def _take(self, arrival: Arrival) -> None:
+        number = self.first_number + self._coming
+        self.clock_s += take_in(arrival, number, self.scheduler, self.cost, self.run)
 
     def give(self, arrival: Arrival, cached_tokens: int) -> None:
         """A router sends it a request, at a time up to which it was advanced."""
@@ -143,7 +186,7 @@ class SimulatedEngine:
         if in_flight and (plan is None or len(in_flight) > depth):
             self._finish(in_flight.popleft())
         elif plan is None:
-            self._wait_for_others()
+            self._can_plan = False  # until something comes
 
     def _pass_stages(self, device_s: float) -> float:
         """When a step that is submitted now leaves the last stage."""
@@ -151,16 +194,6 @@ class SimulatedEngine:
         for stage, free_s in enumerate(self._stage_free_s):
             done_s = self._stage_free_s[stage] = max(done_s, free_s) + device_s / stages
         return done_s
-
-    def _wait_for_others(self) -> None:
-        """Nothing can be computed and nothing is in flight. An engine alone has only its disk to wait for."""
-        if self.disk is not None:
-            self.disk.exchange(self.scheduler.tiers, self.clock_s)
-        if self.disk is not None and self.disk.next_s < float("inf"):
-            coming = (one.arrived_s for one in self.arrivals[self._coming : self._coming + 1])
-            self.clock_s = min(self.disk.next_s, self._until_s, *coming)
-            return
-        raise RuntimeError("the scheduler plans nothing while nothing is in flight: a bug in the scheduler")
 
     def _finish(self, ready: StepInFlight) -> None:
         self.clock_s = max(self.clock_s, ready.done_s)
@@ -284,6 +317,8 @@ class SimulatedEngine:
 
     def end(self) -> Run:
         """What became of everything, as of now."""
+        if self.scheduler.requests and self.next_s == float("inf"):
+            raise RuntimeError("the scheduler plans nothing for requests that wait: a bug in the scheduler")
         self.run.ended_s = self.clock_s
         self.run.all_finished = self._coming == len(self.arrivals) and not self.scheduler.requests
         return self.run

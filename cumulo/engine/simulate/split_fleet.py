@@ -8,8 +8,6 @@ when its share of the step's time has passed. Blocks come over one link of each 
 other.
 """
 
-import heapq
-import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
@@ -25,7 +23,7 @@ from cumulo.engine.decide.transfer.orders import (
     ReceiverEvent,
     TransferPlan,
 )
-from cumulo.engine.simulate.engine import SimulatedEngine, take_in
+from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.fleet import engine_view, prefix_hashes
 from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock
 
@@ -45,55 +43,12 @@ class KVLink:
         return tokens * self.kv_bytes_per_token / self.bytes_per_s
 
 
-class SplitEngine(SimulatedEngine):
-    """A simulated engine that others send mail to: what happens to it, and when."""
+class SplitPrefill(SimulatedEngine):
+    """Computes orders, and knows when each layer of each chunk is done."""
 
     def __init__(self, name: str, scheduler: Scheduler, cost: StepClock) -> None:
         super().__init__(scheduler, cost, step_by_step=True)
         self.name = name
-        self._mail: list[tuple[float, int, Callable[[], None]]] = []
-        self._posted = itertools.count()
-
-    def post(self, time_s: float, happens: Callable[[], None]) -> None:
-        heapq.heappush(self._mail, (time_s, next(self._posted), happens))
-
-    @property
-    def next_s(self) -> float:
-        """When its loop turns next; infinity: somebody else must act first."""
-        if self._in_flight or self._can_plan:
-            return self.clock_s
-        coming = self.arrivals[self._coming].arrived_s if self._coming < len(self.arrivals) else float("inf")
-        return max(self.clock_s, min(coming, self._mail[0][0] if self._mail else float("inf")))
-
-    _can_plan = False
-
-    def turn(self) -> None:
-        """Take in what has come, and play one step."""
-        self.clock_s = max(self.clock_s, self.next_s)
-        while self._mail and self._mail[0][0] <= self.clock_s:
-            heapq.heappop(self._mail)[2]()
-        while self._coming < len(self.arrivals) and self.arrivals[self._coming].arrived_s <= self.clock_s:
-            self._take(self.arrivals[self._coming])
-            self._coming += 1
-        if self.scheduler.requests or self._in_flight:
-            self._can_plan = True
-            self._step()
-        else:
-            self._can_plan = False
-        self.scheduler.transfers.issue_fetches(self.clock_s)
-
-    def _wait_for_others(self) -> None:
-        self._can_plan = False
-
-    def _take(self, arrival: Arrival) -> None:
-        raise RuntimeError(f"{self.name} only computes orders, and was sent a request")
-
-
-class SplitPrefill(SplitEngine):
-    """Computes orders, and knows when each layer of each chunk is done."""
-
-    def __init__(self, name: str, scheduler: Scheduler, cost: StepClock) -> None:
-        super().__init__(name, scheduler, cost)
         self.chunks: dict[str, list[tuple[int, float, float]]] = {}  # tokens, beginning and end of its step
         self.on_chunk: Callable[[str], None] = lambda key: None
         self.ordered_tokens = 0
@@ -116,17 +71,17 @@ class SplitPrefill(SplitEngine):
                 self.on_chunk(send.key)
 
 
-class SplitDecode(SplitEngine):
+class SplitDecode(SimulatedEngine):
     def __init__(self, number: int, scheduler: Scheduler, cost: StepClock, layers: int) -> None:
-        super().__init__(f"decode-{number}", scheduler, cost)
+        super().__init__(scheduler, cost, step_by_step=True)
+        self.name, self.first_number = f"decode-{number}", number * _NUMBERS
         self.link_free_s = 0.0
-        self._first = number * _NUMBERS
         self.before_arrival: Callable[[], None] = lambda: None
         scheduler.transfers.receive(layers, stall_s=float("inf"))  # nothing stands still here
 
     def _take(self, arrival: Arrival) -> None:
         self.before_arrival()
-        self.clock_s += take_in(arrival, self._first + self._coming, self.scheduler, self.cost, self.run)
+        super()._take(arrival)
 
 
 @dataclass(slots=True)
@@ -176,7 +131,7 @@ class SplitFleet:
             engine = min(engines, key=lambda one: one.next_s)
             if engine.next_s >= until_s:
                 return
-            engine.turn()
+            engine.turn(until_s)
             if isinstance(engine, SplitDecode):
                 self._carry_out(engine)
             else:

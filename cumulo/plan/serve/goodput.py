@@ -78,8 +78,7 @@ def _learn(scheduler: Scheduler, replica: Replica, slower: float) -> None:
     for tokens in learning_prompts(scheduler.costs, scheduler.config.slo, scheduler.config.max_context):
         engine.arrivals.append(Arrival(engine.clock_s, tokens, 3))
         engine.advance(float("inf"))
-    if engine.disk is not None:
-        engine.disk.finish(scheduler.tiers, engine.clock_s)
+    engine.open_mail(float("inf"))
     scheduler.pool.clear_cache()
 
 
