@@ -14,6 +14,7 @@ from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
+from tests.engine.invariants import problems
 
 Asked = list[tuple[list[int], SamplingParams]]  # prompts that are sent together
 
@@ -91,7 +92,7 @@ def play(clients: list[Client], until_s: float, **config: Any) -> Scheduler:
                     heapq.heappush(due, (clock_s + pause_s, next(numbers), client))
             scheduler.closed.clear()
             clock_s += 5e-4
-    assert scheduler.problems() == []
+    assert problems(scheduler) == []
     return scheduler
 
 

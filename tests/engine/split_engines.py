@@ -14,6 +14,7 @@ from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
+from tests.engine.invariants import problems
 from tests.engine.tiny_engine import make_engine
 
 PATIENCE_S = 600.0  # with a prefill engine that says nothing: on a busy machine it may just not be its turn
@@ -47,7 +48,7 @@ class PrefillThread:
             engine.exchange()
             if engine.has_work:
                 engine.step()
-            self.problems += engine.scheduler.problems()
+            self.problems += problems(engine.scheduler)
 
     def kill(self) -> None:
         self._ended = True
@@ -88,7 +89,7 @@ def run_split(engine: Engine, between: Callable[[int], None] | None = None) -> d
         engine.exchange()
         if engine.has_work:
             finished |= {output.request_id: output for output in engine.step().finished}
-        assert engine.scheduler.problems() == []
+        assert problems(engine.scheduler) == []
         turns += 1
         if between is not None:
             between(turns)

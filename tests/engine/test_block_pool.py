@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cumulo.engine.decide.core.block_pool import BlockPool, chain_hashes, root_hash
 from tests import thorough
+from tests.engine.invariants import pool_problems
 
 
 @settings(max_examples=thorough.examples(100), deadline=None)
@@ -39,7 +40,7 @@ def test_the_books_balance_after_every_operation(seed: int, blocks: int):
                 owners.append(hits)
         elif owners:
             pool.release(owners.pop(rng.randrange(len(owners))))
-        assert pool.problems(owners) == []
+        assert pool_problems(pool, owners) == []
         if step % 7 == 0:
             told -= {block_hash for block_hash, is_here in pool.news.items() if not is_here}
             told |= {block_hash for block_hash, is_here in pool.news.items() if is_here}

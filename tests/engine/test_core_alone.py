@@ -7,6 +7,7 @@ from cumulo.engine.decide.core.request import Request
 from cumulo.engine.decide.core.scheduler import CoreScheduler
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepResult
+from tests.engine.invariants import problems
 
 
 @pytest.mark.parametrize("blocks", [6, 12, 64])
@@ -34,7 +35,7 @@ def test_the_core_serves_everybody_without_extensions(blocks: int) -> None:
         plan = scheduler.plan(float(now_s))
         assert plan is not None
         scheduler.apply(plan, StepResult(tokens=[7] * len(plan.draw_rows)), float(now_s))
-        assert scheduler.problems() == []
+        assert problems(scheduler) == []
     assert not scheduler.has_work and scheduler.pool.used_count == 0
     for request in made:
         assert [s.output_length for s in request.sequences] == [request.output_limit] * request.params.n

@@ -20,6 +20,7 @@ from cumulo.engine.decide.sharing.tenants import (
     Tenant,
 )
 from tests import thorough
+from tests.engine.invariants import problems
 
 
 def make(**options: object) -> Scheduler:
@@ -52,7 +53,7 @@ def play(scheduler: Scheduler) -> None:
         now_s += 1
         assert now_s < 5_000, "the scheduler does not come to an end"
         step(scheduler, now_s)
-        assert scheduler.problems() == []
+        assert problems(scheduler) == []
 
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 6))  # longest prompt and output of a tenant's requests
@@ -142,7 +143,7 @@ def test_nobody_is_kept_waiting_while_there_is_room(seed: int, tenants: int, blo
             stalled = stalled or first.request.story.waits_for == "fair_share"
             assert stalled or max(scheduler.kv.shortage(first, len(scheduler.running))) > 0
         scheduler.apply(plan, StepResult(tokens=[7] * len(plan.draw_rows)), now_s)
-        assert scheduler.problems() == []
+        assert problems(scheduler) == []
     assert all(len(one.sequences[0].output_tokens) == one.output_limit for one in made)
 
 

@@ -7,6 +7,7 @@ from cumulo.engine.decide.core.request import Request, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
+from tests.engine.invariants import problems
 
 
 def make(**chosen: Any) -> Scheduler:
@@ -29,7 +30,7 @@ def step(scheduler: Scheduler, now_s: float = 0.0) -> StepPlan:
     plan = scheduler.plan(now_s)
     assert plan is not None
     scheduler.apply(plan, StepResult(tokens=[7] * len(plan.draw_rows)), now_s)
-    assert scheduler.problems() == []
+    assert problems(scheduler) == []
     return plan
 
 

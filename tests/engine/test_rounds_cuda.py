@@ -29,6 +29,7 @@ from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.play.cuda_eagle import CudaEagle
 from cumulo.spec.model import ModelSpec
 from cumulo.train.head.writer import hidden_states
+from tests.engine.invariants import problems
 from tests.engine.test_runner_cuda import prompt, run
 from tests.thorough import rare
 
@@ -103,7 +104,7 @@ def test_rounds_give_the_tokens_of_a_run_without_drafts(monkeypatch: pytest.Monk
     )
     assert run(engine, requests) == expected
     assert {0, 1, 2, 3} <= set(kept)  # some rounds kept no draft, some all of them
-    assert engine.scheduler.problems() == []
+    assert problems(engine.scheduler) == []
 
 
 @pytest.mark.long
@@ -153,7 +154,7 @@ def test_rounds_that_run_ahead_are_the_first_of_the_next_step(
             asked = True
     assert found == {"first": answer, "later": plain["1"][0]}
     assert any(taken) and engine.runner._ahead is None
-    assert engine.scheduler.problems() == []
+    assert problems(engine.scheduler) == []
     engine.runner.close()
 
 

@@ -15,6 +15,7 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.errors import CumuloError, InvalidRequest
 from tests import thorough
 from tests.engine.cell_runner import CellRunner, next_token
+from tests.engine.invariants import problems
 
 VOCAB = 50
 EOS = 3
@@ -65,7 +66,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
             assert pool.references[block] == 1 or (
                 owners == {sequence.request.id} and start < sequence.prompt_length
             )
-    assert scheduler.problems() == []
+    assert problems(scheduler) == []
 
 
 def run(
@@ -92,7 +93,7 @@ def run(
             if scheduler.tiers is not None:
                 scheduler.tiers.played(ready[0].index)
             scheduler.apply(ready[0], ready[1].result(), now_s)
-            assert scheduler.problems() == []
+            assert problems(scheduler) == []
         if between is not None:
             between(steps, now_s)
     assert scheduler.pool.used_count == 0
@@ -158,7 +159,7 @@ def test_tokens_do_not_depend_on_how_the_work_was_cut_shared_or_preempted(case):
             scheduler.add(late.pop(0))
         if rng.random() < 0.1 and aborted:
             scheduler.abort(rng.choice(sorted(aborted)), now_s)
-            assert scheduler.problems() == []
+            assert problems(scheduler) == []
 
     run(scheduler, runner, overlap=case["overlap"], between=between)
     while late:
@@ -338,7 +339,7 @@ def test_any_number_of_queued_requests_costs_a_step_nothing():
         scheduler.abort(f"r{index}", 9.0)
     assert scheduler.plan(10.0) is None
     assert scheduler.pool.used_count == 0
-    assert scheduler.problems() == []
+    assert problems(scheduler) == []
 
 
 def test_the_memory_of_a_queued_request_is_its_tokens_and_a_small_constant():

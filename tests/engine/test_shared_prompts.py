@@ -11,6 +11,7 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.sharing.step_shares import Want, by_share, shared_step_tokens
 from cumulo.engine.decide.sharing.tenants import ABOUT_S, RECENT_HALF_LIFE_S, FairShares, Tenant
 from tests import thorough
+from tests.engine.invariants import problems
 
 
 def tenant(name: str, served: int = 0) -> Tenant:
@@ -162,7 +163,7 @@ def step(scheduler: Scheduler, now_s: float) -> StepPlan:
     plan = scheduler.plan(now_s)
     assert plan is not None
     scheduler.apply(plan, StepResult(tokens=[7] * len(plan.draw_rows)), now_s)
-    assert scheduler.problems() == []
+    assert problems(scheduler) == []
     return plan
 
 

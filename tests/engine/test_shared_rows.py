@@ -20,6 +20,7 @@ from cumulo.engine.decide.sharing.tenants import Tenant
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
 from tests import thorough
+from tests.engine.invariants import problems
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 60))
@@ -79,7 +80,7 @@ def step(scheduler: Scheduler, now_s: float) -> StepPlan:
     plan = scheduler.plan(now_s)
     assert plan is not None
     scheduler.apply(plan, StepResult(tokens=[7] * len(plan.draw_rows)), now_s)
-    assert scheduler.problems() == []
+    assert problems(scheduler) == []
     return plan
 
 

@@ -18,6 +18,7 @@ from cumulo.engine.engine import Engine
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, DecodeTime, Run, StepTime
 from cumulo.errors import InvalidRequest
+from tests.engine.invariants import problems
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def test_a_stretch_played_at_once_ends_as_if_the_scheduler_had_been_asked_at_eve
     assert outcome(fast) == outcome(slow)
     assert fast.device_busy_s == pytest.approx(slow.device_busy_s, rel=1e-12)
     assert all(one.finished for one in fast.served)
-    assert schedulers[1].problems() == []
+    assert problems(schedulers[1]) == []
     assert state(schedulers[0]) == state(schedulers[1])
 
 

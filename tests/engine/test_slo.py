@@ -22,6 +22,7 @@ from cumulo.engine.simulate.engine import SimulatedEngine
 from cumulo.engine.simulate.run import Arrival, Run, StepTime
 from cumulo.errors import CumuloError, Overloaded
 from cumulo.spec.slo import ITL_SHARE, Slo
+from tests.engine.invariants import problems
 from tests.engine.test_simulated import LinearCost
 
 pytestmark = pytest.mark.long
@@ -50,7 +51,7 @@ def play(settings: SchedulerConfig, arrivals: list[Arrival]) -> Run:
     engine = SimulatedEngine(Scheduler(settings), COST, step_by_step=True)
     engine.arrivals, engine.run.itl_bound_s = arrivals, SLO.itl_s
     engine.advance(float("inf"))
-    assert engine.scheduler.problems() == []
+    assert problems(engine.scheduler) == []
     return engine.end()
 
 

@@ -6,6 +6,7 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.engine import simulate
 from cumulo.engine.simulate.run import Arrival, DecodeTime, StepTime
 from cumulo.engine.simulate.split_fleet import KVLink, SplitDecode, SplitFleet, SplitPrefill
+from tests.engine.invariants import problems
 
 TOKEN_S, STEP_S, LAYERS = 1e-4, 2e-3, 4
 
@@ -55,7 +56,7 @@ def test_every_request_is_answered_and_nothing_is_left_of_its_transfer() -> None
     assert sum(one.scheduler.transfers.landed for one in fleet.decode) > 10
     for engine in (*fleet.prefill, *fleet.decode):
         engine.scheduler.batch.drop_ended()
-        assert engine.scheduler.problems() == [] and not engine.scheduler.transferring
+        assert problems(engine.scheduler) == [] and not engine.scheduler.transferring
         assert engine.scheduler.pool.used_count == 0
 
 

@@ -52,7 +52,7 @@ def turning(engine: Engine) -> Iterator[None]:
             engine.exchange()
             if engine.has_work:
                 engine.step()
-            problems.extend(engine.scheduler.problems())
+            problems.extend(problems(engine.scheduler))
 
     thread = threading.Thread(target=turn)
     thread.start()

@@ -18,6 +18,7 @@ from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.engine import Engine
 from cumulo.engine.outputs import RequestOutput
 from cumulo.engine.play.disk_tier import KvFiles, TierMover
+from tests.engine.invariants import tier_problems
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine, run
 
 DECODER = make_decoder("dense")
@@ -230,10 +231,10 @@ def test_the_host_tier_forgets_what_was_used_least_recently_and_nothing_that_is_
     for name in (b"a", b"b", b"c"):
         block = tier.take_block()
         assert block is not None and tier.put(name, block)
-    tier.touch(b"a")
-    tier.pin(tier.block_of[b"b"])
-    assert tier.take_block() == 2 and tier.find(b"c") is None and tier.find(b"b") is not None
-    assert tier.problems(on_their_way=1) == [] and tier.problems(0)
+    tier.block_of.move_to_end(b"a")
+    tier.pins[tier.block_of[b"b"]] += 1
+    assert tier.take_block() == 2 and b"c" not in tier.block_of and b"b" in tier.block_of
+    assert tier_problems(tier, 1) == [] and tier_problems(tier, 0)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from cumulo.engine.decide.transfer.orders import (
 from cumulo.engine.decide.transfer.prefilling import Outgoing
 from cumulo.engine.decide.transfer.under_way import Peer, choose_prefill
 from cumulo.errors import CumuloError
+from tests.engine.invariants import problems
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
 from tests.engine.tiny_engine import run as run_engine
 
@@ -197,12 +198,12 @@ def test_a_request_holds_no_block_until_its_prefill_begins_and_draws_when_its_bl
     assert order.tokens == array("i", range(16))  # all but the last: that is computed where it is drawn
     assert scheduler.plan(0.0) is None and scheduler.pool.used_count == 0
     plan = _begin(scheduler, order)
-    assert plan.sources == (0, 1, 2, 3) and plan.blocks == 4 and scheduler.problems() == []
+    assert plan.sources == (0, 1, 2, 3) and plan.blocks == 4 and problems(scheduler) == []
     scheduler.transfers.enter_event(Landed(order.number, 1e-3, 100, 1e-3), 0.2)
     step = scheduler.plan(0.2)
     assert step is not None and (step.starts, step.counts, len(step.draw_rows)) == ([16], [1], 1)
     assert scheduler.transfers.orders == [ReleaseOrder(order.number, order.peer)]
-    assert scheduler.problems() == []
+    assert problems(scheduler) == []
 
 
 def test_blocks_that_a_transfer_may_still_write_to_are_nobodys_until_it_has_stopped() -> None:
@@ -211,9 +212,9 @@ def test_blocks_that_a_transfer_may_still_write_to_are_nobodys_until_it_has_stop
     _begin(scheduler, order)
     used = scheduler.pool.used_count
     scheduler.abort("one", 0.2)
-    assert not scheduler.requests and scheduler.pool.used_count == used and scheduler.problems() == []
+    assert not scheduler.requests and scheduler.pool.used_count == used and problems(scheduler) == []
     scheduler.transfers.enter_event(CopyStopped(order.number, 0), 0.3)
-    assert scheduler.pool.used_count == 0 and scheduler.problems() == []
+    assert scheduler.pool.used_count == 0 and problems(scheduler) == []
 
 
 def test_copying_waits_for_steps_that_may_still_use_the_blocks() -> None:
@@ -247,7 +248,7 @@ def test_when_a_prefill_engine_dies_the_other_one_is_asked_and_then_nobody() -> 
     told = scheduler.requests["one"].story.describe()
     assert f"{order.peer} does not deliver: its process ended" in told and "it has no room" in told
     assert "computed by the engine that answers" in told
-    assert scheduler.problems() == []
+    assert problems(scheduler) == []
 
 
 def test_a_transfer_that_stands_still_and_an_engine_that_says_nothing_are_given_up() -> None:

@@ -10,6 +10,7 @@ from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
 from cumulo.spec.model import MLASpec, ModelSpec, MoESpec
+from tests.engine.invariants import problems
 
 VOCAB = 61
 EOS = 7
@@ -78,7 +79,7 @@ def run(engine: Engine, between=None) -> dict[str, RequestOutput]:
     while engine.has_work:
         for output in engine.step().finished:
             finished[output.request_id] = output
-        assert engine.scheduler.problems() == []
+        assert problems(engine.scheduler) == []
         steps += 1
         assert steps < 20_000
         if between is not None:

@@ -26,22 +26,16 @@ class HostTier:
     def __init__(self, count: int) -> None:
         self.count = count
         self.block_of: OrderedDict[BlockHash, int] = OrderedDict()
+        self.free = list(range(count - 1, -1, -1))
+        self.pins = Counter[int]()  # by block
         self.evictions = 0
-        self._free = list(range(count - 1, -1, -1))
-        self._pins: Counter[int] = Counter()
-
-    def find(self, block_hash: BlockHash) -> int | None:
-        return self.block_of.get(block_hash)
-
-    def touch(self, block_hash: BlockHash) -> None:
-        self.block_of.move_to_end(block_hash)
 
     def take_block(self) -> int | None:
         """A block for something else: a free one, or the least recently used. The caller pins or puts it."""
-        if self._free:
-            return self._free.pop()
+        if self.free:
+            return self.free.pop()
         for block_hash, block in self.block_of.items():
-            if not self._pins[block]:
+            if not self.pins[block]:
                 del self.block_of[block_hash]
                 self.evictions += 1
                 return block
@@ -50,28 +44,10 @@ class HostTier:
     def put(self, block_hash: BlockHash, block: int) -> bool:
         """What was taken now holds this; False: there is such a block already, and this one is free again."""
         if block_hash in self.block_of:
-            self.give_back(block)
+            self.free.append(block)
             return False
         self.block_of[block_hash] = block
         return True
-
-    def give_back(self, block: int) -> None:
-        self._free.append(block)
-
-    def pin(self, block: int) -> None:
-        self._pins[block] += 1
-
-    def unpin(self, block: int) -> None:
-        self._pins[block] -= 1
-        if not self._pins[block]:
-            del self._pins[block]
-
-    def problems(self, on_their_way: int) -> list[str]:
-        """`on_their_way`: blocks taken that hold nothing yet."""
-        held = [*self.block_of.values(), *self._free]
-        if len(set(held)) != len(held) or len(held) + on_their_way != self.count:
-            return [f"host tier blocks are lost or doubled: {len(held)} and {on_their_way} of {self.count}"]
-        return []
 
 
 KEPT_FILES = 0.95  # of the disk's limit is left when files are deleted, so that it is not done for every file
@@ -183,9 +159,9 @@ class Tiers(Extension):
         hashes = sequence.extend_hashes(batch.kv.usable_blocks(sequence), size)
         wanted, held = list[BlockHash](), list[int]()
         for block_hash in hashes[len(batch.pool.cached_prefix(hashes)) :]:
-            if (block := host.find(block_hash)) is not None:
+            if (block := host.block_of.get(block_hash)) is not None:
                 held.append(block)
-                host.touch(block_hash)
+                host.block_of.move_to_end(block_hash)
             elif block_hash in self.on_disk:
                 wanted.append(block_hash)
             else:
@@ -205,10 +181,10 @@ class Tiers(Extension):
             story.add(now_s, "not_fetched", tokens=tokens, fetch_ms=1e3 * fetch_s, compute_ms=1e3 * compute_s)
             return False
         for block in held:  # what is here already must not make room for what comes
-            host.pin(block)
+            host.pins[block] += 1
         blocks = [block for _ in wanted if (block := host.take_block()) is not None]
         for block in held:
-            host.unpin(block)
+            host.pins[block] -= 1
         if not blocks:
             return False
         self._numbers += 1
@@ -230,8 +206,8 @@ class Tiers(Extension):
         if not blocks:
             return 0
         for block_hash, block in zip(sequence.hashes[first:], blocks, strict=False):
-            self.host.touch(block_hash)
-            self.host.pin(block)
+            self.host.block_of.move_to_end(block_hash)
+            self.host.pins[block] += 1
         self._of(plan).arriving.append(Arriving(sequence, first, blocks))
         self.counts.fetched_blocks += len(blocks)
         plan.swap_in.extend(zip(blocks, sequence.blocks[first:], strict=False))
@@ -260,7 +236,7 @@ class Tiers(Extension):
     def step_failed(self, plan: StepPlan, now_s: float) -> None:
         moves = self._moves.pop(plan.index, _Moves())
         for _, block in moves.spilled:
-            self.host.give_back(block)
+            self.host.free.append(block)
         self._unpin(moves)
 
     def _in_host_memory(self, sequence: Sequence, cached: int) -> list[int]:
@@ -272,7 +248,7 @@ class Tiers(Extension):
         hashes = sequence.extend_hashes(batch.kv.usable_blocks(sequence), size)
         found = []
         for block_hash in hashes[cached:]:
-            block = self.host.find(block_hash)
+            block = self.host.block_of.get(block_hash)
             if block is None:
                 break
             found.append(block)
@@ -287,7 +263,7 @@ class Tiers(Extension):
             self.on_disk.difference_update(event.went)
         else:
             self.writing -= 1
-            self.host.unpin(event.block)
+            self.host.pins[event.block] -= 1
             if event.ok:
                 self.counts.written_blocks += 1
                 self.on_disk.add(event.block_hash)
@@ -303,7 +279,7 @@ class Tiers(Extension):
             if is_good:
                 self.host.put(block_hash, block)
             else:
-                self.host.give_back(block)
+                self.host.free.append(block)
                 self.on_disk.discard(block_hash)
                 self.counts.bad_files += 1
         self.counts.read_blocks += good
@@ -328,8 +304,8 @@ class Tiers(Extension):
     def spill(self, evicted: list[tuple[BlockHash, int]], plan: StepPlan) -> None:
         """Device blocks that this plan overwrites go to host memory, unless they are there."""
         for block_hash, block in evicted:
-            if self.host.find(block_hash) is not None:
-                self.host.touch(block_hash)
+            if block_hash in self.host.block_of:
+                self.host.block_of.move_to_end(block_hash)
             elif (target := self.host.take_block()) is not None:
                 plan.swap_out.append((block, target))
                 self._of(plan).spilled.append((block_hash, target))
@@ -342,7 +318,7 @@ class Tiers(Extension):
                 self.counts.spilled_blocks += 1
                 if self.disk and block_hash not in self.on_disk and self.writing < _MOST_WRITES:
                     self.writing += 1
-                    self.host.pin(block)
+                    self.host.pins[block] += 1
                     self.orders.append(WriteFile(block_hash, block))
         for sequence, first, blocks in moves.arriving:
             end = (first + len(blocks)) * size
@@ -353,12 +329,7 @@ class Tiers(Extension):
     def _unpin(self, moves: _Moves) -> None:
         for arriving in moves.arriving:
             for block in arriving.blocks:
-                self.host.unpin(block)
+                self.host.pins[block] -= 1
 
     def _of(self, plan: StepPlan) -> _Moves:
         return self._moves.setdefault(plan.index, _Moves())
-
-    def problems(self, owned: list[list[int]]) -> list[str]:
-        taken = sum(len(one.spilled) for one in self._moves.values())
-        taken += sum(len(one.order.blocks) for one in self.reading.values())
-        return self.host.problems(taken)

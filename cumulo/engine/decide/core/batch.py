@@ -86,18 +86,3 @@ class RequestBatch:
             self.closed.append(request)
             for one in self.points.request_ended:
                 one.request_ended(request, now_s)
-
-    # -- invariants ---------------------------------------------------------------------------------------
-    def problems(self) -> list[str]:
-        """Everything inconsistent; empty when all is well."""
-        requests = list(self.requests.values())
-        owned: list[list[int]] = []
-        found = [problem for one in self.points.problems for problem in one.problems(owned)]
-        found += self.kv.problems(requests, owned)
-        waiting = sum(s.state == State.WAITING for request in requests for s in request.sequences)
-        if waiting != self.queue.count:
-            found.append(f"{waiting} sequences wait, {self.queue.count} counted")
-        running = sum(s.state == State.RUNNING for request in requests for s in request.sequences)
-        if running != sum(sequence.state == State.RUNNING for sequence in self.running):
-            found.append(f"{running} sequences have blocks, and the list of those that run has others")
-        return found

@@ -156,25 +156,3 @@ class BlockPool:
             self.news.update(dict.fromkeys(self.block_of, False))
         self.block_of.clear()
         return count
-
-    def problems(self, owners: Iterable[Sequence[int]]) -> list[str]:
-        """Everything wrong with the pool, given the block tables of all owners. Empty when all is well."""
-        expected = [0] * self.blocks
-        found = []
-        for table in owners:
-            for block in table:
-                expected[block] += 1
-            if len({self.rank_of(block) for block in table}) > 1:
-                found.append(f"a sequence's blocks lie in several ranks: {table}")
-        for block in range(self.blocks):
-            if self.references[block] != expected[block]:
-                found.append(f"block {block}: {self.references[block]} references, {expected[block]} owners")
-            free = block in self._free[self.rank_of(block)]
-            if (self.references[block] == 0) != free:
-                found.append(f"block {block}: references {self.references[block]} but free={free}")
-        for block_hash, block in self.block_of.items():
-            if self.hash_of[block] != block_hash:
-                found.append(f"block {block}: the hash table and the block disagree")
-        if len(self.block_of) != sum(h is not None for h in self.hash_of):
-            found.append("a block carries a hash that the hash table does not know")
-        return found

@@ -123,10 +123,6 @@ class Extension:
     def request_ended(self, request: Request, now_s: float) -> None:
         """All sequences of a request have ended."""
 
-    def problems(self, owned: list[list[int]]) -> list[str]:
-        """What is inconsistent, for tests. Adds the KV blocks that the extension holds to `owned`."""
-        return []
-
 
 class Points:
     """The extensions of a scheduler by point: `points.arrive` are those that have something to do on arrival, in

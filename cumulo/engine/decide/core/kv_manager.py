@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from cumulo.engine.decide.core.block_pool import BlockPool
 from cumulo.engine.decide.core.config import SchedulerConfig
-from cumulo.engine.decide.core.request import Request, Sequence, State
+from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.core.step_cost import StepCost
 from cumulo.engine.decide.plan import NewSlot, StepPlan
 
@@ -174,17 +174,6 @@ class KVManager:
     def release_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.capacity, sequence.shares_tail = [], 0, False
-
-    # -- invariants ---------------------------------------------------------------------------------------
-    def problems(self, requests: list[Request], owned: list[list[int]]) -> list[str]:
-        """Everything inconsistent; empty when all is well. `owned`: blocks that extensions hold."""
-        seated = [one for request in requests for one in request.sequences if one.slot >= 0]
-        found = self.pool.problems([*(sequence.blocks for sequence in seated), *owned])
-        reserved = [slot for request in requests for slot in request.reserved_slots]
-        slots = sorted([sequence.slot for sequence in seated] + self.free_slots + reserved)
-        if slots != list(range(self.config.max_running)):
-            found.append(f"slots are lost or doubled: {slots}")
-        return found
 
 
 def new_slot(sequence: Sequence) -> NewSlot:

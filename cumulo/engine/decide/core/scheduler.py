@@ -293,7 +293,3 @@ class CoreScheduler:
         for one in self.batch.points.step_failed:
             one.step_failed(plan, now_s)
         return list(failed.values())
-
-    def problems(self) -> list[str]:
-        """Everything inconsistent; empty when all is well. For tests."""
-        return self.batch.problems()

@@ -56,10 +56,6 @@ class Prefilling(Extension):
         if outgoing is not None and request.error is not None:
             self.answers.append((request.id, OrderFailed(outgoing.number, request.error)))
 
-    def problems(self, owned: list[list[int]]) -> list[str]:
-        owned += [one.blocks for one in self.outgoing.values()]
-        return []
-
     # -- between steps ------------------------------------------------------------------------------------
     def release(self, key: str, now_s: float) -> None:
         """The receiver has the blocks, or wants them no more."""

@@ -94,10 +94,6 @@ class Transfers(Extension):
         if incoming is not None:
             self._give_up(incoming)
 
-    def problems(self, owned: list[list[int]]) -> list[str]:
-        owned += [one.blocks for one in self.incoming.values()]
-        return []
-
     # -- a decode engine orders ------------------------------------------------------------------------------------
     def order_prefill(
         self, sequence: Sequence, now_s: float, failed_at: frozenset[str] = frozenset()
