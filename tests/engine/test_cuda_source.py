@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from cumulo.engine.decide.transfer.orders import BlockRuns
+from cumulo.engine.decide.transfer.orders import LayerPiece
 from cumulo.engine.play import transfer_cuda
 from cumulo.engine.play.transfer_cuda import CudaSource
 from cumulo.engine.play.transfer_wire import RankCaches
@@ -61,7 +61,7 @@ def test_every_rank_gets_its_own_blocks_and_nothing_else_changes(opened: dict[st
     layers, copied = ours[0].spec.layers, 0
     assert source.turn_layers == layers >= 2
     for layer, count, pairs in ((0, layers, [(8, 0), (3, 6)]), (1, 1, [(0, 2), (1, 3), (5, 5)])):
-        copied += source.read(layer, BlockRuns(*zip(*pairs, strict=True)), count)
+        copied += source.read(LayerPiece(layer, count, *zip(*pairs, strict=True)))
         for (keys, values), sender in zip(expected, theirs, strict=True):
             for first, to in pairs:
                 keys[layer : layer + count, to] = sender.key_storage[layer : layer + count, first]
@@ -73,4 +73,4 @@ def test_every_rank_gets_its_own_blocks_and_nothing_else_changes(opened: dict[st
         assert torch.equal(one.key_storage, keys) and torch.equal(one.value_storage, values)
     for wrong in ((THEIRS, 0), (0, OURS), (-1, 0), (0, -1)):
         with pytest.raises(OSError, match="do not exist"):
-            source.read(0, BlockRuns(*zip(*[wrong], strict=True)), 1)
+            source.read(LayerPiece(0, 1, *zip(*[wrong], strict=True)))

@@ -29,7 +29,7 @@ from cumulo.engine.decide.transfer.orders import (
     parse_address,
 )
 from cumulo.engine.decide.transfer.prefilling import Outgoing
-from cumulo.engine.decide.transfer.under_way import Peer, choose_prefill
+from cumulo.engine.decide.transfer.transfers import Peer, choose_prefill
 from cumulo.errors import CumuloError
 from tests.engine.invariants import problems
 from tests.engine.tiny_engine import VOCAB, make_decoder, make_engine
@@ -95,11 +95,10 @@ def _blocks_of(
 ) -> list[tuple[int, int, int]]:
     found = []
     for layer in range(piece.layer, piece.layer + piece.layers):
-        for run in piece.runs.runs:
-            for offset in range(run.blocks):
-                index = sources.index(run.source + offset)
-                assert min(tokens, (index + 1) * size) <= computed[layer]
-                found.append((layer, index, run.target + offset))
+        for source, target in zip(piece.sources, piece.targets, strict=True):
+            index = sources.index(source)
+            assert min(tokens, (index + 1) * size) <= computed[layer]
+            found.append((layer, index, target))
     return found
 
 

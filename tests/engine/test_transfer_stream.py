@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.transfer.orders import BlockRuns
+from cumulo.engine.decide.transfer.orders import LayerPiece
 from cumulo.engine.play import transfer_stream
 from cumulo.engine.play.transfer_stream import StreamExport, StreamSource
 from cumulo.engine.play.transfer_wire import RankCaches
@@ -55,8 +55,8 @@ def test_blocks_arrive_through_pages_of_any_size(page: int, monkeypatch: pytest.
     layers, pairs = theirs.spec.layers, [(8, 0), (2, 3), (3, 4), (0, 6)]
     with served(StreamExport(theirs)) as address:
         reads = StreamSource(ours, address, GREETING)
-        copied = reads.read(0, BlockRuns(*zip(*pairs, strict=True)), layers)
-        copied += reads.read(1, BlockRuns(*zip(*[(5, 5)], strict=True)))
+        copied = reads.read(LayerPiece(0, layers, *zip(*pairs, strict=True)))
+        copied += reads.read(LayerPiece(1, 1, *zip(*[(5, 5)], strict=True)))
         reads.settle()
         reads.close()
     for rank, (keys, values) in enumerate(expected):
@@ -80,7 +80,7 @@ def test_blocks_that_do_not_exist_end_the_transfer_and_write_nothing(wrong: tupl
     with served(StreamExport(theirs)) as address:
         reads = StreamSource(ours, address, GREETING)
         with pytest.raises(OSError, match=r"do not exist|closed the connection|reset"):
-            reads.read(0, BlockRuns(*zip(*[wrong], strict=True)))
+            reads.read(LayerPiece(0, 1, *zip(*[wrong], strict=True)))
         reads.close()
     assert torch.equal(ours.key_storage, before)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cumulo.engine.decide.transfer.orders import BlockRuns
+from cumulo.engine.decide.transfer.orders import LayerPiece
 from cumulo.engine.play.transfer_wire import RankCaches, SentCache
 from cumulo.models.batch import KVCache
 
@@ -22,7 +22,7 @@ class BlockSource(Protocol):
     turn_bytes: int  # read before looking whether a transfer was given up
     turn_layers: int  # read at once
 
-    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
+    def read(self, piece: LayerPiece) -> int:
         """Copy blocks of some layers into this engine's cache; returns bytes. Raises OSError when the other end is
         gone."""
         ...
@@ -91,9 +91,9 @@ class CudaSource:
             for mine, theirs in zip(ours, reach["ranks"], strict=True)
         ]
 
-    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
+    def read(self, piece: LayerPiece) -> int:
         """Launched; it is there when it is settled."""
-        return sum(rank.read(layer, runs, layers) for rank in self._ranks)
+        return sum(rank.read(piece) for rank in self._ranks)
 
     def settle(self) -> None:
         for rank in self._ranks:
@@ -128,17 +128,18 @@ class _RankSource:
         self._places.copy_(self._page_locked, non_blocking=True)
         self._stream.synchronize()
 
-    def read(self, layer: int, runs: BlockRuns, layers: int) -> int:
-        beyond = runs.source_end > self._their_blocks or runs.target_end > self._our_blocks
-        if beyond or min(runs.sources) < 0 or min(runs.targets) < 0:
+    def read(self, piece: LayerPiece) -> int:
+        layer, layers, sources, targets = piece
+        beyond = max(sources) >= self._their_blocks or max(targets) >= self._our_blocks
+        if beyond or min(sources) < 0 or min(targets) < 0:
             raise OSError("a transfer names KV blocks that do not exist")
-        blocks = runs.blocks
+        blocks = len(sources)
         if self._used + 2 * blocks > len(self._numbers):
             self.settle()
         torch.cuda.set_device(self._device)
         first, end = self._used, self._used + 2 * blocks
-        self._numbers[first : first + blocks] = runs.sources
-        self._numbers[first + blocks : end] = runs.targets
+        self._numbers[first : first + blocks] = sources
+        self._numbers[first + blocks : end] = targets
         places = self._places[first:end]
         places.copy_(self._page_locked[first:end], non_blocking=True)
         self._copy_blocks(self._theirs, self._ours, places, blocks, layer, layers)

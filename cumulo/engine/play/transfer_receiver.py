@@ -32,6 +32,7 @@ from cumulo.engine.play.mailbox import Mailbox
 from cumulo.engine.play.transfer_cuda import BlockSource, CudaSource
 from cumulo.engine.play.transfer_stream import StreamSource
 from cumulo.engine.play.transfer_wire import (
+    BROKEN,
     Greeting,
     LayersDone,
     SentCache,
@@ -176,7 +177,7 @@ class TransferReceiver:
                 piece = copying.progress.next_piece(most_blocks, source.turn_layers)
                 if piece is None:
                     break
-                copying.copied_bytes += source.read(piece.layer, piece.runs, piece.layers)
+                copying.copied_bytes += source.read(piece)
             if copying.copied_bytes == before:
                 return False
             source.settle()
@@ -211,7 +212,7 @@ class TransferReceiver:
                 raise ConnectionError("its process ended or closed the connection")
             for word in sender.reader.feed(data):
                 self._take_word(sender, word)
-        except (OSError, CumuloError, ValueError, TypeError) as error:
+        except BROKEN as error:
             self._lose(sender, _reason(error))
 
     def _take_word(self, sender: _Sender, word: Word) -> None:
@@ -250,7 +251,7 @@ class TransferReceiver:
             if sender.connection is None and time.monotonic() >= sender.retry_s:
                 try:
                     self._connect(sender)
-                except (OSError, CumuloError, ValueError, TypeError) as error:
+                except BROKEN as error:
                     if not isinstance(error, OSError) and sender.complaint != _reason(error):
                         log.error("the prefill engine %s is of no use: %s", sender.name, error)
                         self.news.put(PeerLost(sender.name, str(error)))

@@ -25,6 +25,7 @@ from cumulo.engine.play.mailbox import Mailbox
 from cumulo.engine.play.transfer_cuda import CudaExport
 from cumulo.engine.play.transfer_stream import StreamExport
 from cumulo.engine.play.transfer_wire import (
+    BROKEN,
     Greeting,
     LayersDone,
     SentCache,
@@ -171,7 +172,7 @@ class TransferSender:
             for word in receiver.reader.feed(data):
                 if self._take(receiver, word):
                     return
-        except (OSError, CumuloError, ValueError, TypeError) as error:
+        except BROKEN as error:
             self._drop(receiver, error)
 
     def _take(self, receiver: _Receiver, word: Word) -> bool:

@@ -6,17 +6,16 @@ while the other fills from it.
 """
 
 import contextlib
-import queue
+import itertools
 import socket
 import struct
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cumulo.engine.decide.transfer.orders import BlockRuns
+from cumulo.engine.decide.transfer.orders import LayerPiece
 from cumulo.engine.play.transfer_cuda import words_by_rank
 from cumulo.engine.play.transfer_wire import SentCache, open_socket
 
@@ -34,6 +33,10 @@ class _Page:
         self.view = self.tensor.numpy().data
         self.used = 0
         self._ends: list[torch.cuda.Event] = []
+
+    def begin(self) -> "_Page":
+        self.used = 0
+        return self
 
     def copied_by(self, streams: Iterable["torch.cuda.Stream"]) -> None:
         """What these have been given so far is the last that touches it."""
@@ -86,49 +89,38 @@ class StreamExport:
         return {"blocks": self._cache.blocks}
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer requests for blocks until the receiver is gone. A thread of its own runs this and fills pages;
-        another one sends them."""
-        free: queue.SimpleQueue[_Page] = queue.SimpleQueue()
-        full: queue.SimpleQueue[_Page | None] = queue.SimpleQueue()
-        for page in self._cache.pages():
-            free.put(page)
-        sending = threading.Thread(target=_send_pages, args=(connection, free, full), daemon=True)
-        sending.start()
-        with connection:
-            try:
-                while (head := _receive_exactly(connection, _ASK.size)) is not None:
-                    layer, count = _ASK.unpack(head)
-                    asked = _receive_exactly(connection, count * _ASK.size)
-                    if asked is None:
-                        break
-                    self._stage(self._cache.pieces(layer, _ASK.iter_unpack(asked)), free, full)
-            except OSError:  # nonsense was asked for: the receiver sees the end of the connection
-                pass
-            finally:
-                full.put(None)
-                sending.join()
+        """Answer requests for blocks until the receiver is gone. A thread of its own runs this."""
+        empty = itertools.cycle(self._cache.pages())
+        with connection, contextlib.suppress(OSError):  # of nonsense, the receiver sees the connection's end
+            while (head := _receive_exactly(connection, _ASK.size)) is not None:
+                layer, count = _ASK.unpack(head)
+                asked = _receive_exactly(connection, count * _ASK.size)
+                if asked is None:
+                    return
+                pages = self._staged(self._cache.pieces(layer, _ASK.iter_unpack(asked)), empty)
+                page = next(pages, None)
+                while page is not None:
+                    following = next(pages, None)  # is filled while this one leaves
+                    page.wait()
+                    connection.sendall(page.view[: page.used])
+                    page = following
 
-    def _stage(
-        self, pieces: list[Tensor], free: "queue.SimpleQueue[_Page]", full: "queue.SimpleQueue[_Page | None]"
-    ) -> None:
-        page: _Page | None = None
+    def _staged(self, pieces: list[Tensor], empty: Iterator[_Page]) -> Iterator[_Page]:
+        """The bytes of all pieces, a page at a time; copies into it may not have ended."""
+        page = next(empty).begin()
         for piece in pieces:
             begin = 0
             while begin < len(piece):
-                if page is None:
-                    page = free.get()
-                    page.used = 0
                 end = min(len(piece), begin + PAGE_BYTES - page.used)
-                used = page.used + end - begin
-                self._cache.copy(page.tensor[page.used : used], piece[begin:end])
-                page.used, begin = used, end
-                if used == PAGE_BYTES:
+                self._cache.copy(page.tensor[page.used : page.used + end - begin], piece[begin:end])
+                page.used, begin = page.used + end - begin, end
+                if page.used == PAGE_BYTES:
                     page.copied_by(self._cache.streams.values())
-                    full.put(page)
-                    page = None
-        if page is not None:
+                    yield page
+                    page = next(empty).begin()
+        if page.used:
             page.copied_by(self._cache.streams.values())
-            full.put(page)
+            yield page
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
@@ -145,20 +137,16 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
     return bytes(data)
 
 
-def _send_pages(
-    connection: socket.socket, free: "queue.SimpleQueue[_Page]", full: "queue.SimpleQueue[_Page | None]"
-) -> None:
-    gone = False
-    while (page := full.get()) is not None:
-        page.wait()
-        if not gone:
-            try:
-                connection.sendall(page.view[: page.used])
-            except OSError:
-                gone = (
-                    True  # whoever fills pages hears the same from the connection, and must not wait for one
-                )
-        free.put(page)
+def joined(piece: LayerPiece) -> list[tuple[int, int, int]]:
+    """Blocks that follow one another in both caches in one run: its first source and target, and how many."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in zip(piece.sources, piece.targets, strict=True):
+        first, to, blocks = runs[-1] if runs else (0, 0, 0)
+        if blocks and source == first + blocks and target == to + blocks:
+            runs[-1] = first, to, blocks + 1
+        else:
+            runs.append((source, target, 1))
+    return runs
 
 
 class StreamSource:
@@ -174,15 +162,16 @@ class StreamSource:
         self._socket.connect(where)
         self._socket.sendall(greeting)
 
-    def read(self, layer: int, runs: BlockRuns, layers: int = 1) -> int:
+    def read(self, piece: LayerPiece) -> int:
         """Received; it is on the device when it is settled. All layers are asked for first, so that the sender
         stages the next one while this one is under way."""
-        targets = [(target, blocks) for _, target, blocks in runs.runs]
-        pieces = [self._cache.pieces(one, targets) for one in range(layer, layer + layers)]
-        asked = b"".join(_ASK.pack(source, blocks) for source, _, blocks in runs.runs)
-        for one in range(layer, layer + layers):
-            self._socket.sendall(_ASK.pack(one, len(runs.runs)) + asked)
-        return sum(self._receive(one) for one in pieces)
+        runs, layers = joined(piece), range(piece.layer, piece.layer + piece.layers)
+        targets = [(target, blocks) for _, target, blocks in runs]
+        places = [self._cache.pieces(layer, targets) for layer in layers]
+        asked = b"".join(_ASK.pack(source, blocks) for source, _, blocks in runs)
+        for layer in layers:
+            self._socket.sendall(_ASK.pack(layer, len(runs)) + asked)
+        return sum(map(self._receive, places))
 
     def _receive(self, pieces: list[Tensor]) -> int:
         left = total = sum(len(piece) for piece in pieces)

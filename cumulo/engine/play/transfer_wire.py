@@ -1,7 +1,6 @@
 """The words of two engines that hand KV over: orders and news as frames on a stream socket. Used by both ends.
 
-A frame is its length, its kind and a body. The one that is sent for every layer of every step is packed numbers;
-the others are JSON, a prompt's tokens behind it as they lie in memory.
+A frame is its length, its kind and a body of JSON.
 """
 
 import json
@@ -24,8 +23,9 @@ from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
 
 _HEAD = struct.Struct("<IB")
-_PROGRESS = struct.Struct("<qii")
 _LONGEST = 64 << 20
+# Of an engine that is gone, or that says what makes no sense.
+BROKEN = (OSError, CumuloError, ValueError, TypeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +100,16 @@ def greeting_of(cache: SentCache, model: str) -> Greeting:
 
 
 def pack(word: Word) -> bytes:
-    kind = _KINDS.index(type(word))
-    if isinstance(word, LayersDone):
-        body = _PROGRESS.pack(word.number, word.layers, word.tokens)
-    elif isinstance(word, ComputeOrder):
-        fields = {
-            name: getattr(word, name)
-            for name in ("number", "peer", "request_id", "cache_salt", "tenant", "adapter")
-        }
-        head = json.dumps(fields | {"priority": word.priority}).encode()
-        body = head + b"\n" + word.tokens.tobytes()
-    else:
-        body = json.dumps(asdict(word)).encode()
-    return _HEAD.pack(len(body), kind) + body
+    body = json.dumps(asdict(word), default=list).encode()
+    return _HEAD.pack(len(body), _KINDS.index(type(word))) + body
 
 
 def _unpack(kind: int, body: bytes) -> Word:
-    made = _KINDS[kind]
-    if made is LayersDone:
-        return LayersDone(*_PROGRESS.unpack(body))
-    if made is ComputeOrder:
-        head, tokens = body.split(b"\n", 1)
-        return ComputeOrder(tokens=array("i", tokens), **json.loads(head))
-    fields = json.loads(body)
-    if made is OrderBegun:
-        fields["blocks"] = tuple(fields["blocks"])
-    if made is Greeting:
-        fields["block_bytes"] = tuple(fields["block_bytes"])
-    return made(**fields)
+    fields = dict(json.loads(body))
+    for name, value in fields.items():
+        if isinstance(value, list):
+            fields[name] = array("i", value) if name == "tokens" else tuple(value)
+    return _KINDS[kind](**fields)
 
 
 class WordReader:

@@ -6,64 +6,18 @@ data.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from cumulo.errors import CumuloError
 
 
-class BlockRun(NamedTuple):
-    """Blocks that follow one another in both caches: one copy."""
-
-    source: int
-    target: int
-    blocks: int
-
-
-@dataclass(frozen=True)
-class BlockRuns:
-    """Blocks that are copied one after the other. Every layer of a transfer asks for the same ones, so what a
-    copy needs to know of them is worked out once, when it is first asked for."""
-
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]  # as many
-
-    @property
-    def blocks(self) -> int:
-        return len(self.sources)
-
-    @cached_property
-    def source_end(self) -> int:
-        """No block at or beyond it is read."""
-        return max(self.sources, default=-1) + 1
-
-    @cached_property
-    def target_end(self) -> int:
-        return max(self.targets, default=-1) + 1
-
-    @cached_property
-    def runs(self) -> tuple[BlockRun, ...]:
-        """Neighbours in one run."""
-        found: list[BlockRun] = []
-        first = to = blocks = 0  # of the run that is growing
-        for source, target in zip(self.sources, self.targets, strict=True):
-            if blocks and source == first + blocks and target == to + blocks:
-                blocks += 1
-                continue
-            if blocks:
-                found.append(BlockRun(first, to, blocks))
-            first, to, blocks = source, target, 1
-        if blocks:
-            found.append(BlockRun(first, to, blocks))
-        return tuple(found)
-
-
 class LayerPiece(NamedTuple):
-    """What is copied at once: the same runs of blocks of some layers, keys and values."""
+    """Blocks that are copied at once: keys and values of some layers, from `sources` to `targets`."""
 
     layer: int  # the first
-    runs: BlockRuns
-    layers: int = 1
+    layers: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]  # as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +38,6 @@ class TransferPlan:
     def blocks(self) -> int:
         return len(self.targets)
 
-    def runs(self, first: int, end: int) -> BlockRuns:
-        """Blocks [first, end) of the sequence."""
-        held = self.held_blocks
-        return BlockRuns(self.sources[first:end], self.targets[first - held : end - held])
-
 
 class TransferProgress:
     """How far a transfer is: what the sender has computed, and what of it has been copied."""
@@ -97,8 +46,6 @@ class TransferProgress:
         self.plan = plan
         self._ready = [0] * plan.layers  # blocks that are complete at the source
         self._copied = [plan.held_blocks] * plan.layers
-        self._runs: dict[tuple[int, int], BlockRuns] = {}  # layers are cut alike: joined once for all
-        self._behind = 0  # layers before it have nothing to copy
 
     def computed(self, layers: int, tokens: int) -> None:
         """The first `layers` layers have the KV of the first `tokens` tokens. A block is sent when it is full,
@@ -108,21 +55,19 @@ class TransferProgress:
         for layer in range(layers):
             if blocks > self._ready[layer]:
                 self._ready[layer] = blocks
-        self._behind = 0
 
     def next_piece(self, most_blocks: int, most_layers: int = 1) -> LayerPiece | None:
         """What to copy now, or None until more has been computed. `most_blocks`: of all layers together."""
-        for layer in range(self._behind, self.plan.layers):
+        plan, held = self.plan, self.plan.held_blocks
+        for layer in range(plan.layers):
             ready, copied = self._ready[layer], self._copied[layer]
             if copied < ready:
-                self._behind = layer
                 layers = self._alike(layer, min(most_layers, max(1, most_blocks // (ready - copied))))
                 end = min(ready, copied + most_blocks)
                 self._copied[layer : layer + layers] = [end] * layers
-                runs = self._runs.get((copied, end))
-                if runs is None:
-                    runs = self._runs[copied, end] = self.plan.runs(copied, end)
-                return LayerPiece(layer, runs, layers)
+                return LayerPiece(
+                    layer, layers, plan.sources[copied:end], plan.targets[copied - held : end - held]
+                )
         return None
 
     def _alike(self, layer: int, most: int) -> int:
