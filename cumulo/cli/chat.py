@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,14 @@ from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import group, option, takes_options
 from cumulo.cli.shared.terminal import load_llm, marked, note, out, print_error, read_stdin
 from cumulo.errors import CumuloError, InvalidRequest
+from cumulo.models.text.chat_window import (
+    ChatCounter,
+    Messages,
+    sent_messages,
+    summary_requests,
+    summary_tokens,
+    turns_of,
+)
 
 if TYPE_CHECKING:
     from cumulo.engine.decide.params import SamplingParams
@@ -106,6 +114,7 @@ def _fenced(line: str) -> str:
 
 
 HELP = """\
+/summarize         replace all turns but the last by a summary that the model writes
 /clear             delete the conversation (the system message stays)
 /system [TEXT]     set the system message and start a new conversation; without TEXT: show it
 /set [NAME VALUE]  change a sampling option, for example /set temperature 0.7; without them: show all
@@ -127,12 +136,13 @@ def answer_stdin(chosen: ChatOptions, sampling: Mapping[str, Any]) -> None:
             'standard input contains no question; try: echo "What is the capital of France?" | cumulo chat'
         )
     with load_llm(chosen.model, chosen.engine.config(), chosen.lora) as llm:
-        messages = _messages(chosen.system, [], question)
+        messages = [{"role": "system", "content": chosen.system}] if chosen.system else []
+        messages.append({"role": "user", "content": question})
         output = streamed(llm, messages, llm.sampling(**sampling), partial(print, end="", flush=True))
         print(flush=True)
         if output.error:
             raise CumuloError(output.error)
-        note(summary(output))
+        note(summary(output, llm.max_context))
 
 
 def talk(chosen: ChatOptions, sampling: Mapping[str, Any]) -> None:
@@ -172,7 +182,7 @@ class Interrupted:
 
 
 def streamed(
-    llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams", show: Callable[[str], object]
+    llm: "LLM", messages: Messages, params: "SamplingParams", show: Callable[[str], object]
 ) -> "RequestOutput":
     """The answer, shown as it comes. Ctrl-C ends it where it is."""
     with llm.stream(messages, params) as stream, Interrupted() as interrupted:
@@ -184,7 +194,8 @@ def streamed(
     return stream.output
 
 
-def summary(output: "RequestOutput") -> str:
+def summary(output: "RequestOutput", context: int) -> str:
+    """`context`: how many tokens it holds."""
     story = output.story
     parts = [f"{story.output_tokens} token{'' if story.output_tokens == 1 else 's'}"]
     if story.decode_tok_s is not None:
@@ -195,35 +206,58 @@ def summary(output: "RequestOutput") -> str:
         parts.append(f"{story.cached_tokens} of {story.prompt_tokens} prompt tokens cached")
     if any(sample.finish_reason == "abort" for sample in output.samples):
         parts.append("stopped")
+    if any(sample.finish_reason == "length" for sample in output.samples):
+        parts.append(story.length_words)
+    parts.append(f"context {story.prompt_tokens + story.output_tokens:,} of {context:,}")
     return " · ".join(parts)
 
 
-@dataclass(slots=True)
+@dataclass
 class Session:
     """A terminal session: the turns so far and the slash commands."""
 
     llm: "LLM"
     params: "SamplingParams"
     system: str | None
-    history: list[dict[str, str]] = field(default_factory=list)
+    history: Messages = field(default_factory=list)
     answers: list["RequestOutput"] = field(default_factory=list)
+    told: str = ""  # a summary of what came before the history
+    left_out: int = 0  # turns of the history that are no longer sent
+
+    @cached_property
+    def counter(self) -> ChatCounter:
+        return ChatCounter(self.llm.tokenizer)
 
     def ask(self, question: str) -> None:
         """Stream one answer; a failed one leaves the conversation as it was."""
+        asked = [*self.history, {"role": "user", "content": question}]
         try:
-            messages = _messages(self.system, self.history, question)
+            messages = self._sent(asked)
             output = streamed(self.llm, messages, self.params, partial(out.print, end="", soft_wrap=True))
             out.print()
             if output.error:
                 raise CumuloError(output.error)
         except CumuloError as error:
             print_error(error)
-            if self.history:
-                note("the conversation so far counts towards the context; /clear deletes it")
             return
         self.answers.append(output)
-        self.history = [*messages[bool(self.system) :], {"role": "assistant", "content": output.text}]
-        note(summary(output))
+        self.history = [*asked, {"role": "assistant", "content": output.text}]
+        note(summary(output, self.llm.max_context))
+
+    def _sent(self, asked: Messages) -> Messages:
+        """What of the conversation fits the context; says so where the oldest turns no longer do."""
+        context = self.llm.max_context
+        window = self.counter.window(
+            asked, context, self.params.max_tokens, system=self.system, summary=self.told
+        )
+        if window.first > self.left_out:
+            turns = "turn is" if window.first == 1 else f"{window.first} turns are"
+            note(
+                f"the oldest {turns} left out: the context holds {context:,} tokens; /summarize replaces older "
+                "turns by a summary, /clear deletes all"
+            )
+        self.left_out = window.first
+        return sent_messages(asked, window, self.system, self.told)
 
     def command(self, line: str) -> bool:
         """Carry out a slash command; False ends the session."""
@@ -232,6 +266,7 @@ class Session:
             return False
         known: dict[str, Callable[[str], object]] = {
             "/help": lambda _: out.print(HELP),
+            "/summarize": self._summarize,
             "/clear": self._clear,
             "/system": self._set_system,
             "/set": self._set_option,
@@ -244,16 +279,47 @@ class Session:
             note(f"there is no command {word}; /help lists the commands")
         return True
 
+    def _summarize(self, _: str) -> None:
+        *older, newest = turns_of(self.history) or [[]]
+        if not older:
+            note("there is no older turn to summarize")
+            return
+        context = self.llm.max_context
+        requests = summary_requests(
+            self.counter, [message for turn in older for message in turn], context, self.told
+        )
+        params = replace(self.params, max_tokens=summary_tokens(context))
+        text = ""
+        try:
+            messages = next(requests)
+            while True:
+                output = streamed(self.llm, messages, params, lambda _: None)
+                if output.error or not output.text.strip() or output.samples[0].finish_reason == "abort":
+                    note(output.error or "the turns stay as they are: there is no summary of them")
+                    return
+                messages = requests.send(output.text)
+        except StopIteration as end:
+            text = str(end.value)
+        except CumuloError as error:
+            print_error(error)
+            return
+        self.told, self.history, self.left_out = text, newest, 0
+        out.print(text, soft_wrap=True, markup=False)
+        note(f"{len(older)} turn{'' if len(older) == 1 else 's'} replaced by this summary")
+
     def _clear(self, _: str) -> None:
-        self.history.clear()
+        self._forget()
         note("conversation deleted")
+
+    def _forget(self) -> None:
+        self.history, self.told, self.left_out = [], "", 0
 
     def _set_system(self, text: str) -> None:
         if not text:
             note(f"system message: {self.system or '(the model’s own default)'}")
             return
         self.system = text
-        self.history.clear()
+        self._forget()
         note("system message set; a new conversation starts")
 
     def _set_option(self, text: str) -> None:
@@ -304,8 +370,3 @@ class Session:
 
 def _number(text: str) -> int | float:
     return int(text) if text.removeprefix("-").isdecimal() else float(text)
-
-
-def _messages(system: str | None, history: list[dict[str, str]], question: str) -> list[dict[str, str]]:
-    first = [{"role": "system", "content": system}] if system else []
-    return [*first, *history, {"role": "user", "content": question}]

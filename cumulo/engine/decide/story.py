@@ -17,6 +17,7 @@ WaitCause = Literal[
 # Who needed the room: an older sequence its next KV block, a more important request any, the first in the queue
 # what beams held that waited for each other, or one whose tenant holds less than its share.
 PreemptionCause = Literal["kv_blocks", "priority", "parked_beams", "fair_share"]
+OutputLimit = Literal["max_tokens", "context", "KV cache"]  # what ends an answer that the model does not end
 _MOST_EVENTS_WITH_WAITS = 200  # a longer story only counts the seconds of further waiting
 
 
@@ -69,6 +70,7 @@ _WORDS = {
     "adapter": "answered with the adapter {name}, of rank {rank}",
     "first_token": "first token",
     "embedded": "its {tokens} tokens have become {size} numbers",
+    "full": "the {what} is full",
     "finished": "sample {sample} finished: {reason} after {tokens} tokens",
     "failed": "failed: {error}",
 }
@@ -123,6 +125,7 @@ class Story:
     recomputed_tokens: int = 0  # computed before, lost to preemption, computed again
     preemptions: int = 0
     output_tokens: int = 0
+    limited_by: OutputLimit = "max_tokens"
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of these
     took_turns: bool = False  # with other sequences of its tenant, for the sake of others
@@ -200,6 +203,13 @@ class Story:
         self.preemptions += 1
         self._wait(now_s, "preempted")
         self.add(now_s, "preempted", step=step, cause=cause, by=by, why=why, blocks=blocks)
+
+    @property
+    def length_words(self) -> str:
+        """Why an answer ended that the model did not end."""
+        return (
+            "stopped at max_tokens" if self.limited_by == "max_tokens" else f"the {self.limited_by} is full"
+        )
 
     @property
     def queue_s(self) -> float | None:

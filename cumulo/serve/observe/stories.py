@@ -279,8 +279,8 @@ def summary(record: Record) -> str:
     if any(event.kind == "embedded" for event in story.events):
         parts.append("ended with its embedding")
     else:
-        how = _ENDS.get(record.outcome or "", f"ended by {record.outcome}")
-        parts.append(f"{how} after {story.output_tokens} tokens")
+        how = story.length_words if record.outcome == "length" else _ENDS.get(record.outcome or "")
+        parts.append(f"{how or f'ended by {record.outcome}'} after {story.output_tokens} tokens")
         if record.outcome == "length" and record.default_limit is not None:
             parts.append("the server's default, because the request has no max_tokens")
     if record.ended_s is not None:
@@ -290,7 +290,6 @@ def summary(record: Record) -> str:
 
 _ENDS = {
     "stop": "the model ended its answer",
-    "length": "stopped at max_tokens",
     "abort": "aborted by the client",
     "error": "failed",
 }

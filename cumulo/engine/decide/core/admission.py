@@ -10,21 +10,21 @@ from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
-from cumulo.engine.decide.story import PreemptionCause, WaitCause
+from cumulo.engine.decide.story import OutputLimit, PreemptionCause, WaitCause
 from cumulo.errors import InvalidRequest
 
 
 # -- on arrival ----------------------------------------------------------------------------------------------------
 def output_limit(
     prompt_tokens: int, params: SamplingParams, config: SchedulerConfig
-) -> tuple[int, str | None]:
-    """The number of output tokens at which a request ends, and why, if that is less than it asked for.
+) -> tuple[int, OutputLimit]:
+    """The number of output tokens at which a request ends, and what ends it there.
 
     Raises InvalidRequest for one that could never run. What passes always fits when it runs alone.
     """
     if params.pooling is not None:
         check_whole(prompt_tokens, config, "embed")
-        return 0, None
+        return 0, "max_tokens"
     if prompt_tokens >= config.max_context:
         raise InvalidRequest(
             f"the prompt has {prompt_tokens} tokens; the context holds {config.max_context} including the "
@@ -44,9 +44,8 @@ def output_limit(
         )
     room = min(config.max_context, cache_tokens) - prompt_tokens
     if params.max_tokens is None or params.max_tokens > room:
-        what = "context" if room == config.max_context - prompt_tokens else "KV cache"
-        return room, None if params.max_tokens is None else f"the {what} ends there"
-    return params.max_tokens, None
+        return room, "context" if room == config.max_context - prompt_tokens else "KV cache"
+    return params.max_tokens, "max_tokens"
 
 
 def check_whole(tokens: int, config: SchedulerConfig, verb: str) -> None:

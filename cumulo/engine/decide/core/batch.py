@@ -63,7 +63,10 @@ class RequestBatch:
             one.sequence_ended(sequence, now_s)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         sequence.hashes = []
-        sequence.request.story.add(
+        story = sequence.request.story
+        if reason == "length" and story.limited_by != "max_tokens":
+            story.add(now_s, "full", what=story.limited_by)
+        story.add(
             now_s, "finished", sample=sequence.sample_index, reason=reason, tokens=sequence.output_length
         )
         self._close_if_done(sequence.request, now_s)

@@ -22,7 +22,7 @@ from cumulo.engine.decide.core.request import FinishReason, Request, Sequence, S
 from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.core.step_result import enter_result
 from cumulo.engine.decide.plan import StepPlan, StepResult
-from cumulo.engine.decide.story import WaitCause
+from cumulo.engine.decide.story import OutputLimit, WaitCause
 from cumulo.errors import InvalidRequest
 
 _MOST_WAITED = 1.5  # times what a step took its runner: more of a wait for its result is not the step's doing
@@ -55,18 +55,20 @@ class CoreScheduler:
         if request.id in self.requests:
             raise InvalidRequest(f"request id {request.id!r} is already in use")
         batch, prompt, now_s = self.batch, request.prompt_length, request.arrived_s
+        limit: OutputLimit = "max_tokens"
         if request.prefill_only:
             admission.check_whole(prompt, self.config, "compute")
-            request.output_limit, why = 0, None
+            request.output_limit = 0
         else:
-            request.output_limit, why = admission.output_limit(prompt, request.params, self.config)
+            request.output_limit, limit = admission.output_limit(prompt, request.params, self.config)
         self._arrivals += 1
         request.order = (now_s + request.priority * self.config.priority_step_s, self._arrivals)
         request.story.add(now_s, "arrived", prompt_tokens=prompt, behind=batch.queue.count)
         for one in batch.points.arrive:
             one.arrive(request)
-        if why is not None:
-            request.story.add(now_s, "limited", limit=request.output_limit, why=why)
+        request.story.limited_by = limit
+        if limit != "max_tokens" and request.params.max_tokens is not None:
+            request.story.add(now_s, "limited", limit=request.output_limit, why=f"the {limit} ends there")
         if request.pooled is not None:
             request.story.add(now_s, "embed", pooling=request.pooled.kind, wants=request.pooled.wants)
         self.requests[request.id] = request
