@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from cumulo.diagnose.case import RunCase
-from cumulo.diagnose.diagnosis import Diagnosis, message_verdict
+from cumulo.diagnose.diagnosis import Diagnosis, message_verdict, verdict
 from cumulo.diagnose.flight_recorder import RankProgress, parse_progress
 from cumulo.diagnose.host_tools import HostFacts, host_facts
 from cumulo.diagnose.machine import port_gbps_of
@@ -65,7 +65,6 @@ def parse_perftests(text: str) -> list[Perftest]:
 _MILD = ("unknown", "small-messages", "healthy")
 _SLOWER = 0.8  # of another run, or of another card's test
 _OF_PORT = 0.85  # of a port's rate, that a healthy link reaches
-_DUMPS_STEP = "take the dumps again after a few seconds: if the number is the same, it hangs"
 _MATRIX = re.compile(r"^\s*GPU0\s+GPU1\s", re.M)
 
 
@@ -106,31 +105,29 @@ def _runs_verdict(runs: list[TestRun], text: str, host: HostFacts) -> Diagnosis:
 def _perftest_verdict(tests: list[Perftest], text: str, host: HostFacts) -> Diagnosis:
     """Cards against each other, GPU memory against host memory, and all against the port's stated rate."""
     if host.port_down:
-        return Diagnosis("rail-down", "A port is down.", (f"the text says: {host.port_down}",), "high")
+        return verdict("port-down", said=host.port_down)
     reached = [(test, test.gbps or 0.0) for test in tests if test.size_bytes >= 4096]
     if not reached:
-        return Diagnosis("small-messages", "At these sizes latency counts, not bandwidth.", (), "low")
+        return verdict("small-perftest")
     evidence = tuple(f"{test.device or 'a card'}{' (GPU memory)' * test.gpu_memory}: {gbps:.0f} Gbit/s"
                      for test, gbps in reached[:8])  # fmt: skip
     from_gpu = [gbps for test, gbps in reached if test.gpu_memory]
     from_host = [gbps for test, gbps in reached if not test.gpu_memory]
     if from_gpu and from_host and max(from_gpu) < _SLOWER * max(from_host):
-        return Diagnosis("no-gdr", "GPU memory is much slower than host memory.", evidence, "high")
+        return verdict("slow-gpu-memory", *evidence)
     if host.narrow_link:
-        said = f"the text says: {host.narrow_link}"
-        return Diagnosis("slow-link", "A link runs below its rate.", (said, *evidence), "high")
+        return verdict("narrow-link", *evidence, said=host.narrow_link)
     slowest, fastest = min(reached, key=lambda one: one[1]), max(gbps for _, gbps in reached)
     cards = {test.device for test, _ in reached}
     if len(cards) > 1 and slowest[1] < _SLOWER * fastest:
-        sentence = f"{slowest[0].device} has {slowest[1] / fastest:.0%} of what the fastest card has."
-        return Diagnosis("slow-link", sentence, evidence, "high")
+        return verdict("slow-card", *evidence, card=slowest[0].device, share=slowest[1] / fastest)
     rate = port_gbps_of(text)
     if rate is None or fastest > 1.05 * rate:
-        sentence = f"A card reaches {fastest:.0f} Gbit/s, and the text does not state its port's rate."
-        return Diagnosis("unknown", sentence, evidence, "low", ("add the output of `ibstat`",))
+        return verdict("unknown-port", *evidence, gbps=fastest)
     share = slowest[1] / rate
-    cause = "healthy" if share >= _OF_PORT else "slow-link"
-    return Diagnosis(cause, f"{share:.0%} of the port's {rate:.0f} Gbit/s.", evidence, "medium")
+    return verdict(
+        "port-reached" if share >= _OF_PORT else "port-not-reached", *evidence, share=share, rate=rate
+    )
 
 
 def _progress_verdict(found: RankProgress) -> Diagnosis:
@@ -141,42 +138,28 @@ def _progress_verdict(found: RankProgress) -> Diagnosis:
     waiting = f"{len(found.waiting)} of the ranks" if found.waiting else "the other ranks"
     evidence = (f"{waiting} wait in {name}", *((f"called at {found.where}",) if found.where else ()))
     if found.differ:
-        return Diagnosis(
-            "mismatched-calls", f"{found.differ[0].upper()}{found.differ[1:]}.", evidence, "high"
-        )
+        return verdict("ranks-differ", *evidence, differ=f"{found.differ[0].upper()}{found.differ[1:]}")
     if found.missing:
-        who = ", ".join(map(str, found.missing))
-        return Diagnosis("late-rank", f"Rank {who} did not come to {name}.", evidence, "high")
+        return verdict("rank-missing", *evidence, who=", ".join(map(str, found.missing)), name=name)
     if found.ranks:
-        sentence = f"All {found.ranks} ranks came to {name}, and it has not ended: it runs, or is held up."
-        return Diagnosis("unknown", sentence, evidence, "low", (_DUMPS_STEP,))
-    sentence = "Ranks wait in a collective, and the text does not say which rank is missing."
-    return Diagnosis("late-rank", sentence, evidence, "medium")
+        return verdict("all-came", *evidence, ranks=found.ranks, name=name)
+    return verdict("some-rank-missing", *evidence)
 
 
 def _in_step(found: RankProgress) -> Diagnosis:
     if found.slow:
-        evidence = (f"{found.ranks} ranks ended the same collectives",)
-        return Diagnosis("late-rank", f"Nothing hangs, but {found.slow}.", evidence, "medium")
+        return verdict("straggler", slow=found.slow, ranks=found.ranks)
     if found.ranks < max(2, found.world):
-        sentence = "The dumps of some ranks are not here; these ended all their collectives."
-        return Diagnosis("unknown", sentence, (), "low", ("collect the dumps of all ranks",))
-    sentence = f"All {found.ranks} ranks ended the same collectives: nothing hangs, and none is late."
-    return Diagnosis("healthy", sentence, (), "medium")
+        return verdict("dumps-missing")
+    return verdict("in-step", ranks=found.ranks)
 
 
 def _nothing_measured(text: str, host: HostFacts) -> Diagnosis:
     if host.port_down:
-        return Diagnosis("rail-down", "A port is down.", (f"the text says: {host.port_down}",), "medium")
-    # The matrix of `nvidia-smi topo -m` is a map of the machine, not a measurement; another command reads it.
-    steps = (
-        ("run `cumulo topology FILE` on this file: it reads such a matrix",) if _MATRIX.search(text) else ()
-    )
+        return verdict("port-down", said=host.port_down, confidence="medium")
     said = [one for one in (host.narrow_link, host.link_errors, host.throttled, host.no_peermem) if one]
-    if said:
-        sentence = "The text names a fault, but no run that suffers from it: measure one."
-    else:
-        sentence = (
-            "The text has no table of nccl-tests, no NCCL log, no perftest output and no flight recorder."
-        )
-    return Diagnosis("unknown", sentence, tuple(f"the text says: {one}" for one in said), "low", steps)
+    evidence = (f"the text says: {one}" for one in said)
+    found = verdict("fault-without-run" if said else "nothing-read", *evidence)
+    # The matrix of `nvidia-smi topo -m` is a map of the machine, not a measurement; another command reads it.
+    read_it = "run `cumulo topology FILE` on this file: it reads such a matrix"
+    return replace(found, more_steps=(read_it,)) if _MATRIX.search(text) else found

@@ -1,5 +1,5 @@
-"""Diagnosis: the answer of `cumulo diagnose`; the causes that it knows with what to run next, and the messages that
-name one of them. Both are tables in data/causes.yaml."""
+"""Diagnosis: the answer of `cumulo diagnose`; the causes it knows with what to run next, the verdicts of signs,
+and the messages that name a cause. All three are tables in data/causes.yaml."""
 
 import re
 from dataclasses import dataclass
@@ -43,6 +43,15 @@ class Diagnosis:
     @property
     def next_steps(self) -> tuple[str, ...]:
         return (*self.more_steps, *CAUSES[self.cause].next_steps)
+
+
+def verdict(named: str, *evidence: str, confidence: str = "", **words: Any) -> Diagnosis:
+    """A verdict of data/causes.yaml, with `words` in the places of {names}, and evidence beside its own."""
+    entry = table("causes.yaml")["verdicts"][named]
+    own = (entry["evidence"].format(**words),) if "evidence" in entry else ()
+    steps = tuple(step.format(**words) for step in entry.get("more_steps", ()))
+    confidence = confidence or entry.get("confidence", "high")
+    return Diagnosis(entry["cause"], entry["sentence"].format(**words), (*own, *evidence), confidence, steps)
 
 
 def message_verdict(text: str, measured: bool) -> Diagnosis | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from cumulo.base.quantities import quantity
 from cumulo.diagnose.case import RINGS, RunCase
-from cumulo.diagnose.diagnosis import Diagnosis
+from cumulo.diagnose.diagnosis import Diagnosis, verdict
 from cumulo.diagnose.lint.settings import slow_settings
 from cumulo.diagnose.machine import node_of
 
@@ -24,20 +24,17 @@ _GPUS_SAID = re.compile(r"\b(\d+)\s*(?:[x×]\s*(?:NVIDIA )?(?:GB|[ABHV]|MI)\d{2,
 
 
 def judge(case: RunCase) -> Diagnosis:
-    for look in (*_NAMED, *_MEASURED):
-        if (found := look(case)) is not None:
-            evidence = (*found.evidence, *case.numbers)
-            return replace(found, evidence=evidence, ranks=case.ranks, share=case.share)
-    return Diagnosis("unknown", _read(case), case.numbers, "low", (), case.ranks, case.share)
+    looks = (look(case) for look in (*_NAMED, *_MEASURED))
+    found = next((one for one in looks if one is not None), None) or _unexplained(case)
+    return replace(found, evidence=(*found.evidence, *case.numbers), ranks=case.ranks, share=case.share)
 
 
-def _read(case: RunCase) -> str:
-    """Why nothing can be said."""
+def _unexplained(case: RunCase) -> Diagnosis:
     if case.run is None:
-        return "The log names no fault, and has no bandwidth."
+        return verdict("log-without-fault")
     if case.share is None:
-        return "The text does not say which GPUs ran, so that the bandwidth cannot be compared with theirs."
-    return f"{case.share:.0%} of what is usual, and nothing in the text says why."
+        return verdict("unknown-gpus")
+    return verdict("slow-without-reason", share=case.share)
 
 
 # -- what tools name ------------------------------------------------------------------------------------------
@@ -45,21 +42,16 @@ def _wrong_results(case: RunCase) -> Diagnosis | None:
     rows = [row for row in case.run.rows if row.wrong] if case.run else []
     if not rows or case.run is None:
         return None
-    where = f"#wrong is {rows[0].wrong} at {quantity(rows[0].size_bytes, 'B')}"
-    return Diagnosis(
-        "wrong-results",
-        "Sums differ from what they should be: memory, a link or a driver corrupts data. Do not train on it.",
-        (f"{where}, and not 0 in {len(rows)} of {len(case.run.rows)} rows",),
-    )
+    size = quantity(rows[0].size_bytes, "B")
+    return verdict("wrong-results", wrong=rows[0].wrong, size=size, bad=len(rows), rows=len(case.run.rows))
 
 
 def _ranks_alone(case: RunCase) -> Diagnosis | None:
     alone = case.log.alone if case.log else 0
     if alone >= 2:
-        evidence = f"{alone} processes have a communicator of their own each, with one rank (nranks 1)"
-        return Diagnosis("wrong-ranks", "The processes run alone: they did not find each other.", (evidence,))
+        return verdict("own-communicators", alone=alone)
     if case.run and case.run.ratio is not None and case.run.ratio < 0.05:
-        return Diagnosis("wrong-ranks", "busbw is 0: every process ran alone, with one rank.")
+        return verdict("one-rank")
     return None
 
 
@@ -69,12 +61,12 @@ def _stated_ranks(case: RunCase) -> Diagnosis | None:
         return None
     listed = len(case.run.devices) if case.run.all_listed else 0
     if case.inferred is None:
-        ran, evidence = listed, f"the output lists {listed} ranks"
+        ran, seen = listed, f"the output lists {listed} ranks"
         stated = [case.run.asked_ranks]
     else:
         best, low, high = case.inferred
         ran = round(best)
-        evidence = f"busbw/algbw is {case.run.ratio:.4f}, which an {case.operation} of {ran} ranks has"
+        seen = f"busbw/algbw is {case.run.ratio:.4f}, which an {case.operation} of {ran} ranks has"
         slack = 0.15 + 0.02 * best
         logged = case.log.ranks if case.log and case.log.ranks else 0
         stated = [
@@ -83,13 +75,7 @@ def _stated_ranks(case: RunCase) -> Diagnosis | None:
             if one and not low - slack <= one <= high + slack
         ]
     wrong = [one for one in stated if one and one != ran]
-    if not ran or not wrong:
-        return None
-    return Diagnosis(
-        "wrong-ranks",
-        f"{ran} ranks ran, not {wrong[0]}. Compare the bandwidth with that of {ran} ranks.",
-        (f"{evidence}; the text states {wrong[0]}",),
-    )
+    return verdict("other-ranks", ran=ran, stated=wrong[0], seen=seen) if ran and wrong else None
 
 
 def _is_far(case: RunCase) -> bool:
@@ -100,19 +86,8 @@ def _over_tcp(case: RunCase) -> Diagnosis | None:
     if case.log is None or not case.log.socket or not _is_far(case):
         return None
     node = case.machine.node if case.machine else node_of(case.everything)
-    if node is None or node.device.link_kind.startswith("pcie"):
-        return Diagnosis(
-            "unknown",
-            "Data goes over TCP: that is right on machines without RDMA cards, and slow on others.",
-            ("NCCL uses the network Socket (TCP)",),
-            "low",
-            ("run `ibv_devinfo` on each node: if it lists cards, NCCL does not find them",),
-        )
-    return Diagnosis(
-        "wrong-nic",
-        "NCCL found no RDMA card that it may use and sends over TCP.",
-        ("NCCL uses the network Socket (TCP)",),
-    )
+    has_nvlink = node is not None and not node.device.link_kind.startswith("pcie")
+    return verdict("tcp" if has_nvlink else "tcp-without-nvlink")
 
 
 def _few_cards(case: RunCase) -> Diagnosis | None:
@@ -126,31 +101,18 @@ def _few_cards(case: RunCase) -> Diagnosis | None:
         return None
     if most == 1 and near >= 4:
         card = next(iter(case.log.cards.values()))[0]
-        return Diagnosis(
-            "wrong-nic",
-            f"All GPUs of a node share the card {card}, which may be the management or storage card.",
-            (f"of each node's cards NCCL uses one, {card}, for {near} GPUs",),
-            "medium" if case.log.gdr_off else "high",
-        )
+        confidence = "medium" if case.log.gdr_off else "high"
+        return verdict("one-card", confidence=confidence, card=card, gpus=near)
     usual = near if most in (near, near - 1) else most
     short = next((host for host, count in counts.items() if count < usual), None)
     if short is None:
         return None
-    return Diagnosis(
-        "rail-down",
-        f"{usual - least} of {usual} rails of {short} is missing.",
-        (f"{short} has {least} network cards in use, of {usual}",),
-    )
+    return verdict("rail-missing", missing=usual - least, usual=usual, host=short, least=least)
 
 
 def _without_gdr(case: RunCase) -> Diagnosis | None:
-    if case.log is None or not _is_far(case) or not case.log.gdr_off:
-        return None
-    return Diagnosis(
-        "no-gdr",
-        "Data between nodes is copied through host memory, since GPUDirect RDMA is off.",
-        ("messages between nodes go via NET/IB without GDRDMA",),
-    )
+    off = case.log is not None and _is_far(case) and case.log.gdr_off
+    return verdict("gdr-off") if off else None
 
 
 def _without_nvlink(case: RunCase) -> Diagnosis | None:
@@ -169,9 +131,7 @@ def _without_nvlink(case: RunCase) -> Diagnosis | None:
         (log.p2p_off, "NCCL says that P2P is disabled between GPUs"),
         (shared or inside, f"GPUs of a node talk via {(shared or inside or [''])[0]}"),
     )
-    return Diagnosis(
-        "pcie-not-nvlink", "GPUs of a node do not use NVLink.", tuple(text for known, text in said if known)
-    )
+    return verdict("without-nvlink", *(text for known, text in said if known))
 
 
 def _good_paths(case: RunCase) -> Diagnosis | None:
@@ -184,39 +144,23 @@ def _good_paths(case: RunCase) -> Diagnosis | None:
     )
     if not near or not far or "_perf" in case.text or slow_settings(case.host.settings):
         return None
-    return Diagnosis(
-        "healthy",
-        "The log shows the paths one would want. It has no bandwidth: measure it.",
-        ("P2P between the GPUs of a node" + (", GPUDirect RDMA between nodes" if log.far else ""),),
-        "medium",
-    )
+    seen = "P2P between the GPUs of a node" + (", GPUDirect RDMA between nodes" if log.far else "")
+    return verdict("good-paths", seen)
 
 
 def _small_messages(case: RunCase) -> Diagnosis | None:
     if case.run is None or case.full_rate:
         return None
-    largest = case.run.rows[-1]
-    size = quantity(largest.size_bytes, "B")
-    if case.run.asked_bytes >= 16 * largest.size_bytes:
-        asked = quantity(case.run.asked_bytes, "B")
-        return Diagnosis(
-            "unknown", f"The table ends at {size}, long before the largest message asked for ({asked})."
-        )
-    return Diagnosis(
-        "small-messages",
-        "At these sizes latency counts, not bandwidth: a low busbw says nothing about the links.",
-        (f"the largest message has {size}",),
-    )
+    largest = case.run.rows[-1].size_bytes
+    size, asked = quantity(largest, "B"), quantity(case.run.asked_bytes, "B")
+    if case.run.asked_bytes >= 16 * largest:
+        return verdict("table-cut", size=size, asked=asked)
+    return verdict("latency-counts", size=size)
 
 
 # -- what bandwidths say --------------------------------------------------------------------------------------
 def _impossible(case: RunCase) -> Diagnosis | None:
-    if case.share is None or not case.impossible:
-        return None
-    sentence = (
-        "This is more than the network that the text names can carry, so that it is not the one that ran."
-    )
-    return Diagnosis("unknown", sentence, (), "low", ("state the cards of a node, as in 8 x 400G",))
+    return verdict("impossible") if case.share is not None and case.impossible else None
 
 
 def _healthy(case: RunCase) -> Diagnosis | None:
@@ -232,18 +176,9 @@ def _healthy(case: RunCase) -> Diagnosis | None:
         f"{host.nvlinks[1]} NVLinks are inactive" if case.one_domain and host.nvlinks[1] else "",
         _more_gpus(case),
     )
-    doubt = next((one for one in doubts if one), "")
-    if doubt:
-        sentence = (
-            "The bandwidth is what is usual, and yet the text names a fault: does this run use that part?"
-        )
-        return Diagnosis("unknown", sentence, (f"the text says: {doubt}",), "low")
-    return Diagnosis(
-        "healthy",
-        f"{case.share:.0%} of what such a machine should reach.",
-        (),
-        "high" if case.share > 0.92 else "medium",
-    )
+    if doubt := next((one for one in doubts if one), ""):
+        return verdict("healthy-with-fault", said=doubt)
+    return verdict("healthy", confidence="high" if case.share > 0.92 else "medium", share=case.share)
 
 
 def _more_gpus(case: RunCase) -> str:
@@ -258,21 +193,21 @@ def _faulty_part(case: RunCase) -> Diagnosis | None:
     """A part that the text names and that explains a slow run."""
     host, far = case.host, not case.one_domain
     active, inactive = host.nvlinks
-    parts = (
-        (host.throttled, "gpu-fault", "A GPU is throttled, and all others wait for it."),
-        (host.port_down if far or case.machine is None else "", "rail-down", "A port is down."),
-        (host.no_peermem if far else "", "no-gdr", "nvidia-peermem is not loaded."),
-        (host.narrow_link, "slow-link", "A link runs below its rate."),
-        (host.link_errors, "slow-link", "A link has errors: cable, transceiver or connector."),
-        (f"{inactive} NVLinks are inactive, {active} active" if inactive and active and not far else "",
-         "slow-link", "Some NVLinks are down."),
-        (f"all {inactive} NVLinks are inactive" if inactive and not active and not far else "",
-         "pcie-not-nvlink", "GPUs of a node do not use NVLink."),
-    )  # fmt: skip
-    for said, cause, sentence in parts:
-        if said:
-            return Diagnosis(cause, sentence, (f"the text says: {said}",), "high" if case.share else "medium")
-    return None
+    parts = {
+        "throttled": host.throttled,
+        "port-down": host.port_down if far or case.machine is None else "",
+        "no-peermem": host.no_peermem if far else "",
+        "narrow-link": host.narrow_link,
+        "link-errors": host.link_errors,
+        "some-nvlinks": f"{inactive} NVLinks are inactive, {active} active" if active else "",
+        "no-nvlinks": f"all {inactive} NVLinks are inactive",
+    }
+    if far or not inactive:
+        parts["some-nvlinks"] = parts["no-nvlinks"] = ""
+    name = next((name for name, said in parts.items() if said), None)
+    if name is None:
+        return None
+    return verdict(name, confidence="high" if case.share else "medium", said=parts[name])
 
 
 def _slow_setting(case: RunCase) -> Diagnosis | None:
@@ -282,8 +217,7 @@ def _slow_setting(case: RunCase) -> Diagnosis | None:
             return Diagnosis(one.cause, found.what, (), "high", (found.change,))
     for name in _OPTIONAL:
         if given.get(name):
-            sentence = f"{name}={given[name]} holds for all sizes, and NCCL chooses better by size."
-            return Diagnosis("setting", sentence, (), "medium", (f"remove {name}",))
+            return verdict("fixed-choice", name=name, setting=f"{name}={given[name]}")
     return None
 
 
@@ -294,12 +228,8 @@ def _congested(case: RunCase) -> Diagnosis | None:
     uneven = _uneven(case)
     if not uneven and not counters:
         return None
-    return Diagnosis(
-        "congested",
-        "Large messages fill the switches' buffers: senders are paused, or packets are lost and sent again.",
-        (*((uneven,) if uneven else ()), *counters),
-        "high" if uneven and counters else "medium" if counters else "low",
-    )
+    confidence = "high" if uneven and counters else "medium" if counters else "low"
+    return verdict("congested", *((uneven,) if uneven else ()), *counters, confidence=confidence)
 
 
 def _uneven(case: RunCase) -> str:
@@ -320,10 +250,7 @@ def _uneven(case: RunCase) -> str:
 def _share_in_a_node(case: RunCase) -> Diagnosis | None:
     if case.share is None or case.machine is None or not case.one_domain or not case.machine.has_nvlink:
         return None
-    if case.share >= _OVER_PCIE:
-        return None
-    sentence = f"{case.share:.0%} of what NVLink gives; PCIe gives as much."
-    return Diagnosis("pcie-not-nvlink", sentence, (), "medium")
+    return verdict("like-pcie", share=case.share) if case.share < _OVER_PCIE else None
 
 
 def _share_between_nodes(case: RunCase) -> Diagnosis | None:
@@ -335,13 +262,11 @@ def _share_between_nodes(case: RunCase) -> Diagnosis | None:
     if share < _ONE_CARD or (
         case.per_node > 1 and case.run.rows[-1].busbw < 0.5 * case.machine.card_gbps / 8
     ):
-        return Diagnosis("wrong-nic", "So little goes over one slow card, or over TCP.", (), "medium")
+        return verdict("like-one-card")
     if share < _THROUGH_HOST and not (case.log and case.log.gdr_on):
-        sentence = f"{share:.0%} of the cards' rate is what copies through host memory reach."
-        return Diagnosis("no-gdr", sentence, (), "medium")
+        return verdict("like-host-memory", share=share)
     if _THROUGH_HOST <= share < _HALF and case.machine.stated:
-        sentence = f"{share:.0%}, about half: one card seems to carry two GPUs' traffic, and all wait for it."
-        return Diagnosis("rail-down", sentence, (), "medium")
+        return verdict("like-half", share=share)
     return None
 
 
