@@ -131,16 +131,6 @@ def parse_count(text: str, what: str, least: int = 1) -> int:
     return value
 
 
-def show_duration(seconds: float | None) -> str:
-    """Seconds for a person: three digits and the unit that suits them."""
-    if seconds is None:
-        return "-"
-    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if seconds and abs(seconds) * factor < 999.5:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if abs(seconds) < 1000 else f"{seconds:,.0f} s"
-
-
 @dataclass(frozen=True, slots=True)
 class LedgerLine:
     """A figure as predicted, beside how it turned out. The ledgers of the planner, the engine and the trainer are

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cumulo.base.quantities import show_duration
+from cumulo.base.quantities import quantity
 from cumulo.load.client import Target, discover_model, probe
 from cumulo.load.connection import Pool
 from cumulo.load.player import Level, LoadPlayer
@@ -266,8 +266,8 @@ class Campaign:
             least_s = self._trial_requests(rate) / rate
             if asyncio.get_running_loop().time() + least_s > deadline_s:
                 self.search_end = (
-                    f"the next trial, at {rate:.3g}/s, would take {show_duration(least_s)} and the search may "
-                    f"take {show_duration(self.settings.search_s)}: allow more, or start nearer the limit"
+                    f"the next trial, at {rate:.3g}/s, would take {quantity(least_s, 's')} and the search may "
+                    f"take {quantity(self.settings.search_s, 's')}: allow more, or start nearer the limit"
                 )
                 return
             held, trials = await self._trial(player, replace(first, rate=rate), trials)
@@ -368,8 +368,9 @@ def _missed(lone: Summary) -> str:
     """The latencies or errors that lone requests got, in words."""
     if not lone.succeeded:
         return ", ".join(f"{count} × {kind}" for kind, count in lone.errors.items())
-    spreads = {"TTFT": lone.ttft_s, "ITL": lone.itl_s, "TPOT": lone.tpot_s, "end to end": lone.e2e_s}
-    return ", ".join(f"{name} {show_duration(spread.p50)}" for name, spread in spreads.items() if spread)
+    return ", ".join(
+        f"{name} {quantity(spread.p50, 's')}" for name, spread in lone.spreads.items() if spread is not None
+    )
 
 
 def label(load: Load) -> str:

@@ -52,9 +52,6 @@ class Target:
         fields = {name: value for name, value in (fields | self.extra).items() if value is not None}
         return json.dumps(fields).encode()
 
-    def with_dialect(self, dialect: Dialect) -> "Target":
-        return replace(self, dialect=dialect)
-
 
 class RequestFailed(Exception):
     """How a request failed: `kind` is for counting, the message for reading."""
@@ -172,13 +169,13 @@ async def probe(pool: Pool, target: Target, timeout_s: float, tell_seed: str) ->
     refusal: RequestFailed | None = None
     for dialect in _DIALECTS:
         try:
-            short = await _ask(pool, target.with_dialect(dialect), SHORT_WORDS, timeout_s, tell_seed)
+            short = await _ask(pool, replace(target, dialect=dialect), SHORT_WORDS, timeout_s, tell_seed)
         except RequestFailed as error:
             if error.status not in (400, 422):
                 raise CumuloError(_explain(pool, target, error)) from error
             refusal = refusal or error  # the first says most: later ones ask for less
             continue
-        target = target.with_dialect(dialect)
+        target = replace(target, dialect=dialect)
         break
     if short is None:
         assert refusal is not None

@@ -12,7 +12,7 @@ from cumulo.base.figures import RunFigure, figure_html
 from cumulo.base.page import card, html_table
 from cumulo.base.page import page as base_page
 from cumulo.base.quantiles import quantile
-from cumulo.base.quantities import show_duration
+from cumulo.base.quantities import quantity
 from cumulo.load.campaign import LevelResult
 from cumulo.load.schedule import Arrivals
 from cumulo.load.summary import Spread, timeline
@@ -55,8 +55,8 @@ def _tiles(result: LevelResult) -> str:
     for name, spread in (("time to first token", summary.ttft_s), ("between tokens", summary.itl_s)):
         if spread is not None:
             tiles += [
-                (show_duration(spread.p50), f"{name}, p50"),
-                (show_duration(spread.p99), f"{name}, p99"),
+                (quantity(spread.p50, "s"), f"{name}, p50"),
+                (quantity(spread.p99, "s"), f"{name}, p99"),
             ]
     if summary.goodput_req_s is not None and summary.slo_share is not None:
         tiles.append((f"{summary.goodput_req_s:,.3g}", f"good requests/s ({summary.slo_share:.1%})"))
@@ -183,7 +183,7 @@ def _footnote(results: Sequence[LevelResult]) -> str:
     chunk = next((r.summary.tokens_per_chunk for r in results if r.summary.tokens_per_chunk), 1.0)
     return (
         f'<p class="soft" style="margin-top:30px">The generator took at most {share:.0%} of one core and sent '
-        f"99% of requests within {show_duration(late)} of when they were due; latencies count from then. "
+        f"99% of requests within {quantity(late, 's')} of when they were due; latencies count from then. "
         f"A chunk carried {'one token' if chunk == 1 else f'{chunk:.3g} tokens on average'}.</p>"
     )
 
@@ -202,7 +202,7 @@ def _milliseconds(spread: Spread | None, name: str) -> float | None:
 
 
 def _bound(seconds: float | None) -> tuple[tuple[str, float], ...]:
-    return () if seconds is None else ((f"objective {show_duration(seconds)}", seconds * 1e3),)
+    return () if seconds is None else ((f"objective {quantity(seconds, 's')}", seconds * 1e3),)
 
 
 def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:

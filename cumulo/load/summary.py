@@ -128,6 +128,13 @@ class Summary:
     goodput_req_s: float | None
     goodput_tok_s: float | None
 
+    @property
+    def spreads(self) -> dict[str, Spread | None]:
+        """The latencies, by what people call them."""
+        return {
+            "TTFT": self.ttft_s, "ITL": self.itl_s, "TPOT": self.tpot_s, "end-to-end latency": self.e2e_s,
+        }  # fmt: skip
+
 
 def summarise(records: Sequence[RequestRecord], slo: Slo | None = None) -> Summary:
     """Requests the user stopped are left out: they neither succeeded nor failed."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumulo.base.quantities import parse_duration_s, show_duration
+from cumulo.base.quantities import parse_duration_s, quantity
 from cumulo.errors import CumuloError
 from cumulo.load.prompts import Lengths, constant, empirical, lognormal, normal, parse_lengths, uniform
 from tests import thorough
@@ -116,4 +116,4 @@ def test_other_durations_are_refused(text: str) -> None:
 
 @given(st.floats(1e-6, 900))
 def test_a_shown_duration_reads_back_as_nearly_the_same(seconds: float) -> None:
-    assert parse_duration_s(show_duration(seconds)) == pytest.approx(seconds, rel=0.006)
+    assert parse_duration_s(quantity(seconds, "s")) == pytest.approx(seconds, rel=0.006)

@@ -16,9 +16,10 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from socket import socket
 from typing import Any
 
-from cumulo.base.sandbox.frames import read_job, reply_frame, write_all
+from cumulo.base.sandbox.frames import read_job, reply_frame
 
 # A job: in, what the owner sent; out, a JSON header and raw bytes.
 Work = Callable[[Any], tuple[dict[str, Any], bytes]]
@@ -27,7 +28,7 @@ _OWNER_GONE, _RENEW = 3, 4  # exit statuses of a child
 _STACK_BYTES = (
     256 << 20
 )  # compilers recurse along chains of rules; on a usual stack a long one ends the process
-_REASONS = {
+_REASONS: dict[int, str] = {
     signal.SIGPROF: "cpu time",
     signal.SIGXCPU: "cpu time",
     signal.SIGALRM: "time",
@@ -43,47 +44,43 @@ def main(entry: str) -> None:
     """`entry`: 'module:function'. The function gets what the owner sends first, and returns the Work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    owner = os.getppid()
+    owner, owner_pid = socket(fileno=0), os.getppid()
     try:
-        setup, jobs_per_child = read_job(0)
+        setup, jobs_per_child = read_job(owner)
         module, _, function = entry.partition(":")
         work: Work = getattr(importlib.import_module(module), function)(setup)
     except EOFError:
         return
     except Exception as error:
-        write_all(1, reply_frame({"broken": f"{type(error).__name__}: {error}"}))
+        owner.sendall(reply_frame({"broken": f"{type(error).__name__}: {error}"}))
         return
-    write_all(1, reply_frame({"ready": os.getpid()}))
-    _keep(work, jobs_per_child, owner)
+    owner.sendall(reply_frame({"ready": os.getpid()}))
+    _keep(work, jobs_per_child, owner, owner_pid)
 
 
 # -- the keeper -------------------------------------------------------------------------------------------------
-def _keep(work: Work, jobs_per_child: int, owner: int) -> None:
+def _keep(work: Work, jobs_per_child: int, owner: socket, owner_pid: int) -> None:
     bell, ring = os.pipe()
     os.set_blocking(ring, False)
     signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     poll = select.poll()
     poll.register(bell, select.POLLIN)
-    poll.register(0, 0)  # only: that the owner has closed it
+    poll.register(owner, 0)  # only: that the owner has closed it
     while True:
         child = os.fork()
         if child == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _child(work, jobs_per_child)
-        status = _wait_for(child, poll, bell, owner)
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            reason = _REASONS.get(signal.Signals(number), "lost")
-            write_all(1, reply_frame({"ended": reason}))
-        elif os.WEXITSTATUS(status) == _OWNER_GONE:
+            _child(work, jobs_per_child, owner)
+        status = os.waitstatus_to_exitcode(_wait_for(child, poll, bell, owner_pid))
+        if status == _OWNER_GONE:
             return
-        elif os.WEXITSTATUS(status) != _RENEW:
-            write_all(1, reply_frame({"ended": "lost"}))
+        if status != _RENEW:
+            owner.sendall(reply_frame({"ended": _REASONS.get(-status, "lost")}))
 
 
-def _wait_for(child: int, poll: select.poll, bell: int, owner: int) -> int:
+def _wait_for(child: int, poll: select.poll, bell: int, owner_pid: int) -> int:
     """The child's exit status. Ends the child when the owner is gone."""
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -96,13 +93,13 @@ def _wait_for(child: int, poll: select.poll, bell: int, owner: int) -> int:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 sys.exit(0)
-        if os.getppid() != owner:  # another process may have inherited the other end of the pipe
+        if os.getppid() != owner_pid:  # another process may have inherited the other end of the pipe
             os.kill(child, signal.SIGKILL)
             sys.exit(0)
 
 
 # -- the child --------------------------------------------------------------------------------------------------
-def _child(work: Work, jobs_per_child: int) -> None:
+def _child(work: Work, jobs_per_child: int, owner: socket) -> None:
     """Never returns. Jobs run in a thread, for its large stack."""
     keeper = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # Linux; elsewhere the time limits see to it
@@ -112,7 +109,7 @@ def _child(work: Work, jobs_per_child: int) -> None:
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):  # no dumps, no files
         resource.setrlimit(kind, (0, 0))
     threading.stack_size(_STACK_BYTES)
-    jobs = _Jobs(work, jobs_per_child)
+    jobs = _Jobs(work, jobs_per_child, owner)
     thread = threading.Thread(target=jobs.run)
     signal.signal(signal.SIGVTALRM, lambda number, frame: jobs.give_way())
     thread.start()
@@ -121,8 +118,8 @@ def _child(work: Work, jobs_per_child: int) -> None:
 
 
 class _Jobs:
-    def __init__(self, work: Work, count: int) -> None:
-        self._work, self._left = work, count
+    def __init__(self, work: Work, count: int, owner: socket) -> None:
+        self._work, self._left, self._owner = work, count, owner
         self.exit_status = 1
 
     def run(self) -> None:
@@ -130,7 +127,7 @@ class _Jobs:
         while self._left:
             self._left -= 1
             try:
-                (cpu_s, wall_s, memory_bytes, nice_after_s), job = read_job(0)
+                (cpu_s, wall_s, memory_bytes, nice_after_s), job = read_job(self._owner)
             except EOFError:
                 self.exit_status = _OWNER_GONE
                 return
@@ -143,7 +140,7 @@ class _Jobs:
             # The timers stop before the reply is written: a frame is whole or not there.
             for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF, signal.ITIMER_VIRTUAL):
                 signal.setitimer(timer, 0)
-            write_all(1, frame)
+            self._owner.sendall(frame)
         self.exit_status = _RENEW
 
     def _do(self, job: Any) -> bytes:

@@ -4,9 +4,9 @@ The process is started at the first job, or earlier with `start`. It answers one
 its limits is ended by the kernel and raises JobEnded here, and the worker takes the next one.
 """
 
-import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cumulo.base.sandbox.frames import job_frame, receive_reply, send_frame
+from cumulo.base.sandbox.frames import Reply, is_quiet, job_frame, receive_reply, send_job
 
 MIB = 1 << 20
 
@@ -84,6 +84,7 @@ class Worker:
         `jobs_per_child`: after so many jobs a fresh process takes over, whose memory is as at the start."""
         self._entry, self._setup, self._jobs_per_child = entry, setup, jobs_per_child
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = False
         self.started = 0  # processes so far
@@ -93,7 +94,7 @@ class Worker:
         with self._lock:
             self._running()
 
-    def call(self, job: Any, limits: Limits) -> tuple[dict[str, Any], bytes]:
+    def call(self, job: Any, limits: Limits) -> Reply:
         """What the job's code returned. Raises JobEnded, JobFailed or WorkerUnavailable; ValueError for a job that
         is not made of plain values."""
         frame = job_frame(((limits.cpu_s, limits.wall_s, limits.memory_bytes, limits.nice_after_s), job))
@@ -115,71 +116,66 @@ class Worker:
         with self._lock:
             self._kill()
 
-    def _exchange(self, frame: bytes, limits: Limits) -> tuple[dict[str, Any], bytes]:
-        process = self._running()
-        assert process.stdin is not None and process.stdout is not None
+    def _exchange(self, frame: bytes, limits: Limits) -> Reply:
+        worker = self._running()
         deadline_s = time.monotonic() + limits.wall_s + _GRACE_S
         try:
-            send_frame(process.stdin.fileno(), frame, deadline_s)
-            header, payload = receive_reply(process.stdout.fileno(), deadline_s)
+            send_job(worker, frame, deadline_s)
+            header, payload = receive_reply(worker, deadline_s)
         except TimeoutError:
             self._kill()
             raise JobEnded("time", limits) from None
-        except (EOFError, BrokenPipeError, ValueError):
+        except (EOFError, OSError, ValueError):
             self._kill()
             raise JobEnded("lost", limits) from None
         if isinstance(done := header.get("done"), dict):
             return done, payload
         if "failed" in header:
             raise JobFailed(str(header["failed"]))
-        reason: Reason | None = next((known for known in REASONS if known == header.get("ended")), None)
-        if reason is None or reason == "lost":
-            self._kill()  # a child that was killed may have left half a job in the pipe
-        raise JobEnded(reason or "lost", limits)
+        reason: Reason = next((known for known in REASONS if known == header.get("ended")), "lost")
+        if reason == "lost":
+            self._kill()  # a child that was killed may have left half a job behind
+        raise JobEnded(reason, limits)
 
-    def _running(self) -> "subprocess.Popen[bytes]":
-        process = self._process
-        if process is not None and process.poll() is None:
-            return process
+    def _running(self) -> socket.socket:
+        process, known = self._process, self._socket
+        if process is not None and known is not None and process.poll() is None and is_quiet(known):
+            return known
         self._kill()
         if self._closed:
             raise WorkerUnavailable("the worker is closed")
         try:
             return self._start()
-        except (OSError, TimeoutError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError) as error:
             self._kill()
             raise WorkerUnavailable(f"its process did not start ({type(error).__name__}: {error})") from error
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> socket.socket:
         paths = [str(Path(path).absolute()) for path in sys.path]
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(paths), self._entry],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            cwd="/",
-            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _OWN_VARIABLES,
-            start_new_session=True,  # Ctrl-C in the terminal is the owner's
-        )
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps(paths), self._entry],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+                | _OWN_VARIABLES,
+                start_new_session=True,  # Ctrl-C in the terminal is the owner's
+            )
         self.started += 1
-        assert process.stdin is not None and process.stdout is not None
-        os.set_blocking(process.stdin.fileno(), False)
-        os.set_blocking(process.stdout.fileno(), False)
         deadline_s = time.monotonic() + _START_LIMIT_S
-        send_frame(process.stdin.fileno(), job_frame((self._setup(), self._jobs_per_child)), deadline_s)
-        header, _ = receive_reply(process.stdout.fileno(), deadline_s)
+        send_job(self._socket, job_frame((self._setup(), self._jobs_per_child)), deadline_s)
+        header, _ = receive_reply(self._socket, deadline_s)
         if "ready" not in header:
             raise ValueError(header.get("broken", "no reason given"))
-        return process
+        return self._socket
 
     def _kill(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()  # its child dies with it
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        if process is not None:
+            process.kill()  # its child dies with it
+            process.wait()
+        if self._socket is not None:
+            self._socket.close()

@@ -3,6 +3,7 @@
 import json
 import statistics
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from cumulo import __version__
-from cumulo.base.figures import figure_table
+from cumulo.base.figures import RunFigure, figure_table
 from cumulo.base.files import write_text_file
-from cumulo.base.quantities import number, show_duration
-from cumulo.base.report import Row, grid, machine, table, write_json
+from cumulo.base.quantities import number, quantity
+from cumulo.base.report import Row, machine, table, write_json
 from cumulo.cli.shared.terminal import err, note, only_json, out, text_column
 from cumulo.load.campaign import Campaign, LevelResult, Replay
 from cumulo.load.html_report import level_figures, page
@@ -68,10 +69,10 @@ class View:
         tokens += sum(len(answer.chunk_times_s) for _, answer in level.running.values())
         tok_s = (tokens - self._seen_tokens) / max(now_s - self._seen_s, 1e-6)
         self._seen_tokens, self._seen_s = tokens, now_s
-        recent = [record for record in level.records[-50:] if record.ttft_s is not None]
-        ttft_s = statistics.median(r.ttft_s for r in recent if r.ttft_s is not None) if recent else None
+        recent = [record.ttft_s for record in level.records[-50:] if record.ttft_s is not None]
+        ttft = quantity(statistics.median(recent), "s") if recent else "-"
         failed = sum(record.error is not None for record in level.records)
-        now = f"{len(level.running)} running · {tok_s:,.0f} tok/s · TTFT {show_duration(ttft_s)}"
+        now = f"{len(level.running)} running · {tok_s:,.0f} tok/s · TTFT {ttft}"
         now += f" · {failed} failed" if failed else ""
         self._progress.update(
             self._task, completed=len(level.records), total=level.schedule.requests, now=now
@@ -81,10 +82,10 @@ class View:
     def end(self, result: LevelResult) -> None:
         if not err.is_terminal and result.summary.requests:
             summary = result.summary
-            ttft = _at(summary.ttft_s, "p50")
+            ttft = quantity(summary.ttft_s.p50, "s") if summary.ttft_s is not None else "-"
             note(
                 f"{result.label}: {summary.succeeded} of {summary.requests} requests, "
-                f"{number(summary.output_tok_s)} tokens/s, TTFT p50 {show_duration(ttft)}"
+                f"{number(summary.output_tok_s)} tokens/s, TTFT p50 {ttft}"
             )
 
 
@@ -117,7 +118,7 @@ def _level_rows(prefix: str, result: LevelResult, campaign: Campaign, is_single:
         Row(f"{prefix}requests failed", result.failed, f"of {summary.requests}", "lower",
             must=0 if is_single else None, note=kinds),
     ]  # fmt: skip
-    for name, spread in _spreads(result):
+    for name, spread in summary.spreads.items():
         for percentile in PERCENTILES:
             value = _at(spread, percentile)
             made.append(
@@ -140,14 +141,6 @@ def _level_rows(prefix: str, result: LevelResult, campaign: Campaign, is_single:
     return made
 
 
-def _spreads(result: LevelResult) -> list[tuple[str, Spread | None]]:
-    summary = result.summary
-    return [
-        ("TTFT", summary.ttft_s), ("ITL", summary.itl_s), ("TPOT", summary.tpot_s),
-        ("end-to-end latency", summary.e2e_s),
-    ]  # fmt: skip
-
-
 def levels_table(campaign: Campaign) -> Table:
     """Several levels side by side, one line each, in the 80 columns of a plain terminal."""
     searched, any_failed = campaign.search is not None, any(level.failed for level in campaign.results)
@@ -161,11 +154,8 @@ def levels_table(campaign: Campaign) -> Table:
 
 def latencies_table(result: LevelResult) -> Table:
     """A single level's latencies: a line for each kind, a column for each percentile."""
-    lines = [
-        (name, *(show_duration(_at(spread, percentile)) for percentile in PERCENTILES))
-        for name, spread in _spreads(result)
-    ]
-    return grid(("", *PERCENTILES), lines, "latencies")
+    columns = [RunFigure("", partial(_at, percentile=one), "s", heading=one) for one in PERCENTILES]
+    return figure_table("", result.summary.spreads.items(), columns, "latencies")
 
 
 def finish(campaign: Campaign, json_file: Path | None, html: Path | None, records: Path | None) -> None:

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cumulo.base.sandbox.frames import reply_frame
+
 
 def make(setup: Any):
     kept: list[Any] = []
@@ -31,6 +33,9 @@ def make(setup: Any):
             ctypes.string_at(0)
         if kind == "exit":
             os._exit(0)
+        if kind == "talk":
+            os.write(0, reply_frame({"done": {"value": 1}}) + reply_frame({"done": {"value": 0}}))
+            time.sleep(600)
         if kind == "raise":
             raise RuntimeError("a bug")
         if kind == "write":

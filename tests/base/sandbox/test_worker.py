@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from socket import socketpair
 
 import pytest
 
@@ -125,13 +126,19 @@ def test_a_worker_that_is_stopped_does_not_hold_its_owner_for_ever(worker: Worke
 
 
 def test_a_reply_that_is_there_is_taken_by_an_owner_who_comes_late() -> None:
-    ours, theirs = os.pipe()
-    os.write(theirs, reply_frame({"done": 1}, b"payload"))
-    assert receive_reply(ours, time.monotonic() - 60) == ({"done": 1}, b"payload")
-    with pytest.raises(TimeoutError):
-        receive_reply(ours, time.monotonic() - 60)
-    os.close(ours)
-    os.close(theirs)
+    ours, theirs = socketpair()
+    with ours, theirs:
+        theirs.sendall(reply_frame({"done": 1}, b"payload"))
+        assert receive_reply(ours, time.monotonic() - 60) == ({"done": 1}, b"payload")
+        with pytest.raises(TimeoutError):
+            receive_reply(ours, time.monotonic() - 60)
+
+
+def test_a_worker_that_says_more_than_it_was_asked_is_started_again() -> None:
+    fresh = Worker(JOBS)
+    assert fresh.call(("talk", None), AMPLE)[0]["value"] == 1
+    assert fresh.call(("echo", 2), AMPLE)[0]["value"] == 2 and fresh.started == 2
+    fresh.close()
 
 
 def test_closing_ends_a_job_that_runs(worker: Worker) -> None:
