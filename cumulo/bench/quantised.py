@@ -25,15 +25,14 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.llm import LLM
 from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError
-from cumulo.models.batch import ForwardBatch
 from cumulo.models.files.hub import resolve
 from cumulo.models.files.load import inspect_model
 from cumulo.models.text.tokenizer import Tokenizer
 from cumulo.quant.decide.recipe import METHODS, Method, Recipe, settled
+from cumulo.quant.play.layer import BLOCK_SIZE, text_batch
 from cumulo.quant.play.run import Calibration, quantise
 
 DECODED = 32  # tokens per measurement of speed
-BLOCK_SIZE = 16
 LOGIT_ROWS = 16  # at a time, as in a step of sixteen sequences; also bounds memory at large vocabularies
 
 
@@ -92,13 +91,13 @@ def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figure
 
             def compared(name: str, own: LLM) -> Figures:
                 states = reference if own is exact else hidden_states(own, tokens)
-                found = likeness(exact, reference, own, states, tokens)
                 sides = {
                     name: lambda _, llm=llm: _decode_tok_s(llm) for name, llm in (("own", own), ("16", exact))
                 }
                 speeds = take_turns(sides, config.rounds, lambda _: None, warm_ups=0)
                 return Figures(
-                    name, int(own.ledger["weights"].measured or 0), found.perplexity, found.kl, found.agreement,
+                    name, int(own.ledger["weights"].measured or 0),
+                    *likeness(exact, reference, own, states, tokens),
                     statistics.median(speeds["own"]), median_ratio(speeds["own"], speeds["16"]),
                 )  # fmt: skip
 
@@ -201,34 +200,14 @@ def engine_model(llm: LLM) -> Any:
 def hidden_states(llm: LLM, sequences: Tensor) -> Tensor:
     """Final hidden states of every position [sequences, tokens, hidden]; a sequence is a step, as a prompt is."""
     decoder, cache = engine_model(llm), cast(TorchRunner, llm.engine.runner).cache
-    count, length = sequences.shape
-    positions, blocks = torch.arange(length), torch.arange(-(-length // BLOCK_SIZE), dtype=torch.int32)
-    result = torch.empty(count, length, llm.spec.hidden)
-    for index, tokens in enumerate(sequences):
-        batch = ForwardBatch(
-            token_ids=tokens,
-            positions=positions,
-            slots=positions,  # the same blocks for every sequence, one after another
-            query_starts=torch.tensor([0, length], dtype=torch.int32),
-            context_lengths=torch.tensor([length], dtype=torch.int32),
-            block_tables=blocks[None],
-            logit_rows=positions,
-        )
-        result[index] = decoder.forward(batch, cache)
-    return result
+    return torch.stack([decoder.forward(text_batch(tokens), cache) for tokens in sequences])
 
 
-@dataclass(frozen=True, slots=True)
-class Likeness:
-    """KL and agreement are against the exact decoder."""
-
-    kl: float  # mean, in nats
-    agreement: float  # share of equal likeliest tokens
-    perplexity: float
-
-
-def likeness(exact: LLM, reference: Tensor, own: LLM, states: Tensor, tokens: Tensor) -> Likeness:
-    """From the hidden states of both, of every position but the last, whose next token is not known."""
+def likeness(
+    exact: LLM, reference: Tensor, own: LLM, states: Tensor, tokens: Tensor
+) -> tuple[float, float, float]:
+    """Perplexity; and against the exact decoder mean KL in nats and the share of equal likeliest tokens. From the
+    hidden states of both, of every position but the last, whose next token is not known."""
     divergence, agreed, surprise, count = 0.0, 0, 0.0, 0
     for wanted_states, own_states, ids in zip(reference, states, tokens, strict=True):
         for start in range(0, len(ids) - 1, LOGIT_ROWS):
@@ -241,4 +220,4 @@ def likeness(exact: LLM, reference: Tensor, own: LLM, states: Tensor, tokens: Te
             agreed += int((wanted.argmax(-1) == given.argmax(-1)).sum())
             surprise -= float(given.gather(1, following[:, None]).sum())
             count += len(following)
-    return Likeness(divergence / count, agreed / count, math.exp(surprise / count))
+    return math.exp(surprise / count), divergence / count, agreed / count

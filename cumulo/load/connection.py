@@ -112,7 +112,7 @@ class UpstreamExchange:
         self.is_sent = True  # false while a body is passed on that came later than the header
         self._pieces: list[bytes] = []
         self._held_bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     @property
     def over(self) -> bool:
@@ -207,28 +207,22 @@ class UpstreamExchange:
             self._held_bytes += sum(map(len, pieces))
             if self._held_bytes > _PAUSE_BYTES:
                 self._connection.pause()
-        self._wake()
+        self._news.set()
 
     def lose(self, reason: str) -> None:
         self.response.end()
         if not self.over:
             self.error = UpstreamError(reason, status=self.response.status)
-        self._wake()
+        self._news.set()
 
     def _end(self, error: Exception) -> None:
         self.error = error
         self.close()
-        self._wake()
+        self._news.set()
 
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None:
-            if not self._waiter.done():  # its task may have been cancelled
-                self._waiter.set_result(None)
-            self._waiter = None
+        self._news.clear()
+        await self._news.wait()
 
 
 class ClientConnection(asyncio.Protocol):
@@ -367,10 +361,8 @@ class Pool(ServerAddress):
                     lambda: ClientConnection(self), self.host, self.port, ssl=self.tls
                 )
         except (OSError, UnicodeError) as error:  # the latter: of what cannot be a host's name
-            reason = getattr(error, "strerror", None) or str(error)
-            reason = (
-                reason or f"it did not come within {self._connect_timeout_s:g} s"
-            )  # asyncio's own time-out
+            reason = getattr(error, "strerror", None) or str(error)  # asyncio's own time-out has no words
+            reason = reason or f"it did not come within {self._connect_timeout_s:g} s"
             raise UpstreamError(f"no connection: {reason}", sent=False) from error
         return connection
 

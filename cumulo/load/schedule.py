@@ -3,6 +3,7 @@
 `plan` makes one for a level of load, `trace.plan_trace` from a recorded trace; the player sends it.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -186,36 +187,20 @@ def plan(
     if conversations is None and duration_s is None:
         raise CumuloError("a run needs an end: say how many requests or for how long")
     total = None if conversations is None else conversations + warmup
-    if isinstance(load, int):
-        endless = _closed(workload, seed, total, warmup)
-        if total is None:
-            return Schedule(endless, load, duration_s)
-        planned = tuple(endless)
-        return Schedule(planned, load, duration_s, count_requests(planned))
-    planned = tuple(_open(workload, load, seed, total, duration_s, warmup))
-    return Schedule(planned, None, duration_s, count_requests(planned))
+    starts_s: Iterator[float | None] = itertools.repeat(None)
+    if not isinstance(load, int):
+        end_s = math.inf if duration_s is None else duration_s
+        times_s = load.times_s(random.Random(f"{seed}/arrivals"))
+        starts_s = itertools.takewhile(lambda time_s: time_s < end_s, times_s)
+    drawn = (
+        workload.conversation(number, seed, start_s, measured=number >= warmup)
+        for number, start_s in enumerate(itertools.islice(starts_s, total))
+    )
+    if isinstance(load, int) and total is None:
+        return Schedule(drawn, load, duration_s)
+    planned = tuple(drawn)
+    return Schedule(planned, load if isinstance(load, int) else None, duration_s, count_requests(planned))
 
 
 def count_requests(conversations: Iterable[PlannedConversation]) -> int:
     return sum(len(conversation.turns) for conversation in conversations)
-
-
-def _closed(workload: Workload, seed: str, total: int | None, warmup: int) -> Iterator[PlannedConversation]:
-    number = 0
-    while total is None or number < total:
-        yield workload.conversation(number, seed, None, measured=number >= warmup)
-        number += 1
-
-
-def _open(
-    workload: Workload,
-    arrivals: Arrivals,
-    seed: str,
-    total: int | None,
-    duration_s: float | None,
-    warmup: int,
-) -> Iterator[PlannedConversation]:
-    for number, start_s in enumerate(arrivals.times_s(random.Random(f"{seed}/arrivals"))):
-        if (total is not None and number >= total) or (duration_s is not None and start_s >= duration_s):
-            return
-        yield workload.conversation(number, seed, start_s, measured=number >= warmup)

@@ -8,6 +8,7 @@ and adds replicas for a queue where they would still help it.
 """
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -73,35 +74,24 @@ class BurstMemory:
         """The cheapest of these ways, each with the lowest floor that keeps `share` of the requests within
         `slack_s` of waiting; where none does, the one that keeps most. `needed`: replicas for a load. `slows`:
         whether requests that run together slow each other down, so that they may be late without a wait."""
-        found = [self._with_floor(way, needed, share, slack_s, most, slows) for way in ways]
+        works_s = self._needs(needed) if slows else [0.0] * len(self.looks)
+
+        def with_floor(way: Following) -> tuple[Following, float, float]:
+            """With its lowest floor; what it keeps; replicas it takes on average."""
+            follows = self._follows(way, needed, most)
+
+            def kept(floor: int) -> float:
+                return self._kept(follows, works_s, floor, slack_s)
+
+            floor = bisect_left(range(most), True, key=lambda floor: kept(floor) >= share)
+            counts = [max(floor, 1, one) for one in follows]
+            return way._replace(floor=floor), kept(floor), sum(counts) / max(1, len(counts))
+
+        found = [with_floor(way) for way in ways]
         good = [one for one in found if one[1] >= share]
         if good:
             return min(good, key=lambda one: one[2])[0]
         return max(found, key=lambda one: one[1])[0]
-
-    def _with_floor(
-        self,
-        way: Following,
-        needed: Callable[[float], float],
-        share: float,
-        slack_s: float,
-        most: int,
-        slows: bool,
-    ) -> tuple[Following, float, float]:
-        """With its lowest floor; what it keeps; replicas it takes on average."""
-        follows = self._follows(way, needed, most)
-        least = self._needs(needed) if slows else [0.0] * len(self.looks)
-        low, high = 0, most
-        while low < high:
-            middle = (low + high) // 2
-            enough = self._kept(follows, least, middle, slack_s) >= share
-            low, high = (low, middle) if enough else (middle + 1, high)
-        counts = [max(low, 1, one) for one in follows]
-        return (
-            way._replace(floor=low),
-            self._kept(follows, least, low, slack_s),
-            sum(counts) / max(1, len(counts)),
-        )
 
     def _needs(self, needed: Callable[[float], float]) -> list[float]:
         """Replicas for what came around each look: with fewer, answers come too slowly, though none waits."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cumulo.engine.decide.routing import Ask, NoReplica, Route
@@ -49,7 +50,7 @@ class Replicas:
         self._choosers: dict[str | None, Chooser] = {}
         self._tokens_per_byte: dict[str | None, float] = {}  # by model
         self.ended = False
-        self._changed: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
 
     # -- life ---------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -71,7 +72,7 @@ class Replicas:
         for replica in self.replicas.values():
             for work in list(replica.works):
                 work.exchange.fail("was still answering when the gateway was told to end")
-        self._wake()
+        self.note_change()
 
     # -- coming and going ---------------------------------------------------------------------------------
     def _add(self, member: PoolMember) -> Watch:
@@ -106,7 +107,7 @@ class Replicas:
         watch.settled.set()
         replica.lose("was removed from the fleet")
         self._forget(replica)
-        self._wake()
+        self.note_change()
 
     def _others(self, replica: UpstreamReplica) -> list[UpstreamReplica]:
         return [one for one in self.replicas.values() if one is not replica]
@@ -114,26 +115,21 @@ class Replicas:
     def _on_change(self, replica: UpstreamReplica) -> None:
         if replica.trouble:
             self._forget(replica)
-        self._wake()
+        self.note_change()
 
     def _forget(self, replica: UpstreamReplica) -> None:
         for chooser in self._choosers.values():
             chooser.forget(replica.name)
 
     def note_change(self) -> None:
-        """A replica drains, or does no longer."""
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-        self._changed = None
+        """Whoever waits for a change goes on: a replica came, went, recovered, drains, or does no longer."""
+        self._changed.set()
+        self._changed.clear()
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Until a replica comes, goes, or recovers; but no longer than this."""
-        if self._changed is None:
-            self._changed = asyncio.get_running_loop().create_future()
-        await asyncio.wait([self._changed], timeout=timeout_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     # -- choosing -----------------------------------------------------------------------------------------
     def models(self) -> dict[str, list[UpstreamReplica]]:

@@ -21,7 +21,7 @@ from cumulo.models.moe import Experts
 from cumulo.models.rope import RotaryTable
 from cumulo.quant.decide.recipe import is_quantised
 
-_BLOCK = 16
+BLOCK_SIZE = 16
 
 
 class _SeenEnough(Exception):
@@ -91,8 +91,8 @@ class CalibratedLayer:
     def run(self, hidden: Tensor, into: Tensor | None = None) -> None:
         """The layer over all sequences [S, T, hidden]; results go to `into`, if that is given."""
         sequences, tokens, _ = hidden.shape
-        cache = KVCache(replace(self.spec, layers=1), -(-tokens // _BLOCK), _BLOCK)
-        batch = _batch(tokens)
+        cache = KVCache(replace(self.spec, layers=1), -(-tokens // BLOCK_SIZE), BLOCK_SIZE)
+        batch = text_batch(torch.arange(tokens))
         rotation = self._rotary.rotation_at(batch.positions)
         for sequence in range(sequences):
             try:
@@ -140,11 +140,12 @@ def _watch_experts(experts: Experts, name: str, sites: Mapping[str, Inputs]) -> 
     return lambda: experts.__dict__.pop("matmul")
 
 
-def _batch(tokens: int) -> ForwardBatch:
-    positions = torch.arange(tokens)
-    blocks = -(-tokens // _BLOCK)
+def text_batch(token_ids: Tensor) -> ForwardBatch:
+    """A text as one prompt, with a cache of its own from the first block on."""
+    tokens = len(token_ids)
+    positions, blocks = torch.arange(tokens), -(-tokens // BLOCK_SIZE)
     return ForwardBatch(
-        token_ids=positions,
+        token_ids=token_ids,
         positions=positions,
         slots=positions,
         query_starts=torch.tensor([0, tokens], dtype=torch.int32),
