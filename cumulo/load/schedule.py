@@ -191,7 +191,8 @@ def plan(
     if not isinstance(load, int):
         end_s = math.inf if duration_s is None else duration_s
         times_s = load.times_s(random.Random(f"{seed}/arrivals"))
-        starts_s = itertools.takewhile(lambda time_s: time_s < end_s, times_s)
+        before_end_s = itertools.takewhile(lambda time_s: time_s < end_s, times_s)
+        starts_s = before_end_s
     drawn = (
         workload.conversation(number, seed, start_s, measured=number >= warmup)
         for number, start_s in enumerate(itertools.islice(starts_s, total))

@@ -9,8 +9,8 @@ from cumulo.errors import ConfigError
 from cumulo.load.prompts import parse_lengths
 from cumulo.load.schedule import Arrivals, parse_process
 from cumulo.load.slo import parse_promise
-from cumulo.load.trace import open_trace, read_trace
-from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic
+from cumulo.load.trace import TraceRow, read_trace
+from cumulo.plan.serve.traffic import Traffic, drawn_traffic
 from cumulo.spec.slo import Slo
 
 _MOONCAKE_BLOCK = 512  # tokens that a hash of Mooncake's traces stands for
@@ -47,28 +47,16 @@ def draw_traffic(
     )  # fmt: skip
 
 
-def read_any_trace(path: Path) -> Traffic:
-    """Our own JSON lines, or one of the public traces that the load generator reads, too."""
-    first = _first_line(path)
-    if '"arrival_s"' in first:
-        return read_traffic(path)
-    unit_s = 1e-3 if '"hash_ids"' in first else 1.0  # Mooncake counts milliseconds
+def read_traffic(path: Path) -> Traffic:
+    """A trace of our own form, or one of the public ones, as the load generator reads them."""
+    rows, names = read_trace(path), dict[str, int]()
+    unit_s = 1e-3 if any(row.blocks for row in rows) else 1.0  # Mooncake counts milliseconds
+
+    def shared(row: TraceRow) -> tuple[tuple[int, int], ...]:
+        if row.prefix is not None:
+            return ((names.setdefault(row.prefix, len(names)), row.prefix_tokens),)
+        return tuple((name, _MOONCAKE_BLOCK) for name in row.blocks)
+
     return Traffic(
-        tuple(
-            Arrival(
-                row.time_s,
-                row.input_tokens,
-                row.output_tokens,
-                tuple((name, _MOONCAKE_BLOCK) for name in row.blocks),
-            )
-            for row in read_trace(path, unit_s)
-        )
+        tuple(Arrival(unit_s * row.time_s, row.input_tokens, row.output_tokens, shared(row)) for row in rows)
     )
-
-
-def _first_line(path: Path) -> str:
-    try:
-        with open_trace(path) as file:
-            return file.readline()
-    except (OSError, UnicodeDecodeError):
-        return ""  # reading it says why

@@ -5,10 +5,9 @@ Reads the column names of the public traces (Azure LLM inference, BurstGPT, Moon
 
 import csv
 import gzip
-import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,33 +32,26 @@ class TraceRow:
     output_tokens: int
     conversation: str | None = None
     blocks: tuple[int, ...] = ()
+    prefix: str | None = None  # what prompts with this beginning have in common
+    prefix_tokens: int = 0
 
 
 def read_trace(path: Path, unit_s: float = 1.0) -> list[TraceRow]:
     """All rows in order of time. Numeric times are in units of `unit_s`; dates are understood as they are."""
     try:
-        with open_trace(path) as file:
-            rows = [
-                _row(fields, unit_s, f"{path}, line {line}")
-                for line, fields in (_json_lines(file, path) if _is_json(path) else _csv_lines(file))
-            ]
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+            is_json = file.read(1000).lstrip().startswith(("{", "["))
+            file.seek(0)
+            lines = _json_lines(file, path) if is_json else _csv_lines(file)
+            rows = [_row(fields, unit_s, f"{path}, line {line}") for line, fields in lines]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise CumuloError(f"cannot read the trace {path}: {error}") from error
     if not rows:
         raise CumuloError(f"the trace {path} has no rows; one request per line is needed")
     rows.sort(key=lambda row: row.time_s)
     first_s = rows[0].time_s
-    return [
-        TraceRow(row.time_s - first_s, row.input_tokens, row.output_tokens, row.conversation, row.blocks)
-        for row in rows
-    ]
-
-
-def open_trace(path: Path) -> io.TextIOWrapper:
-    """The trace's text, unpacked where its name ends in .gz."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+    return [replace(row, time_s=row.time_s - first_s) for row in rows]
 
 
 def plan_trace(
@@ -93,11 +85,6 @@ def plan_trace(
     return Schedule(conversations, requests=count_requests(conversations))
 
 
-def _is_json(path: Path) -> bool:
-    name = path.name.lower().removesuffix(".gz")
-    return name.endswith((".jsonl", ".ndjson", ".json"))
-
-
 def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for line, text in enumerate(file, start=1):
         if not text.strip():
@@ -129,6 +116,7 @@ def _row(fields: Mapping[str, Any], unit_s: float, where: str) -> TraceRow:
         raise CumuloError(f"{where} has no {what}; columns there: {', '.join(map(str, fields))}")
 
     conversation = next((plain[name] for name in _CONVERSATION if plain.get(name) not in (None, "")), None)
+    prefix = plain.get("prefix")
     blocks = next((plain[name] for name in _BLOCKS if isinstance(plain.get(name), list)), ())
     return TraceRow(
         _time_s(first(_TIME, "time (timestamp)"), unit_s, where),
@@ -136,6 +124,8 @@ def _row(fields: Mapping[str, Any], unit_s: float, where: str) -> TraceRow:
         _length(first(_OUTPUT, "answer length (output_tokens)"), "answer", where),
         None if conversation is None else str(conversation),
         tuple(blocks),
+        None if prefix in (None, "") else str(prefix),
+        0 if prefix in (None, "") else _length(first(("prefixtokens",), "prefix_tokens"), "prefix", where),
     )
 
 

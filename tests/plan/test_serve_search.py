@@ -11,6 +11,7 @@ import pytest
 
 from cumulo.engine.simulate.run import Arrival
 from cumulo.errors import ConfigError, CumuloError
+from cumulo.load.simulated import read_traffic
 from cumulo.plan.serve.capacity import find_capacity, play
 from cumulo.plan.serve.deployment import Candidate
 from cumulo.plan.serve.kinds import ReplicaChoices, kinds, obstacle
@@ -18,7 +19,7 @@ from cumulo.plan.serve.replica import Replica
 from cumulo.plan.serve.report import Percentiles, ServeReport, grows
 from cumulo.plan.serve.search import Wanted, _split, _together, search
 from cumulo.plan.serve.split import decode, landings, prefill
-from cumulo.plan.serve.traffic import Traffic, drawn_traffic, read_traffic
+from cumulo.plan.serve.traffic import Traffic, drawn_traffic
 from cumulo.spec import catalog
 from cumulo.spec.slo import Slo
 
@@ -91,17 +92,18 @@ def test_a_trace_is_read_with_its_shared_prefixes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("nonsense", "line 1: not a request"),
-        ('{"arrival_s": 0, "prompt_tokens": 3}', "no output_tokens"),
-        ('{"arrival_s": 0, "prompt_tokens": -3, "output_tokens": 1}', "1 token or more"),
-        ('{"arrival_s": -1, "prompt_tokens": 3, "output_tokens": 1}', "0 s or later"),
-        ("", "no request"),
+        ("{nonsense", "line 1 is not JSON"),
+        ('{"arrival_s": 0, "prompt_tokens": 3}', r"line 1 has no answer length \(output_tokens\)"),
+        ('{"arrival_s": 0, "prompt_tokens": -3, "output_tokens": 1}', "line 1: the prompt's length must be"),
+        ('{"arrival_s": 0, "prompt_tokens": 3, "output_tokens": 1, "prefix": "a"}', "has no prefix_tokens"),
+        ('{"arrival_s": "soon", "prompt_tokens": 3, "output_tokens": 1}', "neither a number of seconds nor"),
+        ("", "has no rows"),
     ],
 )
 def test_a_damaged_trace_is_refused_with_its_line(line: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(CumuloError, match=words):
         read_traffic(path)
 
 

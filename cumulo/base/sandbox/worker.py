@@ -156,7 +156,7 @@ class Worker:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(paths), self._entry],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",

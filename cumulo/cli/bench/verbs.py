@@ -149,6 +149,30 @@ def _numbers(text: str) -> list[int]:
         raise CumuloError(f"expected whole numbers separated by commas, got {text!r}") from None
 
 
+@app.command(
+    epilog="Example: [bold]cumulo bench collectives --ranks 2 --sizes 65536 --rounds 5 --profile profile.json"
+    "[/bold]"
+)
+def collectives(
+    ranks: int = typer.Option(2, min=2, help="Number of processes."),
+    sizes: str = typer.Option("65536,1048576,67108864", help="Message sizes in bytes, separated by commas."),
+    algorithms: str = typer.Option(
+        "ring,recursive-doubling,halving-doubling,two-shot,one-shot,tree",
+        help="All-reduce algorithms to measure, separated by commas.",
+    ),
+    transport: str = typer.Option("shm", help="shm or torch."),
+    rounds: Rounds = 9,
+    profile: Path | None = typer.Option(
+        None, help="Also write a profile for `cumulo collective tune --profile`."
+    ),
+    json_file: options.JsonOption = None,
+) -> None:
+    """Measure all-reduce schedules on processes of this machine, in turns with gloo."""
+    title, names = f"collectives, {ranks} ranks over {transport}", algorithms.split(",")
+    figures = ranks, _numbers(sizes), names, transport, rounds, profile
+    measure("collectives", title, json_file, *figures)
+
+
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:
     """Names that QualityConfig has, too, are its fields."""

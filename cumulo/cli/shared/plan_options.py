@@ -10,7 +10,7 @@ from cumulo.cli.shared.declare import Panel, option
 from cumulo.cli.shared.options import TierOptions
 from cumulo.cli.shared.terminal import note
 from cumulo.errors import ConfigError
-from cumulo.load.simulated import draw_traffic, read_any_trace
+from cumulo.load.simulated import draw_traffic, read_traffic
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.catalog import Catalog
 from cumulo.spec.cluster import Cluster
@@ -84,7 +84,7 @@ class TrafficOptions:
     def traffic(self, max_context: int) -> Traffic:
         """For a model that takes prompts of up to `max_context` tokens with their answers."""
         if self.trace is not None:
-            return _fitting(read_any_trace(self.trace), max_context)
+            return _fitting(read_traffic(self.trace), max_context)
         lengths = self.requested
         return draw_traffic(
             lengths.input_tokens,

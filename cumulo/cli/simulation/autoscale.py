@@ -2,33 +2,41 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cumulo.base.chart import chart_file
-from cumulo.base.figures import figure_rows, figure_table
+from cumulo.base.chart import Chart, Series, chart_file
+from cumulo.base.figures import RunFigure, figure_rows, figure_table
 from cumulo.base.quantities import parse_duration_s
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, takes_options
 from cumulo.cli.shared.terminal import dim, marked, present, save, working
-from cumulo.cli.simulation import autoscale_report as view
 from cumulo.errors import ConfigError
 from cumulo.fleet.decide.scaling import ReplicaSpeed, ScalingLimits
+from cumulo.fleet.simulate.autoscaled_fleet import ScaledRun
 from cumulo.fleet.simulate.rehearsal import Rehearsal, copied, parse_rule, parted
 from cumulo.fleet.simulate.replica_speed import replica_speed, split_speed
 from cumulo.load.slo import parse_slo
 from cumulo.plan.serve.replica import Replica
+from cumulo.plan.serve.report import Percentiles
 from cumulo.plan.serve.traffic import Traffic
 from cumulo.spec.catalog import shipped
+from cumulo.spec.slo import Slo
 
 EXAMPLE = (
     "Example: [bold]cumulo simulate autoscale --requests 2400 --rate 24 --begin 1 --start-up 20s --device l40s "
     "--rule forecast,hpa-queue=2 --svg autoscale.svg[/bold]"
+)
+_KEY = (
+    "hours: of replicas, from their order until they have drained. most: replicas at the same time. starts: "
+    "replicas that were started. turns: changes against the direction of the one before. lost: requests without an "
+    "answer."
 )
 _FLEET, _RULES, _REPORT = map(Panel, ("Fleet", "Rules", "Report"))
 
@@ -123,8 +131,8 @@ def autoscale(chosen: AutoscaleOptions) -> None:
                 played = rehearsal if chosen.begin else rehearsal.begun(rule, earlier, speed)
             tell(str(rule))
             runs.append(played.play(rule, judged, speed, earlier=earlier))
-    figures, named = view.figures(slo, replica.price_per_hour), [(run.rule, run) for run in runs]
-    save(chosen.svg, lambda: chart_file(view.replicas_chart(runs)), "picture")
+    figures, named = _figures(slo, replica.price_per_hour), [(run.rule, run) for run in runs]
+    save(chosen.svg, lambda: chart_file(_replicas_chart(runs)), "picture")
     evidence = replica.profile.evidence
     speeds = (
         f"{_begin_words(begin)} at the beginning, {start_up_s:g} s to start one. "
@@ -136,7 +144,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
         chosen.json_file,
         marked("[bold]{}[/bold] on replicas of [bold]{}[/bold], {}", chosen.model, replica, slo),
         figure_table("rule", named, figures),
-        dim(f"{speeds}\n{view.KEY}\nevidence: {evidence}"),
+        dim(f"{speeds}\n{_KEY}\nevidence: {evidence}"),
         evidence=evidence,
         runs={name: [dataclasses.asdict(look) for look in run.looks] for name, run in named},
     )
@@ -174,3 +182,51 @@ def _needed(traffic: Traffic, speed: ReplicaSpeed, limits: ScalingLimits, role: 
     span_s = max(1.0, min(60.0, traffic.arrivals[-1].arrived_s - traffic.arrivals[0].arrived_s))
     needed = speed.needed(work_s / span_s / speed.at_most(role), role)
     return min(limits.most, max(1, limits.fewest, math.ceil(needed)))
+
+
+def _figures(slo: Slo, price_per_hour: float) -> tuple[RunFigure, ...]:
+    """What is compared of each rule, in at most 80 columns; `_KEY` explains the headings."""
+
+    def ttft_s(run: ScaledRun) -> float | None:
+        spread = Percentiles.from_values(run.ttft_s, percentile=slo.percentile)
+        return None if spread is None else spread.at_slo
+
+    def cost(run: ScaledRun) -> float | None:
+        return run.replica_hours * price_per_hour if price_per_hour else None
+
+    ttft = f"TTFT p{slo.percentile:g}"
+    return (
+        RunFigure("replica-hours", lambda run: run.replica_hours, "h", "lower", "hours", "{:.2f}"),
+        RunFigure("cost", cost, "USD", "lower", "cost", "${:.2f}"),
+        RunFigure("SLO attainment", lambda run: 100 * run.attainment, "%", heading="in SLO", shown="{:.1f}%"),
+        RunFigure(ttft, ttft_s, "s", "lower", ttft),
+        RunFigure("", lambda run: run.most, heading="most"),
+        RunFigure("replicas started", lambda run: run.starts, "", "lower", "starts"),
+        RunFigure("reversals", lambda run: run.reversals, "", "lower", "turns"),
+        RunFigure("requests lost", lambda run: run.requests - run.answered, "", "lower", "lost"),
+    )
+
+
+def _replicas_chart(runs: Sequence[ScaledRun]) -> Chart:
+    """Ready replicas under each rule, where requests missed the SLO, and the load, which is the same for all."""
+    series, load = [], list[tuple[float, float]]()
+    for color, run in enumerate(runs, 1):
+        # Roles that were looked at in the same moment count as one: their replicas are added.
+        moments = [list(looks) for _, looks in groupby(run.looks, key=lambda look: look.time_s)]
+        ready = [(looks[0].time_s / 60, sum(look.ready for look in looks)) for looks in moments]
+        steps = [point for (x, y), (after, _) in pairwise(ready) for point in ((x, y), (after, y))]
+        late = [
+            (point, f"{looks[0].ended - looks[0].ended_in_slo} of {looks[0].ended} late")
+            for point, looks in zip(ready, moments, strict=True)
+            if looks[0].ended > looks[0].ended_in_slo
+        ]
+        hours = f"{run.rule}: {run.replica_hours:.2f} replica-hours, {run.attainment:.1%} within the SLO"
+        series.append(Series(hours, steps or ready, "line", color))
+        series.append(
+            Series(
+                f"{run.rule}: late requests", [at for at, _ in late], "dots", color, [tip for _, tip in late]
+            )
+        )
+        load = load or [(looks[0].time_s / 60, looks[0].arrived / moments[0][0].time_s) for looks in moments]
+    load_line = Series("requests/s", load, "line", 0)
+    return Chart("Replicas and load over time", "minutes", "ready replicas", [load_line, *series])

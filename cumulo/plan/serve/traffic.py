@@ -4,16 +4,13 @@ Traffic is a list of arrivals, recorded or drawn from a seed, that can be played
 stretches its time, so that two rates differ in nothing but the rate.
 """
 
-import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from cumulo.engine.simulate.run import Arrival
-from cumulo.errors import ConfigError, InvalidRequest
+from cumulo.errors import ConfigError
 
 Draw = Callable[[random.Random], int]
 
@@ -86,39 +83,3 @@ def drawn_traffic(
         length = prefix_tokens + prompt_tokens(rng)
         arrivals.append(Arrival(time_s, length, output_tokens(rng), shared))
     return Traffic(tuple(arrivals))
-
-
-def read_traffic(path: Path) -> Traffic:
-    """A trace: a JSON object per line with `arrival_s`, `prompt_tokens`, `output_tokens`, and where prompts share
-    their beginning `prefix` (any name) and `prefix_tokens`."""
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
-    names: dict[Any, int] = {}
-    arrivals = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                arrivals.append(_arrival(json.loads(line), names))
-            except (ValueError, TypeError, KeyError, InvalidRequest) as error:
-                raise ConfigError(f"{path}, line {number}: {_words(error)}") from error
-    arrivals.sort(key=lambda one: one.arrived_s)
-    first_s = arrivals[0].arrived_s if arrivals else 0.0
-    return Traffic(tuple(replace(one, arrived_s=one.arrived_s - first_s) for one in arrivals))
-
-
-def _arrival(fields: Mapping[str, Any], names: dict[Any, int]) -> Arrival:
-    shared: tuple[tuple[int, int], ...] = ()
-    if fields.get("prefix") is not None:
-        tokens = int(fields["prefix_tokens"])
-        shared = ((names.setdefault(fields["prefix"], len(names)), tokens),)
-    return Arrival(
-        float(fields["arrival_s"]), int(fields["prompt_tokens"]), int(fields["output_tokens"]), shared
-    )
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"there is no {error.args[0]}; a line has arrival_s, prompt_tokens and output_tokens"
-    return f"not a request: {error}"
