@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cumulo.models.text.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
+_BORDERS = 4  # tokens that texts may take more together than counted apart
 _ASK = "Summarize our conversation for your own memory: facts, names, decisions, open questions. Be brief."
 _TOLD = "Summary of the conversation before this message:\n{}\n\n"
 
@@ -77,7 +78,7 @@ class ChatCounter:
         if system not in self._fixed:
             first = [{"role": "system", "content": system}] if system else []
             self._fixed[system] = len(self._prompt([*first, {"role": "user", "content": ""}]))
-        fixed = self._fixed[system]
+        fixed = self._fixed[system] + _BORDERS
         fixed += self.count(json.dumps(list(tools))) if tools else 0
         fixed += self.count(told(summary)) if summary else 0
         turns = [self._turn(turn) for turn in turns_of(messages)]
