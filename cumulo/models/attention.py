@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cumulo.kernels.cpu.paged_attention import paged_attention
 from cumulo.models.batch import ForwardBatch, KVCache
-from cumulo.models.linear import Linear, RMSNorm
+from cumulo.models.linear import Linear, RMSNorm, TensorKind
 from cumulo.models.rope import Rotation, yarn_magnitude
 from cumulo.spec.model import MLASpec, ModelSpec
 
@@ -21,23 +21,19 @@ class Attention(nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, *, kind: TensorKind) -> None:
         super().__init__()
         self.layer = layer
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
         self.scale = spec.head_dim**-0.5
         self.window = spec.window_of_layer(layer)
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self.qkv = Linear(spec.hidden, rows, spec.qkv_bias, dtype=dtype, device=device)
+        self.qkv = Linear(spec.hidden, rows, spec.qkv_bias, kind=kind)
         self.qk_norm = spec.qk_norm
         if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, dtype=dtype, device=device)
-        self.output = Linear(
-            spec.heads * spec.head_dim, spec.hidden, spec.output_bias, dtype=dtype, device=device
-        )
+            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, kind=kind)
+            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, kind=kind)
+        self.output = Linear(spec.heads * spec.head_dim, spec.hidden, spec.output_bias, kind=kind)
 
     def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of each token, [T, heads or kv_heads, head_dim], the first two rotated."""
@@ -70,9 +66,7 @@ class LatentAttention(nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self, spec: ModelSpec, mla: MLASpec, layer: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, spec: ModelSpec, mla: MLASpec, layer: int, *, kind: TensorKind) -> None:
         super().__init__()
         self.layer, self.heads, self.mla = layer, spec.heads, mla
         self.window = spec.window_of_layer(layer)
@@ -82,22 +76,16 @@ class LatentAttention(nn.Module):
             self.scale *= yarn_magnitude(spec.rope_scaling.factor, spec.rope_scaling.mscale_all_dim) ** 2
         query_rows = spec.heads * (mla.nope_head_dim + mla.rope_head_dim)
         if mla.q_rank is None:
-            self.q = Linear(spec.hidden, query_rows, dtype=dtype, device=device)
+            self.q = Linear(spec.hidden, query_rows, kind=kind)
         else:
-            self.q_a = Linear(spec.hidden, mla.q_rank, spec.qkv_bias, dtype=dtype, device=device)
-            self.q_a_norm = RMSNorm(mla.q_rank, mla.norm_eps, dtype=dtype, device=device)
-            self.q_b = Linear(mla.q_rank, query_rows, dtype=dtype, device=device)
-        self.kv_a = Linear(
-            spec.hidden, mla.kv_rank + mla.rope_head_dim, spec.qkv_bias, dtype=dtype, device=device
-        )
-        self.kv_a_norm = RMSNorm(mla.kv_rank, mla.norm_eps, dtype=dtype, device=device)
+            self.q_a = Linear(spec.hidden, mla.q_rank, spec.qkv_bias, kind=kind)
+            self.q_a_norm = RMSNorm(mla.q_rank, mla.norm_eps, kind=kind)
+            self.q_b = Linear(mla.q_rank, query_rows, kind=kind)
+        self.kv_a = Linear(spec.hidden, mla.kv_rank + mla.rope_head_dim, spec.qkv_bias, kind=kind)
+        self.kv_a_norm = RMSNorm(mla.kv_rank, mla.norm_eps, kind=kind)
         # Absorbing needs the matrix itself, transposed and per head: it is never packed.
-        self.kv_b = Linear(
-            mla.kv_rank, spec.heads * (mla.nope_head_dim + mla.value_head_dim), dtype=dtype, device=device
-        )
-        self.output = Linear(
-            spec.heads * mla.value_head_dim, spec.hidden, spec.output_bias, dtype=dtype, device=device
-        )
+        self.kv_b = Linear(mla.kv_rank, spec.heads * (mla.nope_head_dim + mla.value_head_dim), kind=kind)
+        self.output = Linear(spec.heads * mla.value_head_dim, spec.hidden, spec.output_bias, kind=kind)
 
     def forward(self, x: Tensor, rotation: Rotation, batch: ForwardBatch, cache: KVCache) -> Tensor:
         mla = self.mla

@@ -15,7 +15,7 @@ from cumulo.kernels.packed import Packed
 from cumulo.models.attention import Attention, LatentAttention
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.heads.eagle import StreamTap
-from cumulo.models.linear import Linear, RMSNorm, empty_parameter
+from cumulo.models.linear import Linear, RMSNorm, TensorKind
 from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
 from cumulo.models.rope import RotaryTable, Rotation
 from cumulo.spec.check import refuse_unplayable
@@ -29,20 +29,18 @@ class Layer(nn.Module):
     attention: Attention | LatentAttention
     ffn: FeedForward | MixtureOfExperts
 
-    def __init__(
-        self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, *, kind: TensorKind) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, kind=kind)
         if spec.mla is None:
-            self.attention = Attention(spec, layer, dtype=dtype, device=device)
+            self.attention = Attention(spec, layer, kind=kind)
         else:
-            self.attention = LatentAttention(spec, spec.mla, layer, dtype=dtype, device=device)
-        self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+            self.attention = LatentAttention(spec, spec.mla, layer, kind=kind)
+        self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, kind=kind)
         if spec.moe is not None and spec.is_moe_layer(layer):
-            self.ffn = MixtureOfExperts(spec, spec.moe, dtype=dtype, device=device)
+            self.ffn = MixtureOfExperts(spec, spec.moe, kind=kind)
         else:
-            self.ffn = FeedForward(spec, spec.ffn_hidden, dtype=dtype, device=device)
+            self.ffn = FeedForward(spec, spec.ffn_hidden, kind=kind)
 
     def forward(self, x: Tensor, rotation: Rotation, batch: ForwardBatch, cache: KVCache) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation, batch, cache)
@@ -69,14 +67,12 @@ class Decoder(nn.Module):
         """Allocate every parameter, uninitialised; `device="meta"` allocates nothing."""
         super().__init__()
         refuse_unplayable(spec)
-        self.spec, self.dtype = spec, dtype
-        self.embed = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            Layer(spec, layer, dtype=dtype, device=device) for layer in range(spec.layers)
-        )
-        self.final_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+        self.spec, self.dtype, kind = spec, dtype, TensorKind(dtype, device)
+        self.embed = Linear(spec.hidden, spec.vocab_size, kind=kind)
+        self.layers = nn.ModuleList(Layer(spec, layer, kind=kind) for layer in range(spec.layers))
+        self.final_norm = RMSNorm(spec.hidden, spec.norm_eps, kind=kind)
         if not spec.tied_embeddings:
-            self.head = Linear(spec.hidden, spec.vocab_size, dtype=dtype, device=device)
+            self.head = Linear(spec.hidden, spec.vocab_size, kind=kind)
         self.rotary = RotaryTable(spec, dtype)
         self.bank: AdapterRoom | None = None  # where adapters are served
         self.tap: StreamTap | None = None  # of a draft head
@@ -125,7 +121,7 @@ class Decoder(nn.Module):
         """Memory for parameter `name` of a decoder that was made on the meta device."""
         owner, attribute = self._owner(name)
         planned = getattr(owner, attribute)
-        setattr(owner, attribute, empty_parameter(*planned.shape, dtype=planned.dtype, device="cpu"))
+        setattr(owner, attribute, TensorKind(planned.dtype, "cpu").parameter(*planned.shape))
         return getattr(owner, attribute)  # type: ignore[no-any-return]
 
     def pack(self, name: str, packed: Packed | Sequence[Packed]) -> None:

@@ -5,6 +5,7 @@ What packing means is the kernels' business (kernels/packed.py).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,9 +15,16 @@ from torch import Tensor, nn
 from cumulo.kernels.packed import Packed
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """Memory for weights that a loader will fill. A trainer switches gradients on when it takes the model."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """Of which type and on which device a module's parameters are made."""
+
+    dtype: torch.dtype
+    device: torch.device | str
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """Memory for weights that a loader will fill. A trainer switches gradients on when it takes the model."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
 class Adapted(Protocol):
@@ -32,22 +40,14 @@ class Linear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        bias: bool = False,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, *, kind: TensorKind) -> None:
         super().__init__()
         self.shape = (outputs, inputs)
-        self.dtype = dtype
+        self.dtype = kind.dtype
         self.packed: Packed | None = None
         self.adapted: Adapted | None = None
-        self.weight = empty_parameter(outputs, inputs, dtype=dtype, device=device)
-        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if bias else None
+        self.weight = kind.parameter(outputs, inputs)
+        self.bias = kind.parameter(outputs) if bias else None
 
     def pack(self, packed: Packed) -> None:
         """Replace the plain weight, whose memory is given back."""
@@ -81,10 +81,10 @@ class RMSNorm(nn.Module):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, size: int, eps: float, *, kind: TensorKind) -> None:
         super().__init__()
         self.size, self.eps = (size,), eps
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = kind.parameter(size)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.size, self.weight, self.eps)

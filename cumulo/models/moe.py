@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cumulo.kernels.packed import Packed
-from cumulo.models.linear import Linear, empty_parameter
+from cumulo.models.linear import Linear, TensorKind
 from cumulo.spec.model import ModelSpec, MoESpec
 
 
@@ -21,12 +21,10 @@ def gated(gate_up: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self, spec: ModelSpec, width: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, spec: ModelSpec, width: int, *, kind: TensorKind) -> None:
         super().__init__()
-        self.gate_up = Linear(spec.hidden, 2 * width, spec.mlp_bias, dtype=dtype, device=device)
-        self.down = Linear(width, spec.hidden, spec.mlp_bias, dtype=dtype, device=device)
+        self.gate_up = Linear(spec.hidden, 2 * width, spec.mlp_bias, kind=kind)
+        self.down = Linear(width, spec.hidden, spec.mlp_bias, kind=kind)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(gated(self.gate_up(x)))
@@ -38,16 +36,14 @@ class ExpertRouter(nn.Module):
     __call__: Callable[..., tuple[Tensor, Tensor]]
     selection_bias: nn.Parameter | None
 
-    def __init__(
-        self, spec: ModelSpec, moe: MoESpec, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, spec: ModelSpec, moe: MoESpec, *, kind: TensorKind) -> None:
         super().__init__()
         self.moe = moe
-        self.dtype = torch.promote_types(dtype, torch.float32)
-        self.weight = empty_parameter(moe.experts, spec.hidden, dtype=dtype, device=device)
+        self.dtype = torch.promote_types(kind.dtype, torch.float32)
+        self.weight = kind.parameter(moe.experts, spec.hidden)
         self.selection_bias = None
         if moe.selection_bias:
-            self.selection_bias = empty_parameter(moe.experts, dtype=self.dtype, device=device)
+            self.selection_bias = TensorKind(self.dtype, kind.device).parameter(moe.experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and expert indices, both [T, experts_per_token]."""
@@ -89,15 +85,11 @@ class Experts(nn.Module):
     gate_up: nn.Parameter
     down: nn.Parameter
 
-    def __init__(
-        self, spec: ModelSpec, moe: MoESpec, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, spec: ModelSpec, moe: MoESpec, *, kind: TensorKind) -> None:
         super().__init__()
         self.experts = moe.experts
-        self.gate_up = empty_parameter(
-            moe.experts, 2 * moe.expert_hidden, spec.hidden, dtype=dtype, device=device
-        )
-        self.down = empty_parameter(moe.experts, spec.hidden, moe.expert_hidden, dtype=dtype, device=device)
+        self.gate_up = kind.parameter(moe.experts, 2 * moe.expert_hidden, spec.hidden)
+        self.down = kind.parameter(moe.experts, spec.hidden, moe.expert_hidden)
         self.shapes = {"gate_up": self.gate_up.shape, "down": self.down.shape}
         self.packed: dict[str, Sequence[Packed]] = {}
 
@@ -139,15 +131,13 @@ class MixtureOfExperts(nn.Module):
     __call__: Callable[..., Tensor]
     shared: FeedForward | None
 
-    def __init__(
-        self, spec: ModelSpec, moe: MoESpec, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, spec: ModelSpec, moe: MoESpec, *, kind: TensorKind) -> None:
         super().__init__()
-        self.router = ExpertRouter(spec, moe, dtype=dtype, device=device)
-        self.experts = Experts(spec, moe, dtype=dtype, device=device)
+        self.router = ExpertRouter(spec, moe, kind=kind)
+        self.experts = Experts(spec, moe, kind=kind)
         self.shared = None
         if moe.shared_hidden:
-            self.shared = FeedForward(spec, moe.shared_hidden, dtype=dtype, device=device)
+            self.shared = FeedForward(spec, moe.shared_hidden, kind=kind)
 
     def forward(self, x: Tensor) -> Tensor:
         routed = self.experts(x, *self.router(x))

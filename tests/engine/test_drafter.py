@@ -11,7 +11,7 @@ from cumulo.engine.play.slot_table import SlotTable
 from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import KVCache
 from cumulo.models.heads.eagle import StreamTap
-from cumulo.models.linear import Linear
+from cumulo.models.linear import Linear, TensorKind
 from cumulo.models.play.fused_eagle import FusedEagle
 from tests.models.test_fused_eagle import SPEC, random_head
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(native() is None, reason="no compiler")
 def drafter_and_table(folder, sequences: int) -> tuple[Drafter, SlotTable]:
     """Sequences with the same tokens, each in blocks of its own."""
     generator = torch.Generator().manual_seed(4)
-    embed = Linear(SPEC.hidden, SPEC.vocab_size, dtype=torch.float32, device="cpu")
+    embed = Linear(SPEC.hidden, SPEC.vocab_size, kind=TensorKind(torch.float32, "cpu"))
     embed.weight.data = torch.randn(SPEC.vocab_size, SPEC.hidden, generator=generator)
     tap = StreamTap((0, 1, 2), 8 * 16, SPEC.hidden, torch.float32, "cpu")
     tap.kept.copy_(torch.randn((4 * 16, 3 * SPEC.hidden), generator=generator).repeat(2, 1))

@@ -16,6 +16,7 @@ from cumulo.models.files.names_huggingface import placements
 from cumulo.models.files.placement import Placement
 from cumulo.models.files.weights import fill_decoder
 from cumulo.models.files.weights_safetensors import FolderWeights
+from cumulo.models.linear import TensorKind
 from cumulo.models.moe import MixtureOfExperts
 from cumulo.models.rope import RotaryTable, inverse_frequencies
 from cumulo.spec.counting import parameter_shapes
@@ -122,7 +123,7 @@ def test_experts_give_what_computing_all_of_them_for_all_tokens_gives(
     tokens: int, experts: int, per_token: int, seed: int, shared: bool
 ) -> None:
     moe = MoESpec(experts, per_token, 12, shared_hidden=8 if shared else 0)
-    layer = MixtureOfExperts(SMALL, moe, dtype=torch.float64, device="cpu")
+    layer = MixtureOfExperts(SMALL, moe, kind=TensorKind(torch.float64, "cpu"))
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
         parameter.normal_(generator=generator)

@@ -8,7 +8,7 @@ from cumulo.kernels.cpu.library import native
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.heads.eagle import EagleHead, StreamTap
 from cumulo.models.heads.files import load_eagle, save_eagle
-from cumulo.models.linear import Linear
+from cumulo.models.linear import Linear, TensorKind
 from cumulo.models.play.fused_eagle import FusedEagle, why_not_head
 from cumulo.spec.model import ModelSpec
 
@@ -49,7 +49,7 @@ def step(first: int, count: int, wanted: list[int], generator: torch.Generator) 
 def test_a_fused_head_proposes_what_the_head_proposes(tmp_path) -> None:
     generator = torch.Generator().manual_seed(2)
     head = random_head(tmp_path)
-    embed = Linear(SPEC.hidden, SPEC.vocab_size, dtype=torch.float32, device="cpu")
+    embed = Linear(SPEC.hidden, SPEC.vocab_size, kind=TensorKind(torch.float32, "cpu"))
     embed.weight.data = torch.randn(SPEC.vocab_size, SPEC.hidden, generator=generator)
     tap = StreamTap((0, 1, 2), 96, SPEC.hidden, torch.float32, "cpu")
     tap.kept.copy_(torch.randn(tap.kept.shape, generator=generator))
@@ -79,14 +79,14 @@ def test_a_fused_head_proposes_what_the_head_proposes(tmp_path) -> None:
 
 
 def test_a_head_that_is_not_packed_is_not_fused() -> None:
-    embed = Linear(SPEC.hidden, SPEC.vocab_size, dtype=torch.float32, device="cpu")
+    embed = Linear(SPEC.hidden, SPEC.vocab_size, kind=TensorKind(torch.float32, "cpu"))
     assert why_not_head(EagleHead(SPEC, 3 * SPEC.hidden, 150), embed) == "its matrices are not packed"
 
 
 def test_one_sequence_is_followed_as_it_is_in_a_batch(tmp_path) -> None:
     """In arrays that are used again: the same bits, behind known tokens and behind the head's own proposals."""
     generator = torch.Generator().manual_seed(3)
-    embed = Linear(SPEC.hidden, SPEC.vocab_size, dtype=torch.float32, device="cpu")
+    embed = Linear(SPEC.hidden, SPEC.vocab_size, kind=TensorKind(torch.float32, "cpu"))
     embed.weight.data = torch.randn(SPEC.vocab_size, SPEC.hidden, generator=generator)
     tap = StreamTap((0, 1, 2), 96, SPEC.hidden, torch.float32, "cpu")
     tap.kept.copy_(torch.randn(tap.kept.shape, generator=generator))

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from cumulo.layout.layout import Layout
+from cumulo.models.linear import TensorKind
 from cumulo.train.model.experts import TrainingExperts
 from cumulo.train.model.recompute import Recompute
+from cumulo.train.model.split import LayerSettings
 from tests.train.split_case import LATENT, SPARSE, Case, check, fill, rows
 
 
@@ -37,9 +39,8 @@ def test_all_experts_in_one_kernel_compute_what_each_computes_alone(
     assert SPARSE.moe is not None
     spec = replace(SPARSE, hidden=16, moe=replace(SPARSE.moe, expert_hidden=8))
     assert spec.moe is not None
-    experts = TrainingExperts(
-        spec, spec.moe, Recompute.from_option(recompute), dtype=torch.float32, device="cpu"
-    )
+    settings = LayerSettings(TensorKind(torch.float32, "cpu"), recompute=Recompute.from_option(recompute))
+    experts = TrainingExperts(spec, spec.moe, settings)
     for name, parameter in experts.named_parameters():
         fill(name, parameter.requires_grad_())
     counts = torch.tensor([3, 0, 5, 1, 0, 0, 7, 4])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cumulo.kernels.cpu.paged_attention import paged_attention
 from cumulo.models.batch import ForwardBatch, KVCache
-from cumulo.models.linear import Linear, RMSNorm
+from cumulo.models.linear import Linear, RMSNorm, TensorKind
 from cumulo.models.moe import FeedForward
 from cumulo.models.rope import RotaryTable
 from cumulo.spec.model import ModelSpec
@@ -83,17 +83,18 @@ class EagleHead(nn.Module):
         """`spec`: of the head, with one layer; `features`: numbers of the served model's stream at a place."""
         super().__init__()
         self.spec, self.dtype, hidden = spec, dtype, spec.hidden
+        kind = TensorKind(dtype, "cpu")
         width = spec.heads * spec.head_dim
         rows = width + 2 * spec.kv_heads * spec.head_dim
-        self.fc = Linear(features, hidden, dtype=dtype, device="cpu")
-        self.token_norm = RMSNorm(hidden, spec.norm_eps, dtype=dtype, device="cpu")
-        self.stream_norm = RMSNorm(hidden, spec.norm_eps, dtype=dtype, device="cpu")
-        self.qkv = Linear(2 * hidden, rows, dtype=dtype, device="cpu")
-        self.output = Linear(width, hidden, dtype=dtype, device="cpu")
-        self.ffn_norm = RMSNorm(hidden, spec.norm_eps, dtype=dtype, device="cpu")
-        self.ffn = FeedForward(spec, spec.ffn_hidden, dtype=dtype, device="cpu")
-        self.final_norm = RMSNorm(hidden, spec.norm_eps, dtype=dtype, device="cpu")
-        self.head = Linear(hidden, draft_vocabulary, dtype=dtype, device="cpu")
+        self.fc = Linear(features, hidden, kind=kind)
+        self.token_norm = RMSNorm(hidden, spec.norm_eps, kind=kind)
+        self.stream_norm = RMSNorm(hidden, spec.norm_eps, kind=kind)
+        self.qkv = Linear(2 * hidden, rows, kind=kind)
+        self.output = Linear(width, hidden, kind=kind)
+        self.ffn_norm = RMSNorm(hidden, spec.norm_eps, kind=kind)
+        self.ffn = FeedForward(spec, spec.ffn_hidden, kind=kind)
+        self.final_norm = RMSNorm(hidden, spec.norm_eps, kind=kind)
+        self.head = Linear(hidden, draft_vocabulary, kind=kind)
         self.rotary = RotaryTable(spec, dtype)
         # By the head's own number of a token: the served model's.
         self.token_of = torch.zeros(draft_vocabulary, dtype=torch.int64)

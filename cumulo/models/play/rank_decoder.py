@@ -14,7 +14,7 @@ from cumulo.layout.expert_placement import HeldCopy
 from cumulo.layout.serving import RankPart
 from cumulo.models.batch import ForwardBatch, KVCache
 from cumulo.models.decoder import Decoder, Layer
-from cumulo.models.linear import Linear, RMSNorm
+from cumulo.models.linear import Linear, RMSNorm, TensorKind
 from cumulo.models.moe import Experts, FeedForward, MixtureOfExperts
 from cumulo.models.play.rank_links import RankLinks
 from cumulo.models.play.spread_experts import SpreadExperts, held_experts
@@ -23,19 +23,19 @@ from cumulo.models.play.spread_experts import SpreadExperts, held_experts
 def empty_rank_decoder(part: RankPart, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """A decoder of this rank's sizes, uninitialised, with nothing that other ranks or stages have."""
     spec = part.local
-    decoder = Decoder(spec, dtype, "meta")
+    decoder, kind = Decoder(spec, dtype, "meta"), TensorKind(dtype, "meta")
     if not part.has_embedding:
-        decoder.embed = Linear(spec.hidden, 0, dtype=dtype, device="meta")
+        decoder.embed = Linear(spec.hidden, 0, kind=kind)
     if not part.has_head and not spec.tied_embeddings:
-        decoder.head = Linear(spec.hidden, 0, dtype=dtype, device="meta")
+        decoder.head = Linear(spec.hidden, 0, kind=kind)
     if not part.last:
-        decoder.final_norm = RMSNorm(0, spec.norm_eps, dtype=dtype, device="meta")
+        decoder.final_norm = RMSNorm(0, spec.norm_eps, kind=kind)
     if spec.moe is not None and part.layout.ep > 1:
         held = replace(spec.moe, experts=len(part.experts))
         for layer in decoder.layers:
             assert isinstance(layer, Layer)
             if isinstance(layer.ffn, MixtureOfExperts):
-                layer.ffn.experts = Experts(spec, held, dtype=dtype, device="meta")
+                layer.ffn.experts = Experts(spec, held, kind=kind)
     return decoder.to_empty(device=device)
 
 

@@ -17,6 +17,7 @@ from cumulo.models.decoder import Layer
 from cumulo.models.files import names_huggingface
 from cumulo.models.files.parameter_reader import ParameterReader
 from cumulo.models.files.placement import Placement
+from cumulo.models.linear import TensorKind
 from cumulo.models.moe import Experts
 from cumulo.models.rope import RotaryTable
 from cumulo.quant.decide.recipe import is_quantised
@@ -57,7 +58,7 @@ class Inputs:
 class CalibratedLayer:
     def __init__(self, reader: ParameterReader, index: int) -> None:
         self.spec, self.index = reader.spec, index
-        self.module = Layer(self.spec, index, dtype=torch.float32, device="cpu")
+        self.module = Layer(self.spec, index, kind=TensorKind(torch.float32, "cpu"))
         self.module.attention.layer = 0  # of a cache that holds this layer alone
         self.parameters = dict(self.module.named_parameters())
         with torch.no_grad():

@@ -12,8 +12,7 @@ from cumulo.models.rope import Rotation
 from cumulo.spec.model import MLASpec, ModelSpec
 from cumulo.train.model.arithmetic import Arithmetic, fusible, product
 from cumulo.train.model.document_mask import Documents
-from cumulo.train.model.recompute import Recompute
-from cumulo.train.model.split import Split
+from cumulo.train.model.split import LayerSettings
 
 
 class TrainingAttention(Attention):
@@ -21,19 +20,9 @@ class TrainingAttention(Attention):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        split: Split,
-        recompute: Recompute,
-        fused: Arithmetic | None = None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(spec, layer, dtype=dtype, device=device)
-        self.tensor, self.recompute, self.fused = split.tensor, recompute, fused
+    def __init__(self, spec: ModelSpec, layer: int, settings: LayerSettings) -> None:
+        super().__init__(spec, layer, kind=settings.kind)
+        self.tensor, self.recompute, self.fused = settings.split.tensor, settings.recompute, settings.fused
 
     def forward(  # type: ignore[override]
         self, x: Tensor, norm: RMSNorm, rotation: Rotation, documents: Documents
@@ -81,19 +70,9 @@ class TrainingLatentAttention(LatentAttention):
 
     __call__: Callable[..., Tensor]
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        mla: MLASpec,
-        layer: int,
-        split: Split,
-        recompute: Recompute,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(spec, mla, layer, dtype=dtype, device=device)
-        self.tensor, self.recompute = split.tensor, recompute
+    def __init__(self, spec: ModelSpec, mla: MLASpec, layer: int, settings: LayerSettings) -> None:
+        super().__init__(spec, mla, layer, kind=settings.kind)
+        self.tensor, self.recompute = settings.split.tensor, settings.recompute
 
     def forward(  # type: ignore[override]
         self, x: Tensor, norm: RMSNorm, rotation: Rotation, documents: Documents

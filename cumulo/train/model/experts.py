@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from cumulo.models.linear import RMSNorm
 from cumulo.models.moe import ExpertRouter, Experts, FeedForward, gated
 from cumulo.spec.model import ModelSpec, MoESpec
-from cumulo.train.model.arithmetic import Arithmetic, fusible
-from cumulo.train.model.recompute import Recompute
-from cumulo.train.model.split import Split
+from cumulo.train.model.arithmetic import fusible
+from cumulo.train.model.split import LayerSettings
 
 
 class ExpertUsage(NamedTuple):
@@ -26,19 +25,9 @@ class ExpertUsage(NamedTuple):
 class TrainingFeedForward(FeedForward):
     """The parameters of `FeedForward`, between the borders of a split."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        width: int,
-        split: Split,
-        recompute: Recompute,
-        fused: Arithmetic | None = None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(spec, width, dtype=dtype, device=device)
-        self.tensor, self.recompute, self.fused = split.tensor, recompute, fused
+    def __init__(self, spec: ModelSpec, width: int, settings: LayerSettings) -> None:
+        super().__init__(spec, width, kind=settings.kind)
+        self.tensor, self.recompute, self.fused = settings.split.tensor, settings.recompute, settings.fused
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:  # type: ignore[override]
         """x and what the feed-forward adds to it."""
@@ -67,17 +56,9 @@ class TrainingFeedForward(FeedForward):
 class TrainingExperts(Experts):
     """The parameters of `Experts`, for tokens that are sorted already."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        moe: MoESpec,
-        recompute: Recompute,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(spec, moe, dtype=dtype, device=device)
-        self.recompute = recompute
+    def __init__(self, spec: ModelSpec, moe: MoESpec, settings: LayerSettings) -> None:
+        super().__init__(spec, moe, kind=settings.kind)
+        self.recompute = settings.recompute
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
         """x: the tokens of the first expert, of the second, ...; counts [experts]: how many each has. An expert
@@ -114,26 +95,15 @@ class TrainingMixture(nn.Module):
     __call__: Callable[..., tuple[Tensor, ExpertUsage]]
     shared: TrainingFeedForward | None
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        moe: MoESpec,
-        split: Split,
-        recompute: Recompute,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, moe: MoESpec, settings: LayerSettings) -> None:
         super().__init__()
-        self.moe, self.split = moe, split
-        self.router = ExpertRouter(spec, moe, dtype=dtype, device=device)
-        held = replace(moe, experts=moe.experts // split.experts.size)
-        self.experts = TrainingExperts(spec, held, recompute, dtype=dtype, device=device)
+        self.moe, self.split = moe, settings.split
+        self.router = ExpertRouter(spec, moe, kind=settings.kind)
+        held = replace(moe, experts=moe.experts // settings.split.experts.size)
+        self.experts = TrainingExperts(spec, held, settings)
         self.shared = None
         if moe.shared_hidden:
-            self.shared = TrainingFeedForward(
-                spec, moe.shared_hidden, split, recompute, dtype=dtype, device=device
-            )
+            self.shared = TrainingFeedForward(spec, moe.shared_hidden, settings)
 
     def forward(self, x: Tensor, norm: RMSNorm, rows: int) -> tuple[Tensor, ExpertUsage]:
         """x and what the experts add to it, and how they were used."""

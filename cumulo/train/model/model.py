@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cumulo.layout.layout import local_spec
 from cumulo.layout.pieces import ChunkPart
-from cumulo.models.linear import Linear, RMSNorm
+from cumulo.models.linear import Linear, RMSNorm, TensorKind
 from cumulo.models.rope import RotaryTable, Rotation
 from cumulo.ranks.tensor_parallel import VocabularySlice
 from cumulo.spec.check import refuse_unplayable
@@ -27,7 +27,7 @@ from cumulo.train.model.attention import TrainingAttention, TrainingLatentAttent
 from cumulo.train.model.document_mask import Documents, OwnTokens
 from cumulo.train.model.experts import ExpertUsage, TrainingFeedForward, TrainingMixture, balance_sum
 from cumulo.train.model.recompute import Recompute
-from cumulo.train.model.split import WHOLE, Split
+from cumulo.train.model.split import WHOLE, LayerSettings, Split
 
 # Cross-entropy of a model's last product without all its logits at once. Called by `TrainingDecoder`.
 #
@@ -120,35 +120,19 @@ class TrainingLayer(nn.Module):
     attention: TrainingAttention | TrainingLatentAttention
     ffn: TrainingFeedForward | TrainingMixture
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        split: Split,
-        recompute: Recompute,
-        fused: Arithmetic | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, settings: LayerSettings) -> None:
         """`spec` has the sizes of this rank's slices."""
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, kind=settings.kind)
         if spec.mla is None:
-            self.attention = TrainingAttention(
-                spec, layer, split, recompute, fused, dtype=dtype, device=device
-            )
+            self.attention = TrainingAttention(spec, layer, settings)
         else:
-            self.attention = TrainingLatentAttention(
-                spec, spec.mla, layer, split, recompute, dtype=dtype, device=device
-            )
-        self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+            self.attention = TrainingLatentAttention(spec, spec.mla, layer, settings)
+        self.ffn_norm = RMSNorm(spec.hidden, spec.norm_eps, kind=settings.kind)
         if spec.moe is not None and spec.is_moe_layer(layer):
-            self.ffn = TrainingMixture(spec, spec.moe, split, recompute, dtype=dtype, device=device)
+            self.ffn = TrainingMixture(spec, spec.moe, settings)
         else:
-            self.ffn = TrainingFeedForward(
-                spec, spec.ffn_hidden, split, recompute, fused, dtype=dtype, device=device
-            )
+            self.ffn = TrainingFeedForward(spec, spec.ffn_hidden, settings)
 
     def forward(
         self, x: Tensor, rotation: Rotation, documents: Documents, rows: int
@@ -186,30 +170,25 @@ class TrainingDecoder(nn.Module):
         `fused`: operations joined as a GPU likes them (see `fused.py`); None: where they are known to be right."""
         super().__init__()
         refuse_unplayable(spec)
-        self.spec, self.dtype, self.split = spec, dtype, split
+        self.spec, self.dtype, self.split, kind = spec, dtype, split, TensorKind(dtype, device)
         self.recompute = Recompute.from_option(recompute)
         self.part = part or ChunkPart(0, range(spec.layers), first=True, last=True)
         local = local_spec(spec, split.tensor.size)
         if fused is None:
             fused = joins_operations(torch.device(device), dtype, split)
-        joined = arithmetic if fused else None
+        settings = LayerSettings(kind, split, self.recompute, arithmetic if fused else None)
         if self.part.holds("embed.weight", spec.tied_embeddings):
-            self.embed = Linear(spec.hidden, local.vocab_size, dtype=dtype, device=device)
+            self.embed = Linear(spec.hidden, local.vocab_size, kind=kind)
         self.layers = nn.ModuleDict(
-            {
-                str(layer): TrainingLayer(
-                    local, layer, split, self.recompute, joined, dtype=dtype, device=device
-                )
-                for layer in self.part.layers
-            }
+            {str(layer): TrainingLayer(local, layer, settings) for layer in self.part.layers}
         )
         if arithmetic is not WIDE:
             for module in self.layers.values():
                 use_arithmetic(module, arithmetic)
         if self.part.last:
-            self.final_norm = RMSNorm(spec.hidden, spec.norm_eps, dtype=dtype, device=device)
+            self.final_norm = RMSNorm(spec.hidden, spec.norm_eps, kind=kind)
             if not spec.tied_embeddings:
-                self.head = Linear(spec.hidden, local.vocab_size, dtype=dtype, device=device)
+                self.head = Linear(spec.hidden, local.vocab_size, kind=kind)
         self.rotary = RotaryTable(spec, dtype)
         self._loads: dict[int, Tensor] = {}
         for name, parameter in self.named_parameters():

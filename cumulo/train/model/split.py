@@ -8,9 +8,12 @@ of a layout.
 from dataclasses import dataclass
 
 from cumulo.layout.layout import Layout
+from cumulo.models.linear import TensorKind
 from cumulo.ranks.groups import Groups
 from cumulo.ranks.tensor_parallel import TensorParallel, WholeMatrices
+from cumulo.train.model.arithmetic import Arithmetic
 from cumulo.train.model.document_mask import WholeSequences
+from cumulo.train.model.recompute import Recompute
 from cumulo.train.parallel.context_parallel import ContextParallel
 from cumulo.train.parallel.expert_parallel import AllExperts, ExpertParallel
 
@@ -23,6 +26,16 @@ class Split:
 
 
 WHOLE = Split(WholeMatrices(), WholeSequences(), AllExperts())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSettings:
+    """How all layers of a model are made."""
+
+    kind: TensorKind
+    split: Split = WHOLE
+    recompute: Recompute = Recompute()
+    fused: Arithmetic | None = None  # of operations joined as a GPU likes them; None: they are not
 
 
 def split_for(layout: Layout, groups: Groups) -> Split:

@@ -7,6 +7,7 @@ import torch
 
 from cumulo.kernels.cuda.moe import few as moe_few
 from cumulo.kernels.cuda.moe import moe
+from cumulo.models.linear import TensorKind
 from cumulo.models.moe import ExpertRouter
 from cumulo.spec.model import ModelSpec, MoESpec
 from tests.kernels.cuda.tolerance import relative_error
@@ -136,7 +137,7 @@ def test_experts_are_chosen_within_the_best_groups(group_score: str, device: tor
     chosen = buffers.chosen[: 12 * 4].view(12, 4).sort(-1).values
     assert all(len({expert // 3 for expert in row}) <= 2 for row in chosen.tolist())
     router = ExpertRouter(
-        ModelSpec("tiny", 8, 32, 1, 1, 1, 16, 16, 8), spec, dtype=torch.float64, device=device
+        ModelSpec("tiny", 8, 32, 1, 1, 1, 16, 16, 8), spec, kind=TensorKind(torch.float64, device)
     )
     router.weight.data, router.selection_bias = wide[1], torch.nn.Parameter(bias.double())
     assert torch.equal(chosen, router(wide[0])[1].sort(-1).values.int())
