@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
+from cumulo.collectives.decide.schedule import Collective
 from cumulo.ranks.groups import Group, lane_group
 from cumulo.ranks.scheduled import CollectiveChoices, ScheduledCollectives
 
@@ -69,6 +71,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 _schedules = ScheduledCollectives(CollectiveChoices())
+_Ours: TypeAlias = Callable[[Group, str], None]  # in this group, by this algorithm
+_Theirs: TypeAlias = Callable[..., Any]  # torch's, of `group` and perhaps `async_op`
 
 
 def use_collectives(choices: str | CollectiveChoices, profile: str = "") -> None:
@@ -82,27 +86,22 @@ def use_collectives(choices: str | CollectiveChoices, profile: str = "") -> None
     _schedules = ScheduledCollectives(choices)
 
 
-def all_reduce(tensor: Tensor, group: Group | None) -> None:
-    """The sum over ranks, in place."""
-    if group is None:
-        return
+def _run(kind: Collective, sized: Tensor, group: Group, ours: _Ours, theirs: _Theirs) -> None:
+    """By our schedule, where one is chosen; `sized`: the tensor whose size counts."""
     group, began = lane_group(group), time.perf_counter()
-    if (ours := _schedules.algorithm("all_reduce", tensor, group.size())) is not None:
-        _schedules.all_reduce(tensor, group, ours)
+    if (algorithm := _schedules.algorithm(kind, sized, group.size())) is not None:
+        ours(group, algorithm)
     else:
-        dist.all_reduce(tensor, group=group)
-    meter.add("all_reduce", tensor, group.size(), began)
+        theirs(group=group)
+    meter.add(kind, sized, group.size(), began)
 
 
-def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
+def _start(kind: Collective, sized: Tensor, group: Group, ours: _Ours, theirs: _Theirs) -> Work | None:
     """None: it is done."""
-    if group is None:
-        return None
-    if _schedules.algorithm("all_reduce", tensor, group.size()) is not None:
-        return _schedules.start(lambda: all_reduce(tensor, group))
-    began, size = time.perf_counter(), group.size()
-    work: Work | None = dist.all_reduce(tensor, group=lane_group(group), async_op=True)
-    return _timed(work, "all_reduce", tensor, size, began)
+    if _schedules.algorithm(kind, sized, group.size()) is not None:
+        return _schedules.start(lambda: _run(kind, sized, group, ours, theirs))
+    began = time.perf_counter()
+    return _timed(theirs(group=lane_group(group), async_op=True), kind, sized, group.size(), began)
 
 
 class _TimedWork(dist.Work):
@@ -131,21 +130,39 @@ def _timed(work: Work | None, kind: str, tensor: Tensor, ranks: int, began: floa
     return work
 
 
+def all_reduce(tensor: Tensor, group: Group | None) -> None:
+    """The sum over ranks, in place."""
+    if group is not None:
+        _run(
+            "all_reduce",
+            tensor,
+            group,
+            partial(_schedules.all_reduce, tensor),
+            partial(dist.all_reduce, tensor),
+        )
+
+
+def start_all_reduce(tensor: Tensor, group: Group | None) -> Work | None:
+    if group is None:
+        return None
+    theirs = partial(dist.all_reduce, tensor)
+    return _start("all_reduce", tensor, group, partial(_schedules.all_reduce, tensor), theirs)
+
+
 def all_gather(whole: Tensor, own: Tensor, group: Group) -> None:
     """Every rank's `own`, one after another along the first dimension."""
-    group, began = lane_group(group), time.perf_counter()
-    if (ours := _schedules.algorithm("all_gather", whole, group.size())) is not None:
-        _schedules.all_gather(whole, own, group, ours)
-    else:
-        _all_gather(whole, own, group=group)
-    meter.add("all_gather", whole, group.size(), began)
+    _run(
+        "all_gather",
+        whole,
+        group,
+        partial(_schedules.all_gather, whole, own),
+        partial(_all_gather, whole, own),
+    )
 
 
 def start_all_gather(whole: Tensor, own: Tensor, group: Group) -> Work | None:
-    if _schedules.algorithm("all_gather", whole, group.size()) is not None:
-        return _schedules.start(lambda: all_gather(whole, own, group))
-    began, size = time.perf_counter(), group.size()
-    return _timed(_all_gather(whole, own, group=group, async_op=True), "all_gather", whole, size, began)
+    ours, theirs = partial(_schedules.all_gather, whole, own), partial(_all_gather, whole, own)
+    return _start("all_gather", whole, group, ours, theirs)
 
 
 def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
@@ -157,21 +174,13 @@ def all_gather_list(own: Tensor, group: Group) -> list[Tensor]:
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> None:
     """This rank's part of the sum over ranks, cut along the first dimension."""
-    group, began = lane_group(group), time.perf_counter()
-    ours = _schedules.algorithm("reduce_scatter", whole, group.size()) if own.is_contiguous() else None
-    if ours is not None:
-        _schedules.reduce_scatter(own, whole, group, ours)
-    else:
-        _reduce_scatter(own, whole, group=group)
-    meter.add("reduce_scatter", whole, group.size(), began)
+    ours, theirs = partial(_schedules.reduce_scatter, own, whole), partial(_reduce_scatter, own, whole)
+    _run("reduce_scatter", whole, group, ours, theirs)
 
 
 def start_reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> Work | None:
-    if _schedules.algorithm("reduce_scatter", whole, group.size()) is not None:
-        return _schedules.start(lambda: reduce_scatter(own, whole, group))
-    began, size = time.perf_counter(), group.size()
-    work: Work | None = _reduce_scatter(own, whole, group=group, async_op=True)
-    return _timed(work, "reduce_scatter", whole, size, began)
+    ours, theirs = partial(_schedules.reduce_scatter, own, whole), partial(_reduce_scatter, own, whole)
+    return _start("reduce_scatter", whole, group, ours, theirs)
 
 
 def all_to_all(
@@ -182,12 +191,8 @@ def all_to_all(
     sends: list[int] | None = None,
 ) -> None:
     """Runs of rows to all ranks and from all ranks; None: equal ones."""
-    group, began = lane_group(group), time.perf_counter()
-    if (ours := _schedules.algorithm("all_to_all", sent, group.size())) is not None:
-        _schedules.all_to_all(received, sent, group, (receives, sends), ours)
-    else:
-        dist.all_to_all_single(received, sent, receives, sends, group=group)
-    meter.add("all_to_all", sent, group.size(), began)
+    ours = partial(_schedules.all_to_all, received, sent, (receives, sends))
+    _run("all_to_all", sent, group, ours, partial(dist.all_to_all_single, received, sent, receives, sends))
 
 
 def gather_objects(own: Any, group: Group) -> list[Any]:

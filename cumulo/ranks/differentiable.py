@@ -1,5 +1,6 @@
 """Collectives with gradients: how tensors pass between ranks, and their gradients back. Called by a `Split`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,94 +12,63 @@ from cumulo.ranks.groups import Group
 
 def sum_gradients(x: Tensor, group: Group) -> Tensor:
     """The same input to all ranks' slices: its gradient is the sum of theirs (f of Shoeybi et al. 2019)."""
-    same: Tensor = _SumGradients.apply(x, group)  # type: ignore[no-untyped-call]
-    return same
+    return _passed(x, lambda x: x.view_as(x), lambda grad: _sum(_own_copy(grad), group))
 
 
 def summed(y: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' parts, in place; each part's gradient is that of the sum (g of Shoeybi et al. 2019)."""
-    total: Tensor = _Sum.apply(y.contiguous(), group)  # type: ignore[no-untyped-call]
-    return total
+    return _passed(y.contiguous(), lambda y: _sum(y, group), lambda grad: grad)
 
 
 def gathered(x: Tensor, group: Group) -> Tensor:
     """All ranks' rows; gradients are summed and cut."""
-    whole: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
-    return whole
+    return _passed(x, lambda x: _gather(x, group), lambda grad: _sum_and_cut(grad, group))
 
 
 def summed_and_cut(y: Tensor, group: Group) -> Tensor:
     """A run of the rows of all ranks' sum; gradients are gathered."""
-    own: Tensor = _SumAndCut.apply(y, group)  # type: ignore[no-untyped-call]
-    return own
+    return _passed(y, lambda y: _sum_and_cut(y, group), lambda grad: _gather(grad, group))
 
 
 def exchanged(x: Tensor, sends: list[int] | None, receives: list[int] | None, group: Group) -> Tensor:
     """Runs of rows to all ranks and from all ranks, None: equal ones; gradients take the way back."""
-    arrived: Tensor = _Exchange.apply(x, sends, receives, group)  # type: ignore[no-untyped-call]
-    return arrived
+    return _passed(
+        x,
+        lambda x: _all_to_all(x, sends, receives, group),
+        lambda grad: _all_to_all(grad, receives, sends, group),
+    )
 
 
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None]:
-        gradient = upstream[0].clone(
-            memory_format=torch.contiguous_format
-        )  # autograd may share it with others
-        all_reduce(gradient, ctx.group)
-        return gradient, None
+def _passed(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """x goes `there`, and the gradient of what arrived comes `back`."""
+    found: Tensor = _Passage.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return found
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
-        ctx.mark_dirty(y)
-        all_reduce(y, group)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None]:
-        return upstream[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None]:
-        return _sum_and_cut(upstream[0], ctx.group), None
-
-
-class _SumAndCut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _sum_and_cut(y, group)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None]:
-        return _gather(upstream[0], ctx.group), None
-
-
-class _Exchange(torch.autograd.Function):
+class _Passage(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sends: list[int] | None, receives: list[int] | None, group: Group
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.sends, ctx.receives, ctx.group = sends, receives, group
-        return _all_to_all(x, sends, receives, group)
+        ctx.back = back
+        arrived = there(x)
+        if arrived is x:  # in place
+            ctx.mark_dirty(x)
+        return arrived
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(upstream[0], ctx.receives, ctx.sends, ctx.group), None, None, None
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None, None]:
+        return ctx.back(upstream[0]), None, None
+
+
+def _own_copy(gradient: Tensor) -> Tensor:
+    """Autograd may share it with others."""
+    return gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    all_reduce(x, group)
+    return x
 
 
 def _gather(x: Tensor, group: Group) -> Tensor:

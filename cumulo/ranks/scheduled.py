@@ -77,14 +77,14 @@ class ScheduledCollectives:
     def reduce_scatter(self, own: Tensor, whole: Tensor, group: Group, algorithm: str) -> None:
         sums = whole.clone()
         self._run("reduce_scatter", sums, group, algorithm)
-        own.view(-1).copy_(sums.view(group.size(), -1)[group.rank()])
+        own.copy_(sums.view(group.size(), *own.shape)[group.rank()])
 
     def all_to_all(
         self,
         received: Tensor,
         sent: Tensor,
-        group: Group,
         rows: tuple[list[int] | None, list[int] | None],
+        group: Group,
         algorithm: str,
     ) -> None:
         """`rows`: from and to each rank; None: equal runs."""
