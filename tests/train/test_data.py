@@ -3,6 +3,7 @@
 import json
 import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -183,7 +184,7 @@ def test_a_sample_does_not_depend_on_who_asks(dataset: TokenDataset) -> None:
 
 def test_the_loader_yields_the_batches_in_order_and_ends(dataset: TokenDataset) -> None:
     packing = Packing(dataset, 32, seed=3)
-    with BatchLoader(packing, 16, 8, depth=2) as loader:
+    with closing(BatchLoader(packing, 16, 8, depth=2)) as loader:
         for first in (16, 24, 32):
             assert np.array_equal(loader.next().tokens, packing.batch(first, 8).tokens)
     assert loader.stall_s > 0

@@ -17,7 +17,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,10 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -192,12 +194,10 @@ def _chunk(part: Part) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(part.offset), part.tensor.shape)
 
 
-class _Saving(SavePlanner):
+class _Saving(DefaultSavePlanner):
     def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__()
         self.parts = {_index(part): part for part in parts}
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan(
@@ -222,30 +222,23 @@ class _Saving(SavePlanner):
                 raise TrainingError(f"of {name}'s {wanted:,} elements the ranks together store {stored:,}")
         return plans, metadata
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self.parts[write_item.index].tensor
 
 
-class _Loading(LoadPlanner):
+class _Loading(DefaultLoadPlanner):
     def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__()
         self.parts: dict[str, list[Part]] = {}
         for part in parts:
             self.parts.setdefault(part.name, []).append(part)
-        self.metadata = Metadata({})
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        if metadata is not None:
-            self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
         items: list[ReadItem] = []
+        found = self.metadata.state_dict_metadata
         for name, parts in self.parts.items():
-            entry = self.metadata.state_dict_metadata.get(name)
+            entry = found.get(name)
             if not isinstance(entry, TensorStorageMetadata):
                 raise TrainingError(f"it has no {name}")
             if tuple(entry.size) != parts[0].whole:
@@ -253,13 +246,8 @@ class _Loading(LoadPlanner):
             items += create_read_items_for_chunk_list(name, entry, [_chunk(part) for part in parts])
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """torch's own would run whatever program is in them."""
         raise TrainingError(f"{read_item.dest_index.fqn} is no tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -268,9 +256,6 @@ class _Loading(LoadPlanner):
         for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, begin, length)
         return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
 
 
 @contextlib.contextmanager

@@ -123,91 +123,52 @@ def _compile(compiler: str, target: Path) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
+def _fields(*lines: tuple[type, str]) -> tuple[tuple[str, type], ...]:
+    """As the headers write them: a type and the names of that type, line by line."""
+    return tuple((name, kind) for kind, names in lines for name in names.split())
+
+
 class PackedPartStruct(Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        ("rows", c_int64),
-        ("bits", c_int32),
-        ("halves", c_int32),
-        ("has_minimum", c_int32),
-        ("half_floats", c_int32),
-        ("span", c_int32),
-        ("unused", c_int32),
-        ("block_bytes", c_int64),
+    _fields_ = _fields(
+        (c_void_p, "data"),
+        (c_int64, "rows"),
+        (c_int32, "bits halves has_minimum half_floats span unused"),
+        (c_int64, "block_bytes"),
     )
 
 
 class QuantizedRowsStruct(Structure):
-    _fields_ = (("codes", c_void_p), ("notes", c_void_p), ("groups", c_int32), ("wide", c_int32))
+    _fields_ = _fields((c_void_p, "codes notes"), (c_int32, "groups wide"))
 
 
 class GroupsStruct(Structure):
-    _fields_ = (("rows", c_void_p), ("starts", c_void_p), ("slots", c_void_p), ("count", c_int64))
+    _fields_ = _fields((c_void_p, "rows starts slots"), (c_int64, "count"))
 
 
 class StepStruct(Structure):
-    _fields_ = (
-        ("tokens", c_int64),
-        ("sequences", c_int64),
-        ("outputs", c_int64),
-        ("table_stride", c_int64),
-        ("vocabulary", c_int64),
-        ("position_limit", c_int64),
-        ("blocks", c_int64),
-        ("block_size", c_int64),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("output_rows", c_void_p),
-        ("query_starts", c_void_p),
-        ("context_lengths", c_void_p),
-        ("block_tables", c_void_p),
-        ("token_groups", GroupsStruct),
-        ("output_groups", GroupsStruct),
+    _fields_ = _fields(
+        (c_int64, "tokens sequences outputs table_stride"),
+        (c_int64, "vocabulary position_limit blocks block_size"),
+        (c_void_p, "token_ids positions slots output_rows"),
+        (c_void_p, "query_starts context_lengths block_tables"),
+        (GroupsStruct, "token_groups output_groups"),
     )
 
 
 class OpStruct(Structure):
-    _fields_ = (
-        ("kind", c_int32),
-        ("over_outputs", c_int32),
-        ("columns", c_int32),
-        ("out_columns", c_int32),
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("accumulate", c_int32),
-        ("parts", c_int32),
-        ("packed", c_void_p),
-        ("quantized", QuantizedRowsStruct),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
-        ("key_block", c_int64),
-        ("key_head", c_int64),
-        ("key_position", c_int64),
-        ("value_block", c_int64),
-        ("value_head", c_int64),
-        ("value_position", c_int64),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("value_dim", c_int32),
-        ("block_size", c_int32),
-        ("window", c_int32),
-        ("interleaved", c_int32),
-        ("kv_format", c_int32),
-        ("scale", c_float),
-        ("eps", c_float),
-        ("bounds", c_void_p),
-        ("ranks", c_void_p),
-        ("rank_max", c_int32),
-        ("scale_columns", c_int32),
-        ("scales", c_void_p),
+    _fields_ = _fields(
+        (c_int32, "kind over_outputs columns out_columns"),
+        (c_void_p, "x out weight bias"),
+        (c_int32, "accumulate parts"),
+        (c_void_p, "packed"),
+        (QuantizedRowsStruct, "quantized"),
+        (c_void_p, "keys values query_norm key_norm cosine sine"),
+        (c_int64, "key_block key_head key_position value_block value_head value_position"),
+        (c_int32, "heads kv_heads head_dim value_dim block_size window interleaved kv_format"),
+        (c_float, "scale eps"),
+        (c_void_p, "bounds ranks"),
+        (c_int32, "rank_max scale_columns"),
+        (c_void_p, "scales"),
     )
 
 

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -179,8 +178,8 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
 
 
 class BatchLoader:
-    """Batches of `count` samples from sample `first` on, `depth` of which a thread makes in advance. Use it with
-    `with`, so that its thread ends."""
+    """Batches of `count` samples from sample `first` on, `depth` of which a thread makes in advance, until
+    `close` ends it."""
 
     def __init__(
         self, packing: Packing, first: int, count: int, depth: int, place: tuple[int, int] = (0, 1)
@@ -206,14 +205,3 @@ class BatchLoader:
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "BatchLoader":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

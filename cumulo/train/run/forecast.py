@@ -3,7 +3,6 @@ the trainer."""
 
 import dataclasses
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -159,10 +158,8 @@ class KeptActivations:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
 
     def _keep(self, tensor: Tensor) -> _Saved | Tensor:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):

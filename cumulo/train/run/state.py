@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -96,9 +96,7 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
