@@ -149,8 +149,7 @@ def hosted_steps(rank: int, zero: int) -> list[bool]:
     sink = gradient_sink({0: model}, pieces(DENSE, layout, rank), groups, wide_gradients=True)
     optimizer = ShardedOptimizer(sink, OptimizerConfig(offload=True), DENSE, True, groups)
     copies = all(
-        moved.data_ptr() != sink.shards[name].tensor.data_ptr()
-        for name, moved in optimizer.inner.masters.items()
+        moved.data_ptr() != sink.shards[name].tensor.data_ptr() for name, moved in optimizer.masters.items()
     )
     for weight in optimizer.weights().values():
         weight.fill_(0.5)

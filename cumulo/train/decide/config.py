@@ -4,8 +4,9 @@ Every setting is documented where it is defined. `check` refuses what cannot be 
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -285,16 +286,32 @@ def config_layout_problems(config: TrainConfig, spec: ModelSpec) -> Iterator[str
         )
 
 
+_WHOLE = (
+    "steps", "batch_sequences", "micro_batch", "data.sequence_length", "data.workers", "data.prefetch_batches",
+    "model.hidden", "model.layers", "model.heads", "model.vocab_multiple", "checkpoint.keep", "guard.window_steps",
+)  # fmt: skip
+_POSITIVE = ("gradient_bucket_mib", "optimizer.learning_rate", "optimizer.epsilon", "faults.hang_after_s")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")
+_SHARES = ("schedule.decay_share", "schedule.final_share")
+_NOT_NEGATIVE = (
+    "optimizer.clip_norm", "optimizer.weight_decay", "checkpoint.every_steps", "checkpoint.memory_every_steps",
+    "balance_loss", "expert_bias_rate", "expert_rebalance_every_steps", "evaluate_every_steps",
+    "evaluate_sequences", "faults.most_restarts", "metrics_port",
+)  # fmt: skip
+_BOUNDS: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
+    (_WHOLE, "1 or more", lambda value: value >= 1),
+    (_POSITIVE, "more than 0", lambda value: value > 0),
+    (_BELOW_ONE, "from 0 to below 1", lambda value: 0 <= value < 1),
+    (_SHARES, "from 0 to 1", lambda value: 0 <= value <= 1),
+    (_NOT_NEGATIVE, "0 or more", lambda value: value >= 0),
+)
+
+
 def _problems(config: TrainConfig) -> Iterator[str]:
-    whole = {
-        "steps": config.steps, "batch_sequences": config.batch_sequences, "micro_batch": config.micro_batch,
-        "data.sequence_length": config.data.sequence_length, "data.workers": config.data.workers,
-        "data.prefetch_batches": config.data.prefetch_batches, "model.hidden": config.model.hidden,
-        "model.layers": config.model.layers, "model.heads": config.model.heads,
-        "checkpoint.keep": config.checkpoint.keep, "guard.window_steps": config.guard.window_steps,
-        "model.vocab_multiple": config.model.vocab_multiple,
-    }  # fmt: skip
-    yield from (f"{name} must be 1 or more, got {value}" for name, value in whole.items() if value < 1)
+    for names, wanted, holds in _BOUNDS:
+        for name in names:
+            if not holds(value := attrgetter(name)(config)):
+                yield f"{name} must be {wanted}, got {value}"
     if config.batch_sequences > 0 and config.micro_batch > 0:
         problem = batch_problem(config.layout, config.batch_sequences, config.micro_batch)
         yield from [problem] if problem else []
@@ -314,42 +331,17 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield f"a BPE vocabulary has 300 or more entries, got {config.data.tokenizer.vocab_size}"
     if config.overlap_passes and config.layout.zero >= 2:
         yield "overlap_passes needs layout.zero 0 or 1: sharded weights come and go for one pass at a time"
-    if config.gradient_bucket_mib <= 0:
-        yield f"gradient_bucket_mib must be more than 0, got {config.gradient_bucket_mib}"
     try:
         parse_choices(config.collective)
         read_collective_profile(config.collective_profile)
     except ConfigError as error:
         yield str(error)
-    optimizer, schedule = config.optimizer, config.schedule
-    for name, value in (("learning_rate", optimizer.learning_rate), ("epsilon", optimizer.epsilon)):
-        if not value > 0:
-            yield f"optimizer.{name} must be more than 0, got {value}"
-    for name, value in (
-        ("beta1", optimizer.beta1),
-        ("beta2", optimizer.beta2),
-        ("momentum", optimizer.muon_momentum),
-    ):
-        if not 0 <= value < 1:
-            yield f"optimizer.{name} must be from 0 to below 1, got {value}"
+    schedule = config.schedule
     if not 0 <= schedule.warmup_steps < max(config.steps, 1):
         yield (
             f"schedule.warmup_steps {schedule.warmup_steps} must be fewer than steps {config.steps}; "
             "for a short run: --set schedule.warmup_steps=0"
         )
-    for name, value in (("decay_share", schedule.decay_share), ("final_share", schedule.final_share)):
-        if not 0 <= value <= 1:
-            yield f"schedule.{name} must be from 0 to 1, got {value}"
-    negative = {
-        "optimizer.clip_norm": optimizer.clip_norm, "optimizer.weight_decay": optimizer.weight_decay,
-        "checkpoint.every_steps": config.checkpoint.every_steps, "balance_loss": config.balance_loss,
-        "expert_bias_rate": config.expert_bias_rate,
-        "expert_rebalance_every_steps": config.expert_rebalance_every_steps,
-        "evaluate_every_steps": config.evaluate_every_steps, "evaluate_sequences": config.evaluate_sequences,
-        "checkpoint.memory_every_steps": config.checkpoint.memory_every_steps,
-        "faults.most_restarts": config.faults.most_restarts, "metrics_port": config.metrics_port,
-    }  # fmt: skip
-    yield from (f"{name} must not be negative, got {value}" for name, value in negative.items() if value < 0)
     if config.guard.action == "rollback" and not config.checkpoint.every_steps:
         yield "guard.action rollback needs checkpoints: set checkpoint.every_steps"
     if config.recompute and config.recompute_operations:
@@ -368,5 +360,3 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield f"lora.rank must be 1 or more, got {config.lora.rank}"
     if not config.data.sources:
         yield "data.sources is empty: name files, folders or python-stdlib"
-    if config.faults.hang_after_s <= 0:
-        yield f"faults.hang_after_s must be more than 0, got {config.faults.hang_after_s}"

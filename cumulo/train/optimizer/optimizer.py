@@ -62,17 +62,18 @@ class Optimizer:
             if name in gradients:
                 master.grad = gradients[name].to(master.device, master.dtype)
 
-    def clip(self, norm: Tensor | None = None) -> Tensor:
-        """Scale all gradients so that their joint norm is at most `clip_norm`; returns the norm before.
-
-        `norm`: the joint norm, where other ranks hold a part of the gradients.
-        """
-        if norm is None:
-            gradients = [tensor.grad for tensor in self.masters.values() if tensor.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+    @torch.no_grad()
+    def clip(self) -> Tensor:
+        """Scale all gradients so that their joint norm is at most `clip_norm`; returns the norm before."""
+        norm = self.norm()
         if self.config.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.config.clip_norm, norm)
         return norm
+
+    def norm(self) -> Tensor:
+        """Of all gradients together."""
+        gradients = [tensor.grad for tensor in self.masters.values() if tensor.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
 
     @torch.no_grad()
     def step(self, share: float) -> None:

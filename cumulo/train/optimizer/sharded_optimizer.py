@@ -4,7 +4,7 @@
     optimizer = ShardedOptimizer(sink, config, spec, masters, groups)
     optimizer.take_gradients(sink.finish()); norm = optimizer.clip(); optimizer.step(share)
 
-It has the methods of `Optimizer`, and `weights`: what of the model a checkpoint takes from this rank.
+Beside the methods of `Optimizer` it has `weights`: what of the model a checkpoint takes from this rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -103,7 +103,7 @@ def gradient_sink(
     return kind(parameters, pieces, groups, wide_gradients, bucket_bytes=bucket_bytes)
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(Optimizer):
     def __init__(
         self, sink: GradientSink, config: OptimizerConfig, spec: ModelSpec, masters: bool, groups: Groups
     ) -> None:
@@ -121,37 +121,26 @@ class ShardedOptimizer:
             # Who has no rows of a matrix still helps to gather the others'.
             if shard.trained and (shard.tensor.numel() or name in wholes)
         }
-        self.inner = Optimizer(updated, config, spec, masters, wholes)
-        self._device = next(iter(sink.shards.values())).tensor.device
+        super().__init__(updated, config, spec, masters, wholes)
 
-    def take_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """What the sink's `finish` gave."""
-        self.inner.take_gradients(gradients)
-
-    @torch.no_grad()
-    def clip(self) -> Tensor:
-        """Scale all gradients so that their joint norm over all ranks is at most `clip_norm`; the norm before."""
+    def norm(self) -> Tensor:
+        """Over all ranks."""
         if self._groups.layout.world == 1:
-            return self.inner.clip()
+            return super().norm()
         by_holders: dict[int, list[Tensor]] = {}
-        for name, master in self.inner.masters.items():
+        for name, master in self.masters.items():
             if master.grad is not None:
                 by_holders.setdefault(self.sink.shards[name].holders, []).append(master.grad)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        device = next(iter(self.sink.shards.values())).tensor.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for holders, gradients in by_holders.items():  # each element counts once in the sum over ranks
             total += torch.nn.utils.get_total_norm(gradients).to(total).square() / holders
         all_reduce(total, self._groups.group("world"))
-        norm = total.sqrt()
-        self.inner.clip(norm)
-        return norm
+        return total.sqrt()
 
     def step(self, share: float) -> None:
-        """Move everything; `share` is the schedule's part of the learning rates."""
-        self.inner.step(share)
+        super().step(share)
         self.sink.spread()
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
         """The live tensors by `NAME.slot`; which rows of NAME they are about, the sink's shards say."""
@@ -160,7 +149,7 @@ class ShardedOptimizer:
             for name, shard in self.sink.shards.items()
             if shard.tensor.dtype != shard.dtype
         }
-        return self.inner.state() | masters
+        return super().state() | masters
 
     def weights(self) -> dict[str, Tensor]:
         """The model's weights that this rank holds, in the model's type, rows as in the sink's shards.
@@ -170,6 +159,5 @@ class ShardedOptimizer:
         return {name: shard.tensor.detach().to(shard.dtype) for name, shard in self.sink.shards.items()}
 
     def loaded(self) -> None:
-        """After `state` and `weights` were overwritten: bring everything that follows from them up to date."""
-        self.inner.loaded()
+        super().loaded()
         self.sink.spread(frozen=True)
