@@ -11,6 +11,7 @@ case with a `RanksFailed` that says which rank, why and where the others stood.
 
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -123,6 +124,7 @@ class RankProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="cumulo-ranks-")
         self._ranks: dict[int, _Rank] = {}
         self._ended: dict[int, str] = {}  # ranks that have failed or died, and how
+        self._results: dict[int, Any] = {}  # of ranks that have ended well
         try:
             for rank in ranks:
                 ours, theirs = context.Pipe()
@@ -161,24 +163,43 @@ class RankProcesses:
         self, timeout_s: float | None, heard: Callable[[Any], None] = lambda message: None
     ) -> list[Any]:
         """All ranks' results, in their order, or RanksFailed."""
-        return _collect(self._ranks, timeout_s, heard)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        late = False
+        while not late and len(self._results) + len(self._ended) < len(self._ranks):
+            left_s, failed = deadline - time.monotonic(), len(self._ended)
+            # Late, what has come is heard all the same: on a busy machine it was our turn only now.
+            late = left_s <= 0
+            wait_s = None if left_s == math.inf else max(0.0, left_s)
+            self._listen(wait_s, lambda rank, told: heard(told), collects=True)
+            if len(self._ended) > failed:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        why = "still waiting when another rank had failed" if self._ended else f"not done after {timeout_s} s"
+        for rank, one in self._ranks.items():
+            if rank not in self._ended and rank not in self._results:
+                self._ended[rank] = f"rank {rank}: {why}; it stood at\n{one.stack_text()}"
+        if self._ended:
+            raise RanksFailed("\n".join(sorted(self._ended.values(), key=_is_aftermath)))
+        return [self._results[rank] for rank in self._ranks]
 
     def wait_for(self, message: Any) -> None:
         """Until every rank has told `message`, or one has failed: then RanksFailed."""
         waiting = set(self._ranks)
-        while waiting and not self._ended:
-            self._listen(None, lambda rank, told: waiting.discard(rank) if told == message else None)
-        if self._ended:
-            raise RanksFailed("\n".join(self.failures(_GRACE_S)))
+        while waiting:
+            self._listen_well(lambda rank, told: waiting.discard(rank) if told == message else None)
 
     def answers(self) -> dict[int, Any]:
         """What every rank tells next; RanksFailed if one has failed instead."""
         found: dict[int, Any] = {}
-        while len(found) < len(self._ranks) and not self._ended:
-            self._listen(None, found.setdefault)
+        while len(found) < len(self._ranks):
+            self._listen_well(found.setdefault)
+        return found
+
+    def _listen_well(self, told: Callable[[int, Any], object]) -> None:
+        """Until a rank tells something, or has failed: then RanksFailed."""
+        if not self._ended:
+            self._listen(None, told)
         if self._ended:
             raise RanksFailed("\n".join(self.failures(_GRACE_S)))
-        return found
 
     def go_on(self) -> None:
         """To every rank that has asked (`ask_starter`). One that is gone by now is told of by the next call."""
@@ -199,9 +220,14 @@ class RankProcesses:
         return self._ranks[rank].stack_text()
 
     def _listen(
-        self, wait_s: float | None, told: Callable[[int, Any], object] = lambda rank, message: None
+        self,
+        wait_s: float | None,
+        told: Callable[[int, Any], object] = lambda rank, message: None,
+        collects: bool = False,
     ) -> None:
-        pipes = {one.pipe: rank for rank, one in self._ranks.items() if rank not in self._ended}
+        """`collects`: ranks end with a result; otherwise they are to wait until they are told to end."""
+        past = self._ended.keys() | self._results.keys()
+        pipes = {one.pipe: rank for rank, one in self._ranks.items() if rank not in past}
         for ready in wait(list(pipes), wait_s) if pipes else ():
             assert isinstance(ready, Connection)
             rank = pipes[ready]
@@ -210,6 +236,8 @@ class RankProcesses:
                 told(rank, value)
             elif kind == "failed":
                 self._ended[rank] = f"rank {rank}: {value}"
+            elif collects:
+                self._results[rank] = value
             else:
                 self._ended[rank] = f"rank {rank}: ended before it was told to"
 
@@ -288,40 +316,6 @@ class _Rank:
 def _is_aftermath(text: str) -> bool:
     """A lost connection is what others see of a rank's failure."""
     return "by peer" in text or "Broken pipe" in text
-
-
-def _collect(ranks: dict[int, _Rank], timeout_s: float | None, heard: Callable[[Any], None]) -> list[Any]:
-    results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
-    deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    waiting, late = dict(ranks), False
-    while waiting and not late:
-        left_s = deadline - time.monotonic()
-        late = (
-            left_s <= 0
-        )  # then what has come is heard all the same: on a busy machine it was our turn only now
-        ready = wait(
-            [one.pipe for one in waiting.values()], None if left_s == float("inf") else max(0.0, left_s)
-        )
-        for rank, one in list(waiting.items()):
-            if one.pipe not in ready:
-                continue
-            kind, value = one.hear()
-            if kind == "told":
-                heard(value)
-                continue
-            del waiting[rank]
-            if kind == "done":
-                results[rank] = value
-            else:
-                failures[rank] = f"rank {rank}: {value}"
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-    why = "still waiting when another rank had failed" if failures else f"not done after {timeout_s} s"
-    for rank, one in waiting.items():
-        failures[rank] = f"rank {rank}: {why}; it stood at\n{one.stack_text()}"
-    if failures:
-        raise RanksFailed("\n".join(sorted(failures.values(), key=_is_aftermath)))
-    return [results[rank] for rank in ranks]
 
 
 _starter: Connection | None = None

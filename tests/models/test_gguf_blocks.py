@@ -6,7 +6,7 @@ import pytest
 
 from cumulo.kernels.cpu.packed_linear import PackedWeight, native
 from cumulo.models.files.gguf_blocks import affine_blocks, float_array, held_bytes, is_quantised
-from cumulo.models.files.gguf_file import BLOCK_TYPES, FLOAT_TYPES, GGUFTensor, open_gguf
+from cumulo.models.files.gguf_file import BLOCK_BYTES, FLOAT_TYPES, GGUFTensor, open_gguf
 from cumulo.models.files.hub import built_in_model
 from tests.models.gguf_writing import quantised
 
@@ -25,7 +25,7 @@ def reference(tensor: GGUFTensor) -> np.ndarray:
         return gguf.dequantize(tensor.raw, gguf.GGMLQuantizationType[tensor.type_name])
 
 
-@pytest.mark.parametrize("type_name", BLOCK_TYPES + FLOAT_TYPES)
+@pytest.mark.parametrize("type_name", [*BLOCK_BYTES, *FLOAT_TYPES])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_blocks_dequantise_to_the_reference_bit_for_bit(type_name, seed):
     tensor = random_tensor(type_name, seed)
@@ -45,7 +45,7 @@ def test_quantised_weights_dequantise_to_the_reference_bit_for_bit(type_name):
     assert np.abs(float_array(tensor) - values).max() < 0.02
 
 
-@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+@pytest.mark.parametrize("type_name", BLOCK_BYTES)
 def test_codes_are_whole_numbers_of_the_format_and_rebuild_the_weights(type_name):
     tensor = random_tensor(type_name, 9)
     blocks = affine_blocks(tensor)
@@ -64,7 +64,7 @@ def test_codes_are_whole_numbers_of_the_format_and_rebuild_the_weights(type_name
     assert np.array_equal(rebuilt, reference(tensor), equal_nan=True)
 
 
-@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+@pytest.mark.parametrize("type_name", BLOCK_BYTES)
 def test_memory_is_planned_as_it_is_taken(type_name):
     library = native()
     if library is None or not library.has_half:

@@ -3,7 +3,6 @@
 import os
 import time
 from multiprocessing import Pipe
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,7 @@ import torch
 from cumulo.errors import RanksFailed
 from cumulo.ranks.collectives import all_reduce, barrier
 from cumulo.ranks.groups import world_group
-from cumulo.ranks.start import _collect
+from cumulo.ranks.start import RankProcesses
 from tests.train.pool import run_ranks
 
 
@@ -61,8 +60,10 @@ def test_a_rank_that_dies_is_named_and_replaced() -> None:
 def test_what_came_in_time_is_heard_though_it_is_late_when_we_look() -> None:
     ours, theirs = Pipe()
     theirs.send(("done", 5))
-    rank = SimpleNamespace(pipe=ours, hear=ours.recv)
-    assert _collect({0: rank}, 0.0, lambda message: None) == [5]  # type: ignore[dict-item]
+    ranks = RankProcesses(print, (), ())
+    ranks.adopt(0, ours)
+    assert ranks.collect(0.0) == [5]
+    ranks.end()
 
 
 def test_a_hang_ends_with_the_stacks_of_all_who_waited() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cumulo.kernels.cpu.affine_blocks import AffineBlocks
-from cumulo.models.files.gguf_file import FLOAT_TYPES, GGUFTensor
+from cumulo.models.files.gguf_file import BLOCK_BYTES, FLOAT_TYPES, GGUFTensor
 
 
 def is_quantised(tensor: GGUFTensor) -> bool:
@@ -22,15 +22,15 @@ def is_quantised(tensor: GGUFTensor) -> bool:
 
 def affine_blocks(tensor: GGUFTensor) -> AffineBlocks:
     """A quantised tensor as codes, scales and minima; dimensions before the last are flattened to rows."""
-    block_bytes, unpack = _FORMATS[tensor.type_name]
+    unpack, _ = _FORMATS[tensor.type_name]
     # Damaged files may hold NaN or infinite scales: they stay what they are, without a warning each.
     with np.errstate(all="ignore"):
-        return unpack(tensor.raw.reshape(tensor.rows, -1, block_bytes))
+        return unpack(tensor.raw.reshape(tensor.rows, -1, BLOCK_BYTES[tensor.type_name]))
 
 
 def held_bytes(tensor: GGUFTensor) -> int:
     """What a quantised tensor takes in memory while it stays quantised, as `PackedWeight` lays it out."""
-    bits, group, numbers, number_bytes = _HELD[tensor.type_name]
+    bits, group, numbers, number_bytes = _FORMATS[tensor.type_name][1]
     weights = tensor.rows * tensor.columns
     return weights * bits // 8 + weights // group * numbers * number_bytes
 
@@ -118,6 +118,12 @@ def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _rows(scale), -_rows(minimum)
 
 
+def _high_bits(packed: np.ndarray) -> np.ndarray:
+    """[rows, blocks, 32] bytes to 256 values: bit g of byte i belongs to weight i in run g of 32."""
+    bits = packed[:, :, None] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    return bits.reshape(*packed.shape[:2], 256)
+
+
 def _q4_k(blocks: np.ndarray) -> AffineBlocks:
     scale, minimum = _k_scales(blocks)
     return AffineBlocks(_rows(_nibbles(blocks[:, :, 16:], 32)), scale, minimum, 4, 32)
@@ -126,10 +132,7 @@ def _q4_k(blocks: np.ndarray) -> AffineBlocks:
 def _q5_k(blocks: np.ndarray) -> AffineBlocks:
     scale, minimum = _k_scales(blocks)
     codes = _nibbles(blocks[:, :, 48:], 32)
-    rows, count = codes.shape[:2]
-    # Bit g of byte i is the fifth bit of weight i in group g.
-    high = blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
-    codes |= high.reshape(rows, count, 256) << np.uint8(4)
+    codes |= _high_bits(blocks[:, :, 16:48]) << np.uint8(4)
     return AffineBlocks(_rows(codes).view(np.int8), scale, minimum, 8, 32)
 
 
@@ -149,9 +152,8 @@ def _q2_k(blocks: np.ndarray) -> AffineBlocks:
 
 def _q3_k(blocks: np.ndarray) -> AffineBlocks:
     rows, count = blocks.shape[:2]
-    # Bit g of byte i is the third bit of weight i in run g of 32; without it the weight is 4 less.
-    high = blocks[:, :, None, 0:32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
-    codes = _bit_pairs(blocks[:, :, 32:96]) | high.reshape(rows, count, 256) << np.uint8(2)
+    # Without its third bit a weight is 4 less.
+    codes = _bit_pairs(blocks[:, :, 32:96]) | _high_bits(blocks[:, :, 0:32]) << np.uint8(2)
     # Sixteen six-bit scales: eight bytes with two low halves each, then four with four pairs of high bits.
     low = np.concatenate([blocks[:, :, 96:104] & 0x0F, blocks[:, :, 96:104] >> 4], axis=-1)
     top = blocks[:, :, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
@@ -179,36 +181,27 @@ def _iq4_xs(blocks: np.ndarray) -> AffineBlocks:
 
 def _q6_k(blocks: np.ndarray) -> AffineBlocks:
     codes = _nibbles(blocks[:, :, 0:128], 64)
-    rows, count = codes.shape[:2]
     # Per half block of 128: 32 bytes whose four bit pairs are the top bits of four runs of 32 weights.
-    pairs = (
-        blocks[:, :, 128:192].reshape(rows, count, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    )
-    codes |= (pairs & np.uint8(3)).reshape(rows, count, 256) << np.uint8(4)
+    codes |= _bit_pairs(blocks[:, :, 128:192]) << np.uint8(4)
     scales = blocks[:, :, 192:208].view(np.int8).astype(np.float32)
     scale = _half(blocks, 208)[:, :, None] * scales
     return AffineBlocks(_rows(codes).view(np.int8) - np.int8(32), _rows(scale), None, 8, 16)
 
 
-_FORMATS: dict[str, tuple[int, Callable[[np.ndarray], AffineBlocks]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "Q2_K": (84, _q2_k),
-    "Q3_K": (110, _q3_k),
-    "IQ4_NL": (18, _iq4_nl),
-    "IQ4_XS": (136, _iq4_xs),
+# How blocks are unpacked; then, in memory: bits of a code, weights of a group, how many numbers a group has (a
+# scale, a minimum; 4-bit codes always have both), of how many bytes. Those of the K formats are products, which
+# two bytes do not hold.
+_FORMATS: dict[str, tuple[Callable[[np.ndarray], AffineBlocks], tuple[int, int, int, int]]] = {
+    "Q4_0": (_q4_0, (4, 32, 2, 2)),
+    "Q4_1": (_q4_1, (4, 32, 2, 2)),
+    "Q5_0": (_q5_0, (8, 32, 1, 2)),
+    "Q5_1": (_q5_1, (8, 32, 2, 2)),
+    "Q8_0": (_q8_0, (8, 32, 1, 2)),
+    "Q4_K": (_q4_k, (4, 32, 2, 4)),
+    "Q5_K": (_q5_k, (8, 32, 2, 4)),
+    "Q6_K": (_q6_k, (8, 16, 1, 4)),
+    "Q2_K": (_q2_k, (8, 16, 2, 4)),
+    "Q3_K": (_q3_k, (8, 16, 1, 4)),
+    "IQ4_NL": (_iq4_nl, (8, 32, 1, 2)),
+    "IQ4_XS": (_iq4_xs, (8, 32, 1, 4)),
 }
-
-# Bits of a code in memory, weights of a group, and how many numbers a group has (a scale, a minimum; 4-bit codes
-# always have both), of how many bytes: those of the K formats are products, which do not fit into two.
-_HELD = {
-    "Q4_0": (4, 32, 2, 2), "Q4_1": (4, 32, 2, 2), "Q5_0": (8, 32, 1, 2), "Q5_1": (8, 32, 2, 2),
-    "Q8_0": (8, 32, 1, 2), "Q4_K": (4, 32, 2, 4), "Q5_K": (8, 32, 2, 4), "Q6_K": (8, 16, 1, 4),
-    "Q2_K": (8, 16, 2, 4), "Q3_K": (8, 16, 1, 4), "IQ4_NL": (8, 32, 1, 2), "IQ4_XS": (8, 32, 1, 4),
-}  # fmt: skip

@@ -27,7 +27,7 @@ _TYPES = {
     11: ("Q3_K", 256, 110), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
 }  # fmt: skip
 SUPPORTED_TYPES = tuple(name for name, _, _ in _TYPES.values())
-BLOCK_TYPES = tuple(name for name in SUPPORTED_TYPES if name not in FLOAT_TYPES)
+BLOCK_BYTES = {name: size for name, _, size in _TYPES.values() if name not in FLOAT_TYPES}
 _OTHER_TYPES = {  # that are named where a file is refused
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
