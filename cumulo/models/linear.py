@@ -17,7 +17,7 @@ from cumulo.kernels.packed import Packed
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """Of which type and on which device a module's parameters are made."""
+    """Type and device of the parameters that a module is made with."""
 
     dtype: torch.dtype
     device: torch.device | str

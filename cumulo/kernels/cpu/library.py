@@ -124,7 +124,7 @@ def _compile(compiler: str, target: Path) -> None:
 
 
 def _fields(*lines: tuple[type, str]) -> tuple[tuple[str, type], ...]:
-    """As the headers write them: a type and the names of that type, line by line."""
+    """Lines as the headers have them: a type and the names of that type."""
     return tuple((name, kind) for kind, names in lines for name in names.split())
 
 

@@ -71,7 +71,7 @@ class Optimizer:
         return norm
 
     def norm(self) -> Tensor:
-        """Of all gradients together."""
+        """The joint norm of all gradients."""
         gradients = [tensor.grad for tensor in self.masters.values() if tensor.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 

@@ -124,7 +124,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(updated, config, spec, masters, wholes)
 
     def norm(self) -> Tensor:
-        """Over all ranks."""
+        """The joint norm over all ranks."""
         if self._groups.layout.world == 1:
             return super().norm()
         by_holders: dict[int, list[Tensor]] = {}
