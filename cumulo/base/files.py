@@ -1,12 +1,21 @@
-"""Writing and comparing files: reports that a user has named, files that appear whole or not at all, and digests of
-large files from pieces of them."""
+"""Reading, writing and comparing files: text that a user has named, files that appear whole or not at all, and
+digests of large files from pieces of them."""
 
 import os
 import secrets
 from hashlib import blake2b
 from pathlib import Path
 
-from cumulo.errors import CumuloError
+from cumulo.errors import ConfigError, CumuloError
+
+
+def read_text_file(path: Path, what: str = "") -> str:
+    """What cannot be read is said in one line. `what`: before the path in the error, such as "the plan"."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {what}{what and ' '}{path}: {reason}") from error
 
 
 def write_text_file(path: Path, text: str, what: str = "") -> None:

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
+from cumulo.base.files import read_text_file
 from cumulo.base.nearest import did_you_mean
 from cumulo.errors import ConfigError, CumuloError
 
@@ -125,6 +127,16 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError("its brackets are nested too deeply") from None
     except ValueError as error:  # what looks like a date and is none
         raise yaml.YAMLError(str(error)) from None
+
+
+def read_yaml(path: Path, what: str = "") -> Any:
+    """The content of a user's YAML file; `what` as in `read_text_file`."""
+    text = read_text_file(path, what)
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError as error:
+        reason = f"it is not valid YAML: {yaml_problem(error)}"
+        raise ConfigError(f"cannot read {what}{what and ' '}{path}: {reason}") from error
 
 
 def set_value(name: str, text: str) -> Any:

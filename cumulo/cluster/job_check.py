@@ -7,6 +7,7 @@ Most rules are lines of a table, data/job_rules.yaml: the form of a text, or the
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -35,8 +36,9 @@ class JobFileError(ConfigError):
         self.problems = found
 
 
-def in_file(error: ConfigError, path: str, text: str, root: str) -> ConfigError:
+def in_file(error: ConfigError, path: Path, root: str) -> ConfigError:
     """The same error with the file's line before each problem. `root` is what the error calls the whole file."""
+    text = path.read_text("utf-8")
     found: Sequence[Problem]
     if isinstance(error, JobFileError):
         found = error.problems

@@ -12,9 +12,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from cumulo.base.strict import build, load_yaml, yaml_problem
+from cumulo.base.strict import build, read_yaml
 from cumulo.cluster.job_check import JobFileError, check_job, in_file
 from cumulo.cluster.job_settings import JobFile as JobFile  # callers name it together with read_job
 from cumulo.errors import ConfigError
@@ -23,19 +21,13 @@ _ROOT = "the job"
 
 
 def read_job(path: Path) -> JobFile:
-    try:
-        text = path.read_text("utf-8")
-        content = load_yaml(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read the job file {path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
+    content = read_yaml(path, "the job file")
     try:
         job = build(JobFile, content, _ROOT)
         check_job(job)
         return resolved(job, path.resolve().parent)
     except ConfigError as error:
-        raise in_file(error, str(path), text, _ROOT) from None
+        raise in_file(error, path, _ROOT) from None
 
 
 def job_from(content: Any, where: str = _ROOT, checked: bool = True) -> JobFile:

@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from cumulo.base.strict import build
 from cumulo.cluster.job_settings import JobFile
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import ConfigError
-from cumulo.plan.serve.plan_file import ServePlanFile
+from cumulo.plan.serve.plan_file import read_plan
 
 _SIZES = ("tp", "pp", "dp", "ep")
 
@@ -65,7 +62,7 @@ def served_shape(job: JobFile) -> ServedShape:
     serve = job.serve
     assert serve is not None
     if serve.plan is not None:
-        plan = build(ServePlanFile, yaml.safe_load(Path(serve.plan).read_text("utf-8")), serve.plan)
+        plan = read_plan(Path(serve.plan))
         shape = ServedShape(plan.tp, plan.pp, 1, plan.ep, plan.decode or plan.replicas, plan.prefill)
     else:
         tp, pp, dp, ep = (size_option(serve.options, name) or 1 for name in _SIZES)

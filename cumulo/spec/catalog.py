@@ -13,10 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cumulo.base.nearest import nearest
-from cumulo.base.strict import build, package_yaml, yaml_problem
+from cumulo.base.strict import build, package_yaml, read_yaml
 from cumulo.errors import ConfigError, ModelError
 from cumulo.spec.check import checked
 from cumulo.spec.cluster import Cluster, Fabric
@@ -38,7 +36,7 @@ class Catalog:
         """What ships with the package, and `files` on top."""
         tables = {kind: dict(package_yaml("cumulo.spec", f"catalog/{kind}.yaml")) for kind in _KINDS}
         for path in files:
-            for kind, entries in _read(path).items():
+            for kind, entries in _table(read_yaml(path, "the catalogue"), str(path)).items():
                 if kind not in _KINDS:
                     raise ConfigError(f"{path} contains an unknown table {kind!r}{_nearest(kind, _KINDS)}")
                 if not isinstance(entries, Mapping):
@@ -142,16 +140,6 @@ def cluster(
     gpus: int, device: str | None = None, node: str | None = None, fabric: str = "rail-infiniband"
 ) -> Cluster:
     return shipped().cluster(gpus, device, node, fabric)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the catalogue {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
-    return _table(content, str(path))
 
 
 def _table(content: Any, where: str) -> Mapping[str, Any]:

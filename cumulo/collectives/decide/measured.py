@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cumulo.base.files import read_text_file
 from cumulo.collectives.decide.catalog import algorithms
 from cumulo.collectives.decide.schedule import COLLECTIVES, Collective
 from cumulo.errors import ConfigError
@@ -54,14 +55,9 @@ def read_collective_profile(path: str) -> CollectiveProfile | None:
     """The profile in a file; None: no path was given."""
     if not path:
         return None
+    text = read_text_file(Path(path), "the profile of collectives")
     try:
-        data = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the profile of collectives {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not a profile of `cumulo bench collectives`: {error}") from error
-    try:
-        return collective_profile(data)
+        return collective_profile(json.loads(text))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} is not a profile of `cumulo bench collectives --profile FILE`: {type(error).__name__} {error}"

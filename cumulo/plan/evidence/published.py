@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from cumulo.base.files import read_text_file
 from cumulo.base.strict import package_csv, package_yaml
 from cumulo.errors import ConfigError
 from cumulo.layout.layout import Layout
@@ -60,10 +61,7 @@ def read_rows(path: Path, refused: list[str]) -> list[PublishedRow]:
     its usual value. `refused` takes why lines cannot be predicted."""
     found: list[PublishedRow] = []
     for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
-        try:
-            lines = list(csv.DictReader(file.read_text("utf-8").splitlines()))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {file}: {error}") from error
+        lines = list(csv.DictReader(read_text_file(file).splitlines()))
         for number, line in enumerate(lines, start=2):
             try:
                 found += rows_of([_USUAL | {name: text for name, text in line.items() if name and text}])

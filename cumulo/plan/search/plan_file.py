@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.quantities import GIB, quantity
-from cumulo.base.strict import build
+from cumulo.base.strict import build, read_yaml
 from cumulo.errors import ConfigError
 from cumulo.plan.job import OPERATIONS, TrainJob
 from cumulo.plan.search.run_cost import Stalls, Storage
@@ -112,26 +112,15 @@ def job_text(job: TrainJob) -> str:
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def job_from(text: str, model: ModelSpec, where: str) -> TrainJob:
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not YAML: {error}") from error
+def read_job(path: Path, model: ModelSpec, gpus: int) -> TrainJob:
+    content = read_yaml(path, "the job")
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{where} has no table of settings; write one with: cumulo plan train --save-job FILE"
+            f"{path} has no table of settings; write one with: cumulo plan train --save-job FILE"
         )
     if "model" in content:
-        raise ConfigError(f"{where} has a model; the command names it, so remove it there")
-    return build(TrainJob, {**content, "model": plain(model)}, where)
-
-
-def read_job(path: Path, model: ModelSpec, gpus: int) -> TrainJob:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the job {path}: {error}") from error
-    job = job_from(text, model, str(path))
+        raise ConfigError(f"{path} has a model; the command names it, so remove it there")
+    job = build(TrainJob, {**content, "model": plain(model)}, str(path))
     if job.layout.world != gpus:
         raise ConfigError(
             f"{path} has a layout of {job.layout.world:,} GPUs, but the cluster has {gpus:,}; use --gpus "

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from cumulo.base.quantities import quantity
-from cumulo.base.strict import build, yaml_problem
+from cumulo.base.strict import build, read_yaml
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide.core.config import BatchLimits
 from cumulo.errors import ConfigError
@@ -153,11 +153,9 @@ def plan_text(plan: ServePlanFile, command: str) -> str:
 
 
 def read_plan(path: Path) -> ServePlanFile:
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or yaml_problem(error)
-        raise ConfigError(f"cannot read the plan {path}: {reason}") from error
+    content = read_yaml(path, "the plan")
+    if not isinstance(content, dict) or "planned_for" not in content:
+        raise ConfigError(f"{path} is not a plan that `cumulo plan serve --out` wrote: it has no planned_for")
     return build(ServePlanFile, content, f"the plan {path}")
 
 

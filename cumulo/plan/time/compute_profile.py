@@ -7,10 +7,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cumulo.base.nearest import did_you_mean
-from cumulo.base.strict import package_yaml
+from cumulo.base.strict import package_yaml, read_yaml
 from cumulo.errors import ConfigError
 from cumulo.plan.job import DTYPE_BYTES
 from cumulo.plan.time.efficiency import GENERATIONS, Profile, composed, shipped_efficiency
@@ -33,10 +31,7 @@ class Profiles:
         made = _composed()
         known, current = made | _profiles(content, "profiles.yaml", made), dict(content["current"])
         for path in files:
-            try:
-                extra = yaml.safe_load(path.read_text("utf-8"))
-            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-                raise ConfigError(f"cannot read the profile {path}: {error}") from error
+            extra = read_yaml(path, "the profile")
             if not isinstance(extra, Mapping) or "profiles" not in extra:
                 raise ConfigError(f"{path} has no table `profiles`; write one with: cumulo calibrate")
             known |= _profiles({"profiles": {**content["profiles"], **extra["profiles"]}}, str(path), made)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import yaml
 
 from cumulo.base import strict
-from cumulo.base.strict import yaml_problem
 from cumulo.collectives.decide.measured import parse_choices, read_collective_profile
 from cumulo.errors import ConfigError
 from cumulo.layout.check import batch_problem, layout_problems
@@ -192,13 +191,7 @@ class TrainConfig:
 
 def load_config(path: Path, changes: Mapping[str, str] | None = None) -> TrainConfig:
     """From a YAML file, with settings such as {"optimizer.learning_rate": "1e-3"} on top."""
-    try:
-        data = strict.load_yaml(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {reason}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
+    data = strict.read_yaml(path)
     return config_from(data or {}, str(path), changes)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cumulo.base.nearest import nearest
-from cumulo.cluster.drivers.kubernetes.fit import check_against_plan, check_fit, read_plan
+from cumulo.cluster.drivers.kubernetes.fit import check_against_plan, check_fit
 from cumulo.cluster.drivers.kubernetes.manifest_source import (
     FieldPath,
     Manifest,
@@ -21,6 +21,7 @@ from cumulo.cluster.drivers.kubernetes.manifest_source import (
 from cumulo.cluster.drivers.kubernetes.references import ObjectSet, check_references
 from cumulo.cluster.drivers.kubernetes.schemas import ObjectKind, Schema, SchemaBook, book_with, is_quantity
 from cumulo.errors import ConfigError
+from cumulo.plan.serve.plan_file import read_plan
 
 _WORDS = {
     "string": "a string", "integer": "a whole number", "number": "a number", "boolean": "true or false",

@@ -3,11 +3,7 @@ against its queue's quota, and all of them against the plan that the manifests c
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import yaml
-
-from cumulo.base.strict import build
 from cumulo.cluster.drivers.kubernetes.manifest_source import FieldPath, Manifest
 from cumulo.cluster.drivers.kubernetes.pods import PodSpec, gpu_path, pods_of, quantity
 from cumulo.cluster.drivers.kubernetes.references import QUEUE_LABEL, ObjectSet
@@ -119,16 +115,6 @@ def _nominal(queue: Manifest) -> dict[str, float]:
 
 
 # -- the plan -----------------------------------------------------------------------------------------------
-def read_plan(path: Path) -> ServePlanFile:
-    try:
-        found = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the plan {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict) or "planned_for" not in found:
-        raise ConfigError(f"{path} is not a plan that `cumulo plan serve --out` wrote: it has no planned_for")
-    return build(ServePlanFile, found, str(path))
-
-
 def check_against_plan(manifests: Sequence[Manifest], plan: ServePlanFile, node_gpus: int) -> None:
     """The workloads with GPUs are those of the plan."""
     pods = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from cumulo.base.files import read_text_file
 from cumulo.errors import ConfigError
 
 FieldPath = tuple[str | int, ...]
@@ -137,10 +138,7 @@ def manifest_files(paths: list[Path]) -> list[Path]:
 
 def read_manifests(path: Path) -> list[Manifest]:
     """All objects of a file; `-` is the standard input."""
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    text = sys.stdin.read() if str(path) == "-" else read_text_file(path)
     return parse_manifests(text, str(path))
 
 

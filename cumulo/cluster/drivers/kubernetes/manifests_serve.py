@@ -26,6 +26,7 @@ from cumulo.cluster.job_file import JobFile
 from cumulo.cluster.job_settings import ServeWork
 from cumulo.cluster.served_shape import ServedShape, served_shape
 from cumulo.errors import ConfigError
+from cumulo.plan.serve.plan_file import read_plan
 
 _PICKER_PORT = "9002"  # where endpoint pickers of the Gateway API listen
 
@@ -97,7 +98,7 @@ def _model_argument(job: JobFile, serve: ServeWork) -> list[str]:
     """A folder of this machine is on the volume in the cluster."""
     model = serve.model
     if serve.plan is not None:
-        model = yaml.safe_load(Path(serve.plan).read_text("utf-8")).get("model")
+        model = read_plan(Path(serve.plan)).model
     if model and Path(model).is_absolute() and job.kubernetes.claim:
         model = f"{DATA}/models/{Path(model).name}"
     return [model] if model else []

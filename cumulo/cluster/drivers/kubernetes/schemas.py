@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from cumulo.base.files import read_text_file
 from cumulo.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"
@@ -145,9 +146,10 @@ def read_definitions(folder: Path) -> Iterator[ObjectKind]:
     if not files:
         raise ConfigError(f"{folder} contains no YAML files with CustomResourceDefinitions")
     for path in files:
+        text = read_text_file(path, "the definitions in")
         try:
-            documents = list(yaml.load_all(path.read_text("utf-8"), _LOADER))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            documents = list(yaml.load_all(text, _LOADER))
+        except yaml.YAMLError as error:
             raise ConfigError(f"cannot read the definitions in {path}: {error}") from error
         for document in documents:
             if isinstance(document, dict) and document.get("kind") == "CustomResourceDefinition":
