@@ -1,9 +1,9 @@
 """SamplingParams: what a user may ask of one request. Validated when made, so nothing below checks again."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from cumulo.errors import InvalidRequest
 
@@ -70,35 +70,15 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name in (
-            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "length_penalty",
-        ):  # fmt: skip
+        for name, (is_whole, words, is_allowed) in _NUMBERS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise InvalidRequest(f"{name} must be a finite number, got {value!r}")
-        for name in (
-            "top_k", "min_tokens", "n", "max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of",
-            "beam_width",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise InvalidRequest(f"{name} must be a whole number, got {value!r}")
-        _require(self.temperature >= 0, f"temperature must be 0 or more, got {self.temperature}")
-        _require(self.top_k >= 0, f"top_k must be 0 (off) or more, got {self.top_k}")
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
-        _require(
-            self.repetition_penalty > 0, f"repetition_penalty must be > 0, got {self.repetition_penalty}"
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2 <= value <= 2, f"{name} must be in [-2, 2], got {value}")
-        _require(
-            self.max_tokens is None or self.max_tokens >= 1,
-            f"max_tokens must be 1 or more, got {self.max_tokens}; leave it out for as many as fit",
-        )
-        _require(self.min_tokens >= 0, f"min_tokens must be 0 or more, got {self.min_tokens}")
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+            if not is_number or not (is_whole or math.isfinite(value)):
+                kind = "whole" if is_whole else "finite"
+                raise InvalidRequest(f"{name} must be a {kind} number, got {value!r}")
+            _require(is_allowed(value), f"{name} must be {words}, got {value}")
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
@@ -113,22 +93,11 @@ class SamplingParams:
             _require(
                 isinstance(bias, (int, float)) and not math.isnan(bias), f"logit_bias of {token} is {bias!r}"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(
-                value is None or 0 <= value <= MAX_LOGPROBS,
-                f"{name} must be 0 to {MAX_LOGPROBS}, got {value}",
-            )
-        _require(1 <= self.n <= MAX_SAMPLES, f"n must be 1 to {MAX_SAMPLES}, got {self.n}")
         if self.best_of is not None:
-            _require(
-                self.n <= self.best_of <= MAX_SAMPLES,
-                f"best_of must be n ({self.n}) to {MAX_SAMPLES}, got {self.best_of}",
-            )
+            _require(self.n <= self.best_of, f"best_of must be n ({self.n}) or more, got {self.best_of}")
         if self.beam_width is not None:
             _require(
-                self.n <= self.beam_width <= MAX_LOGPROBS // 2,
-                f"beam_width must be n ({self.n}) to {MAX_LOGPROBS // 2}, got {self.beam_width}",
+                self.n <= self.beam_width, f"beam_width must be n ({self.n}) or more, got {self.beam_width}"
             )
             _require(self.best_of is None, "best_of has no meaning with beam search; set n and beam_width")
             _require(
@@ -170,6 +139,34 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before a token is drawn: by penalties or a bias."""
+        penalised = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalised or self.logit_bias)
+
+
+# Of each number: whether it is a whole one, what it must be in words, and the rule.
+_NUMBERS: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
+    "temperature": (False, "0 or more", lambda value: value >= 0),
+    "top_k": (True, "0 (off) or more", lambda value: value >= 0),
+    "top_p": (False, "in (0, 1]", lambda value: 0 < value <= 1),
+    "min_p": (False, "in [0, 1]", lambda value: 0 <= value <= 1),
+    "repetition_penalty": (False, "> 0", lambda value: value > 0),
+    "presence_penalty": (False, "in [-2, 2]", lambda value: -2 <= value <= 2),
+    "frequency_penalty": (False, "in [-2, 2]", lambda value: -2 <= value <= 2),
+    "length_penalty": (False, "finite", lambda value: True),
+    "seed": (True, "whole", lambda value: True),
+    "max_tokens": (True, "1 or more, or left out for as many as fit", lambda value: value >= 1),
+    "min_tokens": (True, "0 or more", lambda value: value >= 0),
+    "logprobs": (True, f"0 to {MAX_LOGPROBS}", lambda value: 0 <= value <= MAX_LOGPROBS),
+    "prompt_logprobs": (True, f"0 to {MAX_LOGPROBS}", lambda value: 0 <= value <= MAX_LOGPROBS),
+    "n": (True, f"1 to {MAX_SAMPLES}", lambda value: 1 <= value <= MAX_SAMPLES),
+    "best_of": (True, f"n to {MAX_SAMPLES}", lambda value: value <= MAX_SAMPLES),
+    "beam_width": (True, f"n to {MAX_LOGPROBS // 2}", lambda value: value <= MAX_LOGPROBS // 2),
+}
+_MAY_BE_NONE = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of", "beam_width"}
 
 
 def _require(condition: bool, message: str) -> None:
