@@ -34,7 +34,6 @@ from cumulo.engine.play.player import Player, adapter_obstacle, make_player, ref
 from cumulo.engine.play.rank_player import RankSetup, start_ranks
 from cumulo.engine.play.ranked_runner import RankedRunner
 from cumulo.engine.play.runner_torch import TorchRunner
-from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
 from cumulo.engine.play.transfer_wire import RankCaches, SentCache
@@ -180,8 +179,8 @@ def _engine(
     guidance: Guidance | None,
 ) -> Engine:
     scheduler = Scheduler(scheduler_config(config, memory))
-    if memory.tier_blocks:
-        scheduler.costs.swap_s_per_block = player.runner.measure_swap_s()
+    if player.runner.pool is not None:
+        scheduler.costs.swap_s_per_block = player.runner.pool.measure_s()
     return Engine(
         scheduler,
         player.runner,
@@ -320,9 +319,8 @@ def _link(
 def _mover(engine: Engine, player: Player, config: EngineConfig, files: ModelFiles) -> TierMover:
     fingerprint = kv_fingerprint(files.path, files.spec, config, player.runs_on)
     folder = KvFiles(Path(config.kv_disk), fingerprint, int(config.kv_disk_gib * GIB))
-    pool = getattr(player.runner, "pool", None)
-    assert isinstance(pool, SwapPool)  # memory was planned with host blocks for it
-    return TierMover(folder, pool, engine.scheduler)
+    assert player.runner.pool is not None  # memory was planned with host blocks for it
+    return TierMover(folder, player.runner.pool, engine.scheduler)
 
 
 def compile_kernels(engine: Engine) -> None:

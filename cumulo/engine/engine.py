@@ -264,7 +264,7 @@ class Engine:
                 del fresh[index:]
                 break
         if stream.matched is not None:
-            self.scheduler.finish(sequence, "stop", now_s, stream.matched)
+            self.scheduler.batch.finish(sequence, "stop", now_s, stream.matched)
             sequence.finish_reason, sequence.stop_reason = "stop", stream.matched  # also if it hit its length
         elif sequence.state == State.FINISHED:
             text += stream.finish()

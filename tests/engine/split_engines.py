@@ -44,7 +44,7 @@ class PrefillThread:
         while not self._ended:
             self.awake.wait()
             if not engine.has_work or engine.idle:
-                select.select([engine.link], [], [], 0.01)
+                select.select([engine.link.news], [], [], 0.01)
             engine.exchange()
             if engine.has_work:
                 engine.step()
@@ -75,7 +75,7 @@ def decode_engine(decoder: Decoder, peers: list[tuple[str, str]], **options) -> 
 
 def wait_for_peers(engine: Engine, count: int = 1) -> None:
     while len(engine.scheduler.transfers.peers) < count:
-        select.select([engine.link], [], [], 1.0)
+        select.select([engine.link.news], [], [], 1.0)
         engine.exchange()
 
 
@@ -85,7 +85,7 @@ def run_split(engine: Engine, between: Callable[[int], None] | None = None) -> d
     turns = 0
     while engine.has_work or engine.scheduler.transferring:
         if engine.idle or not engine.has_work:
-            select.select([engine.link], [], [], 0.01)
+            select.select([engine.link.news], [], [], 0.01)
         engine.exchange()
         if engine.has_work:
             finished |= {output.request_id: output for output in engine.step().finished}

@@ -41,7 +41,7 @@ def search(model: peers.transformers.LlamaForCausalLM, prompt: list[int], **opti
                 for tokens, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
             ]
         )
-        if not step.done:
+        if not beams.done:
             sequences = [[*sequences[p], t] for p, t in zip(step.parents, step.tokens, strict=True)]
             assert [s[len(prompt) :] for s in sequences] == [beam.tokens for beam in beams.live]
     return beams
@@ -115,8 +115,8 @@ def test_ties_go_to_the_earlier_beam_and_the_lower_token() -> None:
 
 def test_reaching_max_tokens_finishes_the_live_beams_by_length() -> None:
     beams = BeamSearch(width=2, n=2, max_tokens=1, stop_ids=[1])
-    step = beams.advance([[(4, -0.5), (1, -1.0), (6, -4.0), (7, -5.0)]])
-    assert step.done
+    beams.advance([[(4, -0.5), (1, -1.0), (6, -4.0), (7, -5.0)]])
+    assert beams.done
     assert [(h.tokens, h.finish_reason) for h in beams.best()] == [([4], "length"), ([1], "stop")]
 
 
@@ -147,9 +147,9 @@ def test_every_search_ends_with_sorted_results_and_no_duplicates(
             for _ in beams.live
         ]
         step = beams.advance(candidates)
-        assert len(step.parents) == len(step.tokens) == (0 if step.done else width)
+        assert len(step.parents) == len(step.tokens) == (0 if beams.done else width)
         assert len(set(zip(step.parents, step.tokens, strict=True))) == len(step.tokens)
-        if step.done:
+        if beams.done:
             break
     assert beams.done
     best = beams.best()

@@ -20,7 +20,7 @@ def searched_alone(made: Request) -> list[tuple[list[int], float]]:
     beams, prompt = [[]], made.prompt.tolist()
     while True:
         step = search.advance([candidates(prompt + beam, VOCAB, 2 * width) for beam in beams])
-        if step.done:
+        if search.done:
             return [(list(h.tokens), h.logprob) for h in search.best()]
         beams = [[*beams[parent], token] for parent, token in zip(step.parents, step.tokens, strict=True)]
 

@@ -31,7 +31,7 @@ def test_the_books_balance_after_every_operation(seed: int, blocks: int):
             owners.append(table[:])
         elif action < 0.7 and owners:
             block_hash = rng.randbytes(16)
-            pool.register(rng.choice(rng.choice(owners)), block_hash)
+            pool.register_many([rng.choice(rng.choice(owners))], [block_hash])
             known.append(block_hash)
         elif action < 0.8 and known:
             hits = pool.cached_prefix([rng.choice(known)])
@@ -62,7 +62,7 @@ def test_freeing_twice_is_noticed():
 def test_a_freed_block_can_be_found_again_until_it_is_reused():
     pool = BlockPool(2, 4)
     table = pool.allocate_many(2)
-    pool.register(table[0], b"a" * 16)
+    pool.register_many(table[:1], [b"a" * 16])
     pool.release(table)
     assert pool.cached_prefix([b"a" * 16]) == [table[0]]
     pool.allocate()  # the block without a hash goes first

@@ -30,11 +30,11 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """What one step decided. Beam i of the next step is beam parents[i] of this one plus tokens[i]."""
+    """What one step decided. Beam i of the next step is beam parents[i] of this one plus tokens[i]. Both are empty
+    where nothing live is worth continuing."""
 
     parents: list[int]
     tokens: list[int]
-    done: bool  # nothing live is worth continuing; parents and tokens are empty
 
 
 @dataclass(slots=True)
@@ -113,9 +113,7 @@ class BeamSearch:
         self.kept = sorted([*self.kept, *new], key=lambda hypothesis: -hypothesis.score)[: self.width]
         self.live = live
         self.done = not live or self._cannot_improve(length)
-        if self.done:
-            return BeamStep([], [], True)
-        return BeamStep(parents, tokens, False)
+        return BeamStep([], []) if self.done else BeamStep(parents, tokens)
 
     def best(self) -> list[Hypothesis]:
         """The `n` best hypotheses, best first. Complete once `done`."""
@@ -165,12 +163,10 @@ def _advance(batch: RequestBatch, request: Request, now_s: float) -> None:
     if any(sequence.candidates is None for sequence in live):
         return
     step = beam.advance([sequence.candidates or [] for sequence in live])
-    if request.story.first_token_s is None:
-        request.story.first_token_s = now_s
-        request.story.add(now_s, "first_token")
+    request.story.note_token(now_s)
     for sequence in live:
         sequence.candidates = None
-    if step.done:
+    if beam.done:
         for sequence in live:
             batch.finish(sequence, "stop", now_s)
         return

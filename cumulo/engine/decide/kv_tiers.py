@@ -214,9 +214,9 @@ class Tiers(Extension):
         tokens = len(blocks) * size
         sequence.computed += tokens
         costs, story = self._batch.kv.costs, sequence.request.story
-        if not any(
-            event.kind == "fetched" for event in story.events
-        ):  # read from disk before that: it was told
+        if all(
+            event.kind != "fetched" for event in story.events
+        ):  # else it was read from disk, and that was told
             self.counts.host_hit_tokens += tokens
             story.add(
                 now_s, "fetched", where="in host memory", tokens=tokens,

@@ -131,9 +131,8 @@ class StepResult:
     accepted: dict[int, list[int]] = field(default_factory=dict)
     accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     round_hits: dict[int, list[int]] = field(default_factory=dict)  # by draw index: drafts kept, by round
-    proposed: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # by draw index: a draft model's tokens behind it
+    # By draw index: a draft model's tokens behind it,
+    proposed: dict[int, list[int]] = field(default_factory=dict)
     # ... and, where the drafter says so, with which chance each is right, those before it being right
     chances: dict[int, list[float]] = field(default_factory=dict)
     proposing_s: float = 0.0  # of the step's time

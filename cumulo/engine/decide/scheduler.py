@@ -18,6 +18,7 @@ from cumulo.engine.decide.sharing.queue import TenantQueue
 from cumulo.engine.decide.sharing.steps import Sharing
 from cumulo.engine.decide.sharing.tenants import FairShares
 from cumulo.engine.decide.slo import SloScheduling
+from cumulo.engine.decide.speculation.accepted import Accepted
 from cumulo.engine.decide.speculation.policy import Speculation
 from cumulo.engine.decide.speculation.rounds import RoundPolicy
 from cumulo.engine.decide.transfer.orders import ComputeOrder, OrderFailed
@@ -46,6 +47,7 @@ class Scheduler(CoreScheduler):
         self.transfers = Transfers(batch, self.adapters)
         self.prefilling = Prefilling(batch)
         extensions: tuple[Extension | None, ...] = (
+            Accepted(batch),
             self.speculation,
             self.slo,
             self.tiers,

@@ -52,7 +52,7 @@ class Promises:
 
     def __init__(self, batch: RequestBatch) -> None:
         self._batch, self.cost = batch, batch.kv.costs
-        self._uncached: dict[
+        self.uncached: dict[
             str, int
         ] = {}  # by request: tokens of its prompt that were in no cache on arrival
         self.rows = self.context = 0  # of the last plan: who decodes
@@ -61,13 +61,9 @@ class Promises:
         self.left_s = 0.0  # of the step that is being planned, for prompts
         self.step_full = False  # its time ended before the prompts did
 
-    def add(self, request: Request, uncached: int) -> None:
-        """A request is queued."""
-        self._uncached[request.id] = uncached
-
     def drop(self, request: Request) -> None:
         """A request has ended."""
-        self._uncached.pop(request.id, None)
+        self.uncached.pop(request.id, None)
         self.output_tokens += _LEARN * (request.story.output_tokens - self.output_tokens)
 
     @property
@@ -79,7 +75,7 @@ class Promises:
         """Of its prompt, to compute; `uncached`: of one that has not been taken."""
         sequence = request.sequences[0]
         if sequence.state == State.WAITING:
-            return self._uncached.get(request.id, uncached)
+            return self.uncached.get(request.id, uncached)
         return max(0, sequence.to_compute)
 
     @property
@@ -225,7 +221,7 @@ def _own_obstacle(batch: RequestBatch, promises: Promises, request: Request, roo
                 f"its next token would take {quantity(alone_s, 's')} without any prompts, and its ITL is "
                 f"{quantity(promise.itl_s, 's')}"
             )
-    pool, waiting = batch.pool, [one for one in promises.waiting if _is_queued(one)]
+    pool, waiting = batch.pool, [one for one in promises.waiting if one.sequences[0].state == State.WAITING]
     slots = len(batch.kv.free_slots) - sum(one.params.samples for one in waiting)
     if slots < request.params.samples:
         return f"all {batch.config.max_running} sequences that can run at a time are taken"
@@ -238,10 +234,6 @@ def _own_obstacle(batch: RequestBatch, promises: Promises, request: Request, roo
             f"need {growing:.0f} more, and {pool.free_count} of {pool.blocks} are free"
         )
     return ""
-
-
-def _is_queued(request: Request) -> bool:
-    return request.sequences[0].state == State.WAITING
 
 
 def _deadline_s(request: Request) -> float:
@@ -309,7 +301,7 @@ class SloScheduling(Extension):
                 story.add(now_s, "not_promised", why=outlook.why)
         elif not begun:
             request.order = (request.order[0] + config.priority_step_s, request.order[1])
-        promises.add(request, tokens)
+        promises.uncached[request.id] = tokens
 
     def request_ended(self, request: Request, now_s: float) -> None:
         if self.promises is not None:
@@ -366,14 +358,7 @@ class SloScheduling(Extension):
 def _turn(sequence: Sequence, now_s: float) -> tuple[bool, tuple[float, int]]:
     """By deadline; who has missed it already comes after those who have not."""
     request = sequence.request
-    promise = request.story.promise
-    late = (
-        promise is not None
-        and promise.ttft_s is not None
-        and request.story.first_token_s is None
-        and request.arrived_s + promise.ttft_s < now_s
-    )
-    return late, request.order
+    return request.story.first_token_s is None and _deadline_s(request) < now_s, request.order
 
 
 def _words(slo: Slo) -> str:

@@ -144,22 +144,30 @@ class Story:
         if self.waits_for == cause:
             return
         if self.waits_for != "preempted":  # one that gave way waits for that reason until it is back
-            self._wait(now_s, cause)
+            self.wait_for(now_s, cause)
         last = self.events[-1]
         news = last.kind != "blocked" or last.detail["cause"] != cause
         if news and len(self.events) < _MOST_EVENTS_WITH_WAITS:
             self.add(now_s, "blocked", cause=cause, why=why)
 
-    def wait_for(self, now_s: float, cause: WaitCause) -> None:
-        """It waits for something that is no place in the queue; what has happened is told by another event."""
-        self._wait(now_s, cause)
-
-    def _wait(self, now_s: float, cause: WaitCause | None) -> None:
+    def wait_for(self, now_s: float, cause: WaitCause | None) -> None:
         """The request waits for something else from now on, or (None) no more."""
         if self.waits_for is not None:
             since_s = self.arrived_s if self.waits_since_s is None else self.waits_since_s
             self.waits_s[self.waits_for] = self.waits_s.get(self.waits_for, 0.0) + now_s - since_s
         self.waits_for, self.waits_since_s = cause, now_s
+
+    def note_token(self, now_s: float) -> None:
+        """A token was drawn."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            self.add(now_s, "first_token")
+
+    def note_drafts(self, now_s: float, step: int, count: int, rate: float) -> None:
+        """Tokens were drafted, each of them right with this probability. Said once."""
+        if not self.drafted_tokens:
+            self.add(now_s, "drafting", step=step, count=count, rate=f"{rate:.0%}")
+        self.drafted_tokens += count
 
     def chunk(self, now_s: float, step: int, start: int, count: int, cut: bool) -> None:
         """Prompt tokens are computed; `cut`: fewer than could be, because other tenants have a share of the step.
@@ -179,14 +187,14 @@ class Story:
             self.add(now_s, "turns", step=step)
 
     def finish(self, now_s: float, output_tokens: int) -> None:
-        self._wait(now_s, None)
+        self.wait_for(now_s, None)
         self.finished_s, self.output_tokens = now_s, output_tokens
         if self.drafted_tokens:
             self.add(now_s, "speculated", accepted=self.accepted_tokens, drafted=self.drafted_tokens)
 
     def admit(self, now_s: float, step: int, tokens: int, cached: int, lost: int) -> None:
         """A sequence starts, or comes back after preemption with `lost` tokens to make up for."""
-        self._wait(now_s, None)
+        self.wait_for(now_s, None)
         if self.admitted_s is None:
             # One that another engine began finds tokens of its answer, too.
             self.admitted_s, self.cached_tokens = now_s, min(cached, self.prompt_tokens)
@@ -201,7 +209,7 @@ class Story:
     ) -> None:
         """A sequence gives way: to whom (a request's id), and what for."""
         self.preemptions += 1
-        self._wait(now_s, "preempted")
+        self.wait_for(now_s, "preempted")
         self.add(now_s, "preempted", step=step, cause=cause, by=by, why=why, blocks=blocks)
 
     @property

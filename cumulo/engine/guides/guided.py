@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,12 +283,11 @@ class GuidedSlots:
     def masks(
         self,
         slots: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        prompt_lengths: NDArray[np.int64],  # by slot, as `tokens`
-        tokens: NDArray[np.int32],
+        output_before: Callable[[int], NDArray[np.int32]],
         vocabulary: int,
     ) -> TokenMasks | None:
-        """What may be drawn at `positions` of `slots`; None if none of them is guided."""
+        """What each draw may be, whose slot is given; None if none of them is guided. `output_before`: by draw, the
+        tokens of the answer so far."""
         draws = [draw for draw, slot in enumerate(slots.tolist()) if slot in self._matchers]
         if not draws:
             return None
@@ -301,7 +300,7 @@ class GuidedSlots:
         for draw in draws:
             slot = int(slots[draw])
             matcher, seen, guide = self._matchers[slot]
-            output = tokens[slot, int(prompt_lengths[slot]) : int(positions[draw])]
+            output = output_before(draw)
             if slot in before:
                 matcher = _after_draft(before[slot], int(output[-1]))
                 if matcher is None:
@@ -323,7 +322,7 @@ class GuidedSlots:
                 if draw and slots[draw - 1] == slots[draw]:
                     errors[draw] = _FAILED  # behind a draft: it is drawn again without one
                     continue
-                matcher = self._renewed(slots, positions, prompt_lengths, tokens, draw, bits[row])
+                matcher = self._renewed(int(slots[draw]), output_before(draw), bits[row])
             if matcher.is_error() or row in too_slow:
                 error = matcher.get_error().replace("<non-verbose/>", "").strip()[:500]
                 errors[draw] = f"{_FAILED}: {error or _TOO_SLOW}"
@@ -331,18 +330,9 @@ class GuidedSlots:
                 self._guidance.forget(guides[row], slow=row in too_slow)
         return TokenMasks(np.array(draws, dtype=np.int64), bits, errors)
 
-    def _renewed(
-        self,
-        slots: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        prompt_lengths: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        draw: int,
-        row: NDArray[np.int32],
-    ) -> Any:
+    def _renewed(self, slot: int, output: NDArray[np.int32], row: NDArray[np.int32]) -> Any:
         """The slot's matcher with a lexer of its own, where the lexer that all requests with this guide share is
         full: this text alone may well fit into one. Fails as before if it does not."""
-        slot = int(slots[draw])
         matcher, seen, guide = self._matchers[slot]
         if "too many states" not in matcher.get_error():
             return matcher
@@ -350,8 +340,7 @@ class GuidedSlots:
         fresh = self._guidance.fresh(guide)
         if fresh is None:
             return matcher
-        start = int(prompt_lengths[slot])
-        fresh.consume_tokens(tokens[slot, start : start + seen].tolist())
+        fresh.consume_tokens(output[:seen].tolist())
         fresh.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._matchers[slot] = fresh, seen, guide
         return fresh

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -104,6 +104,10 @@ _KV_SCALE_BYTES = 4  # of int8 keys and values
 _STAGING_BYTES = 64 << 20  # of host memory, on the way to disk
 
 
+def _row(name: str, predicted_bytes: int, how: str) -> LedgerLine:
+    return LedgerLine(name, predicted_bytes, how=how)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftNeeds:
     """What speculation by a model or head takes."""
@@ -174,44 +178,41 @@ class Needs:
         context = self.context_with(kv_blocks)
         tokens, draws = config.max_tokens_per_step, min(config.max_running, config.max_tokens_per_step)
 
-        def row(name: str, predicted_bytes: int, how: str) -> LedgerLine:
-            return LedgerLine(name, predicted_bytes, how=how)
-
-        yield row("weights", self.weight_bytes, self._weights_in_words())
-        yield row(
+        yield _row("weights", self.weight_bytes, self._weights_in_words())
+        yield _row(
             "kv cache",
             kv_blocks * self.block_bytes,
             f"{kv_blocks:,} blocks of {config.block_size} tokens, {why}",
         )
         if self.draft is not None:
-            yield row(
+            yield _row(
                 "draft model", self.draft.weight_bytes, f"{self.draft.name}, which drafts for speculation"
             )
             if self.draft.step_token_bytes:
                 held = config.max_tokens_per_step * self.draft.step_token_bytes
-                yield row("draft buffers", held, "what the head sees of a step")
+                yield _row("draft buffers", held, "what the head sees of a step")
             kept = kv_blocks * config.block_size * self.draft.bytes_per_token
-            yield row("draft kv cache", kept, "for the same blocks, committed as they are used")
+            yield _row("draft kv cache", kept, "for the same blocks, committed as they are used")
         if config.max_loras:
             room = served_elements(spec, config.max_lora_rank) * element
-            yield row("adapters", config.max_loras * room, self._adapters_in_words())
+            yield _row("adapters", config.max_loras * room, self._adapters_in_words())
         if config.device == "cuda":
-            yield from self._gpu_rows(row, tokens, context)
+            yield from self._gpu_rows(tokens, context)
             return
-        yield row(
+        yield _row(
             "activations", activation_bytes(spec, tokens, element, context),
             f"one layer's intermediate results for {tokens:,} tokens",
         )  # fmt: skip
-        yield row(
+        yield _row(
             "logits", logit_bytes(spec, draws, element),
             f"{draws:,} draws from {spec.vocab_size:,} tokens, and the sampler's candidates at worst",
         )  # fmt: skip
-        yield row(
+        yield _row(
             "token tables", table_bytes(config.max_running, context, config.block_size),
             f"{config.max_running:,} sequences of {context:,} tokens, committed as they are used",
         )  # fmt: skip
         if self.tier_blocks:
-            yield row(
+            yield _row(
                 "host tier", self.tier_blocks * self.block_bytes,
                 f"{self.tier_blocks:,} blocks, committed as they are used",
             )  # fmt: skip
@@ -228,9 +229,7 @@ class Needs:
         how = {"fp8": "8 bits, a scale a row", "int4": "4 bits, a scale for 128"}[self.config.weights]
         return f"layers' matrices in {how}; the rest{experts} in {self.config.dtype}"
 
-    def _gpu_rows(
-        self, row: Callable[[str, int, str], LedgerLine], tokens: int, context: int
-    ) -> Iterator[LedgerLine]:
+    def _gpu_rows(self, tokens: int, context: int) -> Iterator[LedgerLine]:
         """The GPU decoder works in buffers it allocates once, so these are exact; models it cannot play run as on a
         CPU."""
         spec, config, element = self.spec, self.config, self.element_bytes
@@ -239,18 +238,18 @@ class Needs:
         with_operators = config.max_loras and adapter_obstacle_of(spec) is not None
         if with_operators or obstacle_of(spec, config.dtype) is not None:
             activations = activation_bytes(spec, tokens, element, context) + _GATHERED_BYTES
-            yield row("activations", activations, f"one layer's intermediate results for {tokens:,} tokens")
-            yield row("logits", logit_bytes(spec, draws, element), f"{draws:,} draws")
+            yield _row("activations", activations, f"one layer's intermediate results for {tokens:,} tokens")
+            yield _row("logits", logit_bytes(spec, draws, element), f"{draws:,} draws")
         else:
             buffers = gpu_buffer_bytes(spec, tokens, draws, element)
             if config.weights == "int4":
                 buffers += int4_scratch_bytes(spec, element)
-            yield row("activations", buffers, f"buffers for {tokens:,} tokens")
+            yield _row("activations", buffers, f"buffers for {tokens:,} tokens")
             sampling = gpu_logit_bytes(spec.vocab_size, draws, element)
-            yield row("logits", sampling, f"{draws:,} draws, with the sampler's candidates")
+            yield _row("logits", sampling, f"{draws:,} draws, with the sampler's candidates")
             tables = gpu_table_bytes(config.max_running, tokens, context, config.block_size)
-            yield row("token tables", tables, f"{draws:,} sequences of {context:,} tokens")
-        yield row(
+            yield _row("token tables", tables, f"{draws:,} sequences of {context:,} tokens")
+        yield _row(
             "libraries and graphs", _GPU_LIBRARIES_BYTES, "reserved; what they take depends on the driver"
         )
         # The host tier lies in the host's memory: it is no part of this sum.

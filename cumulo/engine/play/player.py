@@ -13,6 +13,7 @@ from cumulo.engine.decide.speculation.choose import most_draws
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.memory.memory_plan import MemoryPlan
 from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.errors import CumuloError
 from cumulo.models.adapters.bank import AdapterBank
 from cumulo.models.adapters.files import AdapterWeights
@@ -29,7 +30,12 @@ if TYPE_CHECKING:  # they need Triton
 
 
 class DeviceRunner(Runner, Protocol):
-    """A runner on a device, whose memory and swaps can be measured."""
+    """A runner on a device, whose memory can be measured."""
+
+    @property
+    def pool(self) -> SwapPool | None:
+        """The host memory that its blocks are swapped with."""
+        ...
 
     def memory_bytes(self) -> dict[str, int]:
         """What it holds, by the names of the memory ledger's rows."""
@@ -37,10 +43,6 @@ class DeviceRunner(Runner, Protocol):
 
     def measure_step(self, tokens: int, draws: int) -> int | None:
         """Peak bytes of a step of this size beyond what is held; None where it works in what is held."""
-        ...
-
-    def measure_swap_s(self) -> float:
-        """Seconds to move one block to the host pool."""
         ...
 
     def warm_up(self, tell: Callable[[str], None]) -> None:
@@ -71,10 +73,10 @@ def make_player(
     if config.max_loras:
         bank = AdapterBank(decoder, decoder.spec, config.max_loras, config.max_lora_rank)
     device = decoder.final_norm.weight.device
+    own = {"overlap": config.overlap, "threads": config.threads, "guidance": guidance, "bank": bank}
     if config.device != "cuda":
         model, runs_on = runnable(decoder)
         cache = kv_cache(decoder.spec, config, memory, decoder.dtype, device=device)
-        own = {"overlap": config.overlap, "threads": config.threads, "guidance": guidance, "bank": bank}
         return Player(torch_runner(model, cache, config, memory, eos_ids, **own), runs_on)
     from cumulo.models.play import cuda_decoder
 
@@ -88,7 +90,6 @@ def make_player(
                 f"draft on a CPU only ({obstacle}); use speculate=ngram, or choose device=cpu"
             )
         cache = kv_cache(decoder.spec, config, memory, decoder.dtype, device=device)
-        own = {"overlap": config.overlap, "threads": config.threads, "guidance": guidance, "bank": bank}
         runner = torch_runner(decoder, cache, config, memory, eos_ids, **own)
         return Player(runner, f"PyTorch operators on {name}: {obstacle}")
     if tell is not None:

@@ -3,6 +3,7 @@ only the sequences whose keys and values it holds, and asks one rank what guides
 RankPlay plays every plan of the engine."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -194,7 +195,7 @@ class SharedGuides(GuidedSlots):
             self._guided.end(slot)
 
     def masks(
-        self, slots: Ints, positions: Ints, prompt_lengths: Ints, tokens: NDArray[np.int32], vocabulary: int
+        self, slots: Ints, output_before: Callable[[int], NDArray[np.int32]], vocabulary: int
     ) -> TokenMasks | None:
         draws = np.flatnonzero([slot in self._slots for slot in slots.tolist()])
         if not len(draws):
@@ -203,7 +204,7 @@ class SharedGuides(GuidedSlots):
         told = np.zeros((len(draws), words + 1), dtype=np.int32)  # the last column: whether its guide failed
         errors: dict[int, str] = {}
         if self._guided is not None:
-            found = self._guided.masks(slots, positions, prompt_lengths, tokens, vocabulary)
+            found = self._guided.masks(slots, output_before, vocabulary)
             assert found is not None
             told[:, :words], errors = found.bits, found.errors
             told[:, words] = [draw in errors for draw in draws.tolist()]

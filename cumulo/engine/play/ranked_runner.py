@@ -14,6 +14,7 @@ from typing import NamedTuple
 from cumulo.engine.decide.plan import PendingStep, StepPlan, StepResult
 from cumulo.engine.play.player import DeviceRunner
 from cumulo.engine.play.runner_torch import TorchRunner
+from cumulo.engine.play.swap_pool import SwapPool
 from cumulo.engine.play.transfer_wire import RankCaches
 from cumulo.errors import ModelError, RanksFailed, StoppedTogether
 from cumulo.models.adapters.files import AdapterWeights
@@ -145,8 +146,9 @@ class RankedRunner:
         """None: a step of one rank alone would wait for the others."""
         return None
 
-    def measure_swap_s(self) -> float:
-        return self.runner.measure_swap_s()
+    @property
+    def pool(self) -> SwapPool | None:
+        return self.runner.pool
 
 
 class RankedStep:

@@ -188,10 +188,6 @@ class CudaRunner:
         """Nothing to measure: a step works in buffers that are held, and counted, already."""
         return None
 
-    def measure_swap_s(self) -> float:
-        """Seconds to move one block to the host pool, measured on both empty caches before the first step."""
-        return float("inf") if self.pool is None else self.pool.measure_s()
-
     # -- one step -----------------------------------------------------------------------------------------
     def _change(self, plan: StepPlan, pending: CudaStep) -> None:
         """Everything a plan changes before it computes, in the order it says."""

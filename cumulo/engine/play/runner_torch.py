@@ -141,10 +141,6 @@ class TorchRunner:
         self.submit(StepPlan(-1, end=slots)).result()
         return taken
 
-    def measure_swap_s(self) -> float:
-        """Seconds to move one block to the host pool, measured on both empty caches before the first step."""
-        return float("inf") if self.pool is None else self.pool.measure_s()
-
     # -- one step -----------------------------------------------------------------------------------------
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepResult:

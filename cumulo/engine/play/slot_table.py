@@ -120,7 +120,6 @@ class SlotTable:
         if params.beam_width is not None:
             stops = len(self.eos_token_ids) + len(params.stop_token_ids)
             logprobs = max(logprobs, candidates_per_beam(params.beam_width, stops))
-        penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         self.params[slot] = params
         self.guided.begin(slot, params.guide)
         self.min_tokens[slot] = params.min_tokens
@@ -136,7 +135,7 @@ class SlotTable:
             sample_index,
             params.greedy or params.beam_width is not None,
             logprobs,
-            bool(penalised or params.logit_bias),
+            params.edits_logits,
         )
 
     # -- reading ------------------------------------------------------------------------------------------
@@ -210,8 +209,11 @@ class SlotTable:
         short = positions - self.prompt_lengths[slots] < self.min_tokens[slots]
         batch = DrawBatch(logit_rows, positions, columns)
         if self.guided:
-            masks = self.guided.masks(slots, positions, self.prompt_lengths, self.tokens, vocabulary)
-            batch.masks = masks
+
+            def output_before(draw: int) -> NDArray[np.int32]:
+                return self.tokens[slots[draw], self.prompt_lengths[slots[draw]] : positions[draw]]
+
+            batch.masks = masks = self.guided.masks(slots, output_before, vocabulary)
             if masks is not None and short.any():
                 # A complete answer ends: min_tokens yields where the guide allows nothing but the end.
                 for row, draw in enumerate(masks.draws.tolist()):

@@ -102,10 +102,6 @@ class TransferReceiver:
     def step_done(self, plan: StepPlan) -> None:
         """Nobody waits for this engine's steps."""
 
-    def fileno(self) -> int:
-        """Readable when there may be news."""
-        return self.news.fileno()
-
     def close(self) -> None:
         self.orders.put(None)
         self._thread.join()

@@ -107,10 +107,6 @@ class TransferSender:
             self.before_told()
             self.layer_teller(plan.sends)(self._layers - 1)
 
-    def fileno(self) -> int:
-        """Readable when there may be news."""
-        return self.news.fileno()
-
     def layer_teller(self, sends: list[Send]) -> Callable[[int], None]:
         """What a runner calls after each layer of a step that has these rows."""
         numbers = [(send.key, int(send.key.partition(".")[2]), send.tokens) for send in sends]

@@ -6,6 +6,7 @@ answer repeats its prompt, and where a draft is to be wrong it has a token of it
 two tokens behind a wrong draft, as in a real text.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -31,13 +32,11 @@ def drafted_result(
     wrong: dict[int, int] = {}  # drafts by row
     for row, tokens in plan.drafts:
         sequence, start = rows[row], plan.starts[row]
-        right = 0
-        while right < len(tokens) and (
-            tokens[right] == _text(sequence, start + 1 + right, acceptance)
-            if by_lookup
-            else _uniform(int(sequence.request.id), start + 1 + right) < acceptance
-        ):
-            right += 1
+        if by_lookup:
+            agree = (token == _text(sequence, start + n, acceptance) for n, token in enumerate(tokens, 1))
+            right = sum(itertools.takewhile(bool, agree))
+        else:
+            right = _right(sequence, start, len(tokens), acceptance)
         wrong[row] = len(tokens) - right
         if right:
             result.accepted[row] = tokens[:right]
@@ -47,9 +46,10 @@ def drafted_result(
             result.tokens[draw] = _text(sequence, place, acceptance)
     if plan.rounds is not None:
         for row, sequence in enumerate(rows):
-            result.round_hits[row] = hits = _kept(
-                int(sequence.request.id), plan.starts[row], plan.rounds, acceptance
-            )
+            hits = result.round_hits[row] = []
+            for _ in range(plan.rounds.times):
+                place = plan.starts[row] + sum(hits) + len(hits)
+                hits.append(_right(sequence, place, plan.rounds.drafts, acceptance))
             result.accepted[row] = [_PROPOSED] * (sum(hits) + len(hits) - 1)
     for draw, count in plan.proposals:
         result.proposed[draw] = [_PROPOSED] * count
@@ -67,16 +67,11 @@ def _text(sequence: Sequence, place: int, acceptance: float) -> int:
     return sequence.tokens[length - own + (place - length) % own]
 
 
-def _kept(number: int, start: int, rounds: Rounds, acceptance: float) -> list[int]:
-    """Drafts that are kept in each round."""
-    hits = []
-    for _ in range(rounds.times):
-        right = 0
-        while right < rounds.drafts and _uniform(number, start + 1 + right) < acceptance:
-            right += 1
-        hits.append(right)
-        start += right + 1
-    return hits
+def _right(sequence: Sequence, start: int, drafts: int, acceptance: float) -> int:
+    """How many drafts behind a place are right, one after the other."""
+    number = int(sequence.request.id)
+    chances = (_uniform(number, start + place) < acceptance for place in range(1, drafts + 1))
+    return sum(itertools.takewhile(bool, chances))
 
 
 def rounds_time(

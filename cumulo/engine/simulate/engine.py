@@ -245,9 +245,8 @@ class SimulatedEngine:
         clock_s, done_s, apply_s = self.clock_s, ready.done_s, ready.time.apply_s
         context = sum(sequence.computed for sequence in rows)
         shared = sum(self._shared.get(sequence.slot, 0) for sequence in rows)
-        steps: list[
-            tuple[float, float, float, StepTime]
-        ] = []  # the result before it, its end, the clock, its time
+        # The result before it, its end, the clock, its time.
+        steps: list[tuple[float, float, float, StepTime]] = []
         while len(steps) < most and clock_s < until_s:
             context += len(rows)
             taken = time.time_with(context, shared)

@@ -196,10 +196,8 @@ class SplitFleet:
         if not chunks or chunks[-1][0] < plan.tokens:
             return
         made.landed = True
-        cached = (
-            made.prefill.scheduler.config.block_size
-        )  # of a chunk, what lies in blocks that are here already
-        held, copied_s, began = plan.held_blocks * cached, 0.0, 0
+        # Of a chunk, what lies in blocks that are here already is not copied.
+        held, copied_s, began = plan.held_blocks * made.prefill.scheduler.config.block_size, 0.0, 0
         now_s = max(made.decode.link_free_s, made.fetch_s)
         for tokens, begin_s, done_s in chunks:
             copy_s = self.link.copy_s(max(0, tokens - max(began, held)))

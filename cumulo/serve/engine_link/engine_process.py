@@ -94,7 +94,7 @@ class EngineLoop:
         self._poller = select.poll()
         self._poller.register(line, select.POLLIN)
         if engine.link is not None:
-            self._poller.register(engine.link.fileno(), select.POLLIN)
+            self._poller.register(engine.link.news.fileno(), select.POLLIN)
         self._adapters = AdapterLoader(engine.adapters)
         self._poller.register(self._adapters.done.fileno(), select.POLLIN)
         if engine.mover is not None:

@@ -133,11 +133,8 @@ class BlockPool:
         """How many of these blocks nobody holds: sharing them uses up that many free ones."""
         return sum(1 for block in blocks if self.references[block] == 0)
 
-    def register(self, block: int, block_hash: BlockHash) -> None:
-        """A held block is full and computed: later requests may share it. The first copy of a prefix wins."""
-        self.register_many((block,), (block_hash,))
-
     def register_many(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
+        """Held blocks are full and computed: later requests may share them. The first copy of a prefix wins."""
         if self.prefix_cache:
             hash_of, block_of, news = self.hash_of, self.block_of, self.news
             for block, block_hash in zip(blocks, hashes, strict=True):

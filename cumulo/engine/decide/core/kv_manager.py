@@ -49,9 +49,8 @@ class KVManager:
             return 0
         if request.pooled is not None and request.pooled.needs_every_token:
             return 0
-        return (
-            len(sequence.tokens) - 1
-        ) // self.pool.block_size  # one token is computed: its logits are wanted
+        # One token is computed: its logits are wanted.
+        return (len(sequence.tokens) - 1) // self.pool.block_size
 
     def rank_for(self, cached: list[int]) -> int:
         """Where a sequence is seated that shares these blocks, or none."""

@@ -10,9 +10,8 @@ from cumulo.engine.decide.core.request import Sequence, State
 
 class WaitingQueue:
     def __init__(self) -> None:
-        self.count = (
-            0  # sequences that wait, queued or not (a beam waits for its fellows before it is queued)
-        )
+        # Sequences that wait, queued or not: a beam waits for its fellows before it is queued.
+        self.count = 0
         self.level = 0  # the priority whose turn it was when `first` was last asked
         self._pushes = 0  # numbers entries, and breaks ties: samples of one request have the same order
         # Entries of sequences that are not queued any more are passed over when they come up.

@@ -18,7 +18,7 @@ from cumulo.engine.decide.core.config import SchedulerConfig
 from cumulo.engine.decide.core.extension import Extension, Flight, Points, PromptChunk, Prompts, StepTiming
 from cumulo.engine.decide.core.kv_manager import new_slot
 from cumulo.engine.decide.core.queue import WaitingQueue
-from cumulo.engine.decide.core.request import FinishReason, Request, Sequence, State
+from cumulo.engine.decide.core.request import Request, Sequence, State
 from cumulo.engine.decide.core.step_cost import StepCost, StepMix
 from cumulo.engine.decide.core.step_result import enter_result
 from cumulo.engine.decide.plan import StepPlan, StepResult
@@ -87,12 +87,6 @@ class CoreScheduler:
         if request is not None:
             self.batch.finish_all(request, "abort", now_s)
         return request is not None
-
-    def finish(
-        self, sequence: Sequence, reason: FinishReason, now_s: float, stop_reason: int | str | None = None
-    ) -> None:
-        """End one sequence and free what it holds. Ending it twice does nothing."""
-        self.batch.finish(sequence, reason, now_s, stop_reason)
 
     # -- planning -----------------------------------------------------------------------------------------
     def plan(self, now_s: float) -> StepPlan | None:

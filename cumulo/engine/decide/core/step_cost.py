@@ -10,9 +10,7 @@ from cumulo.engine.decide.plan import StepPlan
 
 _LEARN = 0.5  # share of the news in the average: steps that took longer than expected,
 _LEARN_LESS = 0.2  # ... and others
-_MOST_LONGER = (
-    4.0  # times as expected: a machine that stood still for a while says nothing about the next step
-)
+_MOST_LONGER = 4.0  # times as expected: a machine that stood still says nothing about the next step
 _DRAFT_NEWS = 0.1  # at least, in the mean of what a drafted token takes
 _DECAY = 0.995  # per step: about the last 200 count
 _RIDGE = 1e-6

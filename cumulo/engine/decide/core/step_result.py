@@ -50,8 +50,7 @@ def enter_result(
         tokens.append(token)
         advanced.append(sequence)
         if request.story.first_token_s is None:
-            request.story.first_token_s = now_s
-            request.story.add(now_s, "first_token")
+            request.story.note_token(now_s)
         if token in request.stop_ids:
             batch.finish(sequence, "stop", now_s, token)
         elif len(tokens) >= sequence.limit:

@@ -111,9 +111,8 @@ class Places:
         if slots_short <= 0 and blocks_short <= 0:
             return
         held, share = self.held_by_tenant(), self._share()
-        for victim in reversed(
-            self._batch.running[1:]
-        ):  # the youngest first, and never the oldest: it always gets on
+        # The youngest first, and never the oldest: it always gets on.
+        for victim in reversed(self._batch.running[1:]):
             own = held.get(victim.request.usage)
             if victim.state != State.RUNNING or victim.request.prefill_only or own is None:
                 continue

@@ -10,13 +10,11 @@ A drafted token is accepted if it is the token that is drawn at its place, with 
 tokens are those of a run without drafts, each of them, sampled or greedy.
 """
 
-from collections.abc import Iterable
-
 from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.extension import Extension, Flight, StepTiming
 from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.plan import Draft, StepPlan, StepResult
-from cumulo.engine.decide.speculation.accepted import draft_budget, enter_accepted
+from cumulo.engine.decide.speculation.accepted import draft_budget
 from cumulo.engine.decide.speculation.choose import (
     MOST_DRAFTED,
     Acceptance,
@@ -36,9 +34,7 @@ _NEWS = 0.15
 _SHORTER, _LONGER = 0.4, 0.05  # share of the news in what a proposal takes
 _SHARE_NEWS = 0.02  # at least, in how often it is how sure
 _MOST_FOLLOWED = MOST_DRAFTED + 1  # tokens behind which a proposal is an ordinary one
-_LEARNING = (
-    32  # a model's first tokens are asked for one by one, to know what they take and how right they are
-)
+_LEARNING = 32  # a model's first tokens, asked for one by one: what they take, and how right they are
 _TRY_AGAIN = 128  # tokens without a model's draft, after which one is tried again
 _HOPE = 0.7  # how right it is then hoped to be
 
@@ -126,11 +122,6 @@ class Speculation(Extension):
             # Others on the machine only make it longer.
             news = 1.0 if not self.proposal_s else _SHORTER if measured < self.proposal_s else _LONGER
             self.proposal_s += news * (measured - self.proposal_s)
-
-    def before_result(
-        self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float
-    ) -> Iterable[Sequence]:
-        return enter_accepted(self._batch, flight, plan, result, now_s) if plan.may_accept else ()
 
     def after_result(self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float) -> None:
         if result.proposed:
@@ -223,10 +214,7 @@ class Speculation(Extension):
         plan.drafts.append(Draft(row, sequence.drafting.draft.next_tokens(sequence.tokens, count)))
         plan.counts[row] += count
         sequence.computed += count
-        story = sequence.request.story
-        if not story.drafted_tokens:
-            story.add(now_s, "drafting", step=plan.index, count=count, rate=f"{rate:.0%}")
-        story.drafted_tokens += count
+        sequence.request.story.note_drafts(now_s, plan.index, count, rate)
 
     def _ask(self, plan: StepPlan, draws: list[Sequence]) -> None:
         """Ask for drafts behind the tokens that this plan draws, for whom they are worth it."""

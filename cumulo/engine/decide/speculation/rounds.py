@@ -9,14 +9,13 @@ the place of `Speculation` where the runner has a head on a GPU.
 What a round takes is learnt for each number of drafts; how often a draft is right, place by place.
 """
 
-from collections.abc import Iterable
 from math import ceil
 
 from cumulo.engine.decide.core.batch import RequestBatch
 from cumulo.engine.decide.core.extension import Extension, Flight, StepTiming
 from cumulo.engine.decide.core.request import Sequence
 from cumulo.engine.decide.plan import Rounds, StepPlan, StepResult
-from cumulo.engine.decide.speculation.accepted import draft_budget, enter_accepted
+from cumulo.engine.decide.speculation.accepted import draft_budget
 
 DRAFTS = (1, 3, 7)  # with the known token 2, 4 or 8 places: kernels are made for such numbers
 MOST_ROWS = 4  # with more, steps are long, and each number of rows would have to be captured anew
@@ -105,23 +104,6 @@ class RoundPolicy(Extension):
     def _rounds_within(self, round_s: float) -> int:
         return next((count for count in _ROUNDS if count * round_s <= self.step_s), 1)
 
-    def _worth_trying(self, learnt: _Learnt) -> int | None:
-        """Drafts of which too few steps were seen. More are passed over if they would lose even if each further
-        draft took half as long as those that are known: to capture a round that is not used costs time."""
-        known: list[tuple[int, float]] = []  # drafts and seconds, so far
-        for drafts in DRAFTS:
-            if (round_s := learnt.round_s(drafts)) is not None:
-                known.append((drafts, round_s))
-                continue
-            if len(known) > 1:
-                (few, few_s), (more, more_s) = known[-2:]
-                draft_s = max(0.0, (more_s - few_s) / (more - few))
-                hoped_s = more_s + 0.5 * draft_s * (drafts - more)
-                if self.expected(drafts) / hoped_s < self.expected(more) / more_s:
-                    continue
-            return drafts
-        return None
-
     def _learnt(self, rows: int) -> _Learnt:
         return self._by_rows.setdefault(1 << (rows - 1).bit_length(), _Learnt())
 
@@ -135,7 +117,8 @@ class RoundPolicy(Extension):
             return None
         if learnt.plain[1] < _SEEN:
             return None
-        if (unknown := self._worth_trying(learnt)) is not None:
+        unknown = next((drafts for drafts in DRAFTS if learnt.round_s(drafts) is None), None)
+        if unknown is not None:
             return Rounds(self._rounds_within(_UNKNOWN_ROUND * learnt.plain[0]), unknown)
         chosen, gain = self.best(rows)
         learnt.hopeless = gain < _LEAST_GAIN and learnt.idle < _TRY_AGAIN
@@ -170,9 +153,7 @@ class RoundPolicy(Extension):
         needed = ceil(wanted / self.expected(drafts))  # what lies behind the end is wasted
         count = max(1, min(count, needed))
         if self._ahead is not None and self._ahead[:3] == (plan.index - 1, drafts, plan.slots):
-            count = max(
-                count, self._ahead[3] + 1
-            )  # those are under way, and only a step with more can take them
+            count = max(count, self._ahead[3] + 1)  # those are under way: only a step with more can take them
         ahead = self._rounds_ahead(count, needed, drafts, len(rows))
         for sequence, start in zip(rows, plan.starts, strict=True):
             # Behind the last round's tokens lie the drafts for the next step.
@@ -188,11 +169,7 @@ class RoundPolicy(Extension):
         self._ahead = (plan.index, drafts, plan.slots[:], ahead) if ahead else None
         self._learnt(len(rows)).idle = 0
         for sequence in rows:
-            story = sequence.request.story
-            if not story.drafted_tokens:
-                rate = f"{self.rate(0):.0%}"
-                story.add(now_s, "drafting", step=plan.index, count=count * drafts, rate=rate)
-            story.drafted_tokens += count * drafts
+            sequence.request.story.note_drafts(now_s, plan.index, count * drafts, self.rate(0))
 
     def _rounds_ahead(self, count: int, needed: int, drafts: int, rows: int) -> int:
         """How many rounds the device may play behind a step of `count`, of which the answers need so many. None
@@ -216,11 +193,6 @@ class RoundPolicy(Extension):
             self._learnt(rows).see(drafts, seconds / times)
         self._before = (kind, plan.index, now_s)
 
-    def before_result(
-        self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float
-    ) -> Iterable[Sequence]:
-        return enter_accepted(self._batch, flight, plan, result, now_s) if plan.may_accept else ()
-
     def after_result(self, plan: StepPlan, flight: Flight, result: StepResult, now_s: float) -> None:
         """How many drafts of each round were right."""
         if plan.rounds is None:
@@ -243,9 +215,6 @@ def _drawn_on_device(sequence: Sequence) -> bool:
         and params.guide is None
         and params.logprobs is None
         and params.best_of is None
-        and not params.logit_bias
-        and params.repetition_penalty == 1.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
+        and not params.edits_logits
         and sequence.output_length >= params.min_tokens
     )

@@ -41,9 +41,8 @@ class StepShape:
     follows: bool = False  # a draft head sees the tokens
     rounds: Rounds | None = None  # ... and drafts, in as many rounds
     greedy: bool = False  # ... whose draws are all greedy, so that nobody needs their logits
-    data_ranks: int = (
-        0  # of data-parallel attention: ranks that have different rows; the sizes above are one's
-    )
+    # Of data-parallel attention: ranks that have different rows; the sizes above are one's,
+    data_ranks: int = 0
     all_tokens: int = 0  # ... and what tokens of all of them are rounded up to
 
     @property
