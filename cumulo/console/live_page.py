@@ -18,7 +18,7 @@ from cumulo.console.shell import Shell, empty, show
 from cumulo.console.values import table, tile
 from cumulo.engine.memory.ledger import format_bytes
 from cumulo.serve.engine_link.messages import Ready, StepRecord
-from cumulo.serve.observe.step_history import Slice, StepHistory
+from cumulo.serve.observe.step_history import StepHistory
 from cumulo.serve.observe.stories import Record
 
 JUDGED_S = 300.0  # percentiles are of requests not older than this
@@ -32,7 +32,7 @@ class Window:
 
     label: str
     slices: int
-    slice_s: float
+    slice_s: int
 
     @property
     def length_s(self) -> float:
@@ -42,15 +42,9 @@ class Window:
 WINDOWS = (Window("1 min", 60, 1), Window("10 min", 60, 10), Window("1 hour", 120, 30))
 
 
-def slices(history: StepHistory, window: Window, now_s: float) -> list[Slice]:
-    if window.slice_s < history.tens.width_s:
-        return history.seconds.last(now_s, window.slices)
-    return history.tens.last(now_s, window.slices, int(window.slice_s / history.tens.width_s))
-
-
 def rates(history: StepHistory, now_s: float) -> tuple[float, float]:
     """Prefill and decode tokens per second just now."""
-    last = history.seconds.last(now_s, _RATE_S)
+    last = history.last(now_s, _RATE_S)
     return (
         sum(part.prefill_tokens for part in last) / _RATE_S,
         sum(part.decode_tokens for part in last) / _RATE_S,
@@ -198,7 +192,7 @@ class _Live:
 
     def _draw_history(self) -> None:
         now_s, window = time.perf_counter(), WINDOWS[int(self._window.value or 0)]
-        parts = slices(self._service.step_history, window, now_s)
+        parts = self._service.step_history.last(now_s, window.slices, window.slice_s)
         ends = (f"{window.label} ago", "now")
         self._span.set_text(f"one column is {window.slice_s:g} s")
         for card, ink, tokens in (

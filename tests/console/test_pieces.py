@@ -13,7 +13,7 @@ import pytest
 
 from cumulo.console.charts import block_chart, columns_for, columns_option
 from cumulo.console.front import COOKIE, Sessions, Visitor
-from cumulo.console.live_page import WINDOWS, latencies, machine_line, slices
+from cumulo.console.live_page import WINDOWS, latencies, machine_line
 from cumulo.console.machine_use import MachineUse, UseSample
 from cumulo.console.request_view import Filter, rows_of, table_html
 from cumulo.console.system_page import engine_rows, server_rows
@@ -124,7 +124,7 @@ def test_a_chart_says_when_nothing_happened_and_labels_its_ends() -> None:
 def test_one_window_shows_seconds_and_another_an_hour() -> None:
     history = StepHistory()
     history.note(Stats(1, 1, 1, 0, 0, 9, 0, 0, records=[StepRecord(1, 3595.0, 3595.5, 4, 2, 1)]), 3595.6)
-    minute, _, hour = (slices(history, window, 3600.0) for window in WINDOWS)
+    minute, _, hour = (history.last(3600.0, window.slices, window.slice_s) for window in WINDOWS)
     assert len(minute) == 60 and minute[55].decode_tokens == 2
     assert len(hour) == 120 and hour[-1].prefill_tokens == 4
 

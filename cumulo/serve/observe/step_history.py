@@ -1,12 +1,13 @@
-"""StepHistory: what the engine did in the last minutes and the last hour, in few numbers. Fed by Service.
-
-A minute second by second and an hour in slices of ten seconds: 480 slices in all, whatever the engine's speed.
+"""StepHistory: what the engine did in the last hour, in few numbers whatever its speed. Fed by Service, for the
+console.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from cumulo.serve.engine_link.messages import Stats
+
+_KEPT_S = 3660  # an hour, and what has begun of the next slice
 
 
 @dataclass(slots=True)
@@ -31,51 +32,38 @@ class Slice:
         self.blocks_used = max(self.blocks_used, other.blocks_used)
 
 
-class StepSeries:
-    """Slices of one width, the last `count` of them."""
-
-    def __init__(self, width_s: float, count: int) -> None:
-        self.width_s, self.count = width_s, count
-        self._slices: OrderedDict[int, Slice] = OrderedDict()
-
-    def slice_at(self, time_s: float) -> Slice:
-        number = int(time_s // self.width_s)
-        found = self._slices.get(number)
-        if found is None:
-            found = self._slices[number] = Slice()
-            while len(self._slices) > self.count + 1:
-                self._slices.popitem(last=False)
-        return found
-
-    def last(self, now_s: float, count: int, per_slice: int = 1) -> list[Slice]:
-        """The last `count` slices, oldest first, each made of `per_slice` of ours. The present one is left out: it
-        is not over."""
-        end = int(now_s // self.width_s)
-        merged = []
-        for position in range(count):
-            first = end - (count - position) * per_slice
-            whole = Slice()
-            for number in range(first, first + per_slice):
-                if number in self._slices:
-                    whole.add(self._slices[number])
-            merged.append(whole)
-        return merged
-
-
 class StepHistory:
+    """An hour, second by second. Wider slices begin at multiples of their width, so that they stay as they are."""
+
     def __init__(self) -> None:
-        self.seconds = StepSeries(1.0, 120)
-        self.tens = StepSeries(10.0, 360)
+        self._seconds: OrderedDict[int, Slice] = OrderedDict()
 
     def note(self, stats: Stats, now_s: float) -> None:
-        for series in (self.seconds, self.tens):
-            for record in stats.records:
-                part = series.slice_at(record.finished_s)
-                part.prefill_tokens += record.prefill_tokens
-                part.decode_tokens += record.decode_tokens
-                part.steps += 1
-                part.busy_s += record.finished_s - record.started_s
-            part = series.slice_at(now_s)
-            part.running = max(part.running, stats.running)
-            part.waiting = max(part.waiting, stats.waiting)
-            part.blocks_used = max(part.blocks_used, stats.blocks_used)
+        for record in stats.records:
+            part = self._second_of(record.finished_s)
+            part.prefill_tokens += record.prefill_tokens
+            part.decode_tokens += record.decode_tokens
+            part.steps += 1
+            part.busy_s += record.finished_s - record.started_s
+        seen = Slice(running=stats.running, waiting=stats.waiting, blocks_used=stats.blocks_used)
+        self._second_of(now_s).add(seen)
+
+    def _second_of(self, time_s: float) -> Slice:
+        found = self._seconds.get(int(time_s))
+        if found is None:
+            found = self._seconds[int(time_s)] = Slice()
+            while len(self._seconds) > _KEPT_S:
+                self._seconds.popitem(last=False)
+        return found
+
+    def last(self, now_s: float, count: int, width_s: int = 1) -> list[Slice]:
+        """The last `count` slices of this width, oldest first. The present one is left out: it is not over."""
+        end = int(now_s // width_s)
+        merged = []
+        for number in range(end - count, end):
+            whole = Slice()
+            for second in range(number * width_s, (number + 1) * width_s):
+                if second in self._seconds:
+                    whole.add(self._seconds[second])
+            merged.append(whole)
+        return merged
