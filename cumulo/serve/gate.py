@@ -53,6 +53,9 @@ class Gate:
         except ApiError as error:
             await shaped(error, scope)(scope, receive, exchange.send)
         finally:
+            service = self._service
+            if (tracing := service.tracing) is not None:
+                tracing.note(scope, exchange.status, service.model_name, service.stories)
             if exchange.status:
                 if protected:  # probes and pages would hide the share of errors
                     self._service.metrics.on_response(exchange.status)

@@ -48,21 +48,14 @@ class _Run:
         on_listening: Callable[[], None],
         on_ready: Callable[[Ready], None],
         extend: Callable[[FastAPI], None] | None = None,
-        tracing: "Tracing | None" = None,
     ) -> None:
-        self.service, self._on_ready, self._tracing = service, on_ready, tracing
+        self.service, self._on_ready = service, on_ready
         tally = Tally(service.metrics.on_refusal)
         connections = find_room(service.options.max_connections)
         self._keeper = Keeper(http_limits(service.options, connections), tally)
         service.metrics.series("connections").set_function(lambda: float(self._keeper.count))
         service.metrics.series("log_lines_lost").set_function(lambda: float(stderr_log.install().lost_lines))
         app = self._app = create_app(service)
-        if tracing is not None:
-            from cumulo.serve.observe.otel import TracingMiddleware
-
-            app.add_middleware(
-                TracingMiddleware, stories=service.stories, model_name=service.model_name, tracing=tracing
-            )
         if extend is not None:
             extend(app)
         options = service.options
@@ -90,8 +83,8 @@ class _Run:
             await asyncio.wait([starting])
             await self._app.state.batches.close()
             await self.service.close()
-            if self._tracing is not None:
-                await asyncio.to_thread(self._tracing.close)
+            if self.service.tracing is not None:
+                await asyncio.to_thread(self.service.tracing.close)
 
     async def _start(self) -> None:
         try:
@@ -150,7 +143,8 @@ def run(
 
         async def serve() -> None:
             service = Service(options, text, options.name or source.name)
-            life = _Run(service, lambda: on_listening(url_of(listener)), on_ready, extend, tracing)
+            service.tracing = tracing
+            life = _Run(service, lambda: on_listening(url_of(listener)), on_ready, extend)
             await life.serve(listener)
             if life.error is not None:
                 raise life.error

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cumulo import __version__
 from cumulo.base.nearest import did_you_mean
@@ -36,6 +37,9 @@ from cumulo.serve.options import ServeOptions
 from cumulo.serve.replicas.autoscaler import FleetAutoscaler
 from cumulo.serve.replicas.fleet import Fleet
 from cumulo.serve.stored_responses import StoredResponses
+
+if TYPE_CHECKING:
+    from cumulo.serve.observe.otel import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +104,7 @@ class Service:
         self.step_history = StepHistory()
         self.stored_responses = StoredResponses(options.stored_responses)
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
+        self.tracing: Tracing | None = None  # set by the server, with --otlp-endpoint
         self.fairness_index = 1.0
         self.draining = False
         self.unsent = 0  # prompts of running calls that follow as the engine takes them

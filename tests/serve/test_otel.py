@@ -5,11 +5,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
 from cumulo.engine.decide.story import Story
 from cumulo.errors import CumuloError
@@ -100,20 +100,17 @@ def test_nothing_of_opentelemetry_is_imported_unless_it_is_asked_for() -> None:
 # -- a preemption, as a collector sees it -------------------------------------------------------------------------
 @needs_otel
 def test_a_preempted_request_shows_when_it_was_away() -> None:
-    from cumulo.serve.observe.otel import Tracing
+    from cumulo.serve.observe.otel import TracedCall, Tracing
     from tests.serve.otlp_receiver import OtlpReceiver, attributes
 
     collector = OtlpReceiver()
     tracing = Tracing(collector.url)
-    exchange = SimpleNamespace(
-        operation="chat", path="/v1/chat/completions", headers={}, status=200, call_id="a", received_s=9.5,
-        ended_s=26.0,
-    )  # fmt: skip
+    call = TracedCall("chat", "m", "/v1/chat/completions", Headers(), 200, "a", received_s=9.5, ended_s=26.0)
     ended = Record(
         "a", "a", "ann", "m", received_s=9.5, submitted_s=9.75, prompt_tokens=640, samples=1, stream=True,
         story=eventful(), outcome="length", ended_s=25.5,
     )  # fmt: skip
-    tracing.emit(exchange, "m", [ended])  # type: ignore[arg-type]
+    tracing.emit(call, [ended])
     tracing.close()
     collector.close()
     (root,) = collector.roots()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -20,9 +21,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from cumulo import __version__
+from cumulo.serve.http.listening import wait_while
 from cumulo.serve.observe.stories import Record, Stories
 from cumulo.serve.observe.trace import Phase, Value, phases
 
@@ -40,8 +42,22 @@ _MOST_PROMPTS = 64  # of one call that have spans; the call's own counts are of 
 _FLUSH_PATIENCE_S = 3.0  # when the server stops: for the collector to take the last spans
 
 
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """What HTTP knows of an ended call."""
+
+    operation: str
+    model: str
+    path: str
+    headers: Headers
+    status: int
+    call_id: str
+    received_s: float
+    ended_s: float
+
+
 class Tracing:
-    """Owns the way to the collector. Made before the server starts, closed when it ends."""
+    """Owns the way to the collector. Made before the server starts, told of calls by the gate, closed last."""
 
     def __init__(self, endpoint: str) -> None:
         url = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
@@ -55,42 +71,56 @@ class Tracing:
         self._tracer = self._provider.get_tracer("cumulo.serve", __version__)
         self._propagator = TraceContextTextMapPropagator()
         self._maker = ThreadPoolExecutor(1, "otel-spans")
+        self._pending: set[asyncio.Task[None]] = set()
 
-    def ended(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
-        """Have the spans of an ended call made, elsewhere: a millisecond here would be one for every stream."""
-        self._maker.submit(self._emit_or_log, exchange, model, records)
+    def note(self, scope: Scope, status: int, model: str, stories: Stories) -> None:
+        """A call has its answer, or its client has gone: have its spans made when its requests have ended."""
+        operation = OPERATIONS.get(scope["path"])
+        if operation is None or scope["method"] != "POST":
+            return
+        state, headers = scope["state"], Headers(scope=scope)
+        call_id, ended_s = state.get("call_id", ""), time.perf_counter()
+        call = TracedCall(
+            operation, model, scope["path"], headers, status, call_id, state["received_s"], ended_s
+        )
+        task = asyncio.create_task(self._emit_when_ended(call, stories.of_call(call_id)))
+        self._pending.add(task)  # a task nobody holds may be collected before it is done
+        task.add_done_callback(self._pending.discard)
 
-    def _emit_or_log(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
+    async def _emit_when_ended(self, call: TracedCall, records: list[Record]) -> None:
+        """Where the client has gone, the engine ends its requests within a step."""
+        await wait_while(lambda: any(record.outcome is None for record in records), _ABORT_PATIENCE_S)
+        # Elsewhere: a millisecond here would be one for every stream.
+        self._maker.submit(self._emit_or_log, call, records)
+
+    def _emit_or_log(self, call: TracedCall, records: list[Record]) -> None:
         try:
-            self.emit(exchange, model, records)
+            self.emit(call, records)
         except Exception:  # the answer has been given; what is wrong with its trace is for the log
-            log.exception("the trace of %s could not be made", exchange.call_id)
+            log.exception("the trace of %s could not be made", call.call_id)
 
-    def emit(self, exchange: "_Exchange", model: str, records: list[Record]) -> None:
+    def emit(self, call: TracedCall, records: list[Record]) -> None:
         """Make the spans of one ended call."""
         epoch_s = time.time() - time.perf_counter()  # of the clock that the stories use, as of now
 
         def to_ns(time_s: float) -> int:
             return int((time_s + epoch_s) * 1e9)
 
-        carrier = {
-            name: exchange.headers[name] for name in ("traceparent", "tracestate") if name in exchange.headers
-        }
         root = self._tracer.start_span(
-            f"{exchange.operation} {model}",
-            context=self._propagator.extract(carrier, Context()),
+            f"{call.operation} {call.model}",
+            context=self._propagator.extract(call.headers, Context()),
             kind=SpanKind.SERVER,
-            attributes=_call_attributes(exchange, model, records),
-            start_time=to_ns(exchange.received_s),
+            attributes=_call_attributes(call, records),
+            start_time=to_ns(call.received_s),
         )
         if root.is_recording():
-            failed = exchange.status >= 500 or any(record.outcome == "error" for record in records)
+            failed = call.status >= 500 or any(record.outcome == "error" for record in records)
             if failed:
-                root.set_attribute("error.type", str(exchange.status) if exchange.status >= 500 else "engine")
+                root.set_attribute("error.type", str(call.status) if call.status >= 500 else "engine")
                 root.set_status(StatusCode.ERROR)
             for number, record in enumerate(records[:_MOST_PROMPTS]):
                 self._emit_request(root, record, number if len(records) > 1 else None, to_ns)
-        root.end(to_ns(exchange.ended_s))
+        root.end(to_ns(call.ended_s))
 
     def _emit_request(
         self, root: Span, record: Record, number: int | None, to_ns: Callable[[float], int]
@@ -135,55 +165,6 @@ class Tracing:
         flushing.join(_FLUSH_PATIENCE_S)
 
 
-class TracingMiddleware:
-    """Watches API calls, outside of everything else that happens to them, and has their spans made."""
-
-    def __init__(self, app: ASGIApp, stories: Stories, model_name: str, tracing: Tracing) -> None:
-        self._app, self._stories, self._model_name, self._tracing = app, stories, model_name, tracing
-        self._pending: set[asyncio.Task[None]] = set()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        operation = OPERATIONS.get(scope["path"]) if scope["type"] == "http" else None
-        if operation is None or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        exchange = _Exchange(scope, operation, send)
-        try:
-            await self._app(scope, receive, exchange.send)
-        finally:
-            exchange.ended_s = time.perf_counter()
-            exchange.call_id = scope.get("state", {}).get("call_id", "")
-            records = self._stories.of_call(exchange.call_id) if exchange.call_id else []
-            if all(record.outcome is not None for record in records):
-                self._tracing.ended(exchange, self._model_name, records)
-            else:
-                task = asyncio.create_task(self._emit_when_ended(exchange, records))
-                self._pending.add(task)  # a task nobody holds may be collected before it is done
-                task.add_done_callback(self._pending.discard)
-
-    async def _emit_when_ended(self, exchange: "_Exchange", records: list[Record]) -> None:
-        """The client has gone; the engine ends its requests within a step."""
-        deadline_s = time.perf_counter() + _ABORT_PATIENCE_S
-        while any(record.outcome is None for record in records) and time.perf_counter() < deadline_s:
-            await asyncio.sleep(0.02)
-        self._tracing.ended(exchange, self._model_name, records)
-
-
-class _Exchange:
-    """What HTTP knows of a call."""
-
-    def __init__(self, scope: Scope, operation: str, send: Send) -> None:
-        self.operation, self.path, self.headers = operation, scope["path"], Headers(scope=scope)
-        self.received_s = time.perf_counter()
-        self.ended_s, self.status, self.call_id = self.received_s, 0, ""
-        self._send = send
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        await self._send(message)
-
-
 class _Exporter(OTLPSpanExporter):
     """Tells of failures when they begin and when they end, and not in between."""
 
@@ -222,21 +203,21 @@ class _Words(logging.Handler):
         self.first = self.first or record.getMessage()
 
 
-def _call_attributes(exchange: _Exchange, model: str, records: list[Record]) -> dict[str, Value | list[str]]:
+def _call_attributes(call: TracedCall, records: list[Record]) -> dict[str, Value | list[str]]:
     found: dict[str, Value | list[str]] = {
-        "gen_ai.operation.name": exchange.operation,
+        "gen_ai.operation.name": call.operation,
         "gen_ai.provider.name": "cumulo",
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": call.model,
         "http.request.method": "POST",
-        "http.route": exchange.path,
-        "url.path": exchange.path,
+        "http.route": call.path,
+        "url.path": call.path,
     }
-    if exchange.status:
-        found["http.response.status_code"] = exchange.status
-    if exchange.call_id:
-        found["gen_ai.response.id"] = exchange.call_id
+    if call.status:
+        found["http.response.status_code"] = call.status
+    if call.call_id:
+        found["gen_ai.response.id"] = call.call_id
     if records:
-        found["gen_ai.response.model"] = model
+        found["gen_ai.response.model"] = call.model
         found["gen_ai.request.stream"] = records[0].stream
         found["gen_ai.request.choice.count"] = records[0].samples
         found["gen_ai.response.finish_reasons"] = [record.outcome or "unknown" for record in records]
@@ -244,7 +225,7 @@ def _call_attributes(exchange: _Exchange, model: str, records: list[Record]) -> 
         found |= _usage(records)
     firsts = [r.story.first_token_s for r in records if r.story and r.story.first_token_s is not None]
     if firsts and records[0].stream:
-        found["gen_ai.response.time_to_first_chunk"] = min(firsts) - exchange.received_s
+        found["gen_ai.response.time_to_first_chunk"] = min(firsts) - call.received_s
     return found
 
 
