@@ -45,7 +45,7 @@ from cumulo.engine.simulate.run import Arrival, DecodeTime, StepTime
 from cumulo.plan.serve.fleet import shared_cache_share
 from cumulo.plan.serve.step_cost import load_of
 from cumulo.plan.serve.traffic import Traffic
-from cumulo.serve.engine_link.engine_supervisor import EngineSettings
+from cumulo.serve.engine_link.engine_settings import EngineSettings
 from cumulo.serve.engine_link.in_flight import Failure, Inbox, InFlight
 from cumulo.serve.engine_link.messages import Finished, Ready, Stats, StepRecord, Submit
 from cumulo.serve.replicas.fleet import Fleet

@@ -23,7 +23,7 @@ from cumulo.serve.access.keys import ApiKeys, Caller
 from cumulo.serve.access.limits import RateLimits
 from cumulo.serve.adapter_registry import AdapterRefused, AdapterRegistry, ServedAdapter, named_loras
 from cumulo.serve.engine_link.engine_client import EngineClient
-from cumulo.serve.engine_link.engine_supervisor import EngineSettings
+from cumulo.serve.engine_link.engine_settings import EngineSettings
 from cumulo.serve.engine_link.in_flight import InFlight
 from cumulo.serve.engine_link.messages import AdapterReport, Failure, Finished, Ready, Stats, StepRecord
 from cumulo.serve.errors import ApiError, invalid

@@ -6,7 +6,7 @@ from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.story import Story
 from cumulo.engine.outputs import Delta
 from cumulo.serve.engine_link.engine_client import EngineClient
-from cumulo.serve.engine_link.engine_supervisor import EngineSettings
+from cumulo.serve.engine_link.engine_settings import EngineSettings
 from cumulo.serve.engine_link.in_flight import Inbox, InFlight
 from cumulo.serve.engine_link.messages import EngineProgress, Failure, Finished, Stats, Submit
 

@@ -1,4 +1,4 @@
-"""EngineChild: one engine process and the line to it. Owned by EngineSupervisor; a restart makes a new one, with a
+"""EngineChild: one engine process and the line to it. Owned by EngineClient; a restart makes a new one, with a
 new line, so that nothing an old process said can be taken for the new one's word.
 """
 
@@ -14,10 +14,12 @@ import msgspec
 
 from cumulo.errors import CumuloError
 from cumulo.serve.engine_link import early_start
+from cumulo.serve.engine_link.engine_settings import Trouble
 from cumulo.serve.engine_link.message_line import MessageLine
 from cumulo.serve.engine_link.messages import Command, EngineJob, Fatal, Ready, Report, decode_report, encode
 
 _POLL_S = 0.05
+_TICK_S = 0.2
 
 
 class EngineStartError(CumuloError):
@@ -28,6 +30,7 @@ class EngineChild:
     def __init__(self, job: EngineJob, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self._unread: deque[bytes] = deque()
         self._take: Callable[[Report], None] | None = None  # who listens
+        self.to_be_replaced = False  # somebody asked for it
         self.misunderstood: Exception | None = None  # what it said that could not be read or taken in
         self._process, connection = early_start.take_process(environment)
         self._line = MessageLine(connection)
@@ -64,6 +67,30 @@ class EngineChild:
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
+
+    async def trouble(
+        self, progress: Callable[[], tuple[int, ...] | None], stall_timeout_s: float
+    ) -> Trouble:
+        """Returns what is wrong, as soon as something is. `progress`: what grows while the engine is alive; None: the
+        engine has no work, and may stand still."""
+        loop = asyncio.get_running_loop()
+        still_s, ticked_s = 0.0, loop.time()
+        seen: tuple[int, ...] | None = None
+        while True:
+            await self.ended(_TICK_S)
+            now_s = loop.time()
+            if self.misunderstood is not None:
+                return Trouble(f"said something that cannot be understood ({self.misunderstood!r})")
+            if (death := self.death) is not None:
+                return Trouble(death)
+            if self.to_be_replaced:
+                return Trouble("is restarted as asked", planned=True)
+            done = progress()
+            # Counted in ticks, so that a machine that slept does not blame the engine.
+            still_s = 0.0 if done is None or done != seen else still_s + min(now_s - ticked_s, 2 * _TICK_S)
+            seen, ticked_s = done, now_s
+            if still_s >= stall_timeout_s:
+                return Trouble(f"finished no step for {stall_timeout_s:g} s although it had work")
 
     async def ready(self, timeout_s: float) -> Ready:
         """Wait until the model is loaded, or raise EngineStartError."""

@@ -1,5 +1,5 @@
 """EngineClient: the API process's side of the engine. Requests go out, and what the engine says goes into their
-inboxes. Its EngineSupervisor keeps the engine alive.
+inboxes. It starts the engine process, watches it, and replaces one that died or stands still.
 
 No request is lost: each ends with Finished or with a Failure. When the engine is restarted, requests in flight
 are submitted again, to another engine of its fleet where there is one. A stream continues after the tokens that
@@ -7,7 +7,10 @@ its client has; a request that ends two engines without a token in between fails
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
+import secrets
 import time
 from array import array
 from typing import Protocol
@@ -16,14 +19,8 @@ import msgspec
 
 from cumulo.engine.outputs import Delta
 from cumulo.serve.adapter_registry import ServedAdapter
-from cumulo.serve.engine_link.engine_child import EngineStartError
-from cumulo.serve.engine_link.engine_supervisor import (
-    EngineSettings,
-    EngineSupervisor,
-    State,
-    Trouble,
-    load_order,
-)
+from cumulo.serve.engine_link.engine_child import EngineChild, EngineStartError
+from cumulo.serve.engine_link.engine_settings import EngineSettings, State, Trouble
 from cumulo.serve.engine_link.in_flight import Inbox, InFlight, Observer
 from cumulo.serve.engine_link.messages import (
     Abort,
@@ -31,18 +28,23 @@ from cumulo.serve.engine_link.messages import (
     BlockMap,
     Command,
     DropAdapter,
+    EngineJob,
     EngineProgress,
     Failure,
     Fatal,
     Finished,
     InspectBlocks,
+    LoadAdapter,
     Ready,
     Report,
+    Shutdown,
     Stats,
     Submit,
 )
 
 log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 30.0  # between attempts to bring an engine back
 
 
 class EngineFleet(Protocol):
@@ -51,6 +53,8 @@ class EngineFleet(Protocol):
     def take_over(self, client: "EngineClient", trouble: Trouble) -> None:
         """Continues the requests of an engine that is gone elsewhere."""
         ...
+
+    def on_progress(self, client: "EngineClient", stats: Stats) -> None: ...
 
     def on_ready(self, client: "EngineClient") -> None: ...
 
@@ -63,33 +67,24 @@ class EngineClient:
     ) -> None:
         """`observer`: None for an engine that has no requests of its own."""
         self.settings, self._observer, self._fleet = settings, observer, fleet
-        self._supervisor = EngineSupervisor(settings, self)
+        self.state: State = "starting"
+        self.restarts = 0
+        self.last_failure: str | None = None
         self.info: Ready | None = None
         self.stats: Stats | None = None
         self.in_flight: dict[str, InFlight] = {}
         self.leaving: set[str] = set()  # requests given away whose end the engine has not told yet
         self.sent = 0  # Submit commands given to the present child
+        self._child: EngineChild | None = None
+        self._watching: asyncio.Task[None] | None = None  # from the first engine on
         self._unobserved: list[tuple[list[tuple[InFlight, Delta]], float, Stats]] = []
         self._block_maps: list[asyncio.Future[BlockMap]] = []
         self._adapter_answers: dict[str, asyncio.Future[AdapterReport]] = {}  # by key
         self._reports = 0  # of a prefill engine, whose work this process does not know: silent is dead
 
     @property
-    def state(self) -> State:
-        return self._supervisor.state
-
-    @property
-    def restarts(self) -> int:
-        return self._supervisor.restarts
-
-    @property
-    def last_failure(self) -> str | None:
-        return self._supervisor.last_failure
-
-    @property
     def engine_pids(self) -> tuple[int, ...]:
-        child = self._supervisor.child
-        return (child.pid,) if child is not None else ()
+        return (self._child.pid,) if self._child is not None else ()
 
     @property
     def max_running(self) -> int:
@@ -105,25 +100,116 @@ class EngineClient:
     # -- life ---------------------------------------------------------------------------------------------
     async def start(self) -> Ready:
         """Start the engine and wait until its model is loaded; raises EngineStartError."""
-        await self._supervisor.start()
-        assert self.info is not None
-        return self.info
+        info = await self._start_child(needs_adapters=True)
+        self._watching = asyncio.create_task(self._supervise())
+        return info
 
-    async def start_until_up(self) -> Ready:
+    async def start_until_up(self) -> None:
         """As `start`, but an engine that does not come up is tried again."""
-        await self._supervisor.start_until_up()
-        assert self.info is not None
-        return self.info
+        await self._bring_up()
+        self._watching = asyncio.create_task(self._supervise())
 
     def ask_for_restart(self) -> None:
         """Replace the engine by a new one; what is still in flight is continued."""
-        self._supervisor.ask_for_restart()
+        if self._child is not None:
+            self._child.to_be_replaced = True
 
     async def close(self) -> None:
         """Stop the engine. Requests still in flight fail; drain first if they should not."""
-        await self._supervisor.stop_watching()
+        self.state = "stopped"
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
         self._fail(list(self.in_flight.values()), "the server is shutting down")
-        await self._supervisor.close()
+        if self._child is not None:
+            self._child.send(Shutdown())
+            await self._child.end(patience_s=3.0)
+            self._child = None
+
+    async def _start_child(self, needs_adapters: bool = False) -> Ready:
+        settings = self.settings
+        told = [_load_order(adapter) for adapter in settings.adapters.all.values()]
+        job = EngineJob(
+            model=settings.model,
+            # Where requests without a seed draw theirs: a server that restarts must not repeat itself.
+            config=dataclasses.replace(settings.config, seed=secrets.randbits(63)),
+            log_level=settings.log_level,
+            for_router=settings.for_router,
+            adapters=told,
+            needs_adapters=needs_adapters,
+        )
+        child = self._child = EngineChild(job, settings.environment)
+        try:
+            info = await child.ready(settings.start_timeout_s)
+        except BaseException:
+            self._child = None
+            await child.end()
+            raise
+        self.state, self.info, self.stats, self.sent = "ready", info, None, 0
+        self.leaving.clear()
+        self._catch_up({order.key for order in told})
+        if self._watching is not None:
+            self._note_lost_adapters(info)
+        if self._block_maps:  # asked for while there was no engine
+            self._send(InspectBlocks())
+        if self._fleet is not None:
+            self._fleet.on_ready(self)
+        return info
+
+    async def _bring_up(self) -> None:
+        """Start an engine, trying again until one comes up."""
+        pause_s = 0.5
+        while True:
+            try:
+                await self._start_child()
+                return
+            except EngineStartError as error:
+                log.error("%s does not come up: %s; next attempt in %g s", self.settings.who, error, pause_s)
+                self._on_failed_start(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    # -- watching -----------------------------------------------------------------------------------------
+    async def _supervise(self) -> None:
+        """Read what the engine says; when it dies or stands still, bring a new one up. Until cancelled."""
+        while True:
+            child = self._child
+            assert child is not None
+            child.listen(self.take_report)
+            try:
+                trouble = await child.trouble(self._progress, self.settings.stall_timeout_s)
+            finally:
+                child.stop_listening()
+            await self._replace(child, trouble)
+
+    def _progress(self) -> tuple[int, ...] | None:
+        """What grows while the engine is alive (steps, guides that were compiled, words with other engines); None:
+        it has no work, and may stand still."""
+        if not self.in_flight and self.settings.config.role != "prefill":
+            return None
+        stats = self.stats
+        if stats is None:
+            return 0, 0, self._reports
+        heard = stats.transfers.heard if stats.transfers is not None else 0
+        return stats.steps, stats.guides_checked, heard + self._reports
+
+    async def _replace(self, child: EngineChild, trouble: Trouble) -> None:
+        self.state, self._child = "restarting", None
+        if not trouble.planned:
+            self.restarts += 1
+            self.last_failure = f"{self.settings.who} {trouble.words}"
+        if child.misunderstood is None:
+            for report in child.reports():  # what it said before it died
+                self.take_report(report)
+        self._on_loss(trouble)
+        child.send(Shutdown())
+        await child.end(patience_s=2.0 if trouble.planned else 0.0)
+        await self._bring_up()
+        if self._fleet is None:
+            log.warning("%s is back; %d requests are submitted again", self.settings.who, len(self.in_flight))
+            for request in self.in_flight.values():
+                self._send(request.as_it_is_now())
 
     # -- requests -----------------------------------------------------------------------------------------
     def submit(self, submit: Submit, inbox: Inbox, position: int = 0) -> InFlight:
@@ -142,7 +228,7 @@ class EngineClient:
     def release(self, request_id: str) -> InFlight:
         """Give a request away: its engine computes it no more, and nothing more of it is heard."""
         request = self.in_flight.pop(request_id)
-        if self._supervisor.child is not None:
+        if self._child is not None:
             self.leaving.add(request_id)
             self._send(Abort(request_id))
         return request
@@ -169,7 +255,7 @@ class EngineClient:
         if self.state != "ready":
             return None
         answer = self._adapter_answers[adapter.key] = asyncio.get_running_loop().create_future()
-        self._send(load_order(adapter))
+        self._send(_load_order(adapter))
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -185,10 +271,9 @@ class EngineClient:
             self._send(DropAdapter(key))
 
     def _send(self, command: Command) -> None:
-        child = self._supervisor.child
-        if child is not None:
+        if self._child is not None:
             self.sent += isinstance(command, Submit)
-            child.send(command)
+            self._child.send(command)
 
     def _fail(self, requests: list[InFlight], message: str) -> None:
         for request in requests:
@@ -237,7 +322,7 @@ class EngineClient:
                 asked.set_result(report)
         elif isinstance(report, Fatal):
             log.error("the engine ends: %s", report.message)
-            self._supervisor.last_failure = report.message
+            self.last_failure = report.message
 
     def _observe(self) -> None:
         """Tell the observer all it has not been told, in order: the next report may come before its turn."""
@@ -248,30 +333,12 @@ class EngineClient:
         for told, now_s, stats in unobserved:
             for request, delta in told:
                 observer.on_delta(request, delta, now_s)
-            observer.on_progress(stats)
+            if self._fleet is None:
+                observer.on_progress(stats)
+            else:
+                self._fleet.on_progress(self, stats)
 
-    # -- what becomes of the engine: its supervisor's EngineOwner -----------------------------------------
-    def progress(self) -> tuple[int, ...] | None:
-        """Steps, guides that were compiled, words with other engines."""
-        if not self.in_flight and self.settings.config.role != "prefill":
-            return None
-        stats = self.stats
-        if stats is None:
-            return 0, 0, self._reports
-        heard = stats.transfers.heard if stats.transfers is not None else 0
-        return stats.steps, stats.guides_checked, heard + self._reports
-
-    def on_start(self, info: Ready, adapters: set[str]) -> None:
-        self.info, self.stats, self.sent = info, None, 0
-        self.leaving.clear()
-        self._catch_up(adapters)
-        if self._supervisor.supervising:
-            self._note_lost_adapters(info)
-        if self._block_maps:  # asked for while there was no engine
-            self._send(InspectBlocks())
-        if self._fleet is not None:
-            self._fleet.on_ready(self)
-
+    # -- what becomes of the engine -----------------------------------------------------------------------
     def _catch_up(self, told: set[str]) -> None:
         """Adapters that came and went while the engine started."""
         registry = self.settings.adapters
@@ -279,7 +346,7 @@ class EngineClient:
             self._send(DropAdapter(key))
         for key, adapter in registry.all.items():
             if key not in told:
-                self._send(load_order(adapter))
+                self._send(_load_order(adapter))
 
     def _note_lost_adapters(self, info: Ready) -> None:
         for lost in (report for report in info.adapters if report.error):
@@ -288,7 +355,7 @@ class EngineClient:
                 adapter = self.settings.adapters.all[lost.key]
                 adapter.ready, adapter.error = False, lost.error
 
-    def on_loss(self, trouble: Trouble) -> None:
+    def _on_loss(self, trouble: Trouble) -> None:
         who, count = self.settings.who, len(self.in_flight)
         if trouble.planned:
             log.info("%s %s; %d requests are in flight", who, trouble.words, count)
@@ -316,16 +383,14 @@ class EngineClient:
                 continue
             self._fail([request], f"{self.last_failure} while this request ran, {told}; send it again")
 
-    def on_failed_start(self, error: EngineStartError) -> None:
+    def _on_failed_start(self, error: EngineStartError) -> None:
         message = f"{self.last_failure} and did not come back: {error}"
         self._fail(list(self.in_flight.values()), message)
         if self._fleet is not None or self.last_failure is None:
-            self._supervisor.last_failure = str(error)
+            self.last_failure = str(error)
         if self._fleet is not None:
             self._fleet.on_failed_start(self, message)
 
-    def on_replaced(self) -> None:
-        if self._fleet is None:
-            log.warning("%s is back; %d requests are submitted again", self.settings.who, len(self.in_flight))
-            for request in self.in_flight.values():
-                self._send(request.as_it_is_now())
+
+def _load_order(adapter: ServedAdapter) -> LoadAdapter:
+    return LoadAdapter(adapter.key, adapter.name, adapter.folder)

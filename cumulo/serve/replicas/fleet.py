@@ -22,7 +22,7 @@ from cumulo.fleet.decide.choosing import usual_pace
 from cumulo.fleet.decide.scaling import ReplicaLife
 from cumulo.serve.adapter_registry import ServedAdapter
 from cumulo.serve.engine_link.engine_client import EngineClient
-from cumulo.serve.engine_link.engine_supervisor import EngineSettings, State, Trouble, settings_of_replica
+from cumulo.serve.engine_link.engine_settings import EngineSettings, State, Trouble, settings_of_replica
 from cumulo.serve.engine_link.in_flight import Dispatch, Inbox, InFlight, Observer
 from cumulo.serve.engine_link.messages import AdapterReport, BlockMap, Failure, Ready, Stats, Submit
 from cumulo.serve.replicas.prefill_engines import PrefillEngines
@@ -90,9 +90,7 @@ class Fleet:
         settings = self.settings if self.prefill is None else self.prefill.settings_of_decode(self.settings)
         settings = settings_of_replica(settings, name, self._made, self.size)
         self._made += 1
-        observer = _ReplicaObserver(self, self._observer)
-        replica = observer.replica = FleetReplica(name, EngineClient(settings, observer, self))
-        self.replicas[name] = replica
+        replica = self.replicas[name] = FleetReplica(name, EngineClient(settings, self._observer, self))
         return replica
 
     # -- what one engine has, too -------------------------------------------------------------------------
@@ -329,6 +327,16 @@ class Fleet:
             request = replica.client.release(request_id)
             self.place(request, frozenset({replica.name}), because)
 
+    def on_progress(self, client: EngineClient, stats: Stats) -> None:
+        replica = self._of(client)
+        replica.hear(stats, time.perf_counter())
+        if stats.fairness is not None:
+            self._fairness[replica.name] = stats.fairness.index
+            fairness = with_worst_index(stats.fairness, list(self._fairness.values()))
+            stats = msgspec.structs.replace(stats, fairness=fairness)
+        reports = [one.client.stats for one in self._up() if one.client.stats is not None]
+        self._observer.on_progress(merged_stats(reports, stats) or stats)
+
     def on_ready(self, client: EngineClient) -> None:
         replica, info = self._of(client), client.info
         assert info is not None
@@ -357,25 +365,3 @@ class Fleet:
         failure = Failure(message)
         self._observer.on_end(request, failure)
         request.inbox.put(request.position, failure)
-
-    def on_progress_of(self, replica: FleetReplica, stats: Stats) -> None:
-        replica.hear(stats, time.perf_counter())
-        if stats.fairness is not None:
-            self._fairness[replica.name] = stats.fairness.index
-            fairness = with_worst_index(stats.fairness, list(self._fairness.values()))
-            stats = msgspec.structs.replace(stats, fairness=fairness)
-        reports = [one.client.stats for one in self._up() if one.client.stats is not None]
-        self._observer.on_progress(merged_stats(reports, stats) or stats)
-
-
-class _ReplicaObserver:
-    """The Observer of one replica's client."""
-
-    replica: FleetReplica
-
-    def __init__(self, fleet: Fleet, observer: Observer) -> None:
-        self._fleet = fleet
-        self.on_delta, self.on_end = observer.on_delta, observer.on_end
-
-    def on_progress(self, stats: Stats) -> None:
-        self._fleet.on_progress_of(self.replica, stats)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from cumulo.fleet.decide.scaling import ReplicaLife
 from cumulo.serve.engine_link.engine_client import EngineClient
-from cumulo.serve.engine_link.engine_supervisor import EngineSettings, settings_of_replica
+from cumulo.serve.engine_link.engine_settings import EngineSettings, settings_of_replica
 
 _LOOK_S = 0.05
 _PATIENCE = 200  # looks at an engine that always has something to do, before it ends all the same
