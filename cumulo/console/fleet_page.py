@@ -273,8 +273,8 @@ class _FleetPage:
     def draw(self) -> None:
         fleet, now_s = self._fleet, time.perf_counter()
         reports = replica_reports(fleet)
-        metrics = self._shell.service.fleet_metrics
-        self._tiles.set_content(tiles_html(reports, fleet.policy, metrics.moved if metrics else 0))
+        moved = self._shell.service.metrics.requests_moved
+        self._tiles.set_content(tiles_html(reports, fleet.policy, moved))
         self._replicas.set_content(replicas_html(reports, self._visitor.may_operate))
         self._draw_ranks()
         if self._prefill is not None:

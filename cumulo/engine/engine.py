@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from cumulo.engine.decide.core.extension import StepTiming
 from cumulo.engine.decide.core.request import DrawnSample, Request, Sequence, State
 from cumulo.engine.decide.core.step_result import take_back
 from cumulo.engine.decide.params import SamplingParams
-from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan
+from cumulo.engine.decide.plan import PendingStep, Runner, StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.outputs import Delta, RequestOutput, Sample, TextStream, normalised
@@ -77,6 +77,7 @@ class Engine:
         self.link: TransferSender | TransferReceiver | None = None  # of an engine with a role
         self.adapters: AdapterStore | None = None  # where adapters are served
         self.mover: TierMover | None = None  # of KV blocks between host memory and disk
+        self.on_step: Callable[[StepPlan, StepResult], None] = lambda plan, result: None  # told of every step
         self.idle = False  # the last step had nothing to compute: what is here waits for another engine
 
     # -- requests ---------------------------------------------------------------------------------------
@@ -222,6 +223,7 @@ class Engine:
             message = f"the engine could not compute this step ({type(error).__name__}: {error})"
             self.scheduler.fail_step(plan, message, time.perf_counter())
             return
+        self.on_step(plan, result)
         if self.link is not None:
             self.link.step_done(plan)
         now_s = time.perf_counter()

@@ -28,7 +28,7 @@ from cumulo.serve.engine_link.in_flight import InFlight
 from cumulo.serve.engine_link.messages import AdapterReport, Failure, Finished, Ready, Stats, StepRecord
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.observe.fleet_metrics import FleetMetrics, rank_metrics
+from cumulo.serve.observe.fleet_metrics import rank_metrics, replica_metrics
 from cumulo.serve.observe.fleet_report import replica_reports
 from cumulo.serve.observe.metrics import Metrics
 from cumulo.serve.observe.step_history import StepHistory
@@ -92,11 +92,8 @@ class Service:
         self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
         self.limits = RateLimits()
         self.metrics = Metrics(model_name)
-        self.fleet_metrics: FleetMetrics | None = None
         if (fleet := self.fleet) is not None:
-            self.fleet_metrics = FleetMetrics(
-                self.metrics.registry, model_name, lambda: replica_reports(fleet)
-            )
+            replica_metrics(self.metrics.registry, model_name, lambda: replica_reports(fleet))
         if options.engine.layout.world > 1:
             rank_metrics(self.metrics.registry, model_name, self.rank_states)
         self.stories = Stories(options.stories)
@@ -299,8 +296,6 @@ class Service:
             first_s = record.first_token_s
             rest_s = (story.finished_s or first_s) - first_s
             self.autoscaler.note_end(first_s - record.received_s, rest_s, story.output_tokens, record.itls_s)
-        if self.fleet_metrics is not None:
-            self.fleet_metrics.on_end(record)
 
     # -- the end ------------------------------------------------------------------------------------------
     def abort_all(self, reason: str) -> None:

@@ -9,7 +9,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cumulo.serve import monitoring
-from cumulo.serve.observe.fleet_metrics import FleetMetrics, rank_metrics
+from cumulo.serve.observe.fleet_metrics import rank_metrics, replica_metrics
 from cumulo.serve.observe.metrics import Metrics
 
 FOLDER = Path(monitoring.__file__).parent
@@ -21,7 +21,7 @@ def exported() -> set[str]:
     """Every series name that /metrics can have."""
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
     metrics = Metrics("m")
-    FleetMetrics(metrics.registry, "m", list)
+    replica_metrics(metrics.registry, "m", list)
     rank_metrics(metrics.registry, "m", dict)
     return {
         family.name + suffix

@@ -29,7 +29,7 @@ needs_prometheus = pytest.mark.skipif(
 pytestmark = [needs_prometheus, pytest.mark.long]
 # Good queries without an answer: nothing was preempted, and the server has no replicas (test_fleet looks at those),
 # no ranks (test_ranked_server) and no adapters (test_adapters).
-WITHOUT_ROWS = ("preemptions_by_reason", "replica_", "requests_moved", "route_ttft", "rank_", "lora_requests")
+WITHOUT_ROWS = ("preemptions_by_reason", "replica_", "route_ttft", "rank_", "lora_requests")
 ALERTS = Path(__file__).parents[2] / "cumulo/serve/monitoring/alerts.yaml"
 ALERTS_TEST = Path(__file__).with_name("alerts_test.yaml")
 

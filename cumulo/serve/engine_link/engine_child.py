@@ -71,8 +71,8 @@ class EngineChild:
     async def trouble(
         self, progress: Callable[[], tuple[int, ...] | None], stall_timeout_s: float
     ) -> Trouble:
-        """Returns what is wrong, as soon as something is. `progress`: what grows while the engine is alive; None: the
-        engine has no work, and may stand still."""
+        """Returns what is wrong, as soon as something is. `progress`: what grows while the engine is alive; None
+        while it has no work, and may stand still."""
         loop = asyncio.get_running_loop()
         still_s, ticked_s = 0.0, loop.time()
         seen: tuple[int, ...] | None = None

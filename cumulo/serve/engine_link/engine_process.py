@@ -86,8 +86,8 @@ class EngineLoop:
         self.engine, self._line = engine, line
         self._news = RoutingReporter(engine.scheduler) if for_router else None
         self._ranked = engine.runner if isinstance(engine.runner, RankedRunner) else None
-        self.meter = StepMeter(engine.runner)
-        engine.runner = self.meter
+        self.meter = StepMeter()
+        engine.on_step = self.meter.note
         self._received = 0
         self._reported_s = 0.0
         self._fairness_reported_s = 0.0

@@ -1,4 +1,4 @@
-"""FleetMetrics and rank_metrics: what /metrics shows of each replica and of each rank. Made by Service.
+"""replica_metrics and rank_metrics: what /metrics shows of each replica and of each rank. Made by Service.
 
 Both are read from the engines' last reports when somebody asks: counting costs no request anything. The other
 metrics are sums over all replicas, under the names that one engine has.
@@ -7,16 +7,14 @@ metrics are sums over all replicas, under the names that one engine has.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cumulo.ranks.rank_meter import RankState
-from cumulo.serve.observe.stories import Record
 
 Row = TypeVar("Row")
-_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 ReplicaMetric = tuple[str, type[Any], str, Callable[[dict[str, Any]], float]]
 # name, kind, help, how it is read from a replica's report in /v1/fleet: those that a gateway has, too
 OF_ANY_REPLICA: tuple[ReplicaMetric, ...] = (
@@ -97,40 +95,16 @@ class TableMetrics(Collector):
             yield family
 
 
-class FleetMetrics:
-    def __init__(
-        self, registry: CollectorRegistry, model_name: str, report: Callable[[], list[dict[str, Any]]]
-    ) -> None:
-        """`report` gives what /v1/fleet says of each replica."""
-        TableMetrics(
-            registry,
-            _PER_REPLICA,
-            ("model_name", "replica"),
-            lambda: [((model_name, one["name"]), one) for one in report()],
-        )
-        self.moved = 0  # requests that another replica has taken over; the metric's value, for the console
-        self._moved = Counter(
-            "cumulo:requests_moved",
-            "Number of requests that another replica has taken over.",
-            ("model_name",),
-            registry=registry,
-        ).labels(model_name)
-        self._ratio = Histogram(
-            "cumulo:route_ttft_predicted_over_measured",
-            "The TTFT that the router expected, over the measured one.",
-            ("model_name",),
-            registry=registry,
-            buckets=_RATIOS,
-        ).labels(model_name)
-
-    def on_end(self, record: Record) -> None:
-        """Compare what the router expected with what came, if the request stayed where it was sent."""
-        moves = max(0, len(record.dispatches) - 1)
-        self.moved += moves
-        self._moved.inc(moves)
-        measured_s = record.story.ttft_s if record.story is not None else None
-        if len(record.dispatches) == 1 and measured_s:
-            self._ratio.observe(record.dispatches[0].route.ttft_s / measured_s)
+def replica_metrics(
+    registry: CollectorRegistry, model_name: str, report: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """`report` gives what /v1/fleet says of each replica."""
+    TableMetrics(
+        registry,
+        _PER_REPLICA,
+        ("model_name", "replica"),
+        lambda: [((model_name, one["name"]), one) for one in report()],
+    )
 
 
 def rank_metrics(

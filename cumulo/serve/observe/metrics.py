@@ -29,6 +29,7 @@ _WHOLE_REQUEST_S = (
     0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 # What the engine said last: read when somebody asks.
 _OF_NOW: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
@@ -57,6 +58,7 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("lora_requests", "Number of calls that were answered with an adapter, by its name.", ("adapter",)),
     ("kv_tier_hits", "Number of prompt tokens found in a KV tier beyond the device.", ("tier",)),
     ("kv_tier_moved_blocks", "Number of KV blocks moved between tiers, by direction.", ("way",)),
+    ("requests_moved", "Number of requests that another replica has taken over.", ()),
     ("batch_requests", "Number of requests of batches that have ended, by outcome.", ("outcome",)),
     ("http_responses", "Number of HTTP responses, by status.", ("status",)),
     ("connections_refused", "Number of requests refused and connections closed, by reason.", ("reason",)),
@@ -89,6 +91,7 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     ("request_generation_tokens", "Output tokens of a request.", _TOKENS),
     ("request_params_n", "Number of answers that a request asks for.", (1, 2, 5, 10, 20)),
+    ("route_ttft_predicted_over_measured", "The TTFT that the router expected, over the measured one.", _RATIOS),
     ("step_duration_seconds", "Time that the runner takes for a step.", _BETWEEN_TOKENS_S),
 )  # fmt: skip
 
@@ -115,7 +118,7 @@ class Metrics:
         self._tenants: dict[str, str] = {}  # names with a series of their own: what others see instead
         self._ledger_of: Ready | None = None
         self._tiers_told: dict[str, int] = {}
-        self.drafted_tokens = self.accepted_tokens = 0  # for the console
+        self.drafted_tokens = self.accepted_tokens = self.requests_moved = 0  # for the console
 
     def series(self, name: str, *labels: str) -> Any:
         """The counter, gauge or histogram of this name, with these values of its own labels."""
@@ -186,6 +189,9 @@ class Metrics:
 
     def on_end(self, record: Record) -> None:
         self.series("request_success", record.outcome or "error").inc()
+        moves = max(0, len(record.dispatches) - 1)
+        self.requests_moved += moves
+        self.series("requests_moved").inc(moves)
         story = record.story
         if story is None:
             return
@@ -208,6 +214,9 @@ class Metrics:
                 self.series("request_inference_time_seconds").observe(story.finished_s - story.admitted_s)
         if record.ttft_s is not None:
             self.series("time_to_first_token_seconds").observe(record.ttft_s)
+            if len(record.dispatches) == 1 and record.ttft_s:  # it stayed where it was sent
+                expected_s = record.dispatches[0].route.ttft_s
+                self.series("route_ttft_predicted_over_measured").observe(expected_s / record.ttft_s)
         if story.first_token_s is not None and story.admitted_s is not None:
             self.series("request_prefill_time_seconds").observe(story.first_token_s - story.admitted_s)
             if story.finished_s is not None:
