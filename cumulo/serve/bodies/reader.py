@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from cumulo.serve.bodies.strict import Strict, settle_unknown
-from cumulo.serve.bodies.structure import MAX_VALUES, Structure, structure_of
+from cumulo.serve.bodies.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, Structure, structure_of
 from cumulo.serve.errors import ApiError, ClientGone, invalid, problem_error
 
 
@@ -113,7 +113,7 @@ class BodyReader:
             raise invalid("the request has no body; send a JSON object with Content-Type: application/json")
         if not _is_json(scope):
             raise invalid("the body must be a JSON object, sent with Content-Type: application/json")
-        if _is_small(whole):
+        if len(whole) <= LARGE_BYTES and structure_of(whole).excess(_SMALL) is None:
             return _validated(whole, model, json.loads)
         most_values = max(MAX_VALUES, self._max_context() + LARGE_BYTES)
         context = copy_context()  # warnings belong to this request
@@ -124,7 +124,8 @@ class BodyReader:
 
 
 def read_large(whole: bytes, most_values: int, model: type[Strict]) -> Any:
-    if (problem := structure_of(whole).excess(most_values)) is not None:
+    most = Structure(MAX_CONTAINERS, MAX_STRINGS, most_values)
+    if (problem := structure_of(whole).excess(most)) is not None:
         raise invalid(problem, code="too_many_values")
     # It holds the interpreter a quarter as long as `json`.
     return _validated(whole, model, msgspec.json.decode)
@@ -154,18 +155,6 @@ def _is_json(scope: Scope) -> bool:
     """Whether the body is said to be application/json or application/anything+json."""
     kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
     return kind.startswith("application/") and kind.endswith(("/json", "+json"))
-
-
-def _is_small(whole: bytes) -> bool:
-    if len(whole) > LARGE_BYTES:
-        return False
-    found = structure_of(whole)
-    return (
-        found.containers <= _SMALL.containers
-        and found.strings <= _SMALL.strings
-        and found.values <= _SMALL.values
-        and not found.long_number
-    )
 
 
 def _caller(scope: Scope) -> str:

@@ -31,18 +31,18 @@ class Structure:
     values: int = 0
     long_number: bool = False
 
-    def excess(self, most_values: int = MAX_VALUES) -> str | None:
+    def excess(self, most: "Structure") -> str | None:
         """What is too much, in words for the client; None if nothing is."""
         if self.long_number:
             return f"the body has a number of more than {MAX_DIGITS} digits: no field takes one"
-        for count, most, what in (
-            (self.containers, MAX_CONTAINERS, "objects and lists"),
-            (self.strings, MAX_STRINGS, "strings (keys included)"),
-            (self.values, most_values, "values"),
+        for count, bound, what in (
+            (self.containers, most.containers, "objects and lists"),
+            (self.strings, most.strings, "strings (keys included)"),
+            (self.values, most.values, "values"),
         ):
-            if count > most:
+            if count > bound:
                 return (
-                    f"the body has more than {most:,} {what}, the most this server takes in one request: "
+                    f"the body has more than {bound:,} {what}, the most this server takes in one request: "
                     "send less at a time"
                 )
         return None

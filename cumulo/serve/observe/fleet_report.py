@@ -78,7 +78,8 @@ def state_of(replica: FleetReplica) -> str:
 
 def prefill_reports(fleet: Fleet) -> list[dict[str, Any]]:
     """Engines that compute the replicas' prompts; empty where every replica computes its own."""
-    clients = fleet.prefill.clients if fleet.prefill is not None else {}
+    engines = fleet.prefill.engines if fleet.prefill is not None else {}
+    clients = {name: engine.client for name, engine in engines.items()}
     return [
         {
             "name": name,

@@ -84,26 +84,23 @@ _SERVER, _ENGINE, _TOKENS = 1, 2, 3  # rows of the picture
 
 def chrome_trace(records: list[Record]) -> dict[str, Any]:
     """Trace Event Format: one process per request; spans for phases, marks for events and tokens."""
-    events: list[dict[str, Any]] = []
-    for process, record in enumerate(records, start=1):
-        events += _named(process, record.request_id)
-        events += _spans(process, record)
-        events += _marks(process, record)
+    events = [
+        {**event, "pid": process}
+        for process, record in enumerate(records, start=1)
+        for event in (*_names(record.request_id), *_spans(record), *_marks(record))
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _named(process: int, name: str) -> list[dict[str, Any]]:
+def _names(name: str) -> list[dict[str, Any]]:
     rows = ((_SERVER, "server"), (_ENGINE, "engine"), (_TOKENS, "tokens"))
     return [
-        {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}},
-        *(
-            {"ph": "M", "pid": process, "tid": row, "name": "thread_name", "args": {"name": title}}
-            for row, title in rows
-        ),
+        {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": name}},
+        *({"ph": "M", "tid": row, "name": "thread_name", "args": {"name": title}} for row, title in rows),
     ]
 
 
-def _spans(process: int, record: Record) -> list[dict[str, Any]]:
+def _spans(record: Record) -> list[dict[str, Any]]:
     spans = [(_SERVER, Phase("tokenise", record.received_s, record.submitted_s))]
     if record.ended_s is not None:
         spans.append((_SERVER, Phase("answer", record.submitted_s, record.ended_s)))
@@ -111,24 +108,18 @@ def _spans(process: int, record: Record) -> list[dict[str, Any]]:
         spans += [(_ENGINE, phase), *((_SERVER, inner) for inner in phase.inner)]
     return [
         {
-            "ph": "X", "cat": "request", "pid": process, "tid": row, "name": phase.name, "ts": phase.start_s * 1e6,
+            "ph": "X", "cat": "request", "tid": row, "name": phase.name, "ts": phase.start_s * 1e6,
             "dur": max(0.0, phase.end_s - phase.start_s) * 1e6,
         }
         for row, phase in spans
     ]  # fmt: skip
 
 
-def _marks(process: int, record: Record) -> list[dict[str, Any]]:
-    marks: list[tuple[int, str, float, dict[str, Any]]] = []
-    if record.story is not None:
-        marks += [(_ENGINE, e.describe(), e.time_s, dict(e.detail)) for e in record.story.events]
-    marks += [
-        (_TOKENS, f"token {index}", time_s, {}) for index, time_s in enumerate(record.token_times_s, start=1)
-    ]
+def _marks(record: Record) -> list[dict[str, Any]]:
+    told = record.story.events if record.story is not None else []
+    marks = [(_ENGINE, event.describe(), event.time_s, dict(event.detail)) for event in told]
+    marks += [(_TOKENS, f"token {index}", time_s, {}) for index, time_s in enumerate(record.token_times_s, 1)]
     return [
-        {
-            "ph": "i", "s": "t", "cat": "event", "pid": process, "tid": row, "name": name, "ts": time_s * 1e6,
-            "args": detail,
-        }
+        {"ph": "i", "s": "t", "cat": "event", "tid": row, "name": name, "ts": time_s * 1e6, "args": detail}
         for row, name, time_s, detail in marks
-    ]  # fmt: skip
+    ]

@@ -65,8 +65,7 @@ class FleetAutoscaler:
         if "prefill" not in self.scaled:
             self._slo_of[self.role] = self.slo
         self._kept_by = dict.fromkeys(self.scaled, 0)
-        self._arrived = self._arrived_tokens = self._ended = 0
-        self._outputs = self._output_tokens = 0
+        self._arrived = self._arrived_tokens = self._ended = self._output_tokens = 0
         self._counted_s = time.perf_counter()
         self._woken = asyncio.Event()
         fleet.holds_requests = settings.limits.fewest == 0
@@ -88,7 +87,6 @@ class FleetAutoscaler:
         self._ended += 1
         self.judged += 1
         self.kept += self.slo.missed(times) is None
-        self._outputs += 1
         self._output_tokens += output_tokens
 
     # -- the loop -----------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ class FleetAutoscaler:
             waiting=waiting,
             waiting_prompt_tokens=sum(one.waiting_tokens for one in views) + self.fleet.unplaced_tokens,
             running=begun,
-            mean_output_tokens=self._output_tokens / self._outputs if self._outputs else 0.0,
+            mean_output_tokens=self._output_tokens / self.judged if self.judged else 0.0,
             busy=min(1.0, sum(one.running > 0 for one in views) / max(1, len(views))),
             ended=self._ended,
         )

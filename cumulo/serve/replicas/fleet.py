@@ -130,9 +130,7 @@ class Fleet:
 
     @property
     def engine_pids(self) -> tuple[int, ...]:
-        clients = [one.client for one in self.replicas.values()]
-        clients += self.prefill.clients.values() if self.prefill is not None else []
-        return tuple(pid for client in clients for pid in client.engine_pids)
+        return tuple(pid for client in self._clients() for pid in client.engine_pids)
 
     @property
     def max_running(self) -> int:
@@ -142,10 +140,10 @@ class Fleet:
         """Whether the first requests find the prefill engines. A fleet whose prefill engines fail does without."""
         if not self._connected and self.prefill is not None:
             told = [one.client.stats.transfers for one in self._up() if one.client.stats is not None]
-            wanted = self.prefill.clients
+            wanted = self.prefill.engines
             told_all = all(one is not None and wanted.keys() <= set(one.peers) for one in told)
             self._connected = (bool(told) and told_all) or any(
-                client.last_failure for client in wanted.values()
+                one.client.last_failure for one in wanted.values()
             )
         return self._connected
 
@@ -279,8 +277,8 @@ class Fleet:
             client.drop_adapter(key)
 
     def _clients(self) -> list[EngineClient]:
-        prefill = self.prefill.clients.values() if self.prefill is not None else ()
-        return [*(one.client for one in self.replicas.values()), *prefill]
+        prefill = self.prefill.engines.values() if self.prefill is not None else ()
+        return [one.client for one in (*self.replicas.values(), *prefill)]
 
     # -- replicas that an autoscaler starts and ends -------------------------------------------------------
     def lives(self) -> list[ReplicaLife]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from cumulo.errors import CumuloError
+from cumulo.serve.http.listening import wait_while
 from cumulo.serve.replicas.fleet import Fleet
 from cumulo.serve.replicas.replica import FleetReplica
 
@@ -140,8 +141,5 @@ async def _remove(fleet: Fleet, replica: FleetReplica, patience_s: float) -> Non
 
 
 async def _empty(fleet: Fleet, replica: FleetReplica, patience_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + patience_s
-    while replica.client.in_flight and loop.time() < deadline_s:
-        await asyncio.sleep(_LOOK_S)
+    await wait_while(lambda: bool(replica.client.in_flight), patience_s)
     fleet.move_all(replica, f"replica {replica.name} is being {replica.busy_with}")

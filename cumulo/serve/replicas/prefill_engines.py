@@ -10,14 +10,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cumulo.fleet.decide.scaling import ReplicaLife
 from cumulo.serve.engine_link.engine_client import EngineClient
 from cumulo.serve.engine_link.engine_settings import EngineSettings, settings_of_replica
+from cumulo.serve.http.listening import wait_while
+from cumulo.serve.replicas.replica import FleetReplica
 
-_LOOK_S = 0.05
-_PATIENCE = 200  # looks at an engine that always has something to do, before it ends all the same
+_PATIENCE_S = 10.0  # with an engine that always has something to do, before it ends all the same
 
 
 class PrefillEngines:
@@ -32,21 +33,19 @@ class PrefillEngines:
         """`size`: all engines of the fleet, which share the machine; `most`: of these engines, later; `keep`: runs
         in the background."""
         self._settings, self._size, self._keep = settings, size, keep
-        self._draining: set[str] = set()
-        self._closing: set[str] = set()  # of these, that cannot be taken back any more
         self._gone_restarts = 0  # of engines that were dismissed
         self._folder = Path(tempfile.mkdtemp(prefix="cumulo-", dir="/tmp"))  # only this user may enter it
         self.addresses = {
             f"prefill-{number}": f"unix:{self._folder}/{number}.sock" for number in range(max(count, most))
         }
-        self.clients: dict[str, EngineClient] = {}
+        self.engines: dict[str, FleetReplica] = {}
         for _ in range(count):
             self.make()
 
-    def make(self) -> EngineClient | None:
+    def make(self) -> FleetReplica | None:
         """A new engine at a free address, not started yet; None: all addresses are taken."""
         for number, (name, address) in enumerate(self.addresses.items()):
-            if name in self.clients:
+            if name in self.engines:
                 continue
             settings, size = self._settings, self._size
             config = dataclasses.replace(settings.config, role="prefill", transfer_address=address)
@@ -54,53 +53,42 @@ class PrefillEngines:
             # Numbered from the end: replicas are numbered from the beginning.
             shared = settings_of_replica(own, name, size - 1 - number, size)
             client = EngineClient(dataclasses.replace(shared, for_router=False))
-            self.clients[name] = client
-            return client
+            engine = self.engines[name] = FleetReplica(name, client)
+            return engine
         return None
 
     async def dismiss(self, name: str) -> None:
         """Stop an engine; its address is free when it is gone."""
-        client = self.clients[name]
+        client = self.engines[name].client
         await client.close()
         self._gone_restarts += client.restarts
-        del self.clients[name]
+        del self.engines[name]
 
     # -- engines that an autoscaler starts and ends ---------------------------------------------------------
     def lives(self) -> list[ReplicaLife]:
-        clients = enumerate(self.clients.items())  # in the order in which they were made
-        return [self._life(*one, at) for at, one in clients if one[0] not in self._closing]
-
-    def _life(self, name: str, client: EngineClient, made: float) -> ReplicaLife:
-        state: Literal["starting", "ready", "draining"] = "ready" if client.state == "ready" else "starting"
-        if name in self._draining:
-            state = "draining"
-        return ReplicaLife(name, state, _busy(client), made)
+        return [one.life() for one in self.engines.values() if not one.busy_with]
 
     def start_another(self) -> None:
-        client = self.make()
-        if client is not None:  # None: all that there may be are there, some of them on their way out
-            self._keep(client.start_until_up())
+        engine = self.make()
+        if engine is not None:  # None: all that there may be are there, some of them on their way out
+            self._keep(engine.client.start_until_up())
 
     def take_back(self, name: str) -> None:
-        self._draining.discard(name)
+        self.engines[name].draining = False
 
     def retire(self, name: str) -> None:
         """A prompt that a replica orders in the moment in which it ends is computed by another, or by the
         replica."""
-        self._draining.add(name)
-        self._keep(self._end_when_idle(name))
+        self.engines[name].draining = True
+        self._keep(self._end_when_idle(self.engines[name]))
 
-    async def _end_when_idle(self, name: str) -> None:
-        client = self.clients[name]
-        for _ in range(_PATIENCE):
-            if name not in self._draining or (client.state == "ready" and not _busy(client)):
-                break
-            await asyncio.sleep(_LOOK_S)
-        if name in self._draining:  # it may have been taken back
-            self._closing.add(name)
-            await self.dismiss(name)
-            self._closing.discard(name)
-            self._draining.discard(name)
+    async def _end_when_idle(self, engine: FleetReplica) -> None:
+        await wait_while(
+            lambda: engine.draining and (engine.client.state != "ready" or engine.unfinished > 0), _PATIENCE_S
+        )
+        if engine.draining:  # it may have been taken back
+            engine.busy_with = "removed"  # from here on it cannot be
+            await self.dismiss(engine.name)
 
     def settings_of_decode(self, settings: EngineSettings) -> EngineSettings:
         """Of a replica, which is told where these engines are; it works while they are not there yet."""
@@ -110,21 +98,13 @@ class PrefillEngines:
 
     @property
     def restarts(self) -> int:
-        return self._gone_restarts + sum(client.restarts for client in self.clients.values())
+        return self._gone_restarts + sum(one.client.restarts for one in self.engines.values())
 
     async def start(self) -> None:
         """One after the other: each plans its memory with what the ones before have left."""
-        for client in list(self.clients.values()):
-            await client.start_until_up()
+        for engine in list(self.engines.values()):
+            await engine.client.start_until_up()
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self.clients.values()))
+        await asyncio.gather(*(one.client.close() for one in self.engines.values()))
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _busy(client: EngineClient) -> int:
-    stats = client.stats
-    if stats is None:
-        return 0
-    sending = stats.transfers.sending if stats.transfers is not None else 0
-    return stats.running + stats.waiting + sending

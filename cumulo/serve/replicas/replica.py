@@ -85,6 +85,15 @@ class FleetReplica:
         stats = self.client.stats
         return None if stats is None or stats.routing is None else stats.routing.prompt_s_per_token
 
+    @property
+    def unfinished(self) -> int:
+        """Requests that it has to finish before it ends: its own, or of a prefill engine those of the replicas."""
+        stats = self.client.stats
+        if stats is None or self.client.settings.config.role != "prefill":
+            return len(self.client.in_flight)
+        sending = stats.transfers.sending if stats.transfers is not None else 0
+        return stats.running + stats.waiting + sending
+
     def life(self) -> ReplicaLife:
         """The replica as an autoscaler sees it."""
         state: Literal["starting", "ready", "draining"] = "ready"
@@ -92,7 +101,7 @@ class FleetReplica:
             state = "draining"
         elif self.client.state != "ready":
             state = "starting"
-        return ReplicaLife(self.name, state, len(self.client.in_flight), self._ordered_s)
+        return ReplicaLife(self.name, state, self.unfinished, self._ordered_s)
 
     @property
     def pace(self) -> Pace:

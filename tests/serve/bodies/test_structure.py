@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cumulo.serve.bodies import structure
-from cumulo.serve.bodies.structure import MAX_VALUES, Structure, structure_of
+from cumulo.serve.bodies.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, Structure, structure_of
 from tests import thorough
 
 odd_texts = st.text(st.sampled_from('{}[],:"\\ \n1éx😀'), max_size=12)
@@ -47,7 +46,7 @@ def test_the_counts_are_those_of_the_parsed_body(value: Any, ascii_only: bool) -
 
 
 def excess(body: bytes, most_values: int = MAX_VALUES) -> str | None:
-    return structure_of(body).excess(most_values)
+    return structure_of(body).excess(Structure(MAX_CONTAINERS, MAX_STRINGS, most_values))
 
 
 @pytest.mark.parametrize(
@@ -85,5 +84,6 @@ def test_a_long_context_takes_as_many_tokens() -> None:
     assert excess(body) is not None and excess(body, most_values=1_000_100) is None
 
 
-def test_small_counts_are_no_excess() -> None:
-    assert Structure(structure.MAX_CONTAINERS, structure.MAX_STRINGS, structure.MAX_VALUES).excess() is None
+def test_the_most_itself_is_no_excess() -> None:
+    most = Structure(MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES)
+    assert most.excess(most) is None

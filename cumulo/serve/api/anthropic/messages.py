@@ -111,11 +111,15 @@ def counts(finished: Finished) -> Item:
     """Token counts; cached tokens are not among the input tokens here."""
     counted = usage([finished])
     cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return _counts(counted["prompt_tokens"] - cached, cached, counted["completion_tokens"])
+
+
+def _counts(input_tokens: int, cached: int = 0, output: int = 0) -> Item:
     return {
-        "input_tokens": counted["prompt_tokens"] - cached,
+        "input_tokens": input_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": counted["completion_tokens"],
+        "output_tokens": output,
     }
 
 
@@ -187,12 +191,7 @@ class MessageEvents:
         if not self._begun:
             self._begun = True
             # How much of the prompt was cached is known at the end, and told there.
-            counted = {
-                "input_tokens": sum(len(prompt) for prompt in self._call.prompts),
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 0,
-                "output_tokens": 0,
-            }
+            counted = _counts(sum(map(len, self._call.prompts)))
             events.append({"type": "message_start", "message": _message(self._call, [], counted)})
         for _, item in batch:
             if isinstance(item, Delta):

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from cumulo.base.files import write_whole
 from cumulo.serve.api.batches.run import BatchRun
 from cumulo.serve.api.batches.schemas import BatchRecord, BatchRequest, Status
-from cumulo.serve.api.batches.store import FileStore
+from cumulo.serve.api.batches.store import FileStore, newest_of, owned
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.service import Service
 
@@ -87,19 +87,11 @@ class Batches:
 
     # -- asking -------------------------------------------------------------------------------------------
     def get(self, batch_id: str, owner: str) -> BatchRecord:
-        record = self._records.get(batch_id)
-        if record is None or record.owner != owner:
-            raise ApiError(
-                404,
-                f"there is no batch {batch_id[:64]!r}; GET /v1/batches lists yours",
-                code="batch_not_found",
-            )
-        return record
+        return owned(self._records, batch_id, owner, "batch", "/v1/batches")
 
     def owned_by(self, owner: str) -> list[BatchRecord]:
         """The batches of one key, newest first."""
-        found = [record for record in self._records.values() if record.owner == owner]
-        return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+        return newest_of(self._records, owner)
 
     def reader_of(self, file_id: str) -> str | None:
         """The unfinished batch that reads this file."""

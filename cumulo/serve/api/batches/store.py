@@ -12,15 +12,15 @@ import secrets
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from cumulo.base.files import write_whole
 from cumulo.errors import CumuloError
-from cumulo.serve.api.batches.schemas import StoredFile
+from cumulo.serve.api.batches.schemas import BatchRecord, StoredFile
 from cumulo.serve.errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,24 @@ def private_opener(path: str, flags: int) -> int:
 
 def _full(message: str) -> ApiError:
     return ApiError(413, message, code="storage_full", headers={"Connection": "close"})
+
+
+Kept = TypeVar("Kept", StoredFile, BatchRecord)
+
+
+def owned(kept: Mapping[str, Kept], its_id: str, owner: str, what: str, path: str) -> Kept:
+    """One of a key's files or batches; ApiError 404 also where it is another key's."""
+    found = kept.get(its_id)
+    if found is None or found.owner != owner:
+        message = f"there is no {what} {its_id[:64]!r}; GET {path} lists yours"
+        raise ApiError(404, message, code=f"{what}_not_found")
+    return found
+
+
+def newest_of(kept: Mapping[str, Kept], owner: str) -> list[Kept]:
+    """The files or batches of one key, newest first."""
+    found = [one for one in kept.values() if one.owner == owner]
+    return sorted(found, key=lambda one: (one.created_at, one.id), reverse=True)
 
 
 class FileStore:
@@ -88,17 +106,11 @@ class FileStore:
         return self.folder / f"{file_id}.data"
 
     def get(self, file_id: str, owner: str) -> StoredFile:
-        stored = self._files.get(file_id)
-        if stored is None or stored.owner != owner:
-            raise ApiError(
-                404, f"there is no file {file_id[:64]!r}; GET /v1/files lists yours", code="file_not_found"
-            )
-        return stored
+        return owned(self._files, file_id, owner, "file", "/v1/files")
 
     def owned_by(self, owner: str) -> list[StoredFile]:
         """The files of one key, newest first."""
-        found = [stored for stored in self._files.values() if stored.owner == owner]
-        return sorted(found, key=lambda stored: (stored.created_at, stored.id), reverse=True)
+        return newest_of(self._files, owner)
 
     def check_count(self, owner: str) -> None:
         """Raises ApiError where the key may store no further file."""
