@@ -11,7 +11,7 @@ from cumulo.engine.outputs import Delta
 from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesRequest, as_chat, tool_use_id
 from cumulo.serve.api.openai.answer_form import AnswerReader
 from cumulo.serve.api.openai.chat import begin_chat, chat_prompt, telling_format_as
-from cumulo.serve.api.openai.events import json_response, open_stream, to_line, usage
+from cumulo.serve.api.openai.events import EventWriter, json_response, named_event, open_stream, usage
 from cumulo.serve.api.openai.schemas_out import ANTHROPIC_ERRORS, STREAMED, AnthropicMessage, TokenCount
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.warnings import warn
@@ -179,7 +179,7 @@ def _message(call: Call, content: list[Any], counted: dict[str, Any]) -> dict[st
     }
 
 
-class MessageEvents:
+class MessageEvents(EventWriter):
     """The answer as named events, in the order that Anthropic's clients expect."""
 
     def __init__(self, call: Call, answer: MessageAnswer) -> None:
@@ -196,19 +196,13 @@ class MessageEvents:
         for _, item in batch:
             if isinstance(item, Delta):
                 events += self._answer.add(item.text, last=item.finish_reason is not None)
-        return _packed(events)
+        return b"".join(map(named_event, events))
 
     def end(self) -> bytes:
         finished = self._call.finished[0]
         assert finished is not None  # EventStream: the call is complete
         last = {"type": "message_delta", "delta": self._answer.stop(finished), "usage": counts(finished)}
-        return _packed([last, {"type": "message_stop"}])
+        return named_event(last) + named_event({"type": "message_stop"})
 
     def fail(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + anthropic_error(error.status, error.message, self._call.id) + b"\n\n"
-
-
-def _packed(events: list[dict[str, Any]]) -> bytes:
-    return b"".join(
-        b"event: " + event["type"].encode() + b"\ndata: " + to_line(event) + b"\n\n" for event in events
-    )

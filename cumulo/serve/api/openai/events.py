@@ -80,6 +80,11 @@ def event(content: Any) -> bytes:
     return b"data: " + to_line(content) + b"\n\n"
 
 
+def named_event(content: dict[str, Any]) -> bytes:
+    """An event that also has its `type` as its name, as /v1/responses and /v1/messages send them."""
+    return b"event: %s\ndata: %s\n\n" % (content["type"].encode(), to_line(content))
+
+
 class StreamCounts:
     """The token counts that the chunks of a streamed answer have. Without `include_usage` chunks have none; with it
     `usage` is null until the last chunk, and with `continuous_usage_stats` every chunk has the counts so far, as

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -12,7 +11,7 @@ from cumulo.engine.outputs import Delta
 from cumulo.errors import InvalidRequest
 from cumulo.serve.access.keys import caller_of
 from cumulo.serve.api.openai.chat import begin_chat, chat_prompt, telling_format_as
-from cumulo.serve.api.openai.events import json_response, open_stream, page, to_line
+from cumulo.serve.api.openai.events import EventWriter, json_response, named_event, open_stream, page
 from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, Deleted, Page, ResponseObject
 from cumulo.serve.api.responses.items import Item, Output, TextLogprobs, response_object, spelled_inputs
 from cumulo.serve.api.responses.request import (
@@ -37,17 +36,13 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 @router.post("/v1/responses", summary="Answer an input", response_model=ResponseObject, responses=STREAMED)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """The response is kept in memory unless `store` is false: `previous_response_id` continues it."""
-    asked = await _ask(body, request)
+    call, answer = await _ask(body, request)
     if body.stream:
-        return await open_stream(asked.call, ResponseEvents(asked))
-    results = await asked.call.results()
-    sample = results[0].samples[0]
-    asked.output.add(sample.text, True, asked.call.spoken(sample))
-    asked.output.close(sample.finish_reason)
-    return json_response(asked.finish(results))
+        return await open_stream(call, answer)
+    return json_response(answer.whole(await call.results()))
 
 
-async def _ask(body: ResponsesRequest, request: Request) -> "_Asked":
+async def _ask(body: ResponsesRequest, request: Request) -> "tuple[Call, Responses]":
     service: Service = request.app.state.service
     if body.store and not service.stored_responses.most:
         raise invalid("this server keeps no responses (--stored-responses 0): send store: false", "store")
@@ -67,7 +62,7 @@ async def _ask(body: ResponsesRequest, request: Request) -> "_Asked":
         chat = await asyncio.to_thread(as_chat, body, items)
         call, form = await begin_chat(request, chat, "resp_", "text.format" if formed else None)
     logprobs = TextLogprobs(service.text, body.top_logprobs or 0) if body.wants_logprobs else None
-    return _Asked(call, body, Output(call.id, form.reader(), logprobs), spelled)
+    return call, Responses(call, body, Output(call.id, form.reader(), logprobs), spelled)
 
 
 def _conversation(
@@ -83,35 +78,32 @@ def _conversation(
     return [*input_items.validate_python(earlier), *own], [*earlier, *spelled_inputs(own)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A response that is being made, and what is kept of it at the end."""
+class Responses(EventWriter):
+    """Words the response to one request: whole, or as numbered events that say what is added to which item, and the
+    whole response before and after. It is kept at its end."""
 
-    call: Call
-    body: ResponsesRequest
-    output: Output
-    inputs: list[Item]
-
-    def finish(self, results: list[Finished]) -> Item:
-        response = response_object(self.call, self.body, self.output, results)
-        if response["store"]:
-            kept = StoredResponse.from_response(response, self.inputs)
-            stored_responses = self.call.service.stored_responses
-            response["store"] = stored_responses.put(self.call.caller.name, self.call.id, kept)
-        return response
-
-
-class ResponseEvents:
-    """The answer as numbered events: what is added to which item, and the whole response before and after."""
-
-    def __init__(self, asked: _Asked) -> None:
-        self._asked, self._call, self._output = asked, asked.call, asked.output
+    def __init__(self, call: Call, body: ResponsesRequest, output: Output, inputs: list[Item]) -> None:
+        self._call, self._body, self._output, self._inputs = call, body, output, inputs
         self._number = 0
+
+    def whole(self, results: list[Finished]) -> Item:
+        sample = results[0].samples[0]
+        self._output.add(sample.text, True, self._call.spoken(sample))
+        self._output.close(sample.finish_reason)
+        return self._finish(results)
+
+    def _finish(self, results: list[Finished]) -> Item:
+        response = response_object(self._call, self._body, self._output, results)
+        if response["store"]:
+            kept = StoredResponse.from_response(response, self._inputs)
+            stored_responses = self._call.service.stored_responses
+            response["store"] = stored_responses.put(self._call.caller.name, self._call.id, kept)
+        return response
 
     def add(self, batch: Batch) -> bytes:
         events: list[Item] = []
         if not self._number:
-            begun = response_object(self._call, self._asked.body, self._output, [])
+            begun = response_object(self._call, self._body, self._output, [])
             events += [
                 {"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")
             ]
@@ -124,20 +116,17 @@ class ResponseEvents:
         return self._packed(events)
 
     def end(self) -> bytes:
-        response = self._asked.finish([finished for finished in self._call.finished if finished is not None])
+        response = self._finish([finished for finished in self._call.finished if finished is not None])
         return self._packed([{"type": f"response.{response['status']}", "response": response}])
 
     def fail(self, error: ApiError) -> bytes:
-        response = response_object(self._call, self._asked.body, self._output, [], error)
+        response = response_object(self._call, self._body, self._output, [], error)
         return self._packed([{"type": "response.failed", "response": response}])
 
     def _packed(self, events: list[Item]) -> bytes:
-        lines = []
-        for content in events:
-            numbered = to_line({**content, "sequence_number": self._number})
-            lines.append(b"event: " + content["type"].encode() + b"\ndata: " + numbered + b"\n\n")
-            self._number += 1
-        return b"".join(lines)
+        first, self._number = self._number, self._number + len(events)
+        numbered = [{**content, "sequence_number": number} for number, content in enumerate(events, first)]
+        return b"".join(map(named_event, numbered))
 
 
 # -- a conversation that is longer than the context -------------------------------------------------------
