@@ -1,10 +1,10 @@
 """What each attack does to an honest client's TTFT and to /health, as a table:
 
-    python -m tests.serve.attack_figures [--json figures.json]
+    python -m tests.serve.attack_figures [--json figures.json] [--gateway]
 
-One server with the built-in model, a key for the attacker and a key for the honest client, who asks one short
-question after the other (attack_probe.py). Every attack is measured beside undisturbed requests of the same minute.
-Timings are no test: they depend on the machine, and the ratio is what counts.
+One server, or a gateway before two, with the built-in model, a key for the attacker and one for the honest client,
+who asks one short question after the other (attack_probe.py). Every attack is measured beside undisturbed requests
+of the same minute. Timings are no test: they depend on the machine, and the ratio is what counts.
 """
 
 import argparse
@@ -22,10 +22,11 @@ import httpx
 
 from cumulo.base.report import Row, machine
 from cumulo.serve.access.keys import new_key
+from tests.gateway.running_gateway import gateway_of, key_file
 from tests.serve.attack_probe import Probe
 from tests.serve.bodies.attack_bodies import ATTACKS
 from tests.serve.http.raw import Client
-from tests.serve.running_server import MODEL, RunningServer
+from tests.serve.running_server import MODEL, RunningServer, running_server
 
 SERVER = ("--no-console", "--max-context", "4096")
 
@@ -90,6 +91,22 @@ class Attacks:
         for path, body in asked:
             together(lambda path=path, body=body: self._post(path, body), 4)  # type: ignore[misc]
 
+    def uploads(self) -> None:
+        """Fifteen connections that send a file of 60 MiB each."""
+        head, tail = (
+            b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
+            b'Content-Disposition: form-data; name="file"; filename="f.jsonl"\r\n\r\n',
+            b"\r\n--x--\r\n",
+        )
+        headers = {"Content-Type": "multipart/form-data; boundary=x"}
+        body = head + b"x" * (60 << 20) + tail
+        together(lambda: self._send_file(body, headers), 15)
+
+    def json_for_files(self) -> None:
+        """Four connections that send 30 MiB of JSON where a file is expected."""
+        body = json.dumps({"file": [[1]] * (5 << 20)}).encode()
+        together(lambda: self._send_file(body, {}), 4)
+
     def log_probabilities(self) -> None:
         """Many answers with twenty log-probabilities for each token."""
         self._post("/v1/chat/completions", self._chat(n=8, logprobs=True, top_logprobs=20, max_tokens=32))
@@ -138,6 +155,10 @@ class Attacks:
 
         together(ask, 30)
 
+    def _send_file(self, body: bytes, headers: dict[str, str]) -> None:
+        with contextlib.suppress(httpx.TransportError):  # refused before it was read
+            self._http.post("/v1/files", content=body, headers=headers)
+
     def _patiently(self, path: str, body: dict[str, Any]) -> None:
         """For ten seconds."""
         with contextlib.suppress(httpx.ReadTimeout):
@@ -174,38 +195,44 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--requests", type=int, default=40, help="honest requests per figure")
     parser.add_argument("--only", default="", help="part of an attack's name")
+    parser.add_argument("--gateway", action="store_true", help="attack a gateway before two servers")
     parser.add_argument("--stories", action="store_true", help="the slowest honest request's story")
     chosen = parser.parse_args()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
         path = Path(folder) / "keys.json"
         honest, attacker = new_key(path, "honest"), new_key(path, "attacker")
-        server = RunningServer("--api-keys", str(path), *SERVER)
-        try:
-            attacks = Attacks(server, attacker)
-            names = [name for name in vars(Attacks) if not name.startswith("_") and chosen.only in name]
-            with Probe(server, key=honest, at_least=chosen.requests) as probe:
-                probe.figures()
-                for name in names:
-                    quiet = probe.figures()
-                    during = probe.figures(lambda name=name: getattr(attacks, name)())  # type: ignore[misc]
-                    print(f"{name}\n  quiet   {quiet}\n  during  {during}", flush=True)
-                    if chosen.stories:
-                        print(_story(server, honest, during.slowest_id), flush=True)
-                    ratio = during.ttft_p99_ms / quiet.ttft_p99_ms
-                    rows += [
-                        Row(f"{name}: TTFT p99 over undisturbed", ratio, "", "lower", must=2.0),
-                        Row(f"{name}: slowest /health", during.health_worst_ms / 1e3, "s", "lower", must=1.0),
-                        Row(
-                            f"{name}: honest requests lost",
-                            float(len(during.failures)),
-                            "",
-                            "lower",
-                            must=0.0,
-                        ),
-                    ]
-        finally:
-            server.end()
+        keys = ("--api-keys", str(path))
+        if chosen.gateway:
+            fleet = key_file(Path(folder))
+            servers = [
+                ends.enter_context(running_server("--fleet-key-file", fleet, *SERVER)) for _ in range(2)
+            ]
+            server: RunningServer = ends.enter_context(gateway_of(servers, fleet, *keys))
+        else:
+            server = ends.enter_context(running_server(*keys, *SERVER))
+        attacks = Attacks(server, attacker)
+        names = [name for name in vars(Attacks) if not name.startswith("_") and chosen.only in name]
+        with Probe(server, key=honest, at_least=chosen.requests) as probe:
+            probe.figures()
+            for name in names:
+                quiet = probe.figures()
+                during = probe.figures(lambda name=name: getattr(attacks, name)())  # type: ignore[misc]
+                print(f"{name}\n  quiet   {quiet}\n  during  {during}", flush=True)
+                if chosen.stories:
+                    print(_story(server, honest, during.slowest_id), flush=True)
+                ratio = during.ttft_p99_ms / quiet.ttft_p99_ms
+                rows += [
+                    Row(f"{name}: TTFT p99 over undisturbed", ratio, "", "lower", must=2.0),
+                    Row(f"{name}: slowest /health", during.health_worst_ms / 1e3, "s", "lower", must=1.0),
+                    Row(
+                        f"{name}: honest requests lost",
+                        float(len(during.failures)),
+                        "",
+                        "lower",
+                        must=0.0,
+                    ),
+                ]
     if chosen.json is not None:
         report = {"machine": machine(), "rows": [row.as_dict() for row in rows]}
         chosen.json.write_text(json.dumps(report, indent=1) + "\n")
