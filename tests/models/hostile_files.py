@@ -107,6 +107,18 @@ def _rope(**fields: Any) -> Change:
     return _json("config.json", rope_scaling=fields)
 
 
+def _unigram(count: int, length: int) -> Change:
+    words = [[f"{number:0{length}}", -1.0] for number in range(count)]
+    return _tokenizer(lambda content: content.update(model={"type": "Unigram", "unk_id": 0, "vocab": words}))
+
+
+def _added(count: int, length: int) -> Change:
+    tokens = [
+        {"id": 600 + number, "content": f"{number:0{length}}", "special": True} for number in range(count)
+    ]
+    return _tokenizer(lambda content: content["added_tokens"].extend(tokens))
+
+
 _NESTED = "[" * 200_000 + "]" * 200_000
 FOLDER_CASES: dict[str, Change] = {
     **{f"eos {value!r:.20}": _json("config.json", eos_token_id=value)
@@ -153,6 +165,10 @@ FOLDER_CASES: dict[str, Change] = {
     "unknown normaliser": _normalizer({"type": "Bomb"}),
     **{f"pattern {pattern}": _words(pattern)
        for pattern in ("(a+)+$", "(?:(?:a|b)*)*c", "(\\s*)*x", "([a-z]+)*!", "(a|aa)+$")},
+    "long pattern": _words("|".join(f"{number:08}" for number in range(50_000))),
+    "empty lists": _text("tokenizer.json", '{"x": [' + "[]," * 5_000_000 + "[]]}"),
+    "long words": _unigram(2000, 4000),
+    "long added tokens": _added(1000, 4000),
     "no vocabulary": _tokenizer(lambda content: content.update(model={"type": "BPE"})),
     "long token": _tokenizer(lambda content: content["added_tokens"][-1].update(content="x" * 1_000_000)),
     **{f"header of {size}": _header_bytes(size) for size in ((1 << 63) - 1, 1 << 63, (1 << 64) - 1)},
@@ -185,6 +201,11 @@ GGUF_CASES: dict[str, dict[str, Any]] = {
     "gguf scaling": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1e30},
     "gguf temperature": {"general.sampling.temp": -1.0},
     "gguf long token": {"tokenizer.ggml.tokens": "long"},
+    "gguf tokens in tokens": {
+        "tokenizer.ggml.tokens": [f"{'a' * length}" for length in range(1, 2000)],
+        "tokenizer.ggml.scores": [0.0] * 1999,
+        "tokenizer.ggml.token_type": [1] * 1999,
+    },
     "gguf types": {"tokenizer.ggml.token_type": [1, 2]},
     "gguf scores": {"tokenizer.ggml.scores": [0.0]},
 }

@@ -1,6 +1,7 @@
 """JSON files of a model folder, read within bounds or written. Used by all that opens a Hugging Face folder.
 
-A model's files are someone else's: a file may be gigabytes long, nested a million deep or no regular file at all.
+A model's files are someone else's: a file may be gigabytes long, nested a million deep, of empty lists only, or no
+regular file at all.
 """
 
 import json
@@ -12,6 +13,8 @@ from typing import Any
 from cumulo.errors import ModelError
 
 MOST_BYTES = 64 << 20  # of a configuration; an index of a million tensors has about as much
+_MOST_LISTS = 1 << 21  # objects and lists: each takes 64 bytes of memory or more, and two in the file
+_MOST_VALUES = 1 << 22  # the tokenizer with the most merges has 1.4 million
 _MOST_ENDS = 64
 
 
@@ -29,7 +32,13 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
             raise ModelError(f"{path} is not a regular file")
         if (size := path.stat().st_size) > most_bytes:
             raise ModelError(f"{path} has {size:,} bytes; the maximum is {most_bytes:,}")
-        content = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        if text.count("[") + text.count("{") > _MOST_LISTS or text.count(",") > _MOST_VALUES:
+            raise ModelError(
+                f"{path} has more than {_MOST_LISTS:,} lists and objects or {_MOST_VALUES:,} values, which would "
+                "take far more memory than the file's size"
+            )
+        content = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):

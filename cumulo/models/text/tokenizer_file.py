@@ -2,13 +2,16 @@
 
 The `tokenizers` library trusts this file. So before it is used: ids must be those of a vocabulary, not two billion;
 the normaliser, through which every prompt passes, must not multiply a text; and the rules that cut text into words
-must not backtrack without end.
+must not backtrack without end. The library's tables are larger than the texts that they are made of, so there are
+bounds for those, too.
 """
 
 import json
 import re
 import time
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,13 @@ import tokenizers
 from cumulo.errors import ModelError
 from cumulo.models.files.json_file import read_json, shown
 
-_MOST_BYTES = 256 << 20  # the largest published ones have 35 MB
-MOST_TOKENS = 1 << 24
+MOST_TOKENS = 1 << 22
 LONGEST_TOKEN = 4096  # characters
+_MOST_ADDED = 1 << 20  # characters of all added tokens: each takes microseconds
+_MOST_TRIE_BYTES = (
+    1 << 21
+)  # of a Unigram vocabulary, shared beginnings counted once: each takes 350 bytes of memory
+_MOST_PATTERN = 1 << 14  # characters of all patterns
 _MOST_GROWTH = 64  # how many times longer a normaliser may make a text
 _LONGEST_PREFIX = 64  # characters put before a text
 _SLOW_S = 0.5  # for a line of 256 characters, which takes microseconds
@@ -30,11 +37,13 @@ Description = Mapping[str, Any]
 
 def open_tokenizer_file(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The library's tokenizer and the file's content, or a ModelError that says what is wrong with it."""
-    description = read_json(path, _MOST_BYTES)
+    description = read_json(path)
     _check_vocabulary(path, description)
     rules = [part for name in ("normalizer", "pre_tokenizer") for part in _parts(description.get(name))]
     _check_growth(path, rules)
     patterns = [text for rule in rules if (text := _pattern(rule)) is not None]
+    if sum(map(len, patterns)) > _MOST_PATTERN:
+        raise ModelError(f"{path} cuts text by patterns of more than {_MOST_PATTERN:,} characters")
     for pattern in patterns:
         if _repeats_repetition(pattern):
             raise ModelError(
@@ -75,6 +84,18 @@ def _check_vocabulary(path: Path, description: Description) -> None:
         ids.append(token.get("id"))
         texts.append(token["content"])
     check_tokens(str(path), texts, ids)
+    if (size := sum(map(len, texts[len(texts) - len(added) :]))) > _MOST_ADDED:
+        raise ModelError(f"{path} adds tokens of {size:,} characters; {_MOST_ADDED:,} is the most")
+    if isinstance(words, list) and (size := _trie_bytes(texts)) > _MOST_TRIE_BYTES:
+        raise ModelError(
+            f"{path} has a vocabulary whose words have {size:,} bytes, shared beginnings counted once; "
+            f"{_MOST_TRIE_BYTES:,} is the most"
+        )
+
+
+def _trie_bytes(words: list[str]) -> int:
+    ordered = sorted(word.encode("utf-8", "surrogatepass") for word in words)
+    return sum(len(word) - len(commonprefix((before, word))) for before, word in pairwise([b"", *ordered]))  # noqa: RUF071
 
 
 def check_tokens(where: str, texts: list[Any], ids: list[Any] | None = None) -> None:

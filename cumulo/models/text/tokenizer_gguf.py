@@ -30,6 +30,9 @@ _TURN_ENDS = frozenset(
     ]
 )
 
+_MOST_CUTS = (
+    1 << 26
+)  # characters of all halves of all SentencePiece tokens; 256,000 tokens of a model have 16 million
 # How text is cut into words before merging. These are the rules in the tokenizer.json of the families.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -185,6 +188,11 @@ def _sentencepiece(
         for piece, kind in zip(tokens, types, strict=True)
         if kind not in (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
     }
+    if (work := sum(len(piece) ** 2 for piece in joinable)) > _MOST_CUTS:
+        raise ModelError(
+            f"the GGUF file's tokens are so long that finding their parts takes {work:,} steps; "
+            f"{_MOST_CUTS:,} is the most"
+        )
     ranked: list[tuple[float, int, str, str]] = []
     for piece in joinable:
         index = vocabulary[piece]
