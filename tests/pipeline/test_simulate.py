@@ -43,7 +43,7 @@ def longest_paths(schedule: PipelineSchedule, costs: Costs) -> dict[tuple[str, i
                 if need in where:
                     other, at = where[need]
                     start_s = max(start_s, end_s(other, at) + costs.link.latency_s * (other != stage))
-        return start_s + costs.block_s(stage, orders[stage][position])
+        return start_s + costs.block_s(orders[stage][position])
 
     ends: dict[tuple[str, int, int], float] = {}
     for position in range(max(len(order) for order in orders)):  # in rising order: shallow recursion
@@ -63,11 +63,6 @@ def test_every_action_ends_when_the_longest_path_to_it_does(
     each = st.builds(ChunkCost, seconds, seconds, seconds)
     costs = Costs(
         tuple(data.draw(st.lists(each, min_size=schedule.chunks, max_size=schedule.chunks))),
-        tuple(
-            data.draw(
-                st.lists(st.sampled_from((1.0, 1.5)), min_size=schedule.stages, max_size=schedule.stages)
-            )
-        ),
         overlap_saving=data.draw(st.sampled_from((0.0, 0.25))),
         link=Link(latency_s=data.draw(seconds)),
     )
@@ -88,7 +83,7 @@ def test_a_message_takes_latency_and_bytes_over_bandwidth_and_waits_for_the_one_
 
 
 def test_a_rendezvous_holds_the_sender_until_the_receiver_comes() -> None:
-    costs = Costs((ChunkCost(1, 1, 1),), stage_slowdown=(1.0, 5.0))
+    costs = Costs((ChunkCost(1, 1, 1), ChunkCost(5, 5, 5)))
     sends = [
         span
         for span in simulate(build("gpipe", 2, 2), costs, Sends.RENDEZVOUS).spans[0]
@@ -101,7 +96,7 @@ def test_a_rendezvous_holds_the_sender_until_the_receiver_comes() -> None:
 
 
 def test_a_slow_stage_sets_the_pace() -> None:
-    costs = Costs((ChunkCost(1, 1, 1),), stage_slowdown=(1.0, 1.0, 3.0, 1.0))
+    costs = Costs(tuple(ChunkCost(each, each, each) for each in (1, 1, 3, 1)))
     timeline = simulate(build("1f1b", 4, 32), costs)
     ratios = [idle_s / timeline.makespan_s for idle_s in timeline.bubble_s]
     assert min(ratios) == ratios[2] < 0.1
@@ -124,9 +119,7 @@ def test_busy_and_idle_time_add_up_to_the_step() -> None:
         (lambda: Link(bytes_per_s=0), "bandwidth"),
         (lambda: Costs(overlap_saving=1), "overlap"),
         (lambda: Costs(message_bytes=-1), "bytes"),
-        (lambda: Costs(stage_slowdown=(1, 0)), "slowdowns"),
         (lambda: simulate(build("1f1b", 4, 8), Costs((ChunkCost(),) * 3)), "3 chunk costs"),
-        (lambda: simulate(build("1f1b", 4, 8), Costs(stage_slowdown=(1, 1))), "4 stages"),
     ],
 )
 def test_impossible_costs_are_refused(make: object, word: str) -> None:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumulo.layout.layout import Layout
+from cumulo.layout.layout import Layout, held_chunks
 from cumulo.pipeline.decide.catalog import FAMILIES, build
 from cumulo.pipeline.decide.check import peak_live_activations
 from cumulo.plan.job import OPERATIONS, Recompute, TrainJob
-from cumulo.plan.memory.live import layer_bytes_per_token, least_alive, places_of, stage_loads
+from cumulo.plan.memory.live import layer_bytes_per_token, least_alive, stage_loads
 from cumulo.plan.memory.peak import least_memory_bytes, peak_memory, stage_memory
 from cumulo.spec.catalog import model
 from tests.plan.jobs import job_with
@@ -126,9 +126,8 @@ def test_what_a_stage_holds_at_least_is_counted_without_playing_the_schedule(
         assert all(few <= many for few, many in zip(least, held, strict=True))
         if schedule != "gpipe" and (schedule != "interleaved-1f1b" or micro_batches % stages == 0):
             assert least == held
-        assert [places_of(schedule, stages, chunks, stage) for stage in range(stages)] == [
-            load.places for load in loads
-        ]
+        layout = Layout(pp=stages, schedule=schedule, chunks_per_stage=chunks)
+        assert [held_chunks(layout, stage) for stage in range(stages)] == [load.places for load in loads]
 
 
 @given(

@@ -61,7 +61,6 @@ def reserve(
 
 MOST_REASONS = 100  # jobs that are told why they wait, in one decision
 _STRETCH, _UNKNOWN_S = 10.0, 3600.0
-_ALWAYS = float("-inf")
 
 Order = Callable[[Snapshot], Iterable[JobRequest]]
 

@@ -46,7 +46,6 @@ class AttemptEnd:
     finished: bool  # a training run has done all its steps; a service was asked to end
     step: int = 0  # steps done, in all
     first_step: int = 0  # steps that were done before this attempt
-    asked: bool = False  # it was asked to save and end: a time limit, a preemption
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def after_attempt(end: AttemptEnd, failures: int, most_restarts: int) -> AfterAt
     code = end.exit_code
     if code == 0 and end.finished:
         return AfterAttempt("done", "finished")
-    if end.asked or (code == 0 and end.step > end.first_step):
+    if code == 0 and end.step > end.first_step:  # it was asked to save and end
         return AfterAttempt("again", f"saved a checkpoint after step {end.step} and goes on from there")
     how = "was killed" if code is None else f"ended with exit code {code}"
     if code == REFUSED:

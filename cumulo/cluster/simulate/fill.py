@@ -43,14 +43,6 @@ class Filling:
     at_100: tuple[float, ...]
     at_130: tuple[float, ...]
 
-    @property
-    def mean_at_100(self) -> float:
-        return sum(self.at_100) / len(self.at_100)
-
-    @property
-    def mean_at_130(self) -> float:
-        return sum(self.at_130) / len(self.at_130)
-
 
 def _scorer(name: str, mix: TaskMix) -> Scorer:
     scorers: dict[str, Scorer] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from cumulo.base.nearest import did_you_mean
 from cumulo.collectives.decide import hypercube, levels, ring, trees
-from cumulo.collectives.decide.schedule import Collective, CollectiveSchedule, EvenSizes, Transfer
+from cumulo.collectives.decide.schedule import Collective, CollectiveSchedule, EvenSizes, Move, Transfer
 from cumulo.errors import ConfigError
 
 
@@ -42,6 +42,11 @@ def _blocks(shape: CollectiveShape, blocks: int) -> Sequence[int]:
     if parts == 1:
         return EvenSizes(shape.elements, blocks)
     return [size for block in EvenSizes(shape.elements, blocks) for size in EvenSizes(block, parts)]
+
+
+def _ring(collective: Collective, move: Move, shape: CollectiveShape) -> CollectiveSchedule:
+    sizes, pieces = _blocks(shape, shape.ranks), shape.channels * shape.pieces
+    return ring.rings(collective, (move,), shape.ranks, sizes, shape.channels, pieces)
 
 
 def _one_each(shape: CollectiveShape) -> Sequence[int]:
@@ -109,21 +114,19 @@ _ALL: Mapping[str, Mapping[str, Make]] = {
         )(s),
         "multi-ring": lambda s: levels.multi_ring_all_reduce(s.ranks, s.elements, s.node_size, s.pieces),
         "one-shot": _in_channels(hypercube.one_shot_all_reduce),
-        "two-shot": _in_channels(hypercube.two_shot_all_reduce),
+        "two-shot": _in_channels(
+            lambda n, elements: hypercube.butterfly("all_reduce", n, EvenSizes(elements, n), (n,), "two-shot")
+        ),
         "sharp": lambda s: trees.in_switch(s.ranks, s.elements, s.radix, s.channels * s.pieces),
     },
     "all_gather": {
-        "ring": lambda s: ring.ring_all_gather(
-            s.ranks, _blocks(s, s.ranks), s.channels, s.channels * s.pieces
-        ),
+        "ring": lambda s: _ring("all_gather", Move.COPY, s),
         "bruck": lambda s: hypercube.bruck_all_gather(s.ranks, _one_each(s)),
         "butterfly": lambda s: hypercube.butterfly("all_gather", s.ranks, _one_each(s)),
         "direct": lambda s: hypercube.butterfly("all_gather", s.ranks, _one_each(s), (s.ranks,), "direct"),
     },
     "reduce_scatter": {
-        "ring": lambda s: ring.ring_reduce_scatter(
-            s.ranks, _blocks(s, s.ranks), s.channels, s.channels * s.pieces
-        ),
+        "ring": lambda s: _ring("reduce_scatter", Move.REDUCE, s),
         "butterfly": lambda s: hypercube.butterfly("reduce_scatter", s.ranks, _one_each(s)),
         "direct": lambda s: hypercube.butterfly(
             "reduce_scatter", s.ranks, _one_each(s), (s.ranks,), "direct"

@@ -71,7 +71,8 @@ def butterfly(
     factors: Sequence[int] | None = None,
     name: str = "butterfly",
 ) -> CollectiveSchedule:
-    """A reduce-scatter or an all-gather over the prime factors of n, one phase for each; both are an all-reduce."""
+    """A reduce-scatter or an all-gather over the prime factors of n, one phase for each; both are an all-reduce.
+    With n as the only factor it is two-shot: every rank adds its own share of all buffers, then sends it to all."""
     base = tuple(factor for factor in factors or prime_factors(ranks) if factor > 1)
 
     def program(rank: int, channel: int) -> Sequence[CollectiveStep]:
@@ -80,11 +81,6 @@ def butterfly(
         return [*scatters, *gathers]
 
     return CollectiveSchedule(collective, name, ranks, sizes, program, symmetry=base or (1,))
-
-
-def two_shot_all_reduce(ranks: int, elements: int) -> CollectiveSchedule:
-    """Every rank adds its own share of all buffers, then sends it to all: two steps."""
-    return butterfly("all_reduce", ranks, EvenSizes(elements, ranks), (ranks,), "two-shot")
 
 
 def one_shot_all_reduce(ranks: int, elements: int) -> CollectiveSchedule:

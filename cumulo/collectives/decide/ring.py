@@ -27,23 +27,10 @@ def ring_all_reduce(
     channels, so that a chunk stays small."""
     pieces = channels * rounds
     sizes = EvenSizes(elements, ranks * pieces)
-    return _rings("all_reduce", (Move.REDUCE, Move.COPY), ranks, sizes, channels, pieces, orders, name)
+    return rings("all_reduce", (Move.REDUCE, Move.COPY), ranks, sizes, channels, pieces, orders, name)
 
 
-def ring_reduce_scatter(
-    ranks: int, sizes: Sequence[int], channels: int = 1, pieces: int = 1
-) -> CollectiveSchedule:
-    """`sizes`: of each chunk, `pieces` of them to a rank."""
-    return _rings("reduce_scatter", (Move.REDUCE,), ranks, sizes, channels, pieces)
-
-
-def ring_all_gather(
-    ranks: int, sizes: Sequence[int], channels: int = 1, pieces: int = 1
-) -> CollectiveSchedule:
-    return _rings("all_gather", (Move.COPY,), ranks, sizes, channels, pieces)
-
-
-def _rings(
+def rings(
     collective: Collective,
     moves: Sequence[Move],
     ranks: int,
@@ -53,7 +40,7 @@ def _rings(
     orders: Orders = (),
     name: str = "ring",
 ) -> CollectiveSchedule:
-    """A round of each of `moves` for every piece."""
+    """A round of each of `moves` for every piece; `sizes`: of each chunk, `pieces` of them to a rank."""
     turns = orders or [range(ranks)] * channels
 
     @lru_cache(maxsize=channels)

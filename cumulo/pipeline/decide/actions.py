@@ -166,54 +166,38 @@ class Sends(StrEnum):
     RENDEZVOUS = "rendezvous"  # waits for its receive: both stand where the message is made
 
 
+# What a message is at its other end, and how many chunks ahead the chunk is that it belongs to there.
+_OTHER_END = {
+    Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
+    Kind.RECEIVE_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
+    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+    Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
+}
+
+
 def send_after(schedule: PipelineSchedule, action: Action) -> Action | None:
     """The send that an action's output calls for, if another stage needs it."""
-    if action.kind is Kind.FORWARD:
-        kind, neighbour = Kind.SEND_ACTIVATION, action.chunk + 1
-    elif action.kind.gives_input_gradient:
-        kind, neighbour = Kind.SEND_GRADIENT, action.chunk - 1
-    else:
-        return None
-    return _message(schedule, kind, action, neighbour)
+    forward = action.kind is Kind.FORWARD
+    return _message(schedule, Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT, action)
 
 
 def receive_before(schedule: PipelineSchedule, action: Action) -> Action | None:
     """The receive that an action's input calls for, if another stage makes it."""
-    if action.kind is Kind.FORWARD:
-        kind, neighbour = Kind.RECEIVE_ACTIVATION, action.chunk - 1
-    elif action.kind.gives_input_gradient:
-        kind, neighbour = Kind.RECEIVE_GRADIENT, action.chunk + 1
-    else:
-        return None
-    return _message(schedule, kind, action, neighbour)
+    forward = action.kind is Kind.FORWARD
+    return _message(schedule, Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT, action)
 
 
-def receive_of(schedule: PipelineSchedule, send: Action) -> Action:
-    """The receive on the other side of a send."""
-    forward = send.kind is Kind.SEND_ACTIVATION
-    return Action(
-        Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT,
-        send.micro_batch,
-        send.chunk + 1 if forward else send.chunk - 1,
-        send.direction,
-        peer=schedule.stage_of(send.chunk, send.direction),
-    )
+def other_end(schedule: PipelineSchedule, message: Action) -> Action:
+    """The receive of a send, or the send of a receive."""
+    kind, ahead = _OTHER_END[message.kind]
+    peer = schedule.stage_of(message.chunk, message.direction)
+    return Action(kind, message.micro_batch, message.chunk + ahead, message.direction, peer=peer)
 
 
-def send_of(schedule: PipelineSchedule, receive: Action) -> Action:
-    """The send on the other side of a receive."""
-    forward = receive.kind is Kind.RECEIVE_ACTIVATION
-    return Action(
-        Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT,
-        receive.micro_batch,
-        receive.chunk - 1 if forward else receive.chunk + 1,
-        receive.direction,
-        peer=schedule.stage_of(receive.chunk, receive.direction),
-    )
-
-
-def _message(schedule: PipelineSchedule, kind: Kind, action: Action, neighbour: int) -> Action | None:
-    if not 0 <= neighbour < schedule.chunks:
+def _message(schedule: PipelineSchedule, kind: Kind, action: Action) -> Action | None:
+    neighbour = action.chunk + _OTHER_END[kind][1]
+    speaks = action.kind is Kind.FORWARD or action.kind.gives_input_gradient
+    if not speaks or not 0 <= neighbour < schedule.chunks:
         return None
     peer = schedule.stage_of(neighbour, action.direction)
     if peer == schedule.stage_of(action.chunk, action.direction):

@@ -12,8 +12,8 @@ from cumulo.pipeline.decide.actions import (
     PipelineSchedule,
     Sends,
     blocks,
+    other_end,
     receive_before,
-    receive_of,
     send_after,
 )
 from cumulo.pipeline.decide.costs import Costs
@@ -42,7 +42,7 @@ def _received_when_needed(schedule: PipelineSchedule) -> list[list[Action]]:
     for stage, stage_sends in enumerate(sends):
         for send in stage_sends.values():
             if send is not None and send.peer is not None:
-                channels.setdefault((stage, send.peer), deque()).append(receive_of(schedule, send))
+                channels.setdefault((stage, send.peer), deque()).append(other_end(schedule, send))
     orders: list[list[Action]] = []
     for stage, order in enumerate(schedule.orders):
         written: list[Action] = []
@@ -79,5 +79,5 @@ def _received_when_made(schedule: PipelineSchedule) -> list[list[Action]]:
     for *_, stage, _, action in sorted(events, key=lambda event: event[:4]):
         orders[stage].append(action)
         if action.peer is not None:
-            orders[action.peer].append(receive_of(schedule, action))
+            orders[action.peer].append(other_end(schedule, action))
     return orders

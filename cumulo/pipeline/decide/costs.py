@@ -52,7 +52,6 @@ class Costs:
     """Durations of everything in a schedule."""
 
     chunks: tuple[ChunkCost, ...] = (ChunkCost(),)  # of each chunk; a single one is for all
-    stage_slowdown: tuple[float, ...] = ()  # of each stage's device; empty: all alike
     overlap_saving: float = 0.0  # share of F + B saved where the two overlap: their communication
     link: Link = Link()
     message_bytes: float = 0.0  # an activation or a gradient of one micro-batch between two chunks
@@ -62,8 +61,6 @@ class Costs:
             raise InvalidRequest(f"the share an overlap saves must be in [0, 1), got {self.overlap_saving}")
         if not (math.isfinite(self.message_bytes) and self.message_bytes >= 0):
             raise InvalidRequest(f"a message must have 0 or more bytes, got {self.message_bytes}")
-        if any(not (math.isfinite(factor) and factor > 0) for factor in self.stage_slowdown):
-            raise InvalidRequest(f"stages' slowdowns must be more than 0, got {self.stage_slowdown}")
 
     @staticmethod
     def of_stage(
@@ -82,19 +79,14 @@ class Costs:
                 f"{len(self.chunks)} chunk costs for a schedule of {schedule.chunks} chunks: "
                 "give one for all or one for each"
             )
-        if len(self.stage_slowdown) not in (0, schedule.stages):
-            raise InvalidRequest(
-                f"{len(self.stage_slowdown)} slowdowns for {schedule.stages} stages: give none or one for each"
-            )
 
     def chunk(self, chunk: int) -> ChunkCost:
         return self.chunks[chunk if len(self.chunks) > 1 else 0]
 
-    def block_s(self, stage: int, block: tuple[Action, ...]) -> float:
+    def block_s(self, block: tuple[Action, ...]) -> float:
         """How long actions take that start together: the sum, less what overlapping saves."""
         total = sum(self.chunk(action.chunk).seconds_of(action.kind) for action in block)
-        slowdown = self.stage_slowdown[stage] if self.stage_slowdown else 1.0
-        return total * slowdown * (1 - self.overlap_saving if len(block) > 1 else 1)
+        return total * (1 - self.overlap_saving if len(block) > 1 else 1)
 
     @property
     def transfer_s(self) -> float:

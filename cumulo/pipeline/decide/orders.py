@@ -11,8 +11,7 @@ from cumulo.pipeline.decide.actions import (
     Kind,
     PipelineSchedule,
     blocks,
-    receive_of,
-    send_of,
+    other_end,
 )
 
 Done = tuple[Kind, int, int, int]  # what was done with which micro-batch, chunk and direction
@@ -68,7 +67,7 @@ def check_orders(schedule: PipelineSchedule) -> None:
         _check_stage(schedule, stage)
     for (sender, receiver), (sent, taken) in links.items():
         for receive in set(taken).difference(sent):
-            raise _missing(schedule, receiver, receive, sender, send_of(schedule, receive))
+            raise _missing(schedule, receiver, receive, sender, other_end(schedule, receive))
         for receive in set(sent).difference(taken):
             raise ScheduleError(
                 f"{schedule.name}: stage {sender} sends what stage {receiver}'s order never takes with {receive}"
@@ -81,7 +80,7 @@ def _links(schedule: PipelineSchedule) -> dict[tuple[int, int], tuple[list[Actio
     for stage, order in enumerate(schedule.orders):
         for action in order:
             if action.peer is not None and action.kind.is_send:
-                found[stage, action.peer][0].append(receive_of(schedule, action))
+                found[stage, action.peer][0].append(other_end(schedule, action))
             elif action.peer is not None:
                 found[action.peer, stage][1].append(action)
     return found

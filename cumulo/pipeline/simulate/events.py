@@ -26,9 +26,7 @@ class Program:
     sends: Sends
     blocks: tuple[tuple[ActionBlock, ...], ...]  # of each stage
     steps: tuple[tuple[Step, ...], ...]  # of each stage
-    works: tuple[
-        tuple[int, ActionBlock], ...
-    ]  # (stage, block): the computations that differ; the first is none
+    works: tuple[ActionBlock, ...]  # the computations that differ; the first is none
     slots: int
 
 
@@ -40,14 +38,14 @@ def played_blocks(schedule: PipelineSchedule, costs: Costs) -> list[list[tuple[A
     """The blocks of compute actions of each stage, with their starts and ends."""
     program = compile_schedule(schedule)
     return [
-        [(block, end_s - costs.block_s(stage, block), end_s) for block, end_s in zip(mine, ends, strict=True)]
-        for stage, (mine, ends) in enumerate(zip(program.blocks, play(program, costs), strict=True))
+        [(block, end_s - costs.block_s(block), end_s) for block, end_s in zip(mine, ends, strict=True)]
+        for mine, ends in zip(program.blocks, play(program, costs), strict=True)
     ]
 
 
 def play(program: Program, costs: Costs) -> list[list[float]]:
     """When each stage ends each of its blocks. A schedule that cannot be played to its end is refused."""
-    seconds = [costs.block_s(stage, block) for stage, block in program.works]
+    seconds = [costs.block_s(block) for block in program.works]
     transfer_s, latency_s = costs.transfer_s, costs.link.latency_s
     stages = len(program.steps)
     there: list[float | None] = [None] * program.slots
@@ -126,7 +124,7 @@ class _Compiler:
         self.gradients = schedule.directions * (schedule.chunks + 2) * schedule.micro_batches
         self.receivers = 2 * self.gradients
         self.works: dict[tuple[object, ...], int] = {}
-        self.work_blocks: list[tuple[int, ActionBlock]] = [(0, ())]
+        self.work_blocks: list[ActionBlock] = [()]
 
     def program(self) -> Program:
         orders = tuple(tuple(blocks(order)) for order in self.schedule.orders)
@@ -147,7 +145,7 @@ class _Compiler:
             if not self.schedule.has_communication:
                 for part in block:
                     self._add_messages(stage, part, waits, posts)
-            return (), tuple(waits), self._work(stage, block), tuple(posts), False
+            return (), tuple(waits), self._work(block), tuple(posts), False
         peer, slot = action.peer or 0, self._message(action)
         if action.kind.is_receive:
             return ((self.receivers + slot, peer),) if rendezvous else (), (slot,), 0, (), False
@@ -160,13 +158,13 @@ class _Compiler:
         ahead = (-1 if gradient else 1) if action.kind.is_send else 0
         return self._slot(action, action.chunk + ahead, gradient)
 
-    def _work(self, stage: int, block: ActionBlock) -> int:
+    def _work(self, block: ActionBlock) -> int:
         """The number of a block's computation: alike for all its micro-batches."""
-        key = (stage, *[(part.kind, part.chunk) for part in block])
+        key = tuple([(part.kind, part.chunk) for part in block])
         work = self.works.get(key)
         if work is None:
             work = self.works[key] = len(self.work_blocks)
-            self.work_blocks.append((stage, block))
+            self.work_blocks.append(block)
         return work
 
     def _add_messages(

@@ -40,14 +40,10 @@ _WEIGHTS = {
     "GPUs": 0.3,
     "micro-batches per step": 0.2,
 }
-_OTHER_SOFTWARE, _OTHER_DEVICE, _OTHER_FORMAT, _OTHER_RECOMPUTE, _EXPERTS, _OTHER_SHARING = (
-    1.0,
-    2.0,
-    1.5,
-    0.5,
-    4.0,
-    0.5,
-)
+# ... and what it counts that they differ in one of these.
+_DIFFERENT = {
+    "software": 1.0, "device": 2.0, "dtype": 1.5, "recompute": 0.5, "experts": 4.0, "shares_weights": 0.5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +114,9 @@ def distance(one: Features, other: Features) -> float:
     total = 0.0
     for weight, mine, theirs in zip(_WEIGHTS.values(), one.logs, other.logs, strict=True):
         total += weight * abs(mine - theirs)
-    total += _OTHER_SOFTWARE * (one.software != other.software)
-    total += _OTHER_DEVICE * (one.device != other.device)
-    total += _OTHER_FORMAT * (one.dtype != other.dtype)
-    total += _OTHER_RECOMPUTE * (one.recompute != other.recompute)
-    total += _EXPERTS * (one.experts != other.experts)
-    return total + _OTHER_SHARING * (one.shares_weights != other.shares_weights)
+    for name, weight in _DIFFERENT.items():
+        total += weight * (getattr(one, name) != getattr(other, name))
+    return total
 
 
 @cache
@@ -159,7 +152,7 @@ def half_width(
     """Of the interval, as a logarithm. `without`: generations of software whose rows must not vouch. `unnamed`: the
     software is not known, so that of a row makes no distance."""
     mine = features(job, cluster, UNNAMED if unnamed else software)
-    nearer = _OTHER_SOFTWARE if unnamed else 0.0
+    nearer = _DIFFERENT["software"] if unnamed else 0.0
     near = sorted(
         (
             (distance(mine, witness.features) - nearer, witness.unnamed if unnamed else witness.unseen)

@@ -7,7 +7,7 @@ layers do not always divide evenly.
 from dataclasses import dataclass
 from functools import cache
 
-from cumulo.pipeline.decide.actions import Kind, PipelineSchedule, StagePlacement
+from cumulo.pipeline.decide.actions import Kind, PipelineSchedule
 from cumulo.pipeline.decide.catalog import build, family
 from cumulo.plan.job import Recompute, TrainJob
 from cumulo.spec.model import ModelSpec
@@ -59,12 +59,6 @@ def least_alive(schedule: str, stages: int, micro_batches: int, chunks_per_stage
     if stages == 1:
         return 1
     return family(schedule).formula.least_peak(stages, micro_batches, chunks_per_stage, stage)
-
-
-def places_of(schedule: str, stages: int, chunks_per_stage: int, stage: int) -> tuple[Place, ...]:
-    """The chunks of a stage."""
-    placement = family(schedule).placement if stages > 1 else StagePlacement.LOOP
-    return placement.held_by(stage, stages, chunks_per_stage)
 
 
 def _load(plan: PipelineSchedule, stage: int) -> StageLoad:

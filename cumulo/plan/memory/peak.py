@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cumulo.base.quantities import MIB
+from cumulo.layout.layout import held_chunks
 from cumulo.plan.job import DTYPE_BYTES, TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
 from cumulo.plan.memory.live import (
     StageLoad,
     layer_bytes_per_token,
     least_alive,
-    places_of,
     stage_loads,
     working_bytes_per_token,
 )
@@ -106,8 +106,7 @@ def least_memory_bytes(job: TrainJob) -> float:
 
 def least_state_bytes(job: TrainJob, stage: int) -> int:
     """What a stage holds apart from activations and logits."""
-    places = places_of(job.layout.schedule, job.layout.pp, job.chunks_per_stage, stage)
-    states = state_bytes(job, stage_elements(job, places))
+    states = state_bytes(job, stage_elements(job, held_chunks(job.layout, stage)))
     held = states.weights + states.gradients + states.optimizer
     return held + _largest(job, _gathered_bytes) + _context_bytes(job, _framework(job, states, 1))
 
@@ -134,10 +133,9 @@ class StageLayers:
 
 
 def stage_layers(job: TrainJob, stage: int) -> StageLayers:
-    schedule, stages, each = job.layout.schedule, job.layout.pp, job.chunks_per_stage
-    places, kinds = places_of(schedule, stages, each, stage), job.chunk_kinds
-    alive = least_alive(schedule, stages, job.micro_batches, each, stage)
-    return StageLayers(alive, tuple(kinds[chunk] for chunk, _ in places))
+    layout, kinds = job.layout, job.chunk_kinds
+    alive = least_alive(layout.schedule, layout.pp, job.micro_batches, job.chunks_per_stage, stage)
+    return StageLayers(alive, tuple(kinds[chunk] for chunk, _ in held_chunks(layout, stage)))
 
 
 def least_activation_bytes(layer: LayerMemory, held: StageLayers) -> float:

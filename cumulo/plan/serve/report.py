@@ -8,15 +8,8 @@ import numpy as np
 
 from cumulo.base.quantities import quantity
 from cumulo.engine.simulate.run import Run, Served
+from cumulo.plan.serve.step_cost import PARTS
 from cumulo.spec.slo import Slo
-
-# What the parts of a step are called where a person asks what bounds it.
-BOUND_BY = {
-    "weights": "reading weights", "products": "matrix arithmetic", "experts": "expert weights and products",
-    "attention": "reading keys and values", "prompts": "attention of prompts",
-    "elementwise": "memory traffic between products", "draws": "the output matrix and draws",
-    "fixed": "launches and latencies", "communication": "communication", "swap": "moving KV blocks",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +75,7 @@ class ServeReport:
     @property
     def bound_by(self) -> str:
         part = max(self.time_by_part, key=lambda name: self.time_by_part[name])
-        return BOUND_BY[part]
+        return PARTS[part]
 
     def stretched(self, factor: float) -> "ServeReport":
         """The same run if everything in it, arrivals too, took so many times as long."""

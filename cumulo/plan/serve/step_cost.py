@@ -27,18 +27,12 @@ from cumulo.plan.serve.profile import ServingProfile
 from cumulo.plan.serve.step_cost_work import StepWork
 from cumulo.spec.device import Device
 
-PARTS = (
-    "weights",
-    "products",
-    "experts",
-    "attention",
-    "prompts",
-    "elementwise",
-    "draws",
-    "fixed",
-    "communication",
-    "swap",
-)
+PARTS = {  # of a step, and what they are called where a person asks what bounds it
+    "weights": "reading weights", "products": "matrix arithmetic", "experts": "expert weights and products",
+    "attention": "reading keys and values", "prompts": "attention of prompts",
+    "elementwise": "memory traffic between products", "draws": "the output matrix and draws",
+    "fixed": "launches and latencies", "communication": "communication", "swap": "moving KV blocks",
+}  # fmt: skip
 _ADAPTER_SPEED = 0.45  # share of the bandwidth; measured on an H200, 0.42 to 0.52 (docs/adapters.md)
 
 
@@ -195,7 +189,7 @@ class StepCostModel:
         for rows, steps in run.stretch_steps.items():
             for index, part in enumerate(self.parts(StepLoad(rows, rows, rows))):
                 total[index] += steps * part
-        total[PARTS.index("attention")] += run.stretch_read * self._kv_s
+        total[list(PARTS).index("attention")] += run.stretch_read * self._kv_s
         return dict(zip(PARTS, total, strict=True))
 
     def parts(self, load: StepLoad) -> tuple[float, ...]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from cumulo.base.strict import package_yaml
 from cumulo.cluster.drivers.metrics_seen import MetricsWatch, forecast_rule
 from cumulo.errors import ConfigError, CumuloError
 from cumulo.fleet.decide.scaling import FleetSeen, ScaleTo
@@ -166,43 +167,12 @@ def _bytes(message: Any) -> bytes:
     return bytes(message.SerializeToString())
 
 
-# The fields of each message in their order; `*` means repeated.
-_MESSAGES: Mapping[str, Mapping[str, str]] = {
-    "ScaledObjectRef": {"name": "string", "namespace": "string", "scalerMetadata": "*map"},
-    "IsActiveResponse": {"result": "bool"},
-    "MetricSpec": {"metricName": "string", "targetSize": "int64", "targetSizeFloat": "double"},
-    "GetMetricSpecResponse": {"metricSpecs": "*MetricSpec"},
-    "GetMetricsRequest": {"scaledObjectRef": "ScaledObjectRef", "metricName": "string"},
-    "MetricValue": {"metricName": "string", "metricValue": "int64", "metricValueFloat": "double"},
-    "GetMetricsResponse": {"metricValues": "*MetricValue"},
-}
-
-
 @functools.cache
 def scaler_messages() -> dict[str, Any]:
-    """The classes of KEDA's externalscaler.proto, made by the protobuf library without generated code."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    """The classes of KEDA's externalscaler.proto, by name, made by the protobuf library without generated code."""
+    from google.protobuf import descriptor_pb2, json_format, message_factory
 
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="scaler.proto", package="externalscaler", syntax="proto3")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for number, (called, kind) in enumerate(fields.items(), 1):
-            label = field.LABEL_REPEATED if kind.startswith("*") else field.LABEL_OPTIONAL
-            made = message.field.add(name=called, number=number, label=label)
-            if (type_ := kind.removeprefix("*")) == "map":  # of strings to strings
-                entry = message.nested_type.add(name="ScalerMetadataEntry")
-                entry.options.map_entry = True
-                for at, part in enumerate(("key", "value"), 1):
-                    entry.field.add(name=part, number=at, label=field.LABEL_OPTIONAL, type=field.TYPE_STRING)
-                type_ = f"{name}.{entry.name}"
-            if hasattr(field, f"TYPE_{type_.upper()}"):
-                made.type = getattr(field, f"TYPE_{type_.upper()}")
-            else:
-                made.type, made.type_name = field.TYPE_MESSAGE, f".externalscaler.{type_}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"externalscaler.{name}"))
-        for name in _MESSAGES
-    }
+    content = package_yaml("cumulo.cluster.drivers.kubernetes", "data/externalscaler.yaml")
+    file = json_format.ParseDict(content, descriptor_pb2.FileDescriptorProto())
+    found = message_factory.GetMessages([file])
+    return {name.rpartition(".")[2]: made for name, made in found.items()}
