@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 from training_priors import ATTENTION, ATTENTION_SPREAD, PRIORS
 
-from cumulo.cli.plan.validate_rows import likely
+from cumulo.cli.plan.validate import likely
 from cumulo.plan.evidence.published import PublishedRow, rows
 from cumulo.plan.evidence.validate import unnamed_s
 from cumulo.plan.time import efficiency

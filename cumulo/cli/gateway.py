@@ -4,7 +4,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cumulo.cli.shared.declare import argument, option, takes_options
+from cumulo.cli.shared.declare import argument, group, option, takes_options
+from cumulo.cli.shared.serve_options import KEYS, WebOptions
 from cumulo.cli.shared.terminal import note
 from cumulo.errors import CumuloError
 
@@ -28,22 +29,28 @@ class GatewayCommandOptions:
     config: Path | None = option(
         "YAML file with the replicas: a list `replicas` of url, model and weight.", None
     )
-    fleet_key_file: Path | None = option(
+    fleet_key_file: Path | None = KEYS(
         "File with the key that Cumulo servers were started with, too; streams survive only with it. "
         "Default: $CUMULO_FLEET_KEY, or none.",
         None,
     )
-    operator_key_file: Path | None = option(
+    operator_key_file: Path | None = KEYS(
         "File with the key that adds, drains and removes replicas, as do keys of --api-keys that may operate.",
         None,
     )
-    api_keys: Path | None = option(
+    api_keys: Path | None = KEYS(
         "Require one of the API keys in this file (made by cumulo serve --new-api-key), and pass none on. Default: "
         "the replicas check keys.",
         None,
     )
-    host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
-    port: int = option("Port to listen on; 0: any free port.", 8080)
+    web: WebOptions = group(
+        WebOptions(port=8080, max_connections=8192),
+        helps={
+            "requests_per_minute": "Request limit per key, over all replicas.",
+            "tokens_per_minute": "Token limit per key, over all replicas.",
+            "max_connections": "Maximum number of open client connections.",
+        },
+    )
     router: str = option("Routing policy: prefix-aware, least-loaded or round-robin.", "prefix-aware")
     retries: int = option("Further attempts on other replicas, without a token in between.", 3)
     wait_for_replica_s: float = option("Seconds that a request waits while no replica takes requests.", 15.0)
@@ -57,33 +64,14 @@ class GatewayCommandOptions:
     first_byte_timeout_s: float = option("Seconds until the first byte of an answer.", 600.0)
     idle_timeout_s: float = option("Seconds between two pieces of a stream.", 120.0)
     breaker_failures: int = option("Failures in a row after which a replica is left alone for a while.", 3)
-    drain_timeout_s: float = option(
-        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0
-    )
-    requests_per_minute: int | None = option("Request limit per key, over all replicas.", None)
-    tokens_per_minute: int | None = option("Token limit per key, over all replicas.", None)
-    max_connections: int = option("Maximum number of open client connections.", 8192)
-    max_body_mib: float = option("Maximum size of a request body, in MiB.", 4.0)
     max_held_mib: float = option(
         "Maximum size of the bodies of all running requests together, in MiB; half of it per API key.", 512.0
     )
-    allow_host: list[str] | None = option(
-        "Host name that clients can use for this gateway. Can be given more than once; '*': any name.",
-        None,
-        metavar="NAME",
-    )
-    cors_origin: list[str] | None = option(
-        "Web origin that can send requests. Can be given more than once. Default: none.", None
-    )
-    stories: int = option("Number of requests kept for `cumulo explain`.", 1000)
-    log_level: str = option("Log level: debug, info, warning or error.", "info")
 
 
 @takes_options
 def gateway(chosen: GatewayCommandOptions) -> None:
     """Route requests to several servers; streams of a server that dies are continued by another."""
-    if chosen.log_level not in ("debug", "info", "warning", "error"):
-        raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
     try:
         from cumulo.fleet.remote.options import PoolMember
         from cumulo.gateway.options import GatewayOptions, read_members
@@ -101,14 +89,13 @@ def gateway(chosen: GatewayCommandOptions) -> None:
     members += [PoolMember.parse(text) for text in chosen.pool or ()]
     if chosen.config is not None:
         members += read_members(chosen.config)
-    told = vars(chosen) | {
+    told = {
+        **vars(chosen),
+        **chosen.web.fields(),
         "members": tuple(members),
         "fleet_key": fleet_key(chosen.fleet_key_file),
         "operator_key": None if chosen.operator_key_file is None else read_key(chosen.operator_key_file),
-        "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),
         "max_held_bytes": int(chosen.max_held_mib * (1 << 20)),
-        "allow_hosts": tuple(chosen.allow_host or ()),
-        "cors_origins": tuple(chosen.cors_origin or ()),
     }
     used = GatewayOptions(**{one.name: told[one.name] for one in fields(GatewayOptions) if one.name in told})
     if used.fleet_key is None:

@@ -80,8 +80,7 @@ def _check(chosen: ServeCommandOptions) -> None:
         raise CumuloError("--cache-group applies to a new key: add --new-api-key NAME")
     if chosen.operator:
         raise CumuloError("--operator applies to a new key: add --new-api-key NAME")
-    if chosen.log_level not in ("debug", "info", "warning", "error"):
-        raise CumuloError(f"--log-level must be debug, info, warning or error, got {chosen.log_level!r}")
+    chosen.web.fields()  # refuses a wrong --log-level
     chosen.promise.config()  # refuses what it cannot promise
     if chosen.lora:
         _check_loras(chosen)
@@ -109,7 +108,9 @@ def _served(chosen: ServeCommandOptions) -> "ServeOptions":
 
     shared_step_s = None if chosen.shared_step_ms is None else chosen.shared_step_ms / 1e3
     key = fleet_key(chosen.fleet_key_file)
-    told = vars(chosen) | {
+    told = {
+        **vars(chosen),
+        **chosen.web.fields(),
         "engine": chosen.engine.config(
             max_loras=chosen.max_loras,
             max_lora_rank=chosen.max_lora_rank,
@@ -121,12 +122,9 @@ def _served(chosen: ServeCommandOptions) -> "ServeOptions":
         ),
         "lora": tuple(chosen.lora or ()),
         "replicas": chosen.decode or chosen.replicas,
-        "max_body_bytes": int(chosen.max_body_mib * (1 << 20)),
         "max_file_bytes": int(chosen.max_file_mib * (1 << 20)),
         "files_per_key_bytes": int(chosen.max_files_mib * (1 << 20)),
         "files_bytes": int(chosen.max_all_files_mib * (1 << 20)),
-        "allow_hosts": tuple(chosen.allow_host or ()),
-        "cors_origins": tuple(chosen.cors_origin or ()),
         "fleet_key": key,
         "otlp_endpoint": chosen.otlp_endpoint or _standard_otlp_endpoint(),
     }
@@ -232,7 +230,7 @@ def _make_key(name: str, chosen: ServeCommandOptions) -> None:
 
     if chosen.api_keys is None:
         raise CumuloError("--new-api-key needs --api-keys FILE, the file that stores the hash of the key")
-    limits = chosen.requests_per_minute, chosen.tokens_per_minute
+    limits = chosen.web.requests_per_minute, chosen.web.tokens_per_minute
     slo = chosen.promise.slo or None
     print(new_key(chosen.api_keys, name, *limits, chosen.cache_group, chosen.operator, slo))
     note(

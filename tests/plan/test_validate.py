@@ -9,8 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cumulo.cli.plan.validate import validate
-from cumulo.cli.plan.validate_rows import as_asked, likely
+from cumulo.cli.plan.validate import as_asked, likely, validate
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
 from cumulo.plan.evidence.published import (

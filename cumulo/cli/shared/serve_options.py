@@ -41,6 +41,48 @@ OBSERVE = Panel("Log, stories and traces")
 
 
 @dataclass(frozen=True, kw_only=True)
+class WebOptions:
+    """What `cumulo serve` and `cumulo gateway` have in common."""
+
+    host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
+    port: int = option("Port to listen on; 0: any free port.", 8000)
+    requests_per_minute: int | None = KEYS(
+        "Request limit per key; with --new-api-key: limit of the new key.", None
+    )
+    tokens_per_minute: int | None = KEYS("Token limit per key, for prompts and answers together.", None)
+    max_body_mib: float = LIMITS(
+        "Maximum size of a request body, in MiB; larger ones are refused with 413.", 4.0
+    )
+    drain_timeout_s: float = LIMITS(
+        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0
+    )
+    max_connections: int = LIMITS(
+        "Maximum number of open connections; beyond it, idle ones are closed, then new ones get 503.", 4096
+    )
+    allow_host: list[str] | None = LIMITS(
+        "Host name that clients can use for this server, such as a reverse proxy's. Can be given more than "
+        "once; '*': any name.",
+        None,
+        metavar="NAME",
+    )
+    cors_origin: list[str] | None = LIMITS(
+        "Web origin that can call the server (CORS). Can be given more than once. Default: none.", None
+    )
+    stories: int = OBSERVE("Number of requests kept for `cumulo explain`.", 1000)
+    log_level: str = OBSERVE("Log level: debug, info, warning or error.", "info")
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of ServeOptions and of GatewayOptions."""
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise CumuloError(f"--log-level must be debug, info, warning or error, got {self.log_level!r}")
+        return vars(self) | {
+            "max_body_bytes": int(self.max_body_mib * (1 << 20)),
+            "allow_hosts": tuple(self.allow_host or ()),
+            "cors_origins": tuple(self.cors_origin or ()),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeCommandOptions:
     model: options.ModelArgument = None
     plan: Path | None = option(
@@ -48,8 +90,7 @@ class ServeCommandOptions:
         "before those of the file.",
         None,
     )
-    host: str = option("Address to listen on; 0.0.0.0: all network interfaces.", "127.0.0.1")
-    port: int = option("Port to listen on; 0: any free port.", 8000)
+    web: WebOptions = WebOptions()
     name: str | None = MODEL("Name of the model in the API. Default: the model's own name.", None)
     lora: list[str] | None = MODEL(
         "Serve a low-rank adapter: requests name it as their model. Can be given more than once.",
@@ -77,10 +118,6 @@ class ServeCommandOptions:
     operator: bool = KEYS.flag(
         "With --new-api-key: the key can operate replicas, and sees the requests of all keys in the console."
     )
-    requests_per_minute: int | None = KEYS(
-        "Request limit per key; with --new-api-key: limit of the new key.", None
-    )
-    tokens_per_minute: int | None = KEYS("Token limit per key, for prompts and answers together.", None)
     default_max_tokens: int | None = MODEL(
         "Max tokens of a chat answer if the request does not set max_tokens; 0: the rest of the context. "
         "Default: 4096, and 512 for the built-in model.",
@@ -141,9 +178,6 @@ class ServeCommandOptions:
         "Time of a step while several keys have requests, in ms; twice as long while one has. Default: 40.",
         None,
     )
-    max_body_mib: float = LIMITS(
-        "Maximum size of a request body, in MiB; larger ones are refused with 413.", 4.0
-    )
     files: Path | None = LIMITS(
         "Keep uploaded files and batches in this folder, and resume batches after a restart. Default: a "
         "temporary folder, deleted when the server stops.",
@@ -163,12 +197,6 @@ class ServeCommandOptions:
     stall_timeout_s: float = LIMITS(
         "Restart the engine after this many seconds without a finished step.", 60.0
     )
-    drain_timeout_s: float = LIMITS(
-        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.", 30.0
-    )
-    max_connections: int = LIMITS(
-        "Maximum number of open connections; beyond it, idle ones are closed, then new ones get 503.", 4096
-    )
     max_connections_per_address: int | None = LIMITS(
         "Maximum number of open connections per client address. Default: half of all.", None
     )
@@ -178,24 +206,13 @@ class ServeCommandOptions:
     write_timeout_s: float = LIMITS(
         "Abort an answer after this many seconds in which the client reads none of it.", 60.0
     )
-    allow_host: list[str] | None = LIMITS(
-        "Host name that clients can use for this server, such as a reverse proxy's. Can be given more than "
-        "once; '*': any name.",
-        None,
-        metavar="NAME",
-    )
-    cors_origin: list[str] | None = LIMITS(
-        "Web origin that can call the server (CORS). Can be given more than once. Default: none.", None
-    )
     chat_template: Path | None = MODEL("Jinja2 chat template to use instead of the model's own.", None)
     parse_special_tokens: bool = MODEL.flag(
         "Parse special tokens in requests, such as <|im_end|>. Unsafe for text you do not trust."
     )
     open_browser: bool = option("Open the console in a browser, if there is a screen.", False, "--open")
-    stories: int = OBSERVE("Number of requests kept for `cumulo explain`.", 1000)
     stored_responses: int = OBSERVE("Number of responses of /v1/responses kept in memory; 0: none.", 1000)
     log_prompts: bool = OBSERVE.flag("Write prompts and answers to the log.")
-    log_level: str = OBSERVE("Log level: debug, info, warning or error.", "info")
     otlp_endpoint: str | None = OBSERVE(
         "Send traces to this OpenTelemetry collector (OTLP/HTTP). Default: $OTEL_EXPORTER_OTLP_ENDPOINT, or "
         "none.",

@@ -1,22 +1,25 @@
 """`cumulo simulate serve`: the engine's scheduler under load, in virtual time, on hardware you may not have."""
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from cumulo.base import report as reports
 from cumulo.base.chart import chart_file
-from cumulo.base.figures import figure_rows, figure_table
-from cumulo.base.quantities import parse_duration_s, parse_number
+from cumulo.base.figures import RunFigure, figure_rows, figure_table
+from cumulo.base.quantities import parse_duration_s, parse_number, quantity
+from cumulo.base.report import Row
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
 from cumulo.cli.shared.declare import Panel, group, takes_options
-from cumulo.cli.shared.figures import latency_chart
+from cumulo.cli.shared.figures import latency_chart, latency_rows, range_words, trial_columns
 from cumulo.cli.shared.terminal import dim, marked, present, save, working
-from cumulo.cli.simulation import serve_report as view
 from cumulo.errors import ConfigError
 from cumulo.load.simulated import parse_objective
 from cumulo.plan.serve.capacity import RateTrial, play, play_between
@@ -145,17 +148,23 @@ def serve(chosen: SimulateOptions) -> None:
     shown = capacity.best if capacity is not None else trials[-1]
     shown_traffic = traffic if shown.rate == traffic.rate else traffic.at_rate(shown.rate)
     between = play_between(replica, shown_traffic, percentile)
-    rows = view.report_rows((shown.report, *between), shown.rate, objective)
+    rows = _report_rows((shown.report, *between), shown.rate, objective)
     if capacity is not None and objective is not None:
         think_s = parse_duration_s(chosen.think, "--think")
-        limit = capacity.limit(objective)
-        rows = view.capacity_rows(capacity.rate, capacity.users(think_s), think_s, limit) + rows
-    rows.append(view.effort_row(simulated_s, cpu_s))
+        think = f"each waits {think_s:g} s between an answer and the next question"
+        beyond = f"beyond it, {capacity.limit(objective)}"
+        rows = [
+            Row("highest rate within the SLO", capacity.rate, "requests/s", note=beyond),
+            Row("concurrent users", float(f"{capacity.users(think_s):.3g}"), "users", note=think),
+            *rows,
+        ]
+    effort = f"{quantity(simulated_s, 's')} simulated in {quantity(cpu_s, 's')} on one core"
+    rows.append(Row("simulation speed", simulated_s / cpu_s, "× real time", note=effort))
     by_rate = [(one.rate, one.report) for one in sorted(trials, key=lambda one: one.rate)]
     chart = latency_chart(f"{model} on {replica}", "requests per second", by_rate, objective)
     save(chosen.svg, lambda: chart_file(chart), "chart")
-    told = [{"rate": view.finite(one.rate), "holds": one.holds, **one.report.as_dict()} for one in trials]
-    sweep = [view.sweep_table(trials, objective is not None)] if len(trials) > 1 else []
+    told = [{"rate": _finite(one.rate), "holds": one.holds, **one.report.as_dict()} for one in trials]
+    sweep = [_sweep_table(trials, objective is not None)] if len(trials) > 1 else []
     present(
         rows, chosen.json_file, marked("[bold]{}[/bold] on [bold]{}[/bold]", model, replica), *sweep,
         reports.table("", rows), dim(f"evidence: {evidence}"), evidence=evidence, trials=told,
@@ -193,10 +202,10 @@ def _serve_promised(
                 found.append((f"{name}, {shown.rate:.4g} requests/s", goodput))
                 rows += [
                     replace(row, name=f"{row.name} at {shown.rate:.4g} requests/s")
-                    for row in figure_rows(name, goodput, view.GOODPUT)
+                    for row in figure_rows(name, goodput, _GOODPUT)
                 ]
     title = marked("[bold]{}[/bold] on [bold]{}[/bold], {}", chosen.model, replica, objective)
-    table = figure_table("scheduling", found, view.GOODPUT)
+    table = figure_table("scheduling", found, _GOODPUT)
     present(rows, chosen.json_file, title, table, evidence=replica.profile.evidence)
 
 
@@ -227,7 +236,7 @@ def _serve_fleet(
                 found.append(
                     play_split(replica, chosen.prefill, chosen.decode, policy, shown, chosen.slo_percentile)
                 )
-    rows = [row for one in found for row in figure_rows(one.router, one, view.FLEET)]
+    rows = [row for one in found for row in figure_rows(one.router, one, _FLEET)]
     first = found[0]
     title = marked("[bold]{}[/bold] on [bold]{} × {}[/bold], ", chosen.model, replicas, replica)
     key = (
@@ -237,7 +246,7 @@ def _serve_fleet(
     )
     present(
         rows, chosen.json_file, title.append(f"{first.finished:,} of {first.requests:,} requests answered"),
-        figure_table("router", [(one.router, one) for one in found], view.FLEET), dim(key), evidence=evidence,
+        figure_table("router", [(one.router, one) for one in found], _FLEET), dim(key), evidence=evidence,
     )  # fmt: skip
 
 
@@ -245,3 +254,72 @@ def _rates(text: str, trace: Path | None) -> list[float | None]:
     if not text:
         return [None if trace is not None else 1.0]
     return [parse_number(part, "--rate", more_than=True) for part in text.split(",")]
+
+
+_KINDS = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("end-to-end latency", "e2e_s"))
+_USE = (
+    RunFigure("device busy", lambda one: 100 * one.device_busy, "%"),
+    RunFigure("running sequences, peak", lambda one: one.most_running),
+    RunFigure("KV cache usage, peak", lambda one: 100 * one.kv_used, "%", "lower"),
+    RunFigure("prefix cache hit rate", lambda one: 100 * one.cached_share, "%"),
+)
+_FLEET = (
+    RunFigure("output throughput", lambda one: one.output_tok_s, "tok/s", heading="tok/s", shown="{:,.0f}"),
+    RunFigure("TTFT p50", lambda one: one.ttft_s and 1e3 * one.ttft_s.p50, "ms", "lower", "TTFT p50"),
+    RunFigure("TTFT p99", lambda one: one.ttft_s and 1e3 * one.ttft_s.p99, "ms", "lower", "TTFT p99"),
+    RunFigure("ITL p50", lambda one: one.itl_s and 1e3 * one.itl_s.p50, "ms", "lower"),
+    RunFigure("ITL p99", lambda one: one.itl_s and 1e3 * one.itl_s.p99, "ms", "lower", "ITL p99"),
+    RunFigure(
+        "cached prompt tokens", lambda one: 100 * one.cached_share, "%", heading="cached", shown="{:.1f}%"
+    ),
+    RunFigure(
+        "reuse, of a shared cache's", lambda one: 100 * one.reuse, "%", heading="reuse", shown="{:.0f}%"
+    ),
+    RunFigure(
+        "busiest replica, over the mean", lambda one: one.load_over_mean, "×", "lower", "busiest", "{:.2f} ×"
+    ),
+)
+# Of a rate and the goodput at it.
+_GOODPUT = (
+    RunFigure("goodput", lambda one: one.request_s, "requests/s", heading="goodput", shown="{:.4g}/s"),
+    RunFigure("", lambda one: 1 - one.admitted / one.requests, heading="refused", shown="{:.1%}"),
+    RunFigure("promises kept", lambda one: 100 * one.kept_share, "%", heading="kept", shown="{:.2f}%"),
+    RunFigure("", lambda one: one.missed_ttft / one.requests, heading="late TTFT", shown="{:.1%}"),
+    RunFigure("", lambda one: one.missed_itl / one.requests, heading="late ITL", shown="{:.1%}"),
+)
+
+
+def _report_rows(reports: Sequence[ServeReport], rate: float, slo: Slo | None) -> list[Row]:
+    """The first report's figures; the others are the same with all steps as much faster and slower as the profile
+    may be wrong."""
+    result = reports[0]
+    answered = f"{result.finished:,} of {result.requests:,} answered"
+    throughput = range_words(lambda one: one.output_tok_s, reports, "tok/s")
+    shares = sorted(result.time_by_part.items(), key=lambda item: -item[1])[:3]
+    parts = f"{result.bound_by}: " + ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares)
+    rows = [
+        Row("request rate", _finite(rate), "requests/s", note=answered),
+        Row("output throughput", result.output_tok_s, "tok/s", note=throughput),
+        *latency_rows(reports, slo, _KINDS, ("p50", "p90")),
+        Row("mean step time", 1e3 * result.mean_step_s, "ms", "lower", note=parts),
+        *figure_rows("", result, _USE),
+    ]
+    recomputed = f"{result.recomputed_tokens:,} tokens recomputed"
+    rows.append(Row("preemptions", result.preemptions, "", "lower", note=recomputed))
+    if result.drafted_tokens:
+        share = 100 * result.accepted_tokens / result.drafted_tokens
+        told = f"{result.accepted_tokens:,} of {result.drafted_tokens:,} drafted tokens"
+        rows.append(Row("drafts accepted", share, "%", note=told))
+    return rows
+
+
+def _finite(rate: float) -> float | None:
+    """A trace whose requests all come at once has no rate."""
+    return rate if math.isfinite(rate) else None
+
+
+def _sweep_table(trials: Sequence[RateTrial], judged: bool) -> Table:
+    """`judged`: there is an SLO to meet."""
+    throughput = RunFigure("", lambda one: one.report.output_tok_s, heading="tok/s", shown="{:,.0f}")
+    named = [(f"{one.rate:.4g}", one) for one in trials]
+    return figure_table("requests/s", named, (throughput, *trial_columns(judged)))
