@@ -47,14 +47,6 @@ CONTESTS = (
 )  # fmt: skip
 
 
-def parse_rivals(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in RIVALS:
-            raise CumuloError(f"--against knows {' and '.join(RIVALS)}, not {name!r}")
-    return list(dict.fromkeys(names))
-
-
 def measure(model: str | None, rivals: Sequence[str], threads: int, rounds: int, tell: Tell) -> list[Row]:
     """Rates of every side in tokens per second, ratios to every rival, load times and peak memory."""
     from cumulo.models.files.hub import resolve

@@ -63,14 +63,6 @@ class Figures:
     relative_speed: float
 
 
-def parse_methods(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    unknown = [name for name in names if name not in METHODS]
-    if unknown:
-        raise ConfigError(f"--methods knows {', '.join(METHODS)}; got {', '.join(unknown)}")
-    return names
-
-
 def measure(model: str | None, config: QualityConfig, tell: Tell) -> list[Figures]:
     """The 16-bit model first, then the file that it was read from if that is quantised, every method and folder."""
     source, context = resolve(model), max(64, config.length)

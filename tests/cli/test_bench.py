@@ -4,18 +4,21 @@ import statistics
 
 import pytest
 
+from cumulo.base.nearest import names_in
 from cumulo.base.reference_text import reference_text
 from cumulo.bench import engine as bench_engine
 from cumulo.bench import scheduler as bench_scheduler
-from cumulo.bench.engine import CONTESTS, contest_rows, parse_rivals
+from cumulo.bench.engine import CONTESTS, RIVALS, contest_rows
 from cumulo.bench.sides import FreshPieces
 from cumulo.bench.turns import take_turns
 from cumulo.errors import CumuloError
 
 
 def test_rivals_are_read_from_a_list() -> None:
-    assert parse_rivals(" llama.cpp, transformers,llama.cpp") == ["llama.cpp", "transformers"]
-    assert parse_rivals("") == []
+    rivals = names_in(" llama.cpp, transformers,llama.cpp", "--against", RIVALS)
+    assert rivals == ["llama.cpp", "transformers"] and names_in("", "--against", RIVALS) == []
+    with pytest.raises(CumuloError, match=r"--against takes transformers, llama.cpp; got 'vllm'"):
+        names_in("llama.cpp,vllm", "--against", RIVALS)
 
 
 def test_the_order_of_sides_alternates() -> None:

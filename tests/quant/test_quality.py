@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cumulo.bench.quantised import Figures, QualityConfig, chart, growth_rows, measure, parse_methods
+from cumulo.bench.quantised import Figures, QualityConfig, chart, growth_rows, measure
 from cumulo.cli.bench.verbs import print_figures
 from cumulo.errors import ConfigError, CumuloError
 from tests.quant.folders import TEXT, tiny_folder
@@ -73,9 +73,3 @@ def test_what_would_fail_later_is_refused_before_anything_is_read(
             str(source), replace(QualityConfig(("rtn",)), **changes), lambda stage, *_: told.append(stage)
         )
     assert told == []
-
-
-def test_unknown_methods_are_refused() -> None:
-    assert parse_methods("rtn, gptq,rtn") == ("rtn", "gptq")
-    with pytest.raises(ConfigError, match="--methods knows"):
-        parse_methods("rtn,exl2")

@@ -10,6 +10,7 @@ import typer
 
 from cumulo.base.chart import chart_file
 from cumulo.base.figures import RunFigure, figure_rows, figure_table
+from cumulo.base.nearest import names_in
 from cumulo.base.report import available_cores
 from cumulo.cli.bench import serve as bench_serve
 from cumulo.cli.shared import options
@@ -45,10 +46,10 @@ def engine(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure decode and prefill speed, also against other engines."""
-    from cumulo.bench.engine import parse_rivals
+    from cumulo.bench.engine import RIVALS
 
     threads = options.engine_config(threads=threads).threads or available_cores()
-    figures = model, parse_rivals(against), threads, rounds
+    figures = model, names_in(against, "--against", RIVALS), threads, rounds
     measure("engine", f"engine, {threads} threads", json_file, *figures, progress=loading(lines=True))
 
 
@@ -98,7 +99,7 @@ def kernels(
         import torch
 
         if torch.cuda.is_available():
-            words = [word for word in only.split(",") if word]
+            words = names_in(only)
             if tune:
                 from cumulo.bench.gpu.tune import tune_all
 
@@ -168,7 +169,7 @@ def collectives(
     json_file: options.JsonOption = None,
 ) -> None:
     """Measure all-reduce schedules on processes of this machine, in turns with gloo."""
-    title, names = f"collectives, {ranks} ranks over {transport}", algorithms.split(",")
+    title, names = f"collectives, {ranks} ranks over {transport}", names_in(algorithms)
     figures = ranks, _numbers(sizes), names, transport, rounds, profile
     measure("collectives", title, json_file, *figures)
 
@@ -207,11 +208,12 @@ def quality(chosen: QualityOptions) -> None:
     """Quantize a model by every method and compare perplexity, KL, top-1, speed and memory with 16 bits."""
     options.engine_config(threads=chosen.threads)
     with loading(lines=True) as show:
-        from cumulo.bench.quantised import QualityConfig, measure, parse_methods
+        from cumulo.bench.quantised import QualityConfig, measure
+        from cumulo.quant.decide.recipe import METHODS
         from cumulo.quant.play.run import Calibration
 
         told = vars(chosen) | {
-            "methods": parse_methods(chosen.methods),
+            "methods": tuple(names_in(chosen.methods, "--methods", METHODS)),
             "folders": tuple(chosen.folder),
             "calibration": Calibration(chosen.calibration, chosen.calibration_sequences),
         }

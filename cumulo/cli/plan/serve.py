@@ -13,6 +13,7 @@ from rich.text import Text
 from cumulo.base import report as reports
 from cumulo.base.chart import Chart, chart_file
 from cumulo.base.figures import RunFigure, figure_html, figure_table
+from cumulo.base.nearest import names_in
 from cumulo.base.page import card, html_table, page
 from cumulo.base.quantities import between, number, parse_duration_s, quantity
 from cumulo.base.report import Row
@@ -160,7 +161,7 @@ def _wanted(chosen: PlanServeOptions, catalog: Catalog) -> Wanted:
 
 def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
 
-    names = _names(chosen.devices) or [
+    names = names_in(chosen.devices) or [
         name
         for name in catalog.names("devices")
         if catalog.device(name).generation != "cpu" and name not in _NOT_FOR_RENT
@@ -169,13 +170,10 @@ def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
     usual = ["float32"] if on_cpus else ["bfloat16", "float8", "int4"]
     if chosen.hypothetical and not on_cpus:
         usual.append("float4")
-    for kind in _names(chosen.weights):
-        if kind not in FORMATS:
-            raise ConfigError(f"--weights takes {', '.join(FORMATS)}; got {kind!r}")
     return ReplicaChoices(
         tuple(names),
-        tuple(_names(chosen.weights) or usual),
-        tuple(map(shared.kv_format, _names(chosen.kv))) or ("",),
+        tuple(names_in(chosen.weights, "--weights", FORMATS) or usual),
+        tuple(map(shared.kv_format, names_in(chosen.kv))) or ("",),
         chosen.split,
         chosen.hypothetical,
         **chosen.engines.fields(),
@@ -186,10 +184,6 @@ def _as_options(planned: ServePlanFile) -> str:
     """What differs from a plain `cumulo serve`, as options."""
 
     return "".join(f" --{name.replace('_', '-')} {value}" for name, value in differing(planned).items())
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _as_dict(one: Deployment, plan: ServePlan) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from cumulo.base.nearest import names_in
 from cumulo.cli.plan import train_report as view
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
@@ -83,7 +84,7 @@ class SoftwareOptions:
     def traits(self) -> dict[str, Any]:
         """For `TrainGoal`."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "like"}
-        own["lora_targets"] = tuple(filter(None, (name.strip() for name in self.lora_targets.split(","))))
+        own["lora_targets"] = tuple(names_in(self.lora_targets))
         known = {*own, "flash_attention"}
         own["software_named"] = self.like is not None or "software" in typed_names()
         return {**own, **{name: value for name, value in self.system().items() if name in known}}

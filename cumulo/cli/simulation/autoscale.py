@@ -12,6 +12,7 @@ import typer
 
 from cumulo.base.chart import Chart, Series, chart_file
 from cumulo.base.figures import RunFigure, figure_rows, figure_table
+from cumulo.base.nearest import names_in
 from cumulo.base.quantities import parse_duration_s
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
@@ -94,7 +95,7 @@ def autoscale(chosen: AutoscaleOptions) -> None:
 
     The rule that does best here is the one that `cumulo serve --autoscale` obeys: the same code decides.
     """
-    rules = [parse_rule(text) for text in chosen.rule.split(",")]
+    rules = [parse_rule(text) for text in names_in(chosen.rule) or [chosen.rule]]
     slo = parse_slo(chosen.slo, chosen.slo_share)
     catalog = shipped(chosen.catalog_file)
     traffic_options = chosen.traffic

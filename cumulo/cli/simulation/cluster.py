@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from cumulo.base.figures import figure_rows, figure_table
+from cumulo.base.nearest import names_in
 from cumulo.base.report import Row
 from cumulo.cli.shared import options
-from cumulo.cli.shared.declare import Panel, takes_options
+from cumulo.cli.shared.declare import Panel, takes_options, typed_names
 from cumulo.cli.shared.terminal import marked, present, save, working
 from cumulo.cli.simulation import cluster_report as view
 from cumulo.cluster.decide.nodes import ClusterNode
@@ -117,7 +118,7 @@ def cluster(chosen: ClusterRunOptions) -> None:
     if chosen.fill:
         _fill(chosen, nodes, jobs)
         return
-    named = [policy_named(name.strip()) for name in chosen.policy.split(",")]
+    named = [policy_named(name) for name in names_in(chosen.policy) or [chosen.policy]]
     found, steps, cpu_rows = [], [], []
     with working("simulating") as tell:
         for policy in named:
@@ -261,13 +262,9 @@ def _failures(chosen: ClusterRunOptions) -> FailureRates | None:
 
 
 def _fill(chosen: ClusterRunOptions, nodes: list[ClusterNode], jobs: list[TraceJob]) -> None:
-    names = [name.strip() for name in chosen.policy.split(",")]
-    names = [*RULES] if names == ["fifo", "backfill"] else names
-    unknown = [name for name in names if name not in RULES]
-    if unknown:
-        raise ConfigError(
-            f"--fill compares packing rules: there is no {unknown[0]}; known are {', '.join(RULES)}"
-        )
+    names = [*RULES]
+    if "policy" in typed_names():
+        names = names_in(chosen.policy, "with --fill, --policy", RULES)
     requests = [job.request for job in jobs]
     if any(job.tasks > 1 for job in requests):
         raise ConfigError("--fill needs jobs of one task each: gangs are not packed")

@@ -13,6 +13,7 @@ from rich.table import Table
 from cumulo.base import report as reports
 from cumulo.base.chart import chart_file
 from cumulo.base.figures import RunFigure, figure_rows, figure_table
+from cumulo.base.nearest import names_in
 from cumulo.base.quantities import parse_duration_s, parse_number, quantity
 from cumulo.base.report import Row
 from cumulo.cli.shared import options
@@ -228,7 +229,7 @@ def _serve_fleet(
     shown = traffic if rates[0] is None else traffic.at_rate(rates[0])
     found = []
     with working("simulating") as tell:
-        for policy in [name.strip() for name in chosen.router.split(",")]:
+        for policy in names_in(chosen.router) or [chosen.router]:
             tell(f"{replicas} replicas, {policy}")
             found.append(play_fleet(replica, replicas, policy, shown, chosen.slo_percentile))
             if chosen.prefill:
