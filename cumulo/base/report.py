@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +26,10 @@ _GAP = 2  # columns between two cells
 @dataclass(frozen=True, slots=True)
 class ReportTable:
     title: str
-    headings: list[str]  # one for each cell of a row; "": none
-    right: list[bool]  # which cells line up on the right
-    rows: Sequence[
-        tuple[Sequence[str | Text], str]
-    ]  # cells and a note; a text without a style is never markup
+    headings: Sequence[str]  # one for each cell of a row; "": none
+    right: Sequence[bool]  # which cells line up on the right
+    # Cells and a note; a text without a style is never markup.
+    rows: Sequence[tuple[Sequence[str | Text], str]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         wide = self._wide()
@@ -189,27 +189,23 @@ def _text(cell: str | Text) -> Text:
 
 def table(title: str, rows: Sequence[Row]) -> ReportTable:
     """The rows for a terminal; columns that no row would fill are left out."""
-    # Findings (words, yes or no) read from the left, figures line up on the right.
-    worded = any(isinstance(row.value, (str, bool)) for row in rows)
-    bounded = not worded and any(row.must is not None or row.aim is not None for row in rows)
-    aimed = bounded and any(row.aim is not None for row in rows)
-    judged = any(_verdict(row) for row in rows)
-    lines = []
-    for row in rows:
-        size, unit = _scale(row)
-        value = _shown(row.value, size, unit)
-        cells: list[str | Text] = [row.name, value, unit]
-        if worded:
-            cells = [row.name, f"{value} {unit}".strip()]
-        if bounded:
-            cells += [_bound(row, row.must, size, unit)]
-        if aimed:
-            cells += [_bound(row, row.aim, size, unit)]
-        lines.append((cells + ([_verdict(row)] if judged else []), row.note))
-    columns = [("", False), ("", not worded)]
-    columns += [("", False)] * (not worded) + [("must", True)] * bounded + [("aim", True)] * aimed
-    columns += [("", False)] * judged
-    return ReportTable(title, [name for name, _ in columns], [right for _, right in columns], lines)
+    scales = [_scale(row) for row in rows]
+    values = [_shown(row.value, *scale) for row, scale in zip(rows, scales, strict=True)]
+    columns: list[tuple[str, bool, Sequence[str | Text]]] = [("", False, [row.name for row in rows])]
+    if any(isinstance(row.value, (str, bool)) for row in rows):
+        # Findings (words, yes or no) read from the left, figures line up on the right.
+        found = [f"{value} {unit}".strip() for value, (_, unit) in zip(values, scales, strict=True)]
+        columns.append(("", False, found))
+    else:
+        columns += [("", True, values), ("", False, [unit for _, unit in scales])]
+        for name in ("must", "aim"):
+            bounds = [_bound(row, name, *scale) for row, scale in zip(rows, scales, strict=True)]
+            columns += [(name, True, bounds)] * any(bounds)
+    verdicts = [_verdict(row) for row in rows]
+    columns += [("", False, verdicts)] * any(verdicts)
+    headings, right, cells = zip(*columns, strict=True)
+    lines = zip(zip(*cells, strict=True), (row.note for row in rows), strict=True)
+    return ReportTable(title, headings, right, list(lines))
 
 
 def shown(row: Row) -> str:
@@ -235,7 +231,9 @@ def _scale(row: Row) -> tuple[float, str]:
     return quantities.scale(max(abs(row.value), row.must or 0, row.aim or 0), row.unit)
 
 
-def _bound(row: Row, bound: float | bool | None, size: float, unit: str) -> str:
+def _bound(row: Row, name: str, size: float, unit: str) -> str:
+    """`name`: must or aim."""
+    bound = getattr(row, name)
     if bound is None:
         return ""
     return f"{'≥' if row.better == 'higher' else '≤'} {_shown(bound, size, unit)}"
@@ -251,48 +249,34 @@ def _shown(value: float | int | str | bool | None, size: float, unit: str) -> st
     return quantities.number(value if size == 1 else value / size, unit)
 
 
+# The features that decide which matrix kernels are possible; a full x86 list has over a hundred.
+_FEATURES = (
+    "asimd", "asimddp", "asimdhp", "fphp", "i8mm", "bf16", "sve", "sve2", "fma", "avx", "avx2", "avx_vnni",
+)  # fmt: skip
+
+
 def _cpu() -> tuple[str, list[str]]:
-    """Model name and instruction-set features, from /proc/cpuinfo where there is one."""
-    name, features = _cpu_name(), list[str]()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return name, []
-    for line in lines:
-        key, _, value = (part.strip() for part in line.partition(":"))
-        if key == "model name" and value:
-            name = value
-        if key in ("flags", "Features") and not features:
-            features = value.split()
-    # The features that decide which matrix kernels are possible; a full x86 list has over a hundred.
-    wanted = {
-        "asimd",
-        "asimddp",
-        "asimdhp",
-        "fphp",
-        "i8mm",
-        "bf16",
-        "sve",
-        "sve2",
-        "fma",
-        "avx",
-        "avx2",
-        "avx_vnni",
-    }
-    return name, [item for item in features if item in wanted or item.startswith(("avx512", "amx"))]
-
-
-def _cpu_name() -> str:
-    """ARM kernels leave the name to lscpu, which knows the part numbers."""
+    """Model name and instruction-set features, from lscpu, which knows ARM's part numbers, or /proc/cpuinfo."""
     import platform
     import subprocess
 
-    if path := shutil.which("lscpu"):
-        text = subprocess.run([path], capture_output=True, text=True, check=False, env={"LC_ALL": "C"}).stdout
-        for line in text.splitlines():
-            if line.startswith("Model name:") and line.split(":", 1)[1].strip(" -"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    text = ""
+    with suppress(OSError):
+        if path := shutil.which("lscpu"):
+            text = subprocess.run(
+                [path], capture_output=True, text=True, check=False, env={"LC_ALL": "C"}
+            ).stdout
+        text = text or Path("/proc/cpuinfo").read_text()
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if value := value.strip(" -"):
+            fields.setdefault(key.strip().lower(), value)
+    features = (fields.get("flags") or fields.get("features") or "").split()
+    return (
+        fields.get("model name") or platform.processor() or platform.machine(),
+        [item for item in features if item in _FEATURES or item.startswith(("avx512", "amx"))],
+    )
 
 
 def _memory_bytes() -> int:

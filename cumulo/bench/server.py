@@ -6,8 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Self
 
@@ -61,19 +59,11 @@ class ServerProcess:
         while time.monotonic() < deadline_s:
             if self._process.poll() is not None:
                 raise CumuloError(f"the server ended before it was ready:\n{self._log_tail()}")
-            if not self.url and (found := re.search(r"listening on (http://\S+);", self._log_tail())):
+            if found := re.search(r"is ready at (http://\S+)/v1", self._log_tail()):
                 self.url = found[1]
-            if self.url and self._is_ready():
                 return
             time.sleep(0.05)
         raise CumuloError(f"the server was not ready within {_START_S:g} s:\n{self._log_tail()}")
-
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
 
     def _log_tail(self) -> str:
         return Path(self._log.name).read_text("utf-8", "replace")[-4000:]

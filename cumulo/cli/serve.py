@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cumulo.base.report import available_cores
-from cumulo.cli.shared.declare import takes_options, typed_flags, typed_names
+from cumulo.cli.shared.declare import takes_options, typed_flags
 from cumulo.cli.shared.serve_options import ServeCommandOptions
 from cumulo.cli.shared.terminal import note
 from cumulo.errors import CumuloError
@@ -271,7 +271,7 @@ def _check_places(filled: Any, plan: "ServePlanFile") -> None:
 
 
 def _filled(chosen: T, told: dict[str, Any]) -> T:
-    typed = typed_names()
+    typed = typed_flags()
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(chosen):  # type: ignore[arg-type]
         value = getattr(chosen, field.name)

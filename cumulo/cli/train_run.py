@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -67,10 +68,8 @@ def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
     with err.status("starting"):
         from cumulo.train.run.trainer import Trainer
     display = Display(config)
-    try:
+    with display.bar:
         result = Trainer(config, resume=resume, watcher=display).run()
-    finally:
-        display.close()
     _report(config, result, json_file)
 
 
@@ -83,10 +82,8 @@ def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
     if not resume:
         refuse_to_overwrite(Path(config.folder))
     display = Display(config)
-    try:
+    with display.bar:
         prepare(config, display.preparing)
-    finally:
-        display.close()
     (Path(config.folder) / "config.yaml").write_text(config_text(config), "utf-8")
     note(f"{config.layout.world} processes: {config.layout}")
     command = [sys.executable, "-m", "cumulo", "train", "--folder", config.folder, "--resume"]
@@ -102,7 +99,8 @@ def _run_rank(config: TrainConfig, resume: bool, json_file: Path | None) -> None
     first = os.environ["RANK"] == "0"
     display = Display(config) if first else None
     try:
-        result = run_worker(config, resume, display)
+        with display.bar if display is not None else nullcontext():
+            result = run_worker(config, resume, display)
     except CumuloError as error:
         report_refusal(error)
         _end(REFUSED)
@@ -113,9 +111,6 @@ def _run_rank(config: TrainConfig, resume: bool, json_file: Path | None) -> None
             f"rank {os.environ['RANK']} lost the connection to another rank: {str(error).splitlines()[0][:120]}"
         )
         _end(LOST)
-    finally:
-        if display is not None:
-            display.close()
     if first and result is not None:
         _report(config, result, json_file)
 
@@ -183,18 +178,17 @@ class Display:
         self.steps = config.steps
         self._every = max(1, config.steps // 20)
         self._mean: float | None = None
-        self._bar = Progress(
+        self.bar = Progress(
             text_column("{task.description}", "bold"), BarColumn(bar_width=24), MofNCompleteColumn(),
             TimeRemainingColumn(), text_column("{task.fields[words]}", "dim"),
             console=err, disable=not err.is_terminal,
         )  # fmt: skip
-        self._task: TaskID = self._bar.add_task("preparing", total=None, words="")
-        self._bar.start()
+        self._task: TaskID = self.bar.add_task("preparing", total=None, words="")
 
     def preparing(self, stage: str, done: int, total: int) -> None:
         if not err.is_terminal and done == 0:
             note(stage)
-        self._bar.update(self._task, description=stage, completed=done, total=total or None)
+        self.bar.update(self._task, description=stage, completed=done, total=total or None)
 
     def begins(self, run: "Trainer", first_step: int) -> None:
         from cumulo.spec.counting import parameter_count
@@ -207,7 +201,7 @@ class Display:
             f"documents; {run.device.type} {run.config.dtype}, {peak} GFLOP/s peak ("
             f"{ceiling.source})"
         )
-        self._bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")
+        self.bar.reset(self._task, description="training", total=self.steps, completed=first_step, words="")
 
     def step(self, record: TrainRecord, memory_bytes: int) -> None:
         self._mean = record.loss if self._mean is None else 0.9 * self._mean + 0.1 * record.loss
@@ -215,15 +209,12 @@ class Display:
         words = (
             f"loss {self._mean:.3f} · {record.tokens_per_s:,.0f} tok/s · {mfu}{memory_bytes / 2**30:.1f} GiB"
         )
-        self._bar.update(self._task, completed=record.step, words=words)
+        self.bar.update(self._task, completed=record.step, words=words)
         if not err.is_terminal and (record.step % self._every == 0 or record.step in (1, self.steps)):
             note(f"step {record.step}/{self.steps} · loss {record.loss:.4f} · {words.split(' · ', 1)[1]}")
 
     def tell(self, message: str) -> None:
         note(message)
-
-    def close(self) -> None:
-        self._bar.stop()
 
 
 def train_head(config: HeadConfig, json_file: Path | None) -> None:

@@ -6,19 +6,18 @@ chunks are both understood.
 
 import json
 from array import array
+from dataclasses import dataclass, field
 from typing import Any
 
 from cumulo.load.connection import Response
 
 
+@dataclass(slots=True)
 class EventReader:
     """`feed` returns the data of every event completed by the new bytes."""
 
-    __slots__ = ("_data", "_rest")
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []  # the data lines of an event whose end has not come
+    _rest: bytes = b""
+    _data: list[bytes] = field(default_factory=list)  # the data lines of an event whose end has not come
 
     @property
     def unfinished(self) -> bool:
@@ -56,28 +55,20 @@ class ErrorInStream(Exception):
     """The server reported an error after it had begun to stream."""
 
 
+@dataclass(slots=True)
 class MeasuredAnswer:
     """Collects a response. Text is kept only where a later turn needs it."""
 
-    __slots__ = (
-        "_events", "_texts", "body", "cached_tokens", "chunk_times_s", "completion_tokens", "done",
-        "finish_reason", "prompt_tokens",
-    )  # fmt: skip
-
-    def __init__(self, keep_text: bool = False) -> None:
-        self.chunk_times_s: array[float] = array("d")
-        self.done = False  # the closing [DONE] came
-        self.finish_reason: str | None = None
-        self.prompt_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.completion_tokens: int | None = None
-        self.body = bytearray()  # of an answer that is no stream
-        self._events = EventReader()
-        self._texts: list[str] | None = [] if keep_text else None
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts or ())
+    keep_text: bool = False
+    text: str = ""
+    chunk_times_s: "array[float]" = field(default_factory=lambda: array("d"))
+    done: bool = False  # the closing [DONE] came
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    body: bytearray = field(default_factory=bytearray)  # of an answer that is no stream
+    _events: EventReader = field(default_factory=EventReader)
 
     def receive(self, response: Response, piece: bytes, now_s: float) -> None:
         if response.status != 200:
@@ -116,8 +107,8 @@ class MeasuredAnswer:
                     text = "\0"
             if text:
                 self.chunk_times_s.append(now_s)
-                if self._texts is not None and text != "\0":
-                    self._texts.append(text)
+                if self.keep_text and text != "\0":
+                    self.text += text
             if choice.get("finish_reason"):
                 self.finish_reason = choice["finish_reason"]
         elif "error" in event:

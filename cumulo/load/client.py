@@ -165,24 +165,21 @@ async def discover_model(pool: Pool, api_key: str, timeout_s: float = 30.0) -> s
 
 async def probe(pool: Pool, target: Target, timeout_s: float, tell_seed: str) -> tuple[Target, Ruler]:
     """The target in the dialect the server takes, and a ruler measured with two short prompts."""
-    short: MeasuredAnswer | None = None
-    refusal: RequestFailed | None = None
-    for dialect in _DIALECTS:
-        try:
-            short = await _ask(pool, replace(target, dialect=dialect), SHORT_WORDS, timeout_s, tell_seed)
-        except RequestFailed as error:
-            if error.status not in (400, 422):
-                raise CumuloError(_explain(pool, target, error)) from error
-            refusal = refusal or error  # the first says most: later ones ask for less
-            continue
-        target = replace(target, dialect=dialect)
-        break
-    if short is None:
-        assert refusal is not None
-        raise CumuloError(_explain(pool, target, refusal)) from refusal
-    if short.prompt_tokens is None:
-        return target, Ruler()
+    refusals: list[RequestFailed] = []
     try:
+        for dialect in _DIALECTS:
+            target = replace(target, dialect=dialect)
+            try:
+                short = await _ask(pool, target, SHORT_WORDS, timeout_s, tell_seed)
+                break
+            except RequestFailed as error:
+                if error.status not in (400, 422):
+                    raise
+                refusals.append(error)
+        else:
+            raise refusals[0]  # it says most: later ones asked for less
+        if short.prompt_tokens is None:
+            return target, Ruler()
         long = await _ask(pool, target, LONG_WORDS, timeout_s, tell_seed)
     except RequestFailed as error:
         raise CumuloError(_explain(pool, target, error)) from error

@@ -35,23 +35,16 @@ class Level:
     stopped: bool = False  # before its end, by the watcher or the user
 
 
+@dataclass(slots=True)
 class LoadPlayer:
     """Owns the connections to one server."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        target: Target,
-        ruler: Ruler | None = None,
-        timeout_s: float = 600.0,
-        retries: int = 0,
-    ) -> None:
-        self.pool = pool
-        self.target = target
-        self.ruler = ruler or Ruler()
-        self.timeout_s = timeout_s
-        self.retries = retries
-        self._sent = 0
+    pool: Pool
+    target: Target
+    ruler: Ruler = Ruler()
+    timeout_s: float = 600.0
+    retries: int = 0
+    _sent: int = 0
 
     async def play(
         self, level: Level, watch: Callable[[Level], bool] | None = None, watch_every_s: float = 0.5

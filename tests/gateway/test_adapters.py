@@ -30,7 +30,7 @@ def fleet_of(*adapters: dict[str, str]) -> Replicas:
     for member, loaded in zip(members, adapters, strict=True):
         replica = fleet.replicas[member.url] = UpstreamReplica(member, fleet.options)
         replica.identity = FleetIdentity("1", "chat", "f", "t", 512, 8)
-        replica.told, replica.trouble = Told(("chat",), "1", "f", "t"), ""
+        replica.told, replica.trouble = Told(("chat",), "1", "t"), ""
         replica.take_news(FleetNews(adapters=loaded))
     return fleet
 

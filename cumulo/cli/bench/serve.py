@@ -93,11 +93,11 @@ def _require_measurements(campaign: Campaign) -> None:
         note(f"{name}: {told}")
 
 
-def _run(campaign: Campaign, view: Any) -> bool:
+def _run(campaign: Campaign, view: report.View) -> bool:
     """Whether the user ended it. What was measured by then is reported all the same."""
 
     try:
-        with view:
+        with view.progress:
             asyncio.run(campaign.run())
     except KeyboardInterrupt:
         if not campaign.results:

@@ -5,7 +5,6 @@ import statistics
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -37,27 +36,18 @@ class View:
             text_column("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
             TimeElapsedColumn(), text_column("{task.fields[now]}", "dim"),
         )  # fmt: skip
-        self._progress = Progress(
+        self.progress = Progress(
             *columns, console=err, transient=True, auto_refresh=False, disable=not err.is_terminal
         )
-        self._task = self._progress.add_task("", total=None, now="")
+        self._task = self.progress.add_task("", total=None, now="")
         self._seen_tokens = 0
         self._seen_s = 0.0
-
-    def __enter__(self) -> "View":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def begin(self, label: str, number: int, levels: int | None) -> None:
         place = f"{number + 1}/{levels} " if levels and levels > 1 else ""
         self._seen_tokens, self._seen_s = 0, 0.0
-        self._progress.reset(self._task, description=f"{place}{label}", total=None, now="")
-        self._progress.refresh()
+        self.progress.reset(self._task, description=f"{place}{label}", total=None, now="")
+        self.progress.refresh()
 
     def look(self, level: Level) -> None:
         if not err.is_terminal:
@@ -74,10 +64,8 @@ class View:
         failed = sum(record.error is not None for record in level.records)
         now = f"{len(level.running)} running · {tok_s:,.0f} tok/s · TTFT {ttft}"
         now += f" · {failed} failed" if failed else ""
-        self._progress.update(
-            self._task, completed=len(level.records), total=level.schedule.requests, now=now
-        )
-        self._progress.refresh()
+        self.progress.update(self._task, completed=len(level.records), total=level.schedule.requests, now=now)
+        self.progress.refresh()
 
     def end(self, result: LevelResult) -> None:
         if not err.is_terminal and result.summary.requests:
@@ -183,7 +171,9 @@ def finish(campaign: Campaign, json_file: Path | None, html: Path | None, record
     details = [_details(result) for result in campaign.results]
     write_json(json_file, made, server=_server(campaign), levels=details)
     found = None if campaign.search is None else campaign.search.confirmed
-    facts = {"Server": campaign.url, "Workload": _workload(campaign), "Measured from": _machine_words()}
+    here = machine()
+    told = f"{here['cpu']}, {here['cores']} cores, {here['platform']}, cumulo {__version__}"
+    facts = {"Server": campaign.url, "Workload": _workload(campaign), "Measured from": told}
     if campaign.search_end:
         facts["Search"] = campaign.search_end
     if html is not None:
@@ -239,11 +229,6 @@ def _workload(campaign: Campaign) -> str:
     if str(work.turns) != "1":
         words += f"; conversations of {work.turns} turns"
     return words
-
-
-def _machine_words() -> str:
-    facts = machine()
-    return f"{facts['cpu']}, {facts['cores']} cores, {facts['platform']}, cumulo {__version__}"
 
 
 def _at(spread: Spread | None, percentile: str) -> float | None:

@@ -28,7 +28,7 @@ from cumulo.plan.serve.capacity import RateTrial
 from cumulo.plan.serve.deployment import Deployment, Promised
 from cumulo.plan.serve.kinds import ReplicaChoices, kinds
 from cumulo.plan.serve.options import weigh
-from cumulo.plan.serve.plan_file import ServePlanFile, differing, plan_file, plan_text
+from cumulo.plan.serve.plan_file import differing, plan_file, plan_text
 from cumulo.plan.serve.replica import FORMATS
 from cumulo.plan.serve.search import ServePlan, Wanted, search
 from cumulo.plan.serve.traffic import check_rate
@@ -143,7 +143,9 @@ def serve(chosen: PlanServeOptions) -> None:
         note("this is hypothetical: `cumulo serve` cannot run it")
         return
     model_word = "" if planned.model and chosen.out else f" {planned.model or 'MODEL'}"
-    words = _as_options(planned) if chosen.out is None else f" --plan {chosen.out}"
+    words = f" --plan {chosen.out}"
+    if chosen.out is None:  # what differs from a plain `cumulo serve`
+        words = "".join(f" --{name.replace('_', '-')} {value}" for name, value in differing(planned).items())
     note(f"start it with: cumulo serve{model_word}{words}")
 
 
@@ -178,12 +180,6 @@ def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
         chosen.hypothetical,
         **chosen.engines.fields(),
     )
-
-
-def _as_options(planned: ServePlanFile) -> str:
-    """What differs from a plain `cumulo serve`, as options."""
-
-    return "".join(f" --{name.replace('_', '-')} {value}" for name, value in differing(planned).items())
 
 
 def _as_dict(one: Deployment, plan: ServePlan) -> dict[str, Any]:

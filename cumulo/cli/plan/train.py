@@ -11,7 +11,7 @@ from cumulo.base.nearest import names_in
 from cumulo.cli.plan import train_report as view
 from cumulo.cli.shared import options
 from cumulo.cli.shared import plan_options as shared
-from cumulo.cli.shared.declare import Panel, group, takes_options, typed_names
+from cumulo.cli.shared.declare import Panel, group, takes_options, typed_flags
 from cumulo.cli.shared.terminal import note, present, save, working
 from cumulo.errors import ConfigError
 from cumulo.pipeline.draw import to_svg
@@ -79,14 +79,14 @@ class SoftwareOptions:
         """What the system named by --like chose, except where an option was given."""
 
         chosen = system_named(self.like) if self.like else {}
-        return {name: value for name, value in chosen.items() if name not in typed_names()}
+        return {name: value for name, value in chosen.items() if name not in typed_flags()}
 
     def traits(self) -> dict[str, Any]:
         """For `TrainGoal`."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "like"}
         own["lora_targets"] = tuple(names_in(self.lora_targets))
         known = {*own, "flash_attention"}
-        own["software_named"] = self.like is not None or "software" in typed_names()
+        own["software_named"] = self.like is not None or "software" in typed_flags()
         return {**own, **{name: value for name, value in self.system().items() if name in known}}
 
 

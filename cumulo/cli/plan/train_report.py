@@ -1,7 +1,7 @@
 """What `cumulo plan train` prints: the ranking, memory, the parts of a step, network traffic, costs, and why."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import RenderableType
@@ -88,17 +88,9 @@ def _each(goal: TrainGoal) -> str:
     return "CPU" if goal.cluster.device.generation == "cpu" else "GPU"
 
 
-def _three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def _rounded(row: Row) -> Row:
-    return replace(row, value=_three_digits(row.value)) if isinstance(row.value, float) else row
-
-
 def _range(value: float, low: float, high: float, unit: str) -> str:
     """The interval of a step's time, carried on to what a whole run takes."""
-    ends = (quantity(_three_digits(value * factor), unit) for factor in (low, high))
+    ends = (quantity(value * factor, unit) for factor in (low, high))
     return "90% interval: " + " to ".join(ends)
 
 
@@ -143,7 +135,7 @@ def shown(
     recomputed = _RECOMPUTE.get(job.recompute, f"{job.recompute} recomputed")
     words = f"{_sequences(job.micro_batch)} ({job.micro_batches:,} per step), {recomputed}"
     yield marked("[bold green]{}[/bold green], micro-batches of {}", job.layout, words)
-    yield table("", [_rounded(row) for row in found])
+    yield table("", found)
     yield _shares("Step time by part", (*best.estimate.breakdown, *stalls.rows()), "s")
     if best.estimate.memory is not None:
         lines = [(line.name, line.predicted / GIB) for line in best.estimate.memory.lines]

@@ -86,13 +86,9 @@ def takes_options(command: Callable[[T], None]) -> Callable[..., None]:
     return run
 
 
-def typed_names() -> frozenset[str]:
-    """The options of the running command that were typed, also where their value is the default."""
-    return frozenset(_typed.get())
-
-
 def typed_flags() -> Mapping[str, str]:
-    """The options that were typed, each with how it is written on the command line."""
+    """The options of the running command that were typed, also where their value is the default: by name, how each
+    is written on the command line."""
     return _typed.get()
 
 

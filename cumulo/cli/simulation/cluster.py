@@ -16,7 +16,7 @@ from cumulo.base.figures import figure_rows, figure_table
 from cumulo.base.nearest import names_in
 from cumulo.base.report import Row
 from cumulo.cli.shared import options
-from cumulo.cli.shared.declare import Panel, takes_options, typed_names
+from cumulo.cli.shared.declare import Panel, takes_options, typed_flags
 from cumulo.cli.shared.terminal import marked, present, save, working
 from cumulo.cli.simulation import cluster_report as view
 from cumulo.cluster.decide.nodes import ClusterNode
@@ -263,7 +263,7 @@ def _failures(chosen: ClusterRunOptions) -> FailureRates | None:
 
 def _fill(chosen: ClusterRunOptions, nodes: list[ClusterNode], jobs: list[TraceJob]) -> None:
     names = [*RULES]
-    if "policy" in typed_names():
+    if "policy" in typed_flags():
         names = names_in(chosen.policy, "with --fill, --policy", RULES)
     requests = [job.request for job in jobs]
     if any(job.tasks > 1 for job in requests):

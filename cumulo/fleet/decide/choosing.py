@@ -1,10 +1,10 @@
 """Which replica of a pool gets a request, whether one that fails is asked again, and which servers may join."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cumulo.engine.decide.routing import Ask, NoReplica, ReplicaView, Route, Router, router, usable
+from cumulo.engine.decide.routing import Ask, ReplicaView, Route, Router, router, usable
 
 _USUAL_PROMPT_TOK_S, _USUAL_STEP_S = 1_000.0, 0.02  # before any replica has measured them
 
@@ -51,13 +51,8 @@ class Chooser:
         if len(groups) == 1:
             return route
         share = weight * len(groups[weight]) / sum(one * len(members) for one, members in groups.items())
-        return Route(
-            route.replica,
-            route.ttft_s,
-            route.cached_tokens,
-            f"the turn of weight {weight:g}, which has {share:.0%} of the requests; there {route.why}",
-            route.second,
-        )
+        turn = f"the turn of weight {weight:g}, which has {share:.0%} of the requests"
+        return replace(route, why=f"{turn}; there {route.why}")
 
     def forget(self, replica: str) -> None:
         """It is gone, or has lost its cache."""
@@ -74,9 +69,6 @@ class Chooser:
         chosen = max(groups, key=lambda weight: self._credit[weight])
         self._credit[chosen] -= total
         return chosen
-
-
-__all__ = ["Ask", "Chooser", "NoReplica", "ReplicaView", "Route"]
 
 
 State = Literal["closed", "open", "half open"]
@@ -140,7 +132,6 @@ class Told:
 
     models: tuple[str, ...]
     version: str = ""
-    fingerprint: str = ""
     tokenizer: str = ""
 
 

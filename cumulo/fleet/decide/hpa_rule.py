@@ -9,28 +9,21 @@ removes the last one `cooldown_s` after the metric was last above zero.
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cumulo.errors import ConfigError
 from cumulo.fleet.decide.scaling import FleetSeen, RoleSeen, ScaleTo, ScalingLimits
 
-METRICS: Mapping[str, str] = {
-    "queue": "requests that wait for their first token",
-    "concurrency": "requests that wait or run",
-    "utilization": "share of the time in which a replica computes",
+# Summed over ready replicas: requests that wait for their first token; that wait or run; the share of the time in
+# which a replica computes.
+METRICS: Mapping[str, Callable[[RoleSeen], float]] = {
+    "queue": lambda seen: seen.waiting,
+    "concurrency": lambda seen: seen.requests,
+    "utilization": lambda seen: seen.busy * seen.ready,
 }
 _TOLERANCE = 0.1
 _MOST_MORE, _MOST_TIMES = 4, 2  # of replicas in one period
-
-
-def metric_total(metric: str, seen: RoleSeen) -> float:
-    """The metric, summed over ready replicas."""
-    if metric == "queue":
-        return float(seen.waiting)
-    if metric == "concurrency":
-        return float(seen.requests)
-    return seen.busy * seen.ready
 
 
 @dataclass(slots=True)
@@ -60,7 +53,7 @@ class HpaRule:
         )
 
     def _decide_role(self, role: str, seen: RoleSeen, now_s: float) -> ScaleTo:
-        total = metric_total(self.metric, seen)
+        total = METRICS[self.metric](seen)
         if seen.requests or seen.arrived:
             self._active_s[role] = now_s
         if seen.replicas == 0:

@@ -4,6 +4,7 @@ Only what is sealed goes to the client: so the events that it has and the tokens
 wherever the server died.
 """
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cumulo.fleet.wire import SEAL
@@ -11,23 +12,19 @@ from cumulo.fleet.wire import SEAL
 State = Literal["open", "ended", "failed"]
 
 
+@dataclass(slots=True)
 class SealedStream:
     """One answer, over all the servers that it comes from."""
 
-    __slots__ = (
-        "_counts", "_ids", "_logprobs", "_rest", "cached_tokens", "failed_status", "failure", "state", "tokens",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.state: State = "open"
-        self.tokens = 0  # that the client has
-        self.cached_tokens: int | None = None
-        self.failure = b""  # the events of a failed answer: told only if nobody can continue it
-        self.failed_status = 0
-        self._ids: list[bytes] = []
-        self._logprobs: list[bytes] = []
-        self._counts = b""
-        self._rest = b""
+    state: State = "open"
+    tokens: int = 0  # that the client has
+    cached_tokens: int | None = None
+    failure: bytes = b""  # the events of a failed answer: told only if nobody can continue it
+    failed_status: int = 0
+    _ids: list[bytes] = field(default_factory=list)
+    _logprobs: list[bytes] = field(default_factory=list)
+    _counts: bytes = b""
+    _rest: bytes = b""
 
     def feed(self, data: bytes) -> bytes:
         """The sealed events in what has come, for the client."""

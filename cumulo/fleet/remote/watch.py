@@ -143,7 +143,7 @@ class Watch:
         replica = self._replica
         if news.identity is not None:
             identity = replica.identity = news.identity
-            told = Told((identity.model,), identity.version, identity.fingerprint, identity.tokenizer)
+            told = Told((identity.model,), identity.version, identity.tokenizer)
             self._check(told)
         replica.take_news(news)
         if news.steps != self._stuck_at or not (news.running or news.waiting):

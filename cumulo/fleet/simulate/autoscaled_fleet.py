@@ -47,7 +47,6 @@ class ScaledRun:
     in_slo: int = 0
     replica_s: dict[str, float] = field(default_factory=dict)  # by role, starting and draining included
     starts: int = 0  # replicas ordered after the first ones
-    stops: int = 0
     reversals: int = 0  # a change against the direction of the one before
     most: int = 0
     ttft_s: list[float] = field(default_factory=list)
@@ -67,7 +66,6 @@ class ScaledRun:
         if not more:
             return
         self.starts += max(0, more)
-        self.stops += max(0, -more)
         direction = 1 if more > 0 else -1
         self.reversals += self._direction.get(role, direction) != direction
         self._direction[role] = direction

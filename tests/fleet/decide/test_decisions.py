@@ -52,11 +52,11 @@ def test_a_replica_without_weight_is_the_last_resort() -> None:
 
 
 def test_servers_that_do_not_belong_together_are_refused_with_what_would_work() -> None:
-    told = Told(("chat",), "1.0", "f", "t")
+    told = Told(("chat",), "1.0", "t")
     assert refusal("u", "chat", told, "1.0", [("v", told)]) == ""
     assert "install the same version" in refusal("u", None, told, "2.0", [])
     assert "--pool chat=u" in refusal("u", "other", told, "1.0", [])
-    other = Told(("chat",), "1.0", "g", "another")
+    other = Told(("chat",), "1.0", "another")
     assert "tokenizers differ" in refusal("u", None, told, "1.0", [("v", other)])
     assert "--pool chat=u --pool small=v" in stray("v", Told(("small",)), [("u", told)])
 
