@@ -309,10 +309,10 @@ def test_steps_that_arrive_together_are_not_thought_shorter_than_the_device_took
 def test_the_ledger_knows_what_a_head_holds() -> None:
     engine = engine_with_head(make_decoder(SPEC))
     needs = DraftSource("head", SPEC, head=make_head()).needs(4, on_gpu=True)
-    held, cache = engine.runner.head.memory_bytes(), engine.runner.cache
+    held, cache = engine.runner.launches.head.memory_bytes(), engine.runner.cache
     assert held["draft model"] == needs.weight_bytes
     assert held["draft kv cache"] == cache.blocks * cache.block_size * needs.bytes_per_token
-    head, tapped = engine.runner.head.head, engine.runner.model.tapped
+    head, tapped = engine.runner.launches.head.head, engine.runner.model.tapped
     of_tokens = sum(one.nbytes for one in (tapped, head.stream, head.paired, head.qkv))
     assert of_tokens == engine.runner.model.max_tokens * needs.step_token_bytes
     engine.runner.close()

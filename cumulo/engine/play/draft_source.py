@@ -110,7 +110,7 @@ def attach_rounds(source: DraftSource, runner: Runner) -> None:
     own = KVCache(head.spec, cache.blocks, cache.block_size, cache.key_storage.dtype, model.device)
     model.tap(source.taps)
     eagle = CudaEagle(head, model, len(runner.slots.contexts))
-    runner.head = HeadRounds(eagle, own, model, runner.slots)
+    runner.launches.head = HeadRounds(eagle, own, model, runner.slots)
 
 
 def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:

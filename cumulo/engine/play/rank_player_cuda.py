@@ -9,7 +9,6 @@ itself.
 import os
 import select
 import threading
-from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
@@ -89,11 +88,13 @@ def shared_parts(
         layout.pipeline_group(part.rank),
         layout.stage_group(part.rank),
     )
-    memory_of: Callable[[Members, int], PeerMemory]
     near = far = None
     if by_messages(config):
         groups = _groups(config, part.rank, (tensor, pipeline, stage), store, links, device)
-        memory_of = partial(_mirrored, groups, device)
+
+        def memory_of(members: Members, size: int) -> PeerMemory:
+            return MirroredMemory(size, groups[members], device)
+
         if layout.pp > 1:
             name = f"drawn {'-'.join(map(str, pipeline))}"
             drawn = RankGroup(store, name, pipeline, part.rank, config.rank_timeout_s, host=links.host)
@@ -113,12 +114,6 @@ def shared_parts(
     if layout.dp > 1:
         rows = RankRows(memory_of(stage, sizes[2]), part, tokens, draws, dtype, config.batch_invariant)
     return rank_slice, near or far, rows
-
-
-def _mirrored(
-    groups: dict[Members, MessageGroup], device: torch.device, members: Members, size: int
-) -> PeerMemory:
-    return MirroredMemory(size, groups[members], device)
 
 
 def _groups(

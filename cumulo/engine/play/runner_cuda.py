@@ -21,7 +21,7 @@ from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.play.cuda.device_slots import DeviceSlots
 from cumulo.engine.play.cuda.host_reads import HiddenReader, LayerEvents, Tell, need_host
 from cumulo.engine.play.cuda.launches import CudaStep, StepLaunches
-from cumulo.engine.play.cuda.rounds import HeadRounds, RoundsAhead, round_shape, warm_rounds
+from cumulo.engine.play.cuda.rounds import RoundsAhead, round_shape, warm_rounds
 from cumulo.engine.play.cuda.step_words import (
     DRAW_WORDS,
     StepShape,
@@ -90,15 +90,6 @@ class CudaRunner:
         self._ahead: RoundsAhead | None = None  # rounds behind the last step's
         self._closed = False
 
-    @property
-    def head(self) -> HeadRounds | None:
-        """What drafts; given after the model is in place."""
-        return self.launches.head
-
-    @head.setter
-    def head(self, head: HeadRounds | None) -> None:
-        self.launches.head = head
-
     # -- the Runner protocol ------------------------------------------------------------------------------
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> CudaStep:
@@ -133,9 +124,9 @@ class CudaRunner:
         if self.rank is not None:
             return
         shapes = warm_shapes(self._most, self.model.adapters is not None)
-        if self.head is not None:
+        if self.launches.head is not None:
             shapes = [replace(shape, follows=True) for shape in shapes]
-            shapes += warm_rounds(self._most, self.head.draws_without_logits)
+            shapes += warm_rounds(self._most, self.launches.head.draws_without_logits)
         adapters = self.model.adapters
         with (
             self.model.one_layer_of_each_kind(),
@@ -169,8 +160,8 @@ class CudaRunner:
         held["token tables"] = self.slots.nbytes
         if self.model.adapters is not None:
             held["adapters"] = self.model.adapters.bank.nbytes
-        if self.head is not None:
-            held |= self.head.memory_bytes()
+        if self.launches.head is not None:
+            held |= self.launches.head.memory_bytes()
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             held["libraries and graphs"] = max(0, total - free - sum(held.values()))
@@ -204,8 +195,8 @@ class CudaRunner:
         self.slots.set_blocks(rest)
         if plan.copies:
             self.cache.copy_blocks(plan.copies)
-            if self.head is not None:
-                self.head.cache.copy_blocks(plan.copies)
+            if self.launches.head is not None:
+                self.launches.head.cache.copy_blocks(plan.copies)
 
     def _compute(self, plan: StepPlan, pending: CudaStep, ahead: RoundsAhead | None) -> None:
         if plan.rounds is not None:
@@ -223,7 +214,7 @@ class CudaRunner:
         own = None if self.rank is None else self.rank.split.own_rows(rows, draws.token_rows)
         if own is None:
             shape = shape_of(int(rows.query_starts[-1]), len(rows.slots), len(slots), self._most, cuts)
-            shape = replace(shape, follows=self.head is not None and plan.feeds_head)
+            shape = replace(shape, follows=self.launches.head is not None and plan.feeds_head)
             pack(stage.array, shape, rows, pending.of_row, draws.token_rows, words)
         else:
             shape = self._pack_own(stage.array, rows, own, pending.of_row, words, cuts)
@@ -289,8 +280,8 @@ class CudaRunner:
         rows, draws = round_draws(plan, rounds.drafts)
         columns = self.table.columns[draws.slots]
         cuts = bool(have_cuts(columns, self.model.vocab_size).any())
-        assert self.head is not None
-        greedy = self.head.draws_without_logits and bool(columns["greedy"].all())
+        assert self.launches.head is not None
+        greedy = self.launches.head.draws_without_logits and bool(columns["greedy"].all())
         shape = round_shape(len(plan.slots), rounds, self._most, cuts, greedy)
         if ahead is not None and ahead.are_first_of(plan, shape, self.owners):
             pending.turn, pending.played_before = ahead.turn, ahead.count
@@ -299,7 +290,7 @@ class CudaRunner:
             words = draw_words(columns, draws.slots, draws.positions)
             pack(stage.array, shape, rows, pending.of_row, draws.token_rows, words)
             self.slots.send(stage, shape)
-            self.head.begin()
+            self.launches.head.begin()
         for _ in range(pending.played_before, rounds.times):  # each leaves for the next one what it needs
             self.launches.play(shape, captured=True)
         pending.round_shape = shape

@@ -33,7 +33,7 @@ class StepOwner(Protocol):
 
     table: SlotTable
     device: torch.device
-    head: HeadRounds | None
+    launches: "StepLaunches"
     in_flight: "deque[CudaStep]"  # oldest first
     owners: NDArray[np.int64]  # how many sequences each slot has held so far
 
@@ -69,8 +69,8 @@ class CudaStep:
         """Everything has been launched: from here on only time has to pass."""
         if self.failed is None:
             try:
-                if self._plan.rounds is not None and self._runner.head is not None:
-                    self._ended = self._runner.head.send_back(len(self._plan.slots))
+                if self._plan.rounds is not None and self._runner.launches.head is not None:
+                    self._ended = self._runner.launches.head.send_back(len(self._plan.slots))
                 else:
                     self._target, self._ended = self._runner.send_back(len(self.draws.slots))
             except Exception as error:
@@ -125,7 +125,7 @@ class CudaStep:
         self._result = result
 
     def _rounds_result(self, rounds: Rounds, finished_s: float) -> StepResult:
-        head, result = self._runner.head, self._new_result(finished_s)
+        head, result = self._runner.launches.head, self._new_result(finished_s)
         assert head is not None
         told = head.told(len(self._plan.slots), rounds, self.turn)
         if self.ahead is not None:
