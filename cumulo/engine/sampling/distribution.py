@@ -58,8 +58,6 @@ def _whole(values: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]
 
 # Sums and maxima over the vocabulary are taken in blocks of this many tokens first.
 _BLOCK = 64
-# Weights fall into this many bins of a quarter of a factor 2 each; what is lighter is in the last.
-_BINS = 256
 # Sums of the same weights in another order, or in float32, differ by less than this share.
 ROUNDING = 1e-5
 
@@ -72,8 +70,9 @@ class Candidates:
     tokens: NDArray[np.int64]
     weights: NDArray[np.float64]  # exp((logit - peak) / temperature): the most likely token weighs 1
 
-    def where(self, keep: NDArray[np.bool_]) -> "Candidates":
-        return Candidates(self.rows[keep], self.tokens[keep], self.weights[keep])
+
+# Rows and tokens that include every one a cut could keep, and of a top-p over all tokens, each row's total weight.
+Found = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64] | None]
 
 
 def pick_tokens(
@@ -86,13 +85,11 @@ def pick_tokens(
     min_p = ~top_k & ~top_p & (columns["min_p"] > 0)
     whole = ~(top_k | top_p | min_p)
     tokens = np.empty(len(columns), dtype=np.int64)
-    for members, choose in ((top_k, _by_top_k), (top_p, _by_top_p), (min_p, _by_min_p)):
+    for members, find in ((top_k, _by_top_k), (top_p, _by_top_p), (min_p, _by_min_p)):
         if members.any():
             rows = np.flatnonzero(members)
-            own = columns[rows]
-            candidates = choose(take_rows(logits, rows), peaks[rows], own)
-            candidates = candidates.where(candidates.weights >= own["min_p"][candidates.rows])
-            tokens[rows] = _pick(candidates, numbers[rows])
+            part, given = take_rows(logits, rows), (peaks[rows], columns[rows])
+            tokens[rows] = _pick(_cut(part, *given, find(part, *given)), numbers[rows])
     if whole.any():
         rows = np.flatnonzero(whole)
         weights = exponentials(take_rows(logits, rows), peaks[rows], columns["temperature"][rows])
@@ -149,72 +146,57 @@ def _running_sums(values: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDAr
 
 
 # -- cuts -------------------------------------------------------------------------------------------------
-def _by_top_k(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Candidates:
-    """The top_k likeliest tokens and, of those, the likeliest that reach top_p of their mass."""
-    rows, tokens = at_least(logits, top_k_bounds(logits, columns["top_k"]))
+def _cut(
+    logits: Tensor,
+    peaks: NDArray[np.float64],
+    columns: NDArray[np.void],
+    found: Found,
+) -> Candidates:
+    """Of what was found, the top_k likeliest tokens of each row, and of those the likeliest that together reach
+    top_p of their mass, or of `totals`: a token stays if the likelier ones do not. Of equally likely tokens the
+    lower id counts as likelier. None is lighter than min_p."""
+    rows, tokens, totals = found
     values = values_at(logits, rows, tokens).astype(np.float64)
+    weights = np.exp((values - peaks[rows]) / columns["temperature"][rows])
     sizes = np.bincount(rows, minlength=len(columns))
-    # Of equally likely tokens the lower id counts as likelier.
-    order = np.lexsort((tokens, -values, rows))
-    rank = np.empty(len(rows), dtype=np.int64)
-    rank[order] = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    order = order[rank[order] < columns["top_k"][rows[order]]]
-    ordered = rows[order]
-    weights = np.exp((values[order] - peaks[ordered]) / columns["temperature"][ordered])
-    sizes = np.bincount(ordered, minlength=len(columns))
-    cumulative = _running_sums(weights, sizes)
-    masses = np.where(columns["top_p"] < 1, columns["top_p"] * cumulative[np.cumsum(sizes) - 1], np.inf)
-    kept = cumulative - weights < masses[ordered]
+    begins = np.cumsum(sizes) - sizes
+    # Stable: equally likely ones stay in token order.
+    in_rows = [np.argsort(-one, kind="stable") for one in np.split(values, begins[1:])]
+    order = np.concatenate(in_rows) + np.repeat(begins, sizes)
+    most = np.where(columns["top_k"] > 0, columns["top_k"], logits.shape[-1])
+    order = order[np.arange(len(rows)) - np.repeat(begins, sizes) < most[rows]]
+    cumulative = _running_sums(weights[order], np.minimum(sizes, most))
+    if totals is None:
+        totals = cumulative[np.cumsum(np.minimum(sizes, most)) - 1]
+    masses = np.where(columns["top_p"] < 1, columns["top_p"] * totals, np.inf)[rows[order]]
+    kept = (cumulative - weights[order] < masses) & (weights[order] >= columns["min_p"][rows[order]])
     chosen = np.sort(order[kept])
-    result = np.zeros(len(rows))
-    result[order] = weights
-    return Candidates(rows[chosen], tokens[chosen], result[chosen])
+    return Candidates(rows[chosen], tokens[chosen], weights[chosen])
 
 
-def _by_top_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Candidates:
-    """The likeliest tokens that together reach top_p: a token stays if the likelier ones do not.
+def _by_top_k(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Found:
+    return *at_least(logits, top_k_bounds(logits, columns["top_k"])), None
 
-    A float's leading bits (sign 0, exponent, two bits of mantissa) order positive numbers into bins a quarter
-    of a factor 2 wide. Bins are counted, and only the one in which the mass is reached needs sorting.
+
+def _by_min_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Found:
+    reach = columns["temperature"] * np.log(columns["min_p"])
+    return *at_least(logits, peaks + reach - ROUNDING * (np.abs(peaks) + np.abs(reach))), None
+
+
+def _by_top_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Found:
+    """Few tokens hold most of the mass, so a high bound is tried first: it is right where those above it reach
+    the mass. The other rows get the bound that is always right: tokens lighter than (1 - p) total / V weigh
+    less than (1 - p) total together.
     """
     weights = exponentials(logits, peaks, columns["temperature"])
     totals = block_sums(weights).sum(axis=1)
     masses = columns["top_p"] * totals
-    rows, tokens = _top_p_candidates(weights, totals, masses)
-    values = values_at(weights, rows, tokens)
-    leading = values.view(np.int32) >> 21 if values.dtype == np.float32 else values.view(np.int64) >> 50
-    one = 127 << 2 if values.dtype == np.float32 else 1023 << 2  # the bin of weight 1, the heaviest
-    bins = np.minimum(one - leading, _BINS - 1)
-    candidates = Candidates(rows, tokens, values.astype(np.float64))
-    held = np.bincount(rows * _BINS + bins, weights=candidates.weights, minlength=len(totals) * _BINS)
-    cumulative = np.cumsum(held.reshape(-1, _BINS), axis=1)
-    doubtful_from = (cumulative < masses[:, None] * (1 - ROUNDING)).sum(axis=1)
-    doubtful_to = (cumulative < masses[:, None] * (1 + ROUNDING)).sum(axis=1)
-    keep = bins < doubtful_from[rows]
-    doubtful = np.flatnonzero(~keep & (bins <= doubtful_to[rows]))
-    order = doubtful[np.lexsort((tokens[doubtful], -values[doubtful], rows[doubtful]))]
-    ordered = rows[order]
-    sums = _running_sums(candidates.weights[order], np.bincount(ordered, minlength=len(totals)))
-    before = np.where(doubtful_from > 0, cumulative[np.arange(len(totals)), doubtful_from - 1], 0.0)
-    keep[order] = before[ordered] + (sums - candidates.weights[order]) < masses[ordered]
-    return candidates.where(keep)
-
-
-def _top_p_candidates(
-    weights: Tensor, totals: NDArray[np.float64], masses: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows and tokens that include every token top-p could keep.
-
-    Few tokens hold most of the mass, so a high bound is tried first: it is right where those above it reach
-    the mass. The other rows get the bound that is always right: tokens lighter than (1 - p) total / V weigh
-    less than (1 - p) total together.
-    """
     rest = totals - masses
     rows, tokens = at_least(weights, rest / 1024)
     held = np.bincount(rows, weights=values_at(weights, rows, tokens), minlength=len(totals))
     short = held < masses * (1 + ROUNDING)
     if not short.any():
-        return rows, tokens
+        return rows, tokens, totals
     again = np.flatnonzero(short)
     more_rows, more_tokens = at_least(
         take_rows(weights, again), rest[again] / weights.shape[-1] * (1 - ROUNDING)
@@ -223,16 +205,7 @@ def _top_p_candidates(
     rows = np.concatenate((rows[enough], again[more_rows]))
     tokens = np.concatenate((tokens[enough], more_tokens))
     by_row = np.argsort(rows, kind="stable")
-    return rows[by_row], tokens[by_row]
-
-
-def _by_min_p(logits: Tensor, peaks: NDArray[np.float64], columns: NDArray[np.void]) -> Candidates:
-    """Tokens within reach of min_p times the peak's probability; the caller applies the exact rule."""
-    reach = columns["temperature"] * np.log(columns["min_p"])
-    bounds = peaks + reach - ROUNDING * (np.abs(peaks) + np.abs(reach))
-    rows, tokens = at_least(logits, bounds)
-    values = values_at(logits, rows, tokens).astype(np.float64)
-    return Candidates(rows, tokens, np.exp((values - peaks[rows]) / columns["temperature"][rows]))
+    return rows[by_row], tokens[by_row], totals
 
 
 # -- candidates -------------------------------------------------------------------------------------------
