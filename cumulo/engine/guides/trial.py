@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +60,9 @@ class VocabularyBytes:
         self.tokens, self.special_token_ids, self.eos_ids = tokens, special_ids, eos_ids
         self.eos_token_id, self.bos_token_id = eos_ids[0], bos_id
 
-    @cached_property
-    def _ids(self) -> dict[bytes, int]:
-        special = set(self.special_token_ids)
-        return {token: at for at, token in enumerate(self.tokens) if token and at not in special}
-
     def __call__(self, text: str | bytes) -> list[int]:
-        """The longest tokens, greedily. llguidance asks only where it forces text, which our options forbid."""
-        data, ids, start = text.encode() if isinstance(text, str) else text, [], 0
-        while start < len(data):
-            end = min(len(data), start + 64)
-            while end > start + 1 and data[start:end] not in self._ids:
-                end -= 1
-            if (found := self._ids.get(data[start:end])) is not None:
-                ids.append(found)
-            start = end
-        return ids
+        """llguidance asks for the tokens of a text only where it forces that, which our options forbid."""
+        return []
 
 
 def trial_worker(vocabulary: VocabularyBytes) -> Worker:

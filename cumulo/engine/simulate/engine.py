@@ -9,24 +9,28 @@ their way. Nothing is random: the same arrivals and costs give the same times to
 
 import heapq
 import itertools
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from functools import lru_cache, partial
+from functools import partial
 
-from cumulo.engine.decide.core.extension import Extension, Flight, Points, StepTiming
-from cumulo.engine.decide.core.request import Request, Sequence, State
+from cumulo.engine.decide.core.extension import Flight, Points, StepTiming
+from cumulo.engine.decide.core.request import Sequence, State
 from cumulo.engine.decide.kv_tiers import TierOrder
-from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.simulate.disk import SimulatedDisk
 from cumulo.engine.simulate.drafts import drafted_result, rounds_time
-from cumulo.engine.simulate.run import Arrival, Run, Served, StepClock, StepInFlight, StepTime
-from cumulo.errors import InvalidRequest
-
-_OWN_TOKEN = 1 << 23  # from here on tokens of a prompt that its answer repeats
+from cumulo.engine.simulate.run import (
+    Arrival,
+    Landing,
+    Run,
+    Served,
+    StepClock,
+    StepInFlight,
+    StepTime,
+    take_in,
+)
 
 
 def simulate(
@@ -344,74 +348,6 @@ def _decoding(running: ListLike[Sequence]) -> tuple[list[Sequence], int]:
             rows.append(sequence)
             steps = min(steps, left)
     return rows, steps
-
-
-def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepClock, run: Run) -> float:
-    """Queue a request; returns what that costs the loop."""
-    served = Served(arrival)
-    run.served.append(served)
-    params = _params(arrival.output_tokens)
-    prompt = _prompt(arrival, number, scheduler.config.speculate == "ngram")
-    request = Request(
-        str(number),
-        prompt,
-        params,
-        seed=0,
-        tenant=arrival.tenant,
-        arrived_s=arrival.arrived_s,
-        tag=served,
-    )
-    try:
-        scheduler.add(request)
-    except InvalidRequest as error:
-        served.refused = str(error)
-    else:
-        if arrival.first_token_s is not None:
-            request.sequences[0].tokens.append(0)
-            served.first_token_s = served.last_token_s = arrival.first_token_s
-    return cost.arrival_s(arrival.prompt_tokens)
-
-
-class Landing(Extension):
-    """Requests whose prompts another engine has computed: keys and values are there once the scheduler has room for
-    them. What of them is lost to preemption is computed again."""
-
-    def tokens_elsewhere(self, sequence: Sequence, cached: int) -> int:
-        return sequence.prompt_length - cached if _has_landed(sequence.request) else 0
-
-    def admitted(self, sequence: Sequence, cached: int, plan: StepPlan, now_s: float) -> int:
-        if _has_landed(sequence.request):
-            sequence.computed = sequence.prompt_length
-        return 0
-
-
-def _has_landed(request: Request) -> bool:
-    return request.tag.arrival.first_token_s is not None and request.story.admitted_s is None
-
-
-@lru_cache(4096)
-def _params(output_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-
-
-def _prompt(arrival: Arrival, number: int, can_repeat: bool = False) -> bytes:
-    """Token ids that hash as the traffic shares: a piece's name over and over, then the request's own number.
-    With `can_repeat` further ones behind that, each of them once: an answer that repeats them can be looked up.
-
-    As bytes, which an array takes over at once; one by one its tokens would cost more than scheduling them.
-    """
-    if not arrival.shared and not can_repeat:
-        return (array("i", (number,)) * arrival.prompt_tokens).tobytes()
-    tokens = array("i")
-    for name, length in arrival.shared:
-        tokens.extend(array("i", (-1 - name,)) * min(length, arrival.prompt_tokens - len(tokens)))
-    own = arrival.prompt_tokens - len(tokens)
-    if can_repeat and own:
-        tokens.append(number)
-        tokens.extend(range(_OWN_TOKEN, _OWN_TOKEN + own - 1))
-    else:
-        tokens.extend(array("i", (number,)) * own)
-    return tokens.tobytes()
 
 
 def _note_shared(plan: StepPlan, scheduler: Scheduler, shared: dict[int, int]) -> None:

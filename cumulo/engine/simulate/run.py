@@ -7,10 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from cumulo.engine.decide.core.request import Request
+from cumulo.engine.decide.core.extension import Extension
+from cumulo.engine.decide.core.request import Request, Sequence
+from cumulo.engine.decide.params import SamplingParams
 from cumulo.engine.decide.plan import StepPlan
+from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.errors import InvalidRequest
 from cumulo.spec.slo import ServedTimes
 
@@ -165,3 +169,74 @@ class Run:
         self.drafted_tokens += story.drafted_tokens
         self.accepted_tokens += story.accepted_tokens
         request.sequences = []  # they know each other: apart, both are freed at once and not by the collector
+
+
+_OWN_TOKEN = 1 << 23  # from here on tokens of a prompt that its answer repeats
+
+
+def take_in(arrival: Arrival, number: int, scheduler: Scheduler, cost: StepClock, run: Run) -> float:
+    """Queue a request; returns what that costs the loop."""
+    served = Served(arrival)
+    run.served.append(served)
+    params = _params(arrival.output_tokens)
+    prompt = _prompt(arrival, number, scheduler.config.speculate == "ngram")
+    request = Request(
+        str(number),
+        prompt,
+        params,
+        seed=0,
+        tenant=arrival.tenant,
+        arrived_s=arrival.arrived_s,
+        tag=served,
+    )
+    try:
+        scheduler.add(request)
+    except InvalidRequest as error:
+        served.refused = str(error)
+    else:
+        if arrival.first_token_s is not None:
+            request.sequences[0].tokens.append(0)
+            served.first_token_s = served.last_token_s = arrival.first_token_s
+    return cost.arrival_s(arrival.prompt_tokens)
+
+
+class Landing(Extension):
+    """Requests whose prompts another engine has computed: keys and values are there once the scheduler has room for
+    them. What of them is lost to preemption is computed again."""
+
+    def tokens_elsewhere(self, sequence: Sequence, cached: int) -> int:
+        return sequence.prompt_length - cached if _has_landed(sequence.request) else 0
+
+    def admitted(self, sequence: Sequence, cached: int, plan: StepPlan, now_s: float) -> int:
+        if _has_landed(sequence.request):
+            sequence.computed = sequence.prompt_length
+        return 0
+
+
+def _has_landed(request: Request) -> bool:
+    return request.tag.arrival.first_token_s is not None and request.story.admitted_s is None
+
+
+@lru_cache(4096)
+def _params(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+
+
+def _prompt(arrival: Arrival, number: int, can_repeat: bool = False) -> bytes:
+    """Token ids that hash as the traffic shares: a piece's name over and over, then the request's own number.
+    With `can_repeat` further ones behind that, each of them once: an answer that repeats them can be looked up.
+
+    As bytes, which an array takes over at once; one by one its tokens would cost more than scheduling them.
+    """
+    if not arrival.shared and not can_repeat:
+        return (array("i", (number,)) * arrival.prompt_tokens).tobytes()
+    tokens = array("i")
+    for name, length in arrival.shared:
+        tokens.extend(array("i", (-1 - name,)) * min(length, arrival.prompt_tokens - len(tokens)))
+    own = arrival.prompt_tokens - len(tokens)
+    if can_repeat and own:
+        tokens.append(number)
+        tokens.extend(range(_OWN_TOKEN, _OWN_TOKEN + own - 1))
+    else:
+        tokens.extend(array("i", (number,)) * own)
+    return tokens.tobytes()

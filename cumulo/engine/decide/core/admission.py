@@ -117,7 +117,7 @@ def make_room_for_priority(batch: RequestBatch, plan: StepPlan, now_s: float) ->
         victims = [victim for victim in victims if batch.kv.rank(victim) == rank]
     if not victims:
         return
-    slots_short, blocks_short = batch.kv.shortage(head, len(batch.running))
+    slots_short, blocks_short = still_short(batch, head)
     references = batch.pool.references
     sole = sum(references[block] == 1 for victim in victims for block in victim.blocks)
     if slots_short > len(victims) or blocks_short > sole:
@@ -125,11 +125,15 @@ def make_room_for_priority(batch: RequestBatch, plan: StepPlan, now_s: float) ->
     for one in batch.points.order_victims:
         victims = one.order_victims(victims)
     for victim in victims:
-        if slots_short <= 0 and blocks_short <= 0:
+        if max(still_short(batch, head)) <= 0:
             return
         preempt(batch, victim, plan, now_s, "priority", head, "which is more important")
-        slots_short, blocks_short = batch.kv.shortage(head, len(batch.running))
-        slots_short -= len(batch.kv.slots_freed)
+
+
+def still_short(batch: RequestBatch, head: Sequence) -> tuple[int, int]:
+    """How many slots and blocks the first in the queue lacks, besides those that preemption has freed."""
+    slots_short, blocks_short = batch.kv.shortage(head, len(batch.running))
+    return slots_short - len(batch.kv.slots_freed), blocks_short
 
 
 def admit_past_parked(batch: RequestBatch, plan: StepPlan, now_s: float) -> Sequence | None:

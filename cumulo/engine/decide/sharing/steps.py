@@ -107,12 +107,12 @@ class Places:
         head = self._first_within_share()
         if head is None or head.pending:
             return
-        slots_short, blocks_short = self._batch.kv.shortage(head, len(self._batch.running))
-        if slots_short <= 0 and blocks_short <= 0:
-            return
+        slots_short, blocks_short = admission.still_short(self._batch, head)
         held, share = self.held_by_tenant(), self._share()
         # The youngest first, and never the oldest: it always gets on.
         for victim in reversed(self._batch.running[1:]):
+            if slots_short <= 0 and blocks_short <= 0:
+                return
             own = held.get(victim.request.usage)
             if victim.state != State.RUNNING or victim.request.prefill_only or own is None:
                 continue
@@ -126,10 +126,7 @@ class Places:
             admission.preempt(
                 self._batch, victim, plan, now_s, "fair_share", head, "whose key holds less than its share"
             )
-            slots_short, blocks_short = self._batch.kv.shortage(head, len(self._batch.running))
-            slots_short -= len(self._batch.kv.slots_freed)
-            if slots_short <= 0 and blocks_short <= 0:
-                return
+            slots_short, blocks_short = admission.still_short(self._batch, head)
 
     def _first_within_share(self) -> Sequence | None:
         held = self.held_by_tenant()

@@ -33,7 +33,6 @@ _CAUTION = 1.1  # a draft must be worth so much more than it is thought to cost:
 _NEWS = 0.15
 _SHORTER, _LONGER = 0.4, 0.05  # share of the news in what a proposal takes
 _SHARE_NEWS = 0.02  # at least, in how often it is how sure
-_MOST_FOLLOWED = MOST_DRAFTED + 1  # tokens behind which a proposal is an ordinary one
 _LEARNING = 32  # a model's first tokens, asked for one by one: what they take, and how right they are
 _TRY_AGAIN = 128  # tokens without a model's draft, after which one is tried again
 _HOPE = 0.7  # how right it is then hoped to be
@@ -42,14 +41,13 @@ _HOPE = 0.7  # how right it is then hoped to be
 class Drafting:
     """What is known of one sequence's drafts."""
 
-    __slots__ = ("acceptance", "draft", "idle_tokens", "proposed_to", "worth")
+    __slots__ = ("acceptance", "draft", "idle_tokens", "worth")
 
     def __init__(self, everybody: Acceptance, draft: NgramDraft | ProposedDraft) -> None:
         self.draft = draft
         self.acceptance = Acceptance(everybody)
         self.worth = 0.0  # how often the next token was expected, and came
         self.idle_tokens = 0  # since a model's draft was last verified
-        self.proposed_to = 0  # tokens that were known when its model last proposed
 
     @property
     def offer(self) -> Offer:
@@ -87,7 +85,6 @@ class Speculation(Extension):
         self.cost = batch.kv.costs
         self.proposal_s = 0.0  # for one token that a model proposes; measured
         self.proposed = 0  # tokens in all
-        self._catches_up: set[int] = set()  # plans whose proposals follow a prompt, or what came unasked
         self.everybody = Acceptance(by_chance=by_model)
         # Of a model's first proposals, how many are of each class of sureness.
         self._shares = [0.0] * (self.everybody.classes - 1) + [1.0]
@@ -115,11 +112,10 @@ class Speculation(Extension):
             self._ask(plan, flight.draws)
 
     def observe(self, plan: StepPlan, timing: StepTiming, now_s: float) -> None:
-        if plan.index in self._catches_up:  # says what following a prompt takes, not a proposal
-            self._catches_up.discard(plan.index)
-        elif timing.proposed and timing.proposing_s > 0:
+        if timing.proposed and timing.proposing_s > 0:
             measured = timing.proposing_s / timing.proposed
-            # Others on the machine only make it longer.
+            # Others on the machine, and prompts that a drafter follows first, only make it longer.
+            measured = min(measured, 2 * self.proposal_s or measured)
             news = 1.0 if not self.proposal_s else _SHORTER if measured < self.proposal_s else _LONGER
             self.proposal_s += news * (measured - self.proposal_s)
 
@@ -243,9 +239,6 @@ class Speculation(Extension):
             # Of the tokens drafted now, all or none may be accepted: room for the drafts behind all of them.
             self._batch.kv.room_ahead(sequence, end - 1, count + 1, len(draws), plan)
             plan.proposals.append((draw, count))
-            drafting: Drafting | None = sequence.drafting
-            if self.proposal_s and (drafting is None or end - drafting.proposed_to > _MOST_FOLLOWED):
-                self._catches_up.add(plan.index)
 
     def _learn(self, draws: list[Sequence], result: StepResult) -> None:
         """What the runner's model expects behind the tokens that were just entered."""
@@ -256,7 +249,6 @@ class Speculation(Extension):
                 drafting = self._follow(sequence)
                 assert isinstance(drafting.draft, ProposedDraft)
                 drafting.draft.propose(tokens, result.chances.get(draw))
-                drafting.proposed_to = len(sequence.tokens)
                 self._judged += 1
                 news = max(_SHARE_NEWS, 1 / self._judged)
                 for kind in range(self.everybody.classes):
