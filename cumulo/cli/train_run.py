@@ -34,6 +34,12 @@ def print_config(config: TrainConfig) -> None:
     out.print(config_text(config), soft_wrap=True, end="")
 
 
+def print_settings() -> None:
+    from cumulo.train.decide.settings import settings_text
+
+    out.print(settings_text(), soft_wrap=True, end="")
+
+
 def print_layout(config: TrainConfig) -> None:
     from cumulo.train.decide.layout_report import explain_layout
 

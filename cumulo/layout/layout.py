@@ -51,6 +51,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """How the run is spread over processes: their number is dp × tp × pp × cp."""
+
     dp: int = 1  # data parallel: copies of the model, each with its own samples
     tp: int = 1  # tensor parallel: each matrix in this many slices
     pp: int = 1  # pipeline stages
@@ -59,11 +61,11 @@ class Layout:
     # What data-parallel ranks share out: 1 optimizer, 2 and gradients, 3 and weights.
     zero: Literal[0, 1, 2, 3] = 0
     sequence_parallel: bool = False  # between its matrices tensor-parallel ranks hold different tokens
-    ulysses: int = 1  # of the cp ranks, groups of this many exchange heads; the groups pass keys round a ring
-    # Hybrid sharding: ZeRO over this many dp ranks, copies over the rest; None: over all.
+    ulysses: int = 1  # groups of this many cp ranks exchange heads; the groups pass keys round a ring
+    # Hybrid sharding: ZeRO over this many dp ranks, copies over the rest; null: over all.
     shard: int | None = None
     schedule: str = "1f1b"  # of the pipeline: see `cumulo schedule`
-    chunks_per_stage: int | None = None  # None: the schedule's own
+    chunks_per_stage: int | None = None  # null: the schedule's own
 
     def __post_init__(self) -> None:
         if problems := list(_problems(self)):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cumulo.errors import ConfigError
-from cumulo.train.decide.config import load_config
+from cumulo.train.decide.config import TrainConfig, config_from, load_config
 from cumulo.train.head.config import read_head_config
 from tests.cli.conftest import Run
 
@@ -93,3 +93,64 @@ def test_a_dataset_is_built_and_shown(cumulo: Run, tmp_path: Path) -> None:
     assert (
         "--document 3 does not exist" in cumulo("data", "show", str(tmp_path / "set"), "--document", "3").err
     )
+
+
+def test_every_setting_is_explained_in_a_text_that_is_a_configuration(cumulo: Run) -> None:
+    shown = cumulo("train", "--settings").out
+    assert config_from(yaml.safe_load(shown)) == TrainConfig()
+    assert "steps: 300  # optimizer steps" in shown and "#  rank: 8" in shown
+    page = (Path(__file__).parents[2] / "docs/train-settings.md").read_text("utf-8")
+    assert f"```yaml\n{shown}```" in page, (
+        "write what `cumulo train --settings` prints into docs/train-settings.md"
+    )
+
+
+def test_own_text_and_own_conversations_get_a_configuration(cumulo: Run, tmp_path: Path) -> None:
+    book, chats = tmp_path / "my book.txt", tmp_path / "chats.json"
+    book.write_text("Once upon a time. " * 20_000)
+    chats.write_text(json.dumps([{"instruction": "Add.", "input": "1 and 2", "output": "3"}] * 50))
+    ran = cumulo("train", str(book), "--show-config")
+    shown = yaml.safe_load(ran.out)
+    assert shown["data"]["sources"] == [str(book)] and shown["data"]["format"] == "text"
+    assert (
+        shown["folder"] == "runs/my-book" and shown["model"]["start_from"] is None and shown["lora"] is None
+    )
+    assert "360,000 bytes of text in 1 file: 160 steps of 3,072 tokens read it about 4 times" in ran.err
+    assert yaml.safe_load(cumulo("train", str(book), "--steps", "3", "--show-config").out)["steps"] == 3
+    ran = cumulo("train", str(chats), "--show-config")
+    shown = yaml.safe_load(ran.out)
+    assert shown["data"]["format"] == "chat" and shown["model"]["start_from"] == "built-in" and shown["lora"]
+    assert "conversations" in ran.err
+    both = cumulo("train", str(chats), str(book))
+    assert both.code == 2 and "train on one kind at a time" in both.err
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"title": "a", "story": "b"}\n')
+    assert "the fields title, story" in " ".join(cumulo("train", str(rows)).err.split())
+    assert "no dataset at" in cumulo("train", str(tmp_path / "missing.txt")).err
+
+
+def test_own_text_is_trained_with_a_part_held_out(cumulo: Run, tmp_path: Path) -> None:
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "while",
+        "it",
+        "reads",
+        "another",
+        "book",
+    ]
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(words[number * number % len(words)] for number in range(9_000)))
+    small = ("model.hidden=16", "model.layers=1", "model.heads=2", "model.ffn_hidden=32", "data.workers=1")
+    sizes = (*small, "data.sequence_length=64", "evaluate_sequences=2")
+    changes = [word for setting in sizes for word in ("--set", setting)]
+    ran = cumulo("train", str(book), "--steps", "2", "--folder", str(tmp_path / "run"), *changes)
+    assert ran.code == 0, ran.err
+    assert "held-out loss" in ran.out and "nan" not in ran.out

@@ -12,7 +12,15 @@ import pytest
 from cumulo.errors import ConfigError, TrainingError
 from cumulo.models.text.tokenizer import load_tokenizer
 from cumulo.train.data import dataset_build
-from cumulo.train.data.dataset_build import STANDARD_LIBRARY, build_dataset, find_files, pieces_of, read_rows
+from cumulo.train.data.conversations import as_messages
+from cumulo.train.data.dataset_build import (
+    STANDARD_LIBRARY,
+    build_dataset,
+    cut_long,
+    find_files,
+    pieces_of,
+    read_documents,
+)
 from cumulo.train.data.packing import IGNORED, BatchLoader, Packing, TokenDataset, split_documents
 from cumulo.train.data.prepare import bpe_tokenizer, byte_tokenizer, save_tokenizer
 
@@ -108,7 +116,7 @@ def test_wrong_sources_are_named(tmp_path: Path, tokenizer: Path) -> None:
         build_dataset(tmp_path / "set", ["/nowhere"], tokenizer)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"txt": "b"}\n')
-    with pytest.raises(TrainingError, match=r"bad.jsonl: the line at byte 14 .*'text'"):
+    with pytest.raises(TrainingError, match=r"bad.jsonl, line 2: .*'text'.* has: txt"):
         build_dataset(tmp_path / "set", [str(bad)], tokenizer, workers=1)
     (tmp_path / "latin.txt").write_bytes(b"gr\xfc\xdfe")
     with pytest.raises(TrainingError, match=r"latin.txt is not UTF-8 text \(byte 2\)"):
@@ -134,7 +142,7 @@ def test_the_standard_library_is_found_without_its_tests() -> None:
     assert any(file.name == "argparse.py" for file in files)
     assert not any("test" in file.parts or "site-packages" in file.parts for file in files)
     (piece,) = pieces_of([file for file in files if file.name == "argparse.py"])
-    assert "class ArgumentParser" in next(iter(read_rows(piece, "text")))
+    assert "class ArgumentParser" in next(read_documents(piece, "text", chat=False))
 
 
 # -- batches ------------------------------------------------------------------------------------------------
@@ -240,3 +248,51 @@ def test_only_answers_are_learnt_from_conversations(tmp_path: Path) -> None:
     batch = Packing(dataset, len(dataset.tokens) - 1, seed=0).batch(0, 1)
     wanted = batch.targets[batch.targets != IGNORED]
     assert tokenizer.decode(wanted.tolist(), skip_special=False) == learnt
+
+
+QUESTION = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": QUESTION},
+        {"prompt": "Who?", "completion": "Me."},
+        {"prompt": QUESTION[:1], "completion": QUESTION[1:]},
+        {"instruction": "Who?", "output": "Me."},
+        {"instruction": "Who?", "input": "", "output": "Me."},
+        {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]},
+    ],
+)
+def test_chat_data_of_every_usual_form_is_read(row: dict[str, object]) -> None:
+    assert as_messages(row) == QUESTION
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("text", "a conversation is a JSON object, got str"),
+        ({"question": "a", "answer": "b"}, "the fields here are question, answer"),
+        ({"messages": QUESTION[:1]}, "no answer of an assistant"),
+        ({"messages": "Who?"}, "messages must be a list of messages"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "message 1 of messages needs a role and a content",
+        ),
+        ({"instruction": 5, "output": "a"}, "instruction must be text, got int"),
+    ],
+)
+def test_a_wrong_conversation_is_named_with_its_line(
+    tmp_path: Path, tokenizer: Path, row: object, told: str
+) -> None:
+    source = tmp_path / "chats.jsonl"
+    good = json.dumps({"messages": QUESTION})
+    source.write_text(f"{good}\n\n{good}\n{json.dumps(row)}\n")
+    with pytest.raises(TrainingError, match=rf"chats.jsonl, line 4: .*{told}"):
+        build_dataset(tmp_path / "set", [str(source)], tokenizer, chat=True, workers=1)
+
+
+def test_a_long_text_is_cut_so_that_a_part_can_be_held_out() -> None:
+    assert cut_long(np.array([300, 200])).tolist() == [300, 200]
+    pieces = cut_long(np.array([100_000, 10, 0]))
+    assert pieces.sum() == 100_010 and len(pieces) == 21 and pieces.min() == 10

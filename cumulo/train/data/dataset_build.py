@@ -20,16 +20,23 @@ import numpy as np
 
 from cumulo.errors import ConfigError, TrainingError
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
+from cumulo.train.data.conversations import as_messages
 
-# Documents out of files: text, JSONL, Parquet, folders of these, the Python library. Used by `dataset_build.py`.
+# Documents out of files: text, JSON, JSONL, Parquet, folders of these, the Python library.
 #
 # Files are cut into pieces (a text file, a range of a JSONL file's bytes, a row group of a Parquet file) which
 # can be read independently, so that processes share the work and an interrupted build goes on where it was.
 
 STANDARD_LIBRARY = "python-stdlib"
 PIECE_BYTES = 8 << 20
-_ROWS = (".jsonl", ".ndjson", ".parquet")
+_LINES = (".jsonl", ".ndjson")
+ROWS = (*_LINES, ".parquet", ".json")
 _TEXT = (".txt", ".md", ".rst", ".py", ".text")
+_IN_FOLDERS = (
+    *_TEXT,
+    *_LINES,
+    ".parquet",
+)  # a .json file is data where it is named: in folders it may be anything
 # Tests are a third of the library and repetitive; site-packages is what the user installed, not the library.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib"}
 
@@ -52,12 +59,10 @@ def find_files(sources: Sequence[str]) -> list[Path]:
             continue
         path = Path(source).expanduser()
         if path.is_dir():
-            found = sorted(
-                file for file in path.rglob("*") if file.suffix in (*_ROWS, *_TEXT) and file.is_file()
-            )
+            found = sorted(file for file in path.rglob("*") if file.suffix in _IN_FOLDERS and file.is_file())
             if not found:
                 raise ConfigError(
-                    f"{path} contains no {', '.join((*_TEXT, *_ROWS))} file; name the files themselves"
+                    f"{path} contains no {', '.join(_IN_FOLDERS)} file; name the files themselves"
                 )
             files += found
         elif path.is_file():
@@ -83,7 +88,7 @@ def pieces_of(files: Iterable[Path]) -> list[TextPiece]:
         if file.suffix == ".parquet":
             groups = _parquet(file).num_row_groups
             pieces += [TextPiece(str(file), group, group + 1) for group in range(groups)]
-        elif file.suffix in _ROWS:
+        elif file.suffix in _LINES:
             pieces += [
                 TextPiece(str(file), at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES)
             ]
@@ -107,25 +112,72 @@ def shards_of(pieces: Sequence[TextPiece]) -> list[list[TextPiece]]:
     return shards
 
 
-def read_rows(piece: TextPiece, text_field: str) -> Iterator[Any]:
-    """The documents of a piece; with text_field "messages" they are lists of messages."""
+def read_documents(piece: TextPiece, text_field: str, chat: bool) -> Iterator[Any]:
+    """The documents of a piece: texts, or with `chat` lists of messages."""
     path = Path(piece.path)
-    if path.suffix == ".parquet":
-        yield from _parquet(path).read_row_group(piece.begin, columns=[text_field])[text_field].to_pylist()
-    elif path.suffix in _ROWS:
-        yield from _jsonl(piece, text_field)
-    else:
+    if path.suffix not in ROWS:
+        if chat:
+            raise TrainingError(f"{path} is text; conversations are read from {', '.join(ROWS)} files")
         try:
             yield path.read_text("utf-8")
         except UnicodeDecodeError as error:
             raise TrainingError(
                 f"{path} is not UTF-8 text (byte {error.start}); convert it, or remove it from the sources"
             ) from error
+        return
+    for at, row in read_rows(piece):
+        try:
+            yield as_messages(row) if chat else _text_of(row, text_field)
+        except ValueError as error:
+            raise TrainingError(f"{_place(path, at)}: {error}") from error
 
 
-def _jsonl(piece: TextPiece, text_field: str) -> Iterator[Any]:
+def _place(path: Path, at: int) -> str:
+    """The line that begins at this byte of a file; of a list of rows, the row with this index."""
+    if path.suffix == ".parquet" or (path.suffix == ".json" and _json_list(path) is not None):
+        return f"{path}, row {at + 1}"
+    with path.open("rb") as stream:
+        lines = sum(
+            stream.read(min(PIECE_BYTES, at - begin)).count(b"\n") for begin in range(0, at, PIECE_BYTES)
+        )
+    return f"{path}, line {lines + 1}"
+
+
+def _text_of(row: Any, field: str) -> str:
+    if not isinstance(row, dict) or field not in row:
+        found = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"a row needs a field {field!r} (data.text_field); this one has: {found}")
+    if not isinstance(row[field], str):
+        raise ValueError(f"{field!r} must be text, got {type(row[field]).__name__}")
+    return str(row[field])
+
+
+def read_rows(piece: TextPiece) -> Iterator[tuple[int, Any]]:
+    """The rows of a piece, each with where it is: a byte of a file of lines, otherwise the number of the row."""
+    path = Path(piece.path)
+    if path.suffix == ".parquet":
+        file = _parquet(path)
+        first = sum(file.metadata.row_group(group).num_rows for group in range(piece.begin))
+        yield from enumerate(file.read_row_group(piece.begin).to_pylist(), first)
+    elif path.suffix == ".json" and (rows := _json_list(path)) is not None:
+        yield from enumerate(rows)
+    else:
+        yield from _json_lines(piece)
+
+
+def _json_list(path: Path) -> list[Any] | None:
+    """The rows of a file that is one JSON list; None where it is something else, such as JSON lines."""
+    try:
+        whole = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        return None
+    return whole if isinstance(whole, list) else None
+
+
+def _json_lines(piece: TextPiece) -> Iterator[tuple[int, Any]]:
     """Lines that begin inside the range: a line over its end is read whole, one from before it is not ours."""
-    with Path(piece.path).open("rb") as stream:
+    path = Path(piece.path)
+    with path.open("rb") as stream:
         if piece.begin:
             stream.seek(piece.begin - 1)
             stream.readline()
@@ -135,11 +187,10 @@ def _jsonl(piece: TextPiece, text_field: str) -> Iterator[Any]:
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)[text_field]
-            except (ValueError, TypeError, KeyError) as error:
-                raise TrainingError(
-                    f"{piece.path}: the line at byte {start} is no JSON object with a field {text_field!r}"
-                ) from error
+                row = json.loads(line)
+            except ValueError as error:
+                raise TrainingError(f"{_place(path, start)} is not valid JSON: {error}") from error
+            yield start, row
 
 
 def _parquet(path: Path) -> Any:
@@ -247,16 +298,12 @@ def tokenise_shard(task: BuildTask, work: Path, index: int, pieces: Sequence[Tex
     tokens: list[np.ndarray] = []
     loss_mask: list[np.ndarray] = []
     for piece in pieces:
-        for row in read_rows(piece, task.text_field):
+        for document in read_documents(piece, task.text_field, task.chat):
             if task.chat:
-                ids, flags = encode_conversation(tokenizer, row, piece.path)
+                ids, flags = encode_conversation(tokenizer, document, piece.path)
                 loss_mask.append(np.array(flags, dtype=np.uint8))
-            elif isinstance(row, str):
-                ids = [*tokenizer.encode(row), task.end_id] if row else []
             else:
-                raise TrainingError(
-                    f"{piece.path}: {task.text_field!r} must be text, got {type(row).__name__}"
-                )
+                ids = [*tokenizer.encode(document), task.end_id] if document else []
             tokens.append(np.array(ids, dtype=task.dtype))
     lengths = np.array([len(part) for part in tokens], dtype=np.int64)
     _write(work / f"{index:06d}.tokens.npy", np.concatenate(tokens) if tokens else np.zeros(0, task.dtype))
@@ -301,6 +348,15 @@ def _write(path: Path, array: np.ndarray) -> None:
     temporary.replace(path)
 
 
+def cut_long(lengths: np.ndarray) -> np.ndarray:
+    """Lengths of documents, of which those of more than a twentieth of all tokens are cut into equal pieces: a book
+    in one file can be drawn in another order, and a part of it held out."""
+    longest = max(int(lengths.sum()) // 20, 512)
+    return np.concatenate(
+        [np.diff(np.linspace(0, size, -(-size // longest) + 1).astype(int)) for size in lengths if size]
+    )
+
+
 def _join(work: Path, shards: int, task: BuildTask, print_of_it: str) -> None:
     """All shards into one file each; empty documents are left out of the index."""
     kinds = ["tokens", "learnt"] if task.chat else ["tokens"]
@@ -312,9 +368,9 @@ def _join(work: Path, shards: int, task: BuildTask, print_of_it: str) -> None:
             os.fsync(stream.fileno())
     lengths = [np.load(work / f"{index:06d}.lengths.npy") for index in range(shards)]
     counts = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
-    ends = np.concatenate(([0], np.cumsum(counts[counts > 0])))
-    if ends[-1] == 0:
-        raise TrainingError("the sources hold no text at all; name others in data.sources")
+    if not counts.sum():
+        raise TrainingError("the sources contain no text at all; name others in data.sources")
+    ends = np.concatenate(([0], np.cumsum(counts[counts > 0] if task.chat else cut_long(counts))))
     _write(work / "documents.npy", ends)
     facts = {
         "fingerprint": print_of_it,

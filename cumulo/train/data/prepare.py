@@ -18,7 +18,7 @@ from cumulo.models.text.tokenizer import Tokenizer, byte_alphabet, load_tokenize
 from cumulo.spec.check import checked
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.to_huggingface import config_from_spec
-from cumulo.train.data.dataset_build import build_dataset, find_files, pieces_of, read_rows
+from cumulo.train.data.dataset_build import build_dataset, find_files, pieces_of, read_documents
 from cumulo.train.data.packing import TokenDataset
 from cumulo.train.decide.config import TrainConfig, check_layout, new_spec
 
@@ -96,8 +96,8 @@ def _some_text(sources: Sequence[str], text_field: str, chat: bool) -> Iterator[
     total = sum(piece.end - piece.begin for piece in pieces)
     every = max(1, total // TRAINING_TEXT_BYTES)
     for piece in pieces[::every]:
-        for row in read_rows(piece, "messages" if chat else text_field):
-            yield "\n".join(message["content"] for message in row) if chat else row
+        for found in read_documents(piece, text_field, chat):
+            yield "\n".join(message["content"] for message in found) if chat else found
 
 
 def _save_loaded(tokenizer: Tokenizer, folder: Path, chat: bool) -> None:

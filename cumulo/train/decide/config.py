@@ -26,39 +26,41 @@ class ModelConfig:
 
     start_from: str | None = None  # a folder, a GGUF file or a Hugging Face name
     family: Literal["llama", "qwen3", "mixtral", "qwen3_moe"] = "llama"
-    hidden: int = 192
+    hidden: int = 192  # numbers that stand for a token between the layers
     layers: int = 4
-    heads: int = 6
-    kv_heads: int | None = None  # None: as many as heads
-    head_dim: int | None = None  # None: hidden / heads
-    ffn_hidden: int | None = None  # None: 8/3 of hidden, up to a multiple of 64 (Shazeer 2020)
-    rope_theta: float = 10000.0
+    heads: int = 6  # attention heads that ask
+    kv_heads: int | None = None  # heads of keys and values; null: as many as heads
+    head_dim: int | None = None  # null: hidden / heads
+    ffn_hidden: int | None = None  # null: 8/3 of hidden, up to a multiple of 64 (Shazeer 2020)
+    rope_theta: float = 10000.0  # base of the rotary positions
     norm_eps: float = 1e-5
-    tied_embeddings: bool = True
+    tied_embeddings: bool = True  # one matrix reads tokens and writes them
     # The vocabulary is filled up to a multiple of this, so that tensor parallelism divides it.
     vocab_multiple: int = 1
-    moe: MoESpec | None = None  # for the families that have experts
+    moe: MoESpec | None = None  # Only families with experts have it.
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """Which tokenizer: trained on the data, or the one of an existing model."""
+    """The tokenizer: trained on the data, or the one of an existing model."""
 
-    kind: Literal["bytes", "bpe"] = "bpe"
-    vocab_size: int = 2048  # of a BPE tokenizer, special tokens included
-    start_from: str | None = None  # a folder with tokenizer.json
+    kind: Literal["bytes", "bpe"] = "bpe"  # byte-pair encoding, or plain bytes
+    vocab_size: int = 2048  # size of a BPE vocabulary, special tokens included
+    start_from: str | None = None  # a folder with tokenizer.json to use instead
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """What is read. Sources are text files, .jsonl, .parquet, folders of these, or `python-stdlib`."""
+    """What is read. Sources are text, .jsonl, .json or .parquet files, folders of these, or `python-stdlib`."""
 
     sources: tuple[str, ...] = ("python-stdlib",)
-    format: Literal["text", "chat"] = "text"  # chat: JSONL with {"messages": [...]}; loss on answers only
-    text_field: str = "text"  # of a JSONL or Parquet row
-    sequence_length: int = 256
-    workers: int = 2  # processes that tokenise
-    prefetch_batches: int = 4
+    # chat: rows with messages, prompt and completion, instruction and output (Alpaca) or conversations (ShareGPT);
+    # only the answers are learned.
+    format: Literal["text", "chat"] = "text"
+    text_field: str = "text"  # the field of a row that contains its text
+    sequence_length: int = 256  # tokens of a row of a batch
+    workers: int = 2  # processes that tokenize
+    prefetch_batches: int = 4  # batches that are read in advance
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
 
@@ -70,15 +72,15 @@ class OptimizerConfig:
     """
 
     kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    offload: bool = False  # state, master weights and the step itself in the host's memory, not the GPU's
-    learning_rate: float = 1e-3  # of AdamW
-    muon_learning_rate: float = 0.02
+    offload: bool = False  # keep state and master weights in the host's memory, and compute the step there
+    learning_rate: float = 1e-3  # the highest one of AdamW
+    muon_learning_rate: float = 0.02  # the highest one of Muon
     muon_momentum: float = 0.95
-    weight_decay: float = 0.1  # of matrices; norms and biases have none
-    beta1: float = 0.9
-    beta2: float = 0.95
+    weight_decay: float = 0.1  # for matrices; norms and biases have none
+    beta1: float = 0.9  # AdamW's decay of the mean of gradients
+    beta2: float = 0.95  # AdamW's decay of the mean of their squares
     epsilon: float = 1e-8
-    clip_norm: float = 1.0  # 0: gradients are not clipped
+    clip_norm: float = 1.0  # the largest norm of a step's gradients; 0: gradients are not clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +88,20 @@ class ScheduleConfig:
     """The learning rate over the run: warm-up, then a cosine, or level and then down (warm-up-stable-decay)."""
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 20
-    decay_share: float = 0.2  # of all steps, the last ones in which wsd goes down
-    final_share: float = 0.1  # of the learning rate, where it ends
+    warmup_steps: int = 20  # steps in which the learning rate rises
+    decay_share: float = 0.2  # wsd: the share of all steps, at the end, in which it falls
+    final_share: float = 0.1  # the share of the learning rate that is left at the end
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
+    """Checkpoints: what a run resumes from."""
+
     every_steps: int = 100  # 0: only at the end
-    keep: int = 2  # how many of the latest stay
-    asynchronous: bool = True  # written while training goes on
-    memory_every_steps: int = 0  # a copy in the nodes' memory, and in that of a peer node; 0: none
-    memory_folder: str = "/dev/shm"  # where memory is a folder
+    keep: int = 2  # number of the latest checkpoints that are kept
+    asynchronous: bool = True  # checkpoints are written while training goes on
+    memory_every_steps: int = 0  # copies in the memory of the node and of another node; 0: none
+    memory_folder: str = "/dev/shm"  # a folder that is memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +109,17 @@ class GuardConfig:
     """When a loss is no number or jumps: stop, or go back to the last checkpoint and past the data that did it."""
 
     action: Literal["stop", "rollback", "ignore"] = "stop"
-    spike_deviations: float = 8.0  # standard deviations above the running mean; 0: only NaN counts
-    window_steps: int = 50
+    spike_deviations: float = 8.0  # a jump is so many standard deviations above the mean; 0: only NaN counts
+    window_steps: int = 50  # steps that the mean is taken of
     most_rollbacks: int = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021): the model is frozen, two thin matrices beside each projection learn."""
+    """Low-rank adapters (Hu et al. 2021): the model is frozen, two thin matrices next to each projection learn."""
 
     rank: int = 8
-    alpha: float = 16.0
+    alpha: float = 16.0  # adapters are scaled by alpha / rank
     targets: tuple[str, ...] = ("qkv", "output", "gate_up", "down")
 
 
@@ -123,36 +127,38 @@ class LoraConfig:
 class FaultConfig:
     """Faults of a run in several processes: what happens when one of them dies or waits for ever."""
 
-    most_restarts: int = 3  # from the freshest checkpoint; then the run ends
-    # A process that waited this long for others is reported, and all are restarted.
-    hang_after_s: float = 600.0
+    most_restarts: int = 3  # restarts from the latest checkpoint; then the run ends
+    hang_after_s: float = (
+        600.0  # a process that waited this long for others is reported, and all are restarted
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     folder: str = "runs/train"  # checkpoints, log, plot and the finished model go here
-    steps: int = 300
-    batch_sequences: int = 16  # of one optimizer step, over everything
-    micro_batch: int = 16  # of them, computed at once; the rest by accumulation
-    seed: int = 0
-    device: str = "auto"  # auto: the GPU if there is one
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # weights and computation
-    master_weights: bool = True  # with bfloat16: the optimizer keeps a float32 copy
-    # Of the products inside layers, those of experts excepted: as dtype says, or in 8 bits where a GPU has them,
-    # with one scale a matrix (fp8) or one for 128 numbers (fp8_blocks).
+    steps: int = 300  # optimizer steps
+    batch_sequences: int = 16  # sequences of an optimizer step, on all ranks together
+    micro_batch: int = 16  # sequences that a rank computes at once; gradients of the others are added up
+    seed: int = 0  # of the first weights and of the order of the data
+    device: str = "auto"  # cpu or cuda; auto: the GPU if there is one
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of weights and computation
+    master_weights: bool = True  # with bfloat16, the optimizer keeps a float32 copy of the weights
+    # Matrix products inside layers, those of experts excepted: as dtype says (wide), or in 8 bits where a GPU has
+    # them, with one scale for each matrix (fp8) or for each 128 numbers (fp8_blocks).
     products: Literal["wide", "fp8", "fp8_blocks"] = "wide"
-    compile: bool = False  # layers by torch.compile, instead of our own joined operations
-    recompute: bool = False  # activation checkpointing: forward again in backward, to save memory
-    # Instead of whole layers, only these operations again: cheap to compute, and large to keep.
+    compile: bool = False  # compute layers by torch.compile instead of our own fused operations
+    recompute: bool = False  # activation checkpointing: compute layers again in backward, to save memory
+    # Compute only these operations again instead of whole layers: they are cheap to compute and large to keep.
     recompute_operations: tuple[Literal["norm", "activation", "attention"], ...] = ()
-    offload_activations: bool = False  # of a GPU: what backward needs waits in the host's memory
-    balance_loss: float = 0.01  # weight of the experts' balance
-    # Routers with a selection bias: how far it moves against the load in a step (DeepSeek-V3 takes 0.001); 0: not.
+    offload_activations: bool = False  # keep what backward needs in the host's memory (GPU only)
+    balance_loss: float = 0.01  # weight of the loss that balances experts
+    # Routers with a selection bias: how far it moves against the load in a step (DeepSeek-V3: 0.001); 0: not.
     expert_bias_rate: float = 0.0
-    # With layout.ep: experts move to even out the ranks' load; 0: they stay.
+    # With layout.ep: every so many steps experts move to even out the load of the ranks; 0: they stay.
     expert_rebalance_every_steps: int = 0
-    evaluate_every_steps: int = 0  # 0: only at the end; held out: 1% of the documents, drawn by lot
-    evaluate_sequences: int = 64  # 0: nothing is held out
+    # The held-out loss is measured every so many steps; 0: only at the end. Held out: 1% of the documents.
+    evaluate_every_steps: int = 0
+    evaluate_sequences: int = 64  # sequences that a held-out loss is measured on; 0: nothing is held out
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -160,22 +166,20 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     lora: LoraConfig | None = None
-    layout: Layout = field(default_factory=Layout)  # over how many processes, and how
-    # With dualpipe and dualpipe-v: a forward and the backward it is paired with run at the same time, so that one
-    # computes while the other waits for experts' or tensor-parallel messages.
+    layout: Layout = field(default_factory=Layout)
+    # With the schedules dualpipe and dualpipe-v: a forward and the backward it is paired with run at the same time,
+    # so that one computes while the other waits for messages of experts or of tensor parallelism.
     overlap_passes: bool = False
-    gradient_bucket_mib: float = (
-        25.0  # gradients are summed over ranks in pieces of this size, while backward runs
-    )
+    # Gradients are summed over ranks in pieces of this size, while backward runs.
+    gradient_bucket_mib: float = 25.0
     # With layout.zero 2 and 3: a layer's weights are gathered while the layer before it computes (pre), or when it
     # has ended (post), which holds the weights of one layer less.
     fsdp_prefetch: Literal["pre", "post"] = "pre"
     # Which of our schedules carry out collectives of CPU ranks: all_reduce=ring,all_gather=bruck; auto: the tuner's
     # choice; empty: torch.distributed's.
     collective: str = ""
-    collective_profile: str = (
-        ""  # a file of `cumulo bench collectives` that decides where `collective` does not
-    )
+    # A file of `cumulo bench collectives --profile`, which decides where `collective` does not.
+    collective_profile: str = ""
     # The first rank answers Prometheus at http://metrics_host:metrics_port/metrics; 0: nowhere.
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"

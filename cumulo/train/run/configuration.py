@@ -1,15 +1,22 @@
-"""The configuration a run starts with: a file's, an earlier run's or the built-in one. `cumulo train` asks."""
+"""The configuration a run starts with: a file's, an earlier run's, the built-in one, or one for a user's own texts
+or conversations. `cumulo train` asks."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import yaml
 
 from cumulo.errors import ConfigError
+from cumulo.train.data.conversations import FORMS, is_conversation
+from cumulo.train.data.dataset_build import ROWS, find_files, pieces_of, read_rows
 from cumulo.train.decide.config import (
     CheckpointConfig,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
@@ -39,6 +46,92 @@ def builtin_config(folder: str) -> TrainConfig:
     )
 
 
+# A run on a user's own data reads it so often at most, and takes so many steps at least and at most.
+MOST_PASSES = {"text": 20, "chat": 4}
+LEAST_STEPS, MOST_STEPS = 20, 3000
+# Bytes of a file for a token: English with 2,048 entries; conversations in JSON with a model's own tokenizer.
+BYTES_PER_TOKEN = {"text": 2.9, "chat": 4.5}
+
+
+def own_data_config(
+    paths: Sequence[Path], model: str | None, folder: str | None, tell: Callable[[str], None]
+) -> TrainConfig:
+    """For files and folders of texts or conversations. Texts train a new small model, conversations the built-in
+    one; `model` is another to start from. A model that is started from learns low-rank adapters."""
+    files = find_files([str(path) for path in paths])
+    kind, text_field = _kind_of_rows(files)
+    size = sum(file.stat().st_size for file in files)
+    config = builtin_config(
+        folder or free_folder(f"runs/{re.sub(r'[^A-Za-z0-9._-]+', '-', paths[0].resolve().stem)}")
+    )
+    if kind == "chat" or model is not None:
+        config = replace(
+            config,
+            batch_sequences=4,
+            micro_batch=4,
+            model=ModelConfig(start_from=model or "built-in"),
+            lora=LoraConfig(),
+            optimizer=OptimizerConfig(kind="adamw", learning_rate=5e-4, weight_decay=0.0),
+        )
+    data = DataConfig(
+        sources=tuple(map(str, paths)),
+        format=kind,
+        text_field=text_field,
+        sequence_length=256,
+        tokenizer=config.data.tokenizer,
+    )
+    batch_tokens = config.batch_sequences * data.sequence_length
+    one_pass = max(1, round(size / BYTES_PER_TOKEN[kind] / batch_tokens))
+    usual = config.steps if kind == "text" else LEAST_STEPS
+    steps = min(max(one_pass, min(usual, MOST_PASSES[kind] * one_pass), LEAST_STEPS), MOST_STEPS)
+    tell(
+        f"{size:,} bytes of {'conversations' if kind == 'chat' else 'text'} in {len(files)} "
+        f"file{'s' if len(files) > 1 else ''}: {steps:,} steps of {batch_tokens:,} tokens read "
+        + (
+            f"{steps / one_pass:.0%} of it; --steps {one_pass} reads all"
+            if steps < one_pass
+            else f"it about {steps / one_pass:.2g} times"
+        )
+    )
+    return replace(
+        config,
+        steps=steps,
+        data=data,
+        schedule=ScheduleConfig(
+            kind="wsd", warmup_steps=max(1, min(20, steps // 10)), decay_share=0.4, final_share=0.0
+        ),
+    )
+
+
+def _kind_of_rows(files: Sequence[Path]) -> tuple[Literal["text", "chat"], str]:
+    """Whether files contain texts or conversations, and the field of a row with its text."""
+    kinds: dict[str, Path] = {}
+    field = "text"
+    for file in files:
+        row = (
+            next((row for piece in pieces_of([file])[:1] for _, row in read_rows(piece)), None)
+            if file.suffix in ROWS
+            else None
+        )
+        if row is None or not is_conversation(row):
+            kinds["text"] = file
+        else:
+            kinds["chat"] = file
+        if isinstance(row, dict) and not is_conversation(row) and field not in row:
+            texts = [name for name, value in row.items() if isinstance(value, str)]
+            if len(texts) != 1:
+                raise ConfigError(
+                    f"{file}: a row has the fields {', '.join(map(str, row))}. A text has a field 'text' (or "
+                    f"data.text_field of a configuration), a conversation has {FORMS}"
+                )
+            (field,) = texts
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{kinds['chat']} contains conversations and {kinds['text']} texts: train on one kind at a time"
+        )
+    return ("chat" if "chat" in kinds else "text"), field
+
+
 def free_folder(name: str = "runs/python") -> str:
     """`name`, or with a number where earlier runs are."""
     folder, number = Path(name), 1
@@ -49,33 +142,56 @@ def free_folder(name: str = "runs/python") -> str:
 
 
 def configuration(
-    path: Path | None, changes: dict[str, str], resume: bool, tell: Callable[[str], None]
+    paths: Sequence[Path],
+    changes: dict[str, str],
+    resume: bool,
+    tell: Callable[[str], None],
+    model: str | None = None,
 ) -> TrainConfig:
-    """From the file, from the folder of the run to resume, or the built-in one; then apply the changes."""
+    """From a YAML file, for own data, from the folder of the run to resume, or the built-in one; then apply the
+    changes."""
     folder = changes.get("folder")
     changes = {name: json.dumps(value) if name == "folder" else value for name, value in changes.items()}
-    if path is not None:
-        return load_config(path, _with_warmup(path, changes, tell))
-    if resume:
+    if resume and (not paths or not is_configuration(paths[0])):
         if folder is None:
             raise ConfigError("--resume needs a run to resume: give its --folder or its configuration file")
         earlier = Path(folder) / "config.yaml"
         if not earlier.is_file():
             raise ConfigError(f"{folder} contains no run to resume: there is no config.yaml in it")
         return load_config(earlier, changes)
-    built_in = yaml.safe_load(config_text(builtin_config(folder or free_folder())))
-    return config_from(built_in, "the built-in configuration", changes)
+    if paths and is_configuration(paths[0]):
+        if len(paths) > 1:
+            raise ConfigError(f"{paths[0]} is a configuration: it names the data, so give it alone")
+        if model is not None:
+            raise ConfigError(f"{paths[0]} is a configuration: set model.start_from in it, or with --set")
+        return load_config(paths[0], _with_warmup(_planned_warmup(paths[0]), changes, tell))
+    if paths:
+        start, where = own_data_config(paths, model, folder, tell), "the configuration for this data"
+    elif model is not None:
+        raise ConfigError("--model needs data to train on: name files or folders, such as mytext.txt")
+    else:
+        start, where = builtin_config(folder or free_folder()), "the built-in configuration"
+    changes = _with_warmup(start.schedule.warmup_steps, changes, tell)
+    return config_from(yaml.safe_load(config_text(start)), where, changes)
 
 
-def _with_warmup(path: Path, changes: dict[str, str], tell: Callable[[str], None]) -> dict[str, str]:
-    """`--steps` that leave no room for the file's warm-up shorten it, too: who tries ten steps means ten steps."""
+def is_configuration(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def _planned_warmup(path: Path) -> Any:
+    """What a configuration says of the warm-up; who reads the file next says what is wrong with it."""
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))["schedule"]["warmup_steps"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError):
+        return ScheduleConfig().warmup_steps
+
+
+def _with_warmup(planned: Any, changes: dict[str, str], tell: Callable[[str], None]) -> dict[str, str]:
+    """`--steps` that leave no room for the planned warm-up shorten it, too: who tries ten steps means ten steps."""
     if "steps" not in changes or "schedule.warmup_steps" in changes or not changes["steps"].isdecimal():
         return changes
     steps = int(changes["steps"])
-    try:
-        planned = yaml.safe_load(path.read_text("utf-8"))["schedule"]["warmup_steps"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError):
-        planned = ScheduleConfig().warmup_steps
     if not isinstance(planned, int) or planned < steps:
         return changes
     tell(f"warm-up shortened from {planned} to {steps // 10} steps, because the run has {steps}")
