@@ -171,6 +171,7 @@ _NAMES_CONTROL_CHARACTER = re.compile(r"\\u00[01]|\\\\(?:x[01]|u00[01]|[ux]\{|c[
 # Forced stretches are left to the model, too: llguidance would spell them out by calling our tokenizer, under
 # the interpreter's lock and in time proportional to their length, at every step.
 _OPTIONS = '%llguidance {"no_forcing": true}'
+_LLAMA_RULE = re.compile(r"(\s|#.*\n)*[A-Za-z0-9_-]+\s*::=")
 _NAMES = {
     "json_object": "JSON",
     "json_schema": "JSON schema",
@@ -194,6 +195,7 @@ def grammar_text(guide: Guide) -> str:
         # "d": \d is 0-9, as in JSON schemas, not every script's digits.
         source = f"start: /{regex_to_lark(source, 'd')}/" if source else 'start: ""'
     elif guide.kind == "grammar":
+        source = _as_lark(guide)
         if (lines := source.count("\n") + 1) > MAX_GRAMMAR_LINES:
             raise refusal(guide, f"it has {lines:,} lines; at most {MAX_GRAMMAR_LINES} are accepted")
     else:
@@ -201,6 +203,21 @@ def grammar_text(guide: Guide) -> str:
         source = f"start: %json {json_schema_text(schema)}"
     # The options come last: the positions in error messages stay those of the user's text.
     return f"{source}\n{_OPTIONS}\n"
+
+
+def _as_lark(guide: Guide) -> str:
+    """The grammar in Lark. llama.cpp's dialect, which vLLM's clients send, too, is known by its first rule."""
+    if _LLAMA_RULE.match(guide.source) is None:
+        return guide.source
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(guide.source).removeprefix("%llguidance {}")
+    except Exception as error:  # the library raises plain ones
+        too_deep = isinstance(error, RecursionError | IndexError)
+        raise refusal(
+            guide, "its end is missing, or it is nested too deeply" if too_deep else str(error)
+        ) from None
 
 
 def json_schema_text(schema: dict[str, Any]) -> str:

@@ -17,6 +17,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WHOLE_NUMBER = r"\d{1,2}"
+LLAMA_GRAMMAR = """# Numbers with commas between them
+root ::= number-x ("," number-x){0,2}
+number-x ::= "x" [0-9]
+"""
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": SCHEMA}}, "json"),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json"),
@@ -28,6 +32,10 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["yes", "no"]}, "yes|no"),
     ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/'}}, "x[0-9]"),
     ({"guided_grammar": 'start: "x" /[0-9]/'}, "x[0-9]"),
+    ({"guided_grammar": LLAMA_GRAMMAR}, r"x\d(,x\d){0,2}"),
+    ({"grammar": LLAMA_GRAMMAR}, r"x\d(,x\d){0,2}"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json"),
 ]
 
 
@@ -95,6 +103,10 @@ def test_lengths_and_penalties_have_their_other_names(server: RunningServer) -> 
         ({"bad_words": ["x"], "response_format": {"type": "json_object"}}, "exclude each other"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"grammar": "root ::= this is (not valid GBNF"}, "Expected ')'"),
+        ({"grammar": "root ::= missing"}, "'missing' not found"),
+        ({"grammar": "root ::= " + "(" * 5000}, "nested too deeply"),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "schema"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

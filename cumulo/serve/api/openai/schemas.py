@@ -36,7 +36,7 @@ class SchemaFields(Strict):
 
 
 class JsonSchema(SchemaFields):
-    name: Annotated[str, StringConstraints(max_length=256)] = Field(description="For people; not used.")
+    name: Annotated[str, StringConstraints(max_length=256)] = Field("", description="For people; not used.")
 
 
 class AnswerFormat(Strict):
@@ -47,12 +47,21 @@ class AnswerFormat(Strict):
         None, description="Extension, with type regex: the whole answer matches it."
     )
     grammar: Annotated[str, StringConstraints(min_length=1)] | None = Field(
-        None, description="Extension, with type grammar: a Lark grammar in llguidance's dialect."
+        None, description="Extension, with type grammar: a grammar in Lark or GBNF."
     )
 
 
 class ResponseFormat(AnswerFormat):
     json_schema: JsonSchema | None = Field(None, description="With type json_schema.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_a_schema(cls, data: Any) -> Any:
+        """llama.cpp's clients put the schema next to the type json_object."""
+        if isinstance(data, dict) and data.get("type") == "json_object" and data.get("schema") is not None:
+            kept = {name: value for name, value in data.items() if name != "schema"}
+            return kept | {"type": "json_schema", "json_schema": {"schema": data["schema"]}}
+        return data
 
 
 class StructuredOutputs(Strict):
@@ -62,7 +71,7 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[StopString], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
-    grammar: str | None = Field(None, description="A Lark grammar in llguidance's dialect.")
+    grammar: str | None = Field(None, description="A grammar in Lark or GBNF.")
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "disable_additional_properties": (False,), "disable_any_whitespace": (False,),
         "disable_fallback": (False, True), "structural_tag": (), "whitespace_pattern": (),
@@ -234,13 +243,14 @@ class ModelRequest(Strict):
 
 # Other servers' names of fields. vLLM's ways to ask for a form, older and newer, become a response_format.
 _SAME_MEANING = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-_FORMS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")} | {"json_schema": "json"}
+_FORMS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+_FORMS |= {"json_schema": "json", "grammar": "grammar"}
 
 
 class Sampling(ModelRequest):
     """What chat and text completions have in common. Names that vLLM and llama.cpp have for the same are taken,
-    too: structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, json_schema, n_predict,
-    repeat_penalty."""
+    too: structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar, json_schema,
+    n_predict, repeat_penalty."""
 
     @model_validator(mode="before")
     @classmethod
