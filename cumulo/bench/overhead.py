@@ -7,15 +7,21 @@ says the engine took.
 
 import asyncio
 import json
+import os
 import random
+import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 from cumulo.base.reference_text import reference_text
 from cumulo.base.report import Row
-from cumulo.bench.server import ServerProcess, cpu_s
 from cumulo.bench.sides import MAX_SEQUENCES, FreshPieces, SideProcess
 from cumulo.bench.turns import Tell, median_ratio, spread, take_turns
 from cumulo.errors import CumuloError
@@ -116,12 +122,12 @@ def _generate(engine: SideProcess, work: RoundWork) -> Round:
     return _checked(work, Round(tokens, seconds, {"LLM.generate": cpu}))
 
 
-def _http(server: ServerProcess, work: RoundWork) -> Round:
+def _http(server: "ServerProcess", work: RoundWork) -> Round:
     processes = {"the API process": server.pid, "the engine's process": server.engine_pid}
-    before = {name: cpu_s(pid) for name, pid in processes.items()}
+    before = {name: _cpu_s(pid) for name, pid in processes.items()}
     made = asyncio.run(_stream_all(server.url, work))
     for name, pid in processes.items():
-        start_s, end_s = before[name], cpu_s(pid)
+        start_s, end_s = before[name], _cpu_s(pid)
         if start_s is not None and end_s is not None:
             made.cpu_s[name] = end_s - start_s
     return _checked(work, made)
@@ -208,3 +214,74 @@ def rows(generated: Sequence[Round], streamed: Sequence[Round], waits: Sequence[
             per_token_us = statistics.median(1e6 * one.cpu_s[process] / one.tokens for one in side)
             made.append(Row(f"processor time per token: {process}", per_token_us, "µs", "lower"))
     return made
+
+
+_START_S = 900.0
+
+
+class ServerProcess:
+    """The process of `cumulo WORDS` and, below it, the engine's. Leaving the `with` stops both."""
+
+    def __init__(self, *words: str) -> None:
+        # A file, not a pipe: nobody reads while the server writes.
+        self._log = tempfile.NamedTemporaryFile(prefix="cumulo-", suffix=".log")  # noqa: SIM115
+        command = [sys.executable, "-m", "cumulo.cli", *words, "--port", "0"]
+        environment = os.environ | {"COLUMNS": "200"}
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
+        self.pid, self.url = self._process.pid, ""
+
+    def __enter__(self) -> Self:
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def engine_pid(self) -> int | None:
+        below = [
+            int(pid)
+            for file in Path(f"/proc/{self.pid}/task").glob("*/children")
+            for pid in file.read_text().split()
+        ]
+        return next((pid for pid in below if b"engine_process" in _proc(pid, "cmdline")), None)
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _wait_until_ready(self) -> None:
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s:
+            if self._process.poll() is not None:
+                raise CumuloError(f"the server ended before it was ready:\n{self._log_tail()}")
+            if found := re.search(r"is ready at (http://\S+)/v1", self._log_tail()):
+                self.url = found[1]
+                return
+            time.sleep(0.05)
+        raise CumuloError(f"the server was not ready within {_START_S:g} s:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return Path(self._log.name).read_text("utf-8", "replace")[-4000:]
+
+
+def _cpu_s(pid: int | None) -> float | None:
+    """Processor seconds that all threads of a process have used; None where the system does not tell."""
+    fields = _proc(pid, "stat").rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
+
+
+def _proc(pid: int | None, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""

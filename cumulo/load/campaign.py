@@ -282,22 +282,10 @@ class Campaign:
 
     async def _lone(self, player: LoadPlayer) -> Summary:
         """Requests one at a time: what the server does at its best."""
-        level = Level(
-            plan(
-                self.settings.workload,
-                1,
-                f"{self.settings.seed}/lone",
-                conversations=1 + LONE_REQUESTS,
-                warmup=1,
-            )
-        )
+        seed = f"{self.settings.seed}/lone"
+        level = Level(plan(self.settings.workload, 1, seed, 1 + LONE_REQUESTS, warmup=1))
         self._watcher.begin("one at a time", 0, None)
-
-        def watch(level: Level) -> bool:
-            self._watcher.look(level)
-            return True
-
-        await player.play(level, watch)
+        await player.play(level, self._watcher.look)
         return summarise(level.records, self.settings.slo)
 
     def _trial_requests(self, rate: float) -> int:

@@ -36,7 +36,7 @@ class Target:
     dialect: Dialect = field(default_factory=Dialect)
     extra: dict[str, Any] = field(default_factory=dict)  # merged into every body; null removes a field
 
-    def body(self, messages: list[dict[str, str]], output_tokens: int, seed: int | None = None) -> bytes:
+    def body(self, messages: list[dict[str, str]], output_tokens: int) -> bytes:
         fields: dict[str, Any] = {"model": self.model, "stream": True, "temperature": self.temperature}
         if self.endpoint == "chat":
             fields["messages"] = messages
@@ -47,8 +47,6 @@ class Target:
             fields["ignore_eos"] = True
         if self.dialect.usage:
             fields["stream_options"] = {"include_usage": True}
-        if seed is not None:
-            fields["seed"] = seed
         fields = {name: value for name, value in (fields | self.extra).items() if value is not None}
         return json.dumps(fields).encode()
 

@@ -47,7 +47,7 @@ class LoadPlayer:
     _sent: int = 0
 
     async def play(
-        self, level: Level, watch: Callable[[Level], bool] | None = None, watch_every_s: float = 0.5
+        self, level: Level, watch: Callable[[Level], object] | None = None, watch_every_s: float = 0.5
     ) -> None:
         """Send everything and wait for all answers. `watch` sees the level now and then; False ends it."""
         loop = asyncio.get_running_loop()
@@ -64,7 +64,7 @@ class LoadPlayer:
             try:
                 while not playing.done():
                     await asyncio.wait([playing], timeout=watch_every_s)
-                    if watch is not None and not watch(level):
+                    if watch is not None and watch(level) is False:
                         level.stopped = not playing.done()
                         break
             except asyncio.CancelledError:

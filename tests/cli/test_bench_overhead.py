@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from cumulo.base.reference_text import reference_text
-from cumulo.bench.overhead import FirstToken, Round, RoundWork, rows
-from cumulo.bench.server import ServerProcess
+from cumulo.bench.overhead import FirstToken, Round, RoundWork, ServerProcess, rows
 from cumulo.bench.sides import FreshPieces
 from cumulo.errors import CumuloError
 from cumulo.load.prompts import uniform

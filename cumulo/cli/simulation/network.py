@@ -217,9 +217,10 @@ def _play_step(chosen: NetworkOptions) -> None:
             found.append(list(play_step(calls, graph, how, gpus, overhead_s)))
         step_s = estimate(job, flat, explain=False).step_s
     pairs = [(f"{mine.axis} {mine.collective}", (mine, ideal)) for mine, ideal in zip(*found, strict=True)]
-    rows = [
-        replace(row, more=_more(pair[0])) for name, pair in pairs for row in figure_rows(name, pair, _AXES)
-    ]
+    rows = []
+    for name, pair in pairs:
+        more = {told: getattr(pair[0], told) for told in ("calls", "size_bytes", "ranks", "far_share")}
+        rows += [replace(row, more=more) for row in figure_rows(name, pair, _AXES)]
     total, least = (sum(axis.total_s for axis in side) for side in found)
     rows.append(Row("all communication", total, "s", "lower"))
     rows.append(Row("all communication, 1 : 1 and adaptive", least, "s", "lower"))
@@ -246,10 +247,6 @@ def _table(title: str, pairs: list[tuple[str, tuple[AxisTime, AxisTime]]]) -> re
     return reports.ReportTable(
         title, headings, [0 < place < len(shown) for place in range(len(headings))], lines
     )
-
-
-def _more(axis: AxisTime) -> dict[str, Any]:
-    return {name: getattr(axis, name) for name in ("calls", "size_bytes", "ranks", "far_share")}
 
 
 # Of each axis: what it takes on the fabric, and on one with a 1 : 1 ratio and adaptive routing.
