@@ -219,6 +219,11 @@ class Call:
         return entries
 
     @property
+    def ended(self) -> list[Finished]:
+        """What has come of the prompts that are done, in their order."""
+        return [finished for finished in self.finished if finished is not None]
+
+    @property
     def complete(self) -> bool:
         """Every request has finished well: nothing more will come."""
         return not self._unfinished and self._failure is None
@@ -257,7 +262,7 @@ class Call:
         try:
             while not self.complete:
                 await self.next_batch()
-            return [finished for finished in self.finished if finished is not None]
+            return self.ended
         finally:
             self.close()
 

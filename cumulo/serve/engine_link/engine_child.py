@@ -147,15 +147,11 @@ class EngineChild:
             asyncio.get_running_loop().remove_reader(self._line.fileno())
             self._take = None
 
-    def send(self, command: Command) -> bool:
-        """False if the process is gone: whoever supervises it will see that, too."""
-        try:
+    def send(self, command: Command) -> None:
+        with contextlib.suppress(OSError):  # the process is gone, which whoever watches it sees, too
             self._line.send(encode(command))
             if self._line.has_unsent:
                 asyncio.get_running_loop().add_writer(self._line.fileno(), self._on_writable)
-            return True
-        except OSError:
-            return False
 
     def _on_writable(self) -> None:
         with contextlib.suppress(OSError):

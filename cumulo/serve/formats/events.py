@@ -1,4 +1,4 @@
-"""The events that parsers of model output yield, and the collector they share. Used by every format."""
+"""The events that parsers of model output yield, and the collector of those of tool calls."""
 
 import random
 import secrets
@@ -56,8 +56,6 @@ class Collector:
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
         self._events: list[Event] = []
-        self._pieces: list[str] = []  # of the Text or the ToolCallArguments being gathered
-        self._in_arguments = False
         self._space = ""  # white space that is dropped if a call or the end follows
         self.calls = 0
 
@@ -65,42 +63,34 @@ class Collector:
         text = self._space + text
         visible = text.rstrip()
         self._space = text[len(visible) :]
-        self._gather(visible, in_arguments=False)
+        self._add_text(visible)
 
     def start(self, name: str) -> None:
-        self._flush()
         self._space = ""
         self._events.append(ToolCallStart(self.calls, self._new_id(), name))
         self.calls += 1
 
     def arguments(self, fragment: str) -> None:
         """Add to the arguments of the call that started last."""
-        self._gather(fragment, in_arguments=True)
+        if self._events and isinstance(last := self._events[-1], ToolCallArguments):
+            self._events[-1] = ToolCallArguments(last.index, last.fragment + fragment)
+        elif fragment:
+            self._events.append(ToolCallArguments(self.calls - 1, fragment))
 
     def end(self) -> None:
         if not self.calls:
-            self._gather(self._space, in_arguments=False)
+            self._add_text(self._space)
         self._space = ""
 
     def drain(self) -> list[Event]:
-        self._flush()
         taken, self._events = self._events, []
         return taken
 
-    def _gather(self, piece: str, *, in_arguments: bool) -> None:
-        if piece:
-            if in_arguments != self._in_arguments:
-                self._flush()
-                self._in_arguments = in_arguments
-            self._pieces.append(piece)
-
-    def _flush(self) -> None:
-        if self._pieces:
-            joined = "".join(self._pieces)
-            self._pieces = []
-            self._events.append(
-                ToolCallArguments(self.calls - 1, joined) if self._in_arguments else Text(joined)
-            )
+    def _add_text(self, text: str) -> None:
+        if self._events and isinstance(last := self._events[-1], Text):
+            self._events[-1] = Text(last.text + text)
+        elif text:
+            self._events.append(Text(text))
 
 
 def partial_marker(text: str, *markers: str) -> int:

@@ -199,8 +199,7 @@ class MessageEvents(EventWriter):
         return b"".join(map(named_event, events))
 
     def end(self) -> bytes:
-        finished = self._call.finished[0]
-        assert finished is not None  # EventStream: the call is complete
+        (finished,) = self._call.ended
         last = {"type": "message_delta", "delta": self._answer.stop(finished), "usage": counts(finished)}
         return named_event(last) + named_event({"type": "message_stop"})
 

@@ -5,9 +5,10 @@ With API keys, a file belongs to the name of the key that uploaded it, and nobod
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
@@ -74,23 +75,14 @@ async def cancel_batch(batch_id: str, request: Request) -> Response:
 _UPLOADS_AT_A_TIME = 4  # per key
 _MOST_FIELDS = 8
 _MOST_FIELD_BYTES = 4096
-_FORM: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "purpose": {"type": "string", "enum": ["batch"]},
-                        "file": {"type": "string", "format": "binary"},
-                    },
-                    "required": ["purpose", "file"],
-                }
-            }
-        },
-    }
-}
+
+
+class UploadForm(BaseModel):  # for the description: Starlette reads the form, piece by piece
+    purpose: Literal["batch"]
+    file: bytes
+
+
+_FORM_CONTENT = {"multipart/form-data": {"schema": UploadForm.model_json_schema()}}
 FileLimit = Annotated[int, Query(ge=1, le=10_000, description="How many at most.")]
 AfterFile = Annotated[str | None, Query(max_length=64, description="Go on after the file with this id.")]
 Order = Annotated[Literal["asc", "desc"], Query(description="By when they were made; desc: newest first.")]
@@ -99,7 +91,7 @@ Order = Annotated[Literal["asc", "desc"], Query(description="By when they were m
 @router.post(
     "/v1/files",
     summary="Upload a file of requests",
-    openapi_extra=_FORM,
+    openapi_extra={"requestBody": {"required": True, "content": _FORM_CONTENT}},
     response_model=FileObject,
 )
 async def create_file(request: Request) -> Response:

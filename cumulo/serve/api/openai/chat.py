@@ -34,7 +34,6 @@ from cumulo.serve.api.openai.events import (
     StreamCounts,
     event,
     json_response,
-    last_chunks,
     open_stream,
     usage,
 )
@@ -144,7 +143,7 @@ class Chats(EventWriter):
 
     def __init__(self, call: Call, body: ChatRequest, form: AnswerForm) -> None:
         self._call, self._body, self._form = call, body, form
-        self._counts = StreamCounts(call, body.stream_options)
+        self._counts = StreamCounts(call, body)
         self._base: dict[str, Any] = {
             "id": call.id,
             "created": call.created,
@@ -193,8 +192,7 @@ class Chats(EventWriter):
         return b"".join(map(event, chunks))
 
     def end(self) -> bytes:
-        base = {**self._base, "object": "chat.completion.chunk"}
-        return last_chunks(self._call, self._body, base, self._counts)
+        return self._counts.end({**self._base, "object": "chat.completion.chunk"})
 
     def _chunks(self, item: Delta) -> list[dict[str, Any]]:
         self._counts.note(item)

@@ -15,7 +15,6 @@ from cumulo.serve.api.openai.events import (
     StreamCounts,
     event,
     json_response,
-    last_chunks,
     open_stream,
     usage,
 )
@@ -106,7 +105,7 @@ class Completions(EventWriter):
         self._call, self._body, self._echoed = call, body, echoed
         # Only the prompt is wanted. The engine draws at least one token, which is not told.
         self._nothing_new = body.max_tokens == 0
-        self._counts = StreamCounts(call, body.stream_options)
+        self._counts = StreamCounts(call, body)
         self._base: dict[str, Any] = {
             "id": call.id,
             "object": "text_completion",
@@ -147,8 +146,8 @@ class Completions(EventWriter):
         return b"".join(chunks)
 
     def end(self) -> bytes:
-        dropped = sum(len(one.samples) for one in self._call.finished if one) if self._nothing_new else 0
-        return last_chunks(self._call, self._body, self._base, self._counts, dropped)
+        dropped = sum(len(one.samples) for one in self._call.ended) if self._nothing_new else 0
+        return self._counts.end(self._base, dropped)
 
     def _choice(
         self, position: int, made: Sample | Delta, of_prompt: list[TokenLogprobs] | None

@@ -90,10 +90,11 @@ class StreamCounts:
     `usage` is null until the last chunk, and with `continuous_usage_stats` every chunk has the counts so far, as
     vLLM's server sends them."""
 
-    def __init__(self, call: Call, options: Any) -> None:
-        """`options`: the request's stream_options."""
+    def __init__(self, call: Call, body: ChatRequest | CompletionRequest) -> None:
+        options = body.stream_options
+        self._call, self._searched = call, is_search(body)
         self.wanted = options is not None and options.include_usage
-        self.continuous = self.wanted and options.continuous_usage_stats
+        self.continuous = options is not None and self.wanted and options.continuous_usage_stats
         self._prompt_tokens = sum(map(len, call.prompts))
         self._output_tokens = 0
 
@@ -112,6 +113,14 @@ class StreamCounts:
             }
         }
 
+    def end(self, base: dict[str, Any], dropped_tokens: int = 0) -> bytes:
+        """The end of the stream, with all counts where they are wanted. `base`: the fields that its chunks have in
+        common."""
+        if not self.wanted:
+            return DONE
+        counted = usage(self._call.ended, dropped_tokens, self._searched)
+        return event({**base, "choices": [], "usage": counted}) + DONE
+
 
 def usage(results: Iterable[Finished], dropped_tokens: int = 0, searched: bool = False) -> dict[str, Any]:
     """The sum over a call's requests; a prompt counts once however many samples share it. `searched`: by beam
@@ -129,22 +138,6 @@ def usage(results: Iterable[Finished], dropped_tokens: int = 0, searched: bool =
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def last_chunks(
-    call: Call,
-    body: ChatRequest | CompletionRequest,
-    base: dict[str, Any],
-    counts: StreamCounts,
-    dropped_tokens: int = 0,
-) -> bytes:
-    """The end of a streamed completion, with its token counts where they are wanted. `base`: the fields that its
-    chunks have in common."""
-    if not counts.wanted:
-        return DONE
-    results = [finished for finished in call.finished if finished is not None]
-    counted = usage(results, dropped_tokens, is_search(body))
-    return event({**base, "choices": [], "usage": counted}) + DONE
 
 
 async def open_stream(call: Call, writer: EventWriter) -> Response:
@@ -187,7 +180,7 @@ def _untold(forwarded: ForwardedRequest, writer: EventWriter, batch: Batch) -> B
 def _end_seal(call: Call) -> bytes:
     if call.forwarded is None:
         return b""
-    return call.forwarded.end_seal(sum(one.story.cached_tokens for one in call.finished if one is not None))
+    return call.forwarded.end_seal(sum(one.story.cached_tokens for one in call.ended))
 
 
 class EventStream(Response):

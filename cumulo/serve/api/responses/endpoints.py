@@ -116,7 +116,7 @@ class Responses(EventWriter):
         return self._packed(events)
 
     def end(self) -> bytes:
-        response = self._finish([finished for finished in self._call.finished if finished is not None])
+        response = self._finish(self._call.ended)
         return self._packed([{"type": f"response.{response['status']}", "response": response}])
 
     def fail(self, error: ApiError) -> bytes:
