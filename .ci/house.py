@@ -41,7 +41,7 @@ LINES_PER_ROOM = {
     "plan": 9_950,
     "quant": 1_200,
     "ranks": 2_400,
-    "serve": 14_850,
+    "serve": 14_750,
     "spec": 2_350,
     "train": 7_700,
 }
