@@ -21,6 +21,7 @@ from cumulo.errors import InvalidRequest
 from cumulo.models.text.control_tokens import ControlTokens, alternatives
 
 _WRITING_METHODS = frozenset(("append", "join", "format", "update"))
+_ASKING_ENDS = ("startswith", "endswith")
 _QUOTED = re.compile(r"'([^'\\\n]*)'|\"([^\"\\\n]*)\"")
 
 
@@ -33,57 +34,44 @@ class Sought:
 
 def sought_texts(source: str) -> Sought:
     try:
-        return _read(source)
-    except RecursionError:  # no honest template is nested so deeply; the worker that runs it says so
-        return Sought()
-
-
-def _read(source: str) -> Sought:
-    try:
-        tree = Environment(extensions=[loopcontrols]).parse(source)
+        return _sought_in(Environment(extensions=[loopcontrols]).parse(source))
     except (
         TemplateSyntaxError,
         RecursionError,
     ):  # a tag of its own, or damaged: everything quoted may be sought
         quoted = frozenset(first or second for first, second in _QUOTED.findall(source))
         return Sought(quoted, quoted, quoted | frozenset(re.findall(r"\w+", source)))
+
+
+def _sought_in(tree: nodes.Template) -> Sought:
     set_to = {
         node.target.name: node.node.value
         for node in tree.find_all(nodes.Assign)
         if isinstance(node.target, nodes.Name) and isinstance(node.node, nodes.Const)
     }
-
-    def values(leaves: Iterator[nodes.Const | nodes.Name]) -> frozenset[str]:
-        found = (set_to.get(leaf.name) if isinstance(leaf, nodes.Name) else leaf.value for leaf in leaves)
-        return frozenset(value for value in found if isinstance(value, str) and value)
-
-    texts, ends = values(_sought(tree)), values(_asked_of_ends(tree))
+    texts, ends = set[str](), set[str]()
+    for asked, at_end in _asked(tree):
+        for leaf in _leaves(asked):
+            value = set_to.get(leaf.name) if isinstance(leaf, nodes.Name) else leaf.value
+            if isinstance(value, str) and value:
+                texts.add(value)
+                ends |= {value} if at_end else set()
     words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     words |= {node.attr for node in tree.find_all(nodes.Getattr)}
-    return Sought(texts, ends, frozenset(words))
+    return Sought(frozenset(texts), frozenset(ends), frozenset(words))
 
 
-def _sought(tree: nodes.Template) -> Iterator[nodes.Const | nodes.Name]:
+def _asked(tree: nodes.Template) -> Iterator[tuple[nodes.Node, bool]]:
+    """What texts are searched for or compared with, and whether at one of their ends."""
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr) and call.node.attr not in _WRITING_METHODS:
-            for argument in call.args:
-                yield from _leaves(argument)
+            yield from ((argument, call.node.attr in _ASKING_ENDS) for argument in call.args)
     for use in tree.find_all((nodes.Filter, nodes.Test)):
-        for argument in use.args or ():
-            yield from _leaves(argument)
+        yield from ((argument, False) for argument in use.args or ())
     for compare in tree.find_all(nodes.Compare):
-        yield from _leaves(compare.expr)
-        for operand in compare.ops:
-            yield from _leaves(operand.expr)
+        yield from ((side, False) for side in (compare.expr, *(operand.expr for operand in compare.ops)))
     for item in tree.find_all(nodes.Getitem):
-        yield from _leaves(item.arg)
-
-
-def _asked_of_ends(tree: nodes.Template) -> Iterator[nodes.Const | nodes.Name]:
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr) and call.node.attr in ("startswith", "endswith"):
-            for argument in call.args:
-                yield from _leaves(argument)
+        yield item.arg, False
 
 
 def _leaves(node: nodes.Node) -> Iterator[nodes.Const | nodes.Name]:
@@ -126,6 +114,18 @@ class Guarded:
         return self.originals.get(character, match[0])
 
 
+@dataclass(frozen=True, slots=True)
+class _Keeping:
+    """Texts that are not exchanged, because a template looks for them."""
+
+    texts: tuple[str, ...]
+    others: re.Pattern[str]  # the control tokens that are not among them
+    found: re.Pattern[str]  # all that is exchanged, and as group `kept` what is not
+
+
+StandIns = Mapping[str, str]  # character of a control token to private character
+
+
 class CallerText:
     def __init__(self, control: ControlTokens, sought: Sought) -> None:
         """`sought`: what the template looks for in texts, and must still find."""
@@ -143,13 +143,10 @@ class CallerText:
         self._longest_inside = max(map(len, self._insides), default=0)
         # What the template looks for stays readable: in the model's own answers everything, elsewhere what a text
         # is asked to start or end with.
-        self._in_answers, self._elsewhere = (
-            self._keeping(control, sought.texts),
-            self._keeping(control, sought.ends),
-        )
+        self._in_answers = self._keeping(control, sought.texts)
+        self._elsewhere = self._keeping(control, sought.ends)
         self._windows = range(_FIRST, _LAST - len(self._alphabet), max(1, len(self._alphabet)))
         self._usual: int = self._windows[secrets.randbelow(len(self._windows))]
-        self._usual_stand_ins = self._stand_ins(self._usual)
 
     def guard(
         self,
@@ -164,14 +161,39 @@ class CallerText:
         if not any(map(self.suspect, texts)):
             return None
         first = self._unused(texts)
-        stand_in = self._usual_stand_ins if first == self._usual else self._stand_ins(first)
-        exchange = _Exchange(self, stand_in)
+        stand_ins = {character: chr(first + place) for place, character in enumerate(self._alphabet)}
         return Guarded(
-            [exchange.message(message) for message in messages],
-            None if tools is None else [exchange.value(tool) for tool in tools],
-            {name: exchange.value(value) for name, value in variables.items()},
-            {stand_in[character]: character for character in (*self._edges, *exchange.letters)},
+            [self._message(message, stand_ins) for message in messages],
+            None if tools is None else [self._value(tool, stand_ins) for tool in tools],
+            {name: self._value(value, stand_ins) for name, value in variables.items()},
+            {private: character for character, private in stand_ins.items()},
         )
+
+    def _message(self, message: Any, stand_ins: StandIns) -> Any:
+        """Its own keys stay, and a role that is a plain word: templates write `<|` + role + `|>`."""
+        if not isinstance(message, Mapping):
+            return message
+        in_answer = message.get("role") == "assistant"
+        return {
+            key: value
+            if key == "role" and isinstance(value, str) and _PLAIN_ROLE.fullmatch(value)
+            else self._value(value, stand_ins, in_answer)
+            for key, value in message.items()
+        }
+
+    def _value(self, value: Any, stand_ins: StandIns, in_answer: bool = False) -> Any:
+        if isinstance(value, str):
+            return self._text(value, stand_ins, in_answer)
+        if isinstance(value, Mapping):
+            return {
+                self._text(key, stand_ins, in_answer)
+                if isinstance(key, str) and key not in _STRUCTURE
+                else key: self._value(item, stand_ins, in_answer)
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self._value(item, stand_ins, in_answer) for item in value]
+        return value
 
     def suspect(self, text: str) -> bool:
         for edge in self._edges:
@@ -189,38 +211,29 @@ class CallerText:
         found = re.compile(f"(?:{others.pattern})|(?P<kept>{alternatives(kept).pattern})|{edge}")
         return _Keeping(tuple(kept), others, found)
 
-    def exchanged(
-        self,
-        text: str,
-        stand_in: Mapping[str, str],
-        table: Mapping[int, str],
-        letters: set[str],
-        in_answer: bool,
-    ) -> str:
+    def _text(self, text: str, stand_ins: StandIns, in_answer: bool) -> str:
+        if not self.suspect(text):
+            return text
+
+        def without_edges(text: str) -> str:
+            for edge in self._edges:
+                text = text.replace(edge, stand_ins[edge])
+            return text
+
         keeping = self._in_answers if in_answer else self._elsewhere
         if any(map(text.__contains__, keeping.texts)):
             careful = keeping.found.sub(
-                lambda match: match[0] if match["kept"] is not None else match[0].translate(table), text
+                lambda match: match[0] if match["kept"] is not None else without_edges(match[0]), text
             )
-            text = careful if keeping.others.search(careful) is None else text.translate(table)
+            text = careful if keeping.others.search(careful) is None else without_edges(text)
         else:
-            for edge in self._edges:
-                text = text.replace(edge, stand_in[edge])
+            text = without_edges(text)
         for word in self._wordy:
-            if word in text:
-                text = text.replace(word, stand_in[word[0]] + word[1:])
-                letters.add(word[0])
+            text = text.replace(word, stand_ins[word[0]] + word[1:])
         if len(text) <= self._longest_inside and text.strip() in self._insides:
             bare = text.lstrip()
-            text = text[: len(text) - len(bare)] + stand_in[bare[0]] + bare[1:]
-            letters.add(bare[0])
+            text = text[: len(text) - len(bare)] + stand_ins[bare[0]] + bare[1:]
         return text
-
-    def _stand_ins(self, first: int) -> dict[str, str]:
-        return {character: chr(first + place) for place, character in enumerate(self._alphabet)}
-
-    def table(self, stand_in: Mapping[str, str]) -> dict[int, str]:
-        return {ord(edge): stand_in[edge] for edge in self._edges}
 
     def _unused(self, texts: Iterable[str]) -> int:
         """Where a row of private characters begins that no caller uses."""
@@ -234,54 +247,6 @@ class CallerText:
             "the messages use private characters from all over Unicode's plane 16 (U+100000 to U+10FFFD); "
             "take some of them out"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Keeping:
-    """Texts that are not exchanged, because a template looks for them."""
-
-    texts: tuple[str, ...]
-    others: re.Pattern[str]  # the control tokens that are not among them
-    found: re.Pattern[str]  # all that is exchanged, and as group `kept` what is not
-
-
-class _Exchange:
-    """One conversation's texts with stand-ins."""
-
-    def __init__(self, rules: CallerText, stand_in: Mapping[str, str]) -> None:
-        self._rules, self._stand_in, self._table = rules, stand_in, rules.table(stand_in)
-        self.letters: set[str] = set()  # those exchanged besides the edges
-
-    def message(self, message: Any) -> Any:
-        """Its own keys stay, and a role that is a plain word: templates write `<|` + role + `|>`."""
-        if not isinstance(message, Mapping):
-            return message
-        in_answer = message.get("role") == "assistant"
-        return {
-            key: value
-            if key == "role" and isinstance(value, str) and _PLAIN_ROLE.fullmatch(value)
-            else self.value(value, in_answer)
-            for key, value in message.items()
-        }
-
-    def value(self, value: Any, in_answer: bool = False) -> Any:
-        if isinstance(value, str):
-            return self._text(value, in_answer)
-        if isinstance(value, Mapping):
-            return {
-                self._text(key, in_answer)
-                if isinstance(key, str) and key not in _STRUCTURE
-                else key: self.value(item, in_answer)
-                for key, item in value.items()
-            }
-        if isinstance(value, (list, tuple)):
-            return [self.value(item, in_answer) for item in value]
-        return value
-
-    def _text(self, text: str, in_answer: bool) -> str:
-        if not self._rules.suspect(text):
-            return text
-        return self._rules.exchanged(text, self._stand_in, self._table, self.letters, in_answer)
 
 
 def _texts(value: Any) -> Iterator[str]:
