@@ -168,9 +168,8 @@ def gptq(
     for first in range(0, columns, run):
         last = min(first + run, columns)
         for column, of_group in enumerate((order[first:last] // group).tolist(), first):
-            if (
-                not act_order and column % group == 0
-            ):  # by now the group's weights are no longer the original's
+            # By now the group's weights are no longer the original's.
+            if not act_order and column % group == 0:
                 now = left[column : column + group]
                 scale[of_group], zero[of_group] = grid.fit(now.amin(0), now.amax(0))
             own = left[column]

@@ -62,9 +62,8 @@ class RankMeter:
         words[PID] = os.getpid()
 
     def __enter__(self) -> None:
-        self._words[WAITS] += (
-            1  # before it waits: the rank with the fewest is the one that the others wait for
-        )
+        # Before it waits: the rank with the fewest is the one that the others wait for.
+        self._words[WAITS] += 1
         self._since_ns = time.perf_counter_ns()
 
     def __exit__(self, *error: object) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cumulo.models.decoder import Decoder
 from cumulo.models.files.names_huggingface import placements
-from cumulo.models.files.placement import Placement
+from cumulo.models.files.placement import Placement, placed_parts
 from cumulo.models.files.weights import fill_decoder
 from cumulo.models.files.weights_safetensors import FolderWeights
 from cumulo.models.linear import TensorKind
@@ -55,7 +55,8 @@ def test_placements_fill_every_element_exactly_once(name: str) -> None:
 def test_a_placement_can_transpose_and_see_its_target_in_another_shape() -> None:
     parameter = torch.zeros(6, 4)  # two heads of one key row and two value rows
     keys = torch.arange(8.0).view(2, 4, 1)
-    Placement("k", "kv_b", (2, 4, 1), (0, 0, 0), view=(2, 3, 4), transposed=True).fill(parameter, keys)
+    placement = Placement("k", "kv_b", (2, 4, 1), (0, 0, 0), view=(2, 3, 4), transposed=True)
+    placed_parts([placement], None)[0].fill(parameter, keys)
     assert parameter[0].tolist() == [0, 1, 2, 3] and parameter[3].tolist() == [4, 5, 6, 7]
     assert parameter.count_nonzero() == 7
 

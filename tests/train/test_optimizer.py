@@ -11,7 +11,7 @@ from cumulo.layout.pieces import pieces
 from cumulo.spec.model import ModelSpec
 from cumulo.train.decide.config import OptimizerConfig, ScheduleConfig
 from cumulo.train.decide.schedule import learning_rate_share
-from cumulo.train.optimizer.muon import MuonMatrix, muon_step, orthogonalise
+from cumulo.train.optimizer.muon import Muon, MuonMatrix, orthogonalise
 from cumulo.train.optimizer.optimizer import Optimizer, fused_parts
 from cumulo.train.optimizer.sharded_optimizer import OneRank
 
@@ -33,11 +33,12 @@ def test_muon_moves_a_matrix_as_torchs_muon_does(shape: tuple[int, int]) -> None
     ours = nn.Parameter(matrix(*shape))
     theirs = nn.Parameter(matrix(*shape))
     peer = torch.optim.Muon([theirs], lr=0.02, momentum=0.95, weight_decay=0.1)
-    state = MuonMatrix(ours, torch.zeros_like(ours), (shape[0],))
+    config = OptimizerConfig(muon_learning_rate=0.02, muon_momentum=0.95, weight_decay=0.1)
+    muon = Muon({"ours": MuonMatrix(ours, torch.zeros_like(ours), (shape[0],))}, config)
     for step in range(4):
         ours.grad = matrix(*shape, seed=step + 1)
         theirs.grad = ours.grad.clone()
-        muon_step([state], 0.02, 0.95, 0.1)
+        muon.step(1.0)
         peer.step()
     moved = (ours - matrix(*shape)).abs().max()
     # torch iterates in bfloat16: what remains is its rounding
@@ -49,11 +50,12 @@ def test_fused_matrices_are_made_orthogonal_one_by_one() -> None:
     parts = fused_parts("layers.0.attention.qkv.weight", SPEC, fused.shape)
     assert parts == (16, 8, 8)
     fused.grad = matrix(32, 16)
-    muon_step([MuonMatrix(fused, torch.zeros_like(fused), parts)], 1.0, 0.95, 0.0)
+    config = OptimizerConfig(muon_learning_rate=1.0, muon_momentum=0.95, weight_decay=0.0)
+    Muon({"fused": MuonMatrix(fused, torch.zeros_like(fused), parts)}, config).step(1.0)
     for part, gradient in zip(fused.detach().split(parts), matrix(32, 16).split(parts), strict=True):
         alone = nn.Parameter(torch.zeros_like(part))
         alone.grad = gradient
-        muon_step([MuonMatrix(alone, torch.zeros_like(alone), (len(part),))], 1.0, 0.95, 0.0)
+        Muon({"alone": MuonMatrix(alone, torch.zeros_like(alone), (len(part),))}, config).step(1.0)
         torch.testing.assert_close(part, alone.detach())
 
 

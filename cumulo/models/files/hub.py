@@ -4,7 +4,8 @@ file, or a Hugging Face name. Called by `load_model` and `inspect_model`.
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -89,16 +90,11 @@ def _in_folder(folder: Path) -> ModelSource:
 
 def _download_folder(name: str) -> Path:
     hub = _hub_package(name)
-    try:
+    with _downloading(name):
         folder = Path(hub.snapshot_download(name, allow_patterns=_FOLDER_FILES))
-    except Exception as error:  # many kinds: no network, no such name, no permission, disk full
-        raise _not_downloaded(name, error) from error
-    if any(folder.glob("*.safetensors")):
-        return folder
-    try:
+        if any(folder.glob("*.safetensors")):
+            return folder
         files = [file for file in hub.HfApi().list_repo_files(name) if file.endswith(".gguf")]
-    except Exception as error:
-        raise _not_downloaded(name, error) from error
     if files:
         listing = ", ".join(f"{name}/{file}" for file in files[:12])
         raise ModelError(f"{name} offers GGUF files; name one of them: {listing}")
@@ -111,11 +107,9 @@ def _download_file(name: str, file: str) -> Path:
     files = [file]
     if split:
         files = [f"{split[1]}-{n:05d}-of-{split[2]}.gguf" for n in range(1, int(split[2]) + 1)]
-    try:
+    with _downloading(f"{name}/{file}"):
         paths = [Path(hub.hf_hub_download(name, part)) for part in files]
-        return paths[0]
-    except Exception as error:
-        raise _not_downloaded(f"{name}/{file}", error) from error
+    return paths[0]
 
 
 def _hub_package(name: str):  # type: ignore[no-untyped-def]  # the lazily imported module itself
@@ -129,9 +123,13 @@ def _hub_package(name: str):  # type: ignore[no-untyped-def]  # the lazily impor
     return huggingface_hub
 
 
-def _not_downloaded(name: str, error: Exception) -> ModelError:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return ModelError(
-        f"{name!r} is not a folder or file here and could not be downloaded from Hugging Face "
-        f"({type(error).__name__}: {reason}); check the name, the network and, for gated models, HF_TOKEN"
-    )
+@contextmanager
+def _downloading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # many kinds: no network, no such name, no permission, disk full
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"{name!r} is not a folder or file here and could not be downloaded from Hugging Face "
+            f"({type(error).__name__}: {reason}); check the name, the network and, for gated models, HF_TOKEN"
+        ) from error

@@ -61,10 +61,6 @@ class Placement:
             seen[self.box].view(self.placed_shape) if len(self.offset) > len(self.shape) else seen[self.box]
         )
 
-    def fill(self, parameter: Tensor, source: Tensor) -> None:
-        """Copy `source` into place, converting its type on the way; nothing model-sized is allocated."""
-        self.region(parameter).copy_(source.transpose(-1, -2) if self.transposed else source)
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:

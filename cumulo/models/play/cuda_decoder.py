@@ -121,9 +121,8 @@ class CudaDecoder:
             (one for one in matrices if isinstance(one, W4Weight)), self.dtype
         )
         self._played = list(enumerate(self.layers))
-        self.on_layer: Callable[[int], None] | None = (
-            None  # called when a layer's keys and values are launched
-        )
+        # Called when a layer's keys and values are launched.
+        self.on_layer: Callable[[int], None] | None = None
         self.windows = tuple(dict.fromkeys(layer.window for layer in self.layers))
         self.head: Weight = (decoder.embed if spec.tied_embeddings else decoder.head).weight
         # The stream as it enters these layers is kept for a draft head, side by side (`tap`).

@@ -76,9 +76,8 @@ class OpList:
         self._decoder, self._tables, self._cache, self.buffers = decoder, tables, cache, buffers
         spec = self.spec = decoder.spec
         self._writer = writer = OpWriter(buffers.room, spec.norm_eps, adapted)
-        self._stops: list[
-            tuple[int, dict[str, Any]]
-        ] = []  # after so many operations, and the segment's fields
+        # After so many operations a segment ends, which has these fields.
+        self._stops: list[tuple[int, dict[str, Any]]] = []
         self._last_stage = links is None or links.part.last
         self._summed = links is not None and links.tensor is not None
         # Of the ranks that sum up, one adds the stream so far.

@@ -6,18 +6,9 @@ Both give, piece by piece, exactly what they would give for the whole.
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from cumulo.errors import InvalidRequest
-
-
-class TokenSpelling(Protocol):
-    """What of a `Tokenizer` is needed here."""
-
-    space_prefix: bool
-    special_ids: frozenset[int]
-
-    def token_bytes(self, token_id: int) -> bytes: ...
+from cumulo.models.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
@@ -27,7 +18,7 @@ class IncrementalDetokenizer:
     U+FFFD as soon as that is certain.
     """
 
-    def __init__(self, tokenizer: TokenSpelling, skip_special: bool = True, continues: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, continues: bool = False) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

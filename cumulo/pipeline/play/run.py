@@ -36,7 +36,8 @@ class Sink(Protocol):
     """Who takes the gradients."""
 
     def last(self, chunk: int) -> None:
-        """The gradients that come next are this chunk's last of the step."""
+        """The next backward (one call of autograd) is the last of the step that adds to this chunk's weights: what
+        it makes ready can be sent while it still runs."""
         ...
 
     def added(self, chunk: int) -> None:

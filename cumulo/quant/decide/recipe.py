@@ -88,9 +88,8 @@ class Recipe:
     act_order: bool = True  # GPTQ: columns that matter most are rounded first
     damping: float = 0.01  # GPTQ: of the mean diagonal of the Hessian
     scheme: Float8Scheme = "channel"  # fp8: what shares a scale
-    static_activations: bool = (
-        False  # fp8: one scale for all activations of a matrix, from the calibration text
-    )
+    # fp8: one scale for all activations of a matrix, from the calibration text.
+    static_activations: bool = False
     format: FolderFormat | None = None
     layers: int | None = None  # only so many from the first; None: all
 

@@ -21,9 +21,8 @@ class HeadConfig:
     # A text file with one prompt per line; None: built-in conversations; "own": half of them what the model itself
     # expects to be asked.
     prompts: str | None = None
-    judge: tuple[
-        str, ...
-    ] = ()  # text files with prompts that are not trained on: the report tells how often it is right
+    # Text files with prompts that are not trained on: the report tells how often it is right.
+    judge: tuple[str, ...] = ()
     answers: int = 320  # that the model gives itself; the head learns from them
     answer_tokens: int = 96
     draft_vocabulary: int = 4096  # tokens the head can propose: the most frequent of the answers

@@ -4,7 +4,7 @@ torch has a Muon for plain matrices; ours also takes the decoder's fused matrice
 three maps, not one) and treats stacked experts as the batch of matrices they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -114,10 +114,22 @@ class Muon:
     def __init__(self, matrices: Mapping[str, MuonMatrix], config: OptimizerConfig) -> None:
         self.matrices, self.config = matrices, config
 
+    @torch.no_grad()
     def step(self, share: float) -> None:
-        config = self.config
-        rate = config.muon_learning_rate * share
-        muon_step(list(self.matrices.values()), rate, config.muon_momentum, config.weight_decay)
+        momentum, rate = self.config.muon_momentum, self.config.muon_learning_rate * share
+        for matrix in self.matrices.values():
+            gradient = matrix.parameter.grad
+            if gradient is None:
+                continue
+            # Half precision suffices for a direction, and is faster where there are units for it.
+            dtype = torch.bfloat16 if gradient.is_cuda else gradient.dtype
+            matrix.momentum.lerp_(gradient, 1 - momentum)
+            nesterov = gradient.lerp(matrix.momentum, momentum)
+            whole = nesterov if matrix.whole is None else matrix.whole.gather(nesterov)
+            change = torch.cat([_change(part, dtype) for part in whole.split(matrix.parts, -2)], -2)
+            own = change if matrix.whole is None else matrix.whole.cut(change).to(matrix.parameter.device)
+            matrix.parameter.mul_(1 - rate * self.config.weight_decay)
+            matrix.parameter.sub_(own.to(matrix.parameter.dtype), alpha=rate)
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -128,25 +140,6 @@ class Muon:
 
     def loaded(self) -> None:
         """They are the live tensors."""
-
-
-@torch.no_grad()
-def muon_step(
-    matrices: Sequence[MuonMatrix], learning_rate: float, momentum: float, weight_decay: float
-) -> None:
-    for matrix in matrices:
-        gradient = matrix.parameter.grad
-        if gradient is None:
-            continue
-        # Half precision suffices for a direction, and is faster where there are units for it.
-        dtype = torch.bfloat16 if gradient.is_cuda else gradient.dtype
-        matrix.momentum.lerp_(gradient, 1 - momentum)
-        nesterov = gradient.lerp(matrix.momentum, momentum)
-        whole = nesterov if matrix.whole is None else matrix.whole.gather(nesterov)
-        change = torch.cat([_change(part, dtype) for part in whole.split(matrix.parts, -2)], -2)
-        own = change if matrix.whole is None else matrix.whole.cut(change).to(matrix.parameter.device)
-        matrix.parameter.mul_(1 - learning_rate * weight_decay)
-        matrix.parameter.sub_(own.to(matrix.parameter.dtype), alpha=learning_rate)
 
 
 def _change(direction: Tensor, dtype: torch.dtype) -> Tensor:

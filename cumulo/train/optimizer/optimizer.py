@@ -34,18 +34,20 @@ class Optimizer:
         self.masters: dict[str, Tensor] = {
             name: _master(p, master_weights, config.offload) for name, p in self.parameters.items()
         }
-        by_muon, in_8_bits, rest = {}, {}, {}
+        matrices: dict[str, MuonMatrix] = {}
+        in_8_bits, rest = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in self.masters.items():
             if config.kind == "muon" and is_inner_matrix(name, tensor):
-                by_muon[name] = tensor
-            elif config.kind == "adamw8bit" and _bears_8_bits(name, tensor):
+                whole = (wholes or {}).get(name)
+                parts = fused_parts(name, spec, tensor.shape if whole is None else whole.shape)
+                matrices[name] = MuonMatrix(tensor, torch.zeros_like(tensor), parts, whole)
+            # Gradients of an embedding's rows are rare and large (Dettmers et al. 2021, section 2.3).
+            elif (
+                config.kind == "adamw8bit" and name != "embed.weight" and tensor.numel() >= _LEAST_FOR_8_BITS
+            ):
                 in_8_bits[name] = tensor
             else:
                 rest[name] = tensor
-        matrices = {
-            name: _muon_matrix(name, tensor, spec, (wholes or {}).get(name))
-            for name, tensor in by_muon.items()
-        }
         # How some tensors are updated by their gradients. Saving reads the tensors of a rule's `state`; loading
         # writes into them and then calls `loaded`.
         self._rules: list[_FusedAdamW | Adam8bit | Muon] = []
@@ -161,16 +163,6 @@ def _master(parameter: Tensor, master_weights: bool, offload: bool) -> Tensor:
         kept = torch.empty(parameter.shape, dtype=dtype, device="cpu", pin_memory=parameter.is_cuda)
         return kept.copy_(parameter.detach()).requires_grad_()
     return parameter if dtype == parameter.dtype else parameter.detach().to(dtype).requires_grad_()
-
-
-def _bears_8_bits(name: str, tensor: Tensor) -> bool:
-    """Gradients of an embedding's rows are rare and large (Dettmers et al. 2021, section 2.3)."""
-    return name != "embed.weight" and tensor.numel() >= _LEAST_FOR_8_BITS
-
-
-def _muon_matrix(name: str, tensor: Tensor, spec: ModelSpec, whole: WholeMatrix | None) -> MuonMatrix:
-    parts = fused_parts(name, spec, tensor.shape if whole is None else whole.shape)
-    return MuonMatrix(tensor, torch.zeros_like(tensor), parts, whole)
 
 
 def is_inner_matrix(name: str, tensor: Tensor) -> bool:

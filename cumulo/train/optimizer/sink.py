@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cumulo.layout.pieces import Piece
+from cumulo.pipeline.play.run import Sink
 from cumulo.ranks.groups import Group, Groups, new_group
 
 FsdpPrefetch = Literal["pre", "post"]
@@ -31,7 +32,7 @@ class Shard:
     dtype: torch.dtype  # the model computes in it; where `tensor` is wider, it is the master copy
 
 
-class GradientSink(Protocol):
+class GradientSink(Sink, Protocol):
     """One step is `begin`, backward passes with `last` before each chunk's last one, `finish`; then `spread`."""
 
     @property
@@ -45,17 +46,6 @@ class GradientSink(Protocol):
 
     def leaves(self, chunk: int) -> Iterator[nn.Parameter]:
         """The parameters that the chunk's forward computed with: what its backward gives gradients to."""
-        ...
-
-    def last(self, chunk: int) -> None:
-        """The next backward (one call of autograd) is the last of the step that adds to this chunk's weights.
-
-        Everything played before is complete. What the backward makes ready is sent while it still runs.
-        """
-        ...
-
-    def added(self, chunk: int) -> None:
-        """A micro-batch's backward has added its gradients to this chunk's weights."""
         ...
 
     def finish(self) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ Numbers are written so that reading them gives the same bits: two runs can be co
 """
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
@@ -76,19 +76,24 @@ def read_log(path: Path) -> list[TrainRecord]:
 class RecordFile(Generic[Record]):
     """A CSV file of records that grows line by line."""
 
-    def __init__(self, path: Path, kind: type[Record], first: Iterable[Record]) -> None:
+    def __init__(self, path: Path, kind: type[Record], after_step: int) -> None:
+        """Keeps what an earlier run wrote up to `after_step`; what came later will be computed again."""
+        self.records: list[Record] = read_records(path, kind)
         self._stream = path.open("w", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._stream, [field.name for field in fields(kind)])
-        self.write_all(first)
+        self.forget_after(after_step)
 
-    def write_all(self, records: Iterable[Record]) -> None:
-        """These are all records of the file."""
+    def forget_after(self, step: int) -> None:
+        """After a rollback: those steps did not happen."""
+        kept = [record for record in self.records if record.step <= step]
+        self.records = []
         self._stream.seek(0)
         self._stream.truncate()
         self._writer.writeheader()
-        self.add(records)
+        self.add(kept)
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Sequence[Record]) -> None:
+        self.records += records
         self._writer.writerows(map(asdict, records))
         self._stream.flush()
 
@@ -96,30 +101,21 @@ class RecordFile(Generic[Record]):
         self._stream.close()
 
 
-class RunLog:
+class RunLog(RecordFile[TrainRecord]):
     def __init__(self, folder: Path, after_step: int) -> None:
-        """Keep what an earlier run wrote up to `after_step`; what came later will be computed again."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "log.csv"
-        self.records = [record for record in read_log(path) if record.step <= after_step]
-        self._file = RecordFile(path, TrainRecord, self.records)
+        super().__init__(folder / "log.csv", TrainRecord, after_step)
         self._board: Any = _tensorboard(folder / "tensorboard")
 
     def write(self, record: TrainRecord) -> None:
-        self.records.append(record)
-        self._file.add([record])
+        self.add([record])
         if self._board is not None:
             for name, value in asdict(record).items():
                 if name != "step" and value is not None:
                     self._board.add_scalar(name, value, record.step)
 
-    def forget_after(self, step: int) -> None:
-        """After a rollback: those steps did not happen."""
-        self.records = [record for record in self.records if record.step <= step]
-        self._file.write_all(self.records)
-
     def close(self) -> None:
-        self._file.close()
+        super().close()
         if self._board is not None:
             self._board.close()
 
@@ -132,13 +128,11 @@ def _tensorboard(folder: Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-class CollectiveLog:
+class CollectiveLog(RecordFile[CollectiveRecord]):
     def __init__(self, folder: Path, after_step: int, profile: CollectiveProfile | None = None) -> None:
-        """Keep what an earlier run wrote up to `after_step`. `profile`: what was measured here predicts better than
-        the cost model."""
-        self._profile, path = profile, folder / "collectives.csv"
-        kept = [record for record in read_records(path, CollectiveRecord) if record.step <= after_step]
-        self._file = RecordFile(path, CollectiveRecord, kept)
+        """`profile`: what was measured here predicts better than the cost model."""
+        super().__init__(folder / "collectives.csv", CollectiveRecord, after_step)
+        self._profile = profile
 
     def write(self, step: int, times: Sequence[CollectiveTime]) -> list[CollectiveRecord]:
         records = []
@@ -146,20 +140,7 @@ class CollectiveLog:
             known = self._profile.times(one.kind, one.size_bytes, one.ranks) if self._profile else {}
             each_s = min(known.values(), default=host_seconds(one.kind, one.size_bytes, one.ranks))
             gb_s = one.bus_bytes_per_s / 1e9
-            records.append(
-                CollectiveRecord(
-                    step,
-                    one.kind,
-                    one.ranks,
-                    one.size_bytes,
-                    one.calls,
-                    one.seconds,
-                    gb_s,
-                    one.calls * each_s,
-                )
-            )
-        self._file.add(records)
+            found = one.kind, one.ranks, one.size_bytes, one.calls, one.seconds, gb_s, one.calls * each_s
+            records.append(CollectiveRecord(step, *found))
+        self.add(records)
         return records
-
-    def close(self) -> None:
-        self._file.close()
