@@ -244,10 +244,10 @@ def test_adapters_learn_answers_and_leave_the_model_as_it_was(tmp_path: Path, so
     merged = load_model(result.model_folder)
     assert merged.tokenizer is not None
     tokens = merged.tokenizer.encode("say yes")
-    from tests.train.test_model import documents_batch
+    from tests.train.test_model import logits_of
 
     with torch.no_grad():
-        expected = model.logits(model.hidden(documents_batch([[tokens]]))[0])
+        expected = logits_of(model, [[tokens]])
     torch.testing.assert_close(Stepper(merged.decoder).feed(tokens, 8), expected, atol=1e-4, rtol=0)
     with pytest.raises(ConfigError, match="no projection 'qvk'; did you mean 'qkv'"):
         changed = dataclasses.replace(config, folder=str(tmp_path / "x"), lora=LoraConfig(targets=("qvk",)))

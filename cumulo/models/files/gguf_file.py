@@ -92,10 +92,6 @@ class GGUFFile:
             raise ModelError(f"{self.path}: the metadata has no general.architecture; it is not a model file")
         return name
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
 
 def open_gguf(path: Path | str) -> GGUFFile:
     """Map a GGUF file, and the further pieces of a split one, and read everything but the weights."""

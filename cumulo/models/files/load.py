@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from cumulo.errors import ModelError
-from cumulo.layout.serving import HeldParameter, RankPart, held_parameters
+from cumulo.layout.serving import RankPart, held_parameters
 from cumulo.models.decoder import Decoder
 from cumulo.models.files import names_gguf
 from cumulo.models.files.gguf_file import open_gguf
@@ -97,9 +97,13 @@ def load_model(
     ends = tokenizer.eos_ids if tokenizer is not None else ()
     in_vocabulary(ends, f"{source.path}: what ends an answer", spec.vocab_size)
     # Most matrices will be packed: memory for plain ones would be touched and given back.
-    decoder, held = _empty_decoder(spec, dtype, "meta" if keep_quantised else device, part)
-    fill_decoder(decoder, weights, keep_quantised, progress, held)
-    if part is not None:
+    place = "meta" if keep_quantised else device
+    if part is None:
+        decoder = Decoder(spec, dtype, place)
+        fill_decoder(decoder, weights, keep_quantised, progress)
+    else:
+        decoder = empty_rank_decoder(part, dtype, place)
+        fill_decoder(decoder, weights, keep_quantised, progress, held_parameters(part))
         leave_biases_to_one(decoder, part)
     return LoadedModel(
         name=source.name,
@@ -111,14 +115,6 @@ def load_model(
         quantised=keep_quantised,
         generation_defaults={**source.sampling, **defaults},
     )
-
-
-def _empty_decoder(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str, part: RankPart | None
-) -> tuple[Decoder, dict[str, HeldParameter] | None]:
-    if part is None:
-        return Decoder(spec, dtype, device), None
-    return empty_rank_decoder(part, dtype, device), held_parameters(part)
 
 
 def inspect_model(model: str | Path | None = None) -> ModelFiles:

@@ -1,22 +1,18 @@
-"""The safetensors files of a Hugging Face folder: their headers, checked against the files' sizes, and their
-tensors. Used by whoever reads weights from such a folder.
+"""The safetensors files of a Hugging Face folder: their headers, checked against the files' sizes. Used by
+whoever reads weights from such a folder.
 """
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from cumulo.errors import ModelError
 from cumulo.models.files.json_file import read_json, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 _MOST_DIMENSIONS = 8
-_FLOATS = ("F64", "F32", "F16", "BF16")  # types that plain weights may have
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
                "U16": 2}  # fmt: skip
 
@@ -32,35 +28,6 @@ class FileTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 1)
-
-
-class FolderTensors:
-    """Reads a folder's tensors. Files are mapped when first needed; their pages belong to the system's cache."""
-
-    def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
-        self._tensors, self._open = tensors, dict[Path, Any]()
-
-    def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-        """A tensor, or the part of it at these slices."""
-        file = self._tensors[name].file
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt", device="cpu")
-            handle = self._open[file]
-            found: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
-        return found
-
-
-def check_types(folder: Path, names: Iterable[str], tensors: Mapping[str, FileTensor]) -> None:
-    """Refuse plain weights that are not floating-point numbers of a known type."""
-    odd = [f"{name} is {tensors[name].dtype}" for name in names if tensors[name].dtype not in _FLOATS]
-    if odd:
-        raise ModelError(
-            f"{folder} contains weights of an unsupported type: {'; '.join(odd[:10])}"
-            f"{f'; and {len(odd) - 10} more' if len(odd) > 10 else ''}; known: {', '.join(_FLOATS)}"
-        )
 
 
 def read_directory(folder: Path) -> dict[str, FileTensor]:

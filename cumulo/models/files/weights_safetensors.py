@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cumulo.errors import ModelError
@@ -23,8 +24,14 @@ from cumulo.models.files import names_huggingface
 from cumulo.models.files.json_file import read_json
 from cumulo.models.files.placement import PlacedPart, Placement, check_tensors
 from cumulo.models.files.quantised import awq, compressed_tensors, gptq
-from cumulo.models.files.quantised.matrices import Float8Matrix, IntegerMatrix, QuantisedMatrix, StoredTensor
-from cumulo.models.files.safetensors_file import FolderTensors, check_types, read_directory
+from cumulo.models.files.quantised.matrices import (
+    FLOATS,
+    Float8Matrix,
+    IntegerMatrix,
+    QuantisedMatrix,
+    StoredTensor,
+)
+from cumulo.models.files.safetensors_file import read_directory
 from cumulo.models.text.tokenizer import Tokenizer, load_tokenizer
 from cumulo.spec.model import ModelSpec
 from cumulo.spec.quantisation import Quantisation
@@ -132,7 +139,7 @@ class FolderWeights:
         what config.json says of quantised weights."""
         self.path, self.spec, self.how = folder, spec, how
         self.tensors = tensors = read_directory(folder)
-        self._files = FolderTensors(tensors)
+        self._open: dict[Path, Any] = {}
         if spec.layers > len(tensors):
             raise ModelError(
                 f"{folder}: config.json says {spec.layers:,} layers, but there are only {len(tensors)} tensors"
@@ -163,7 +170,13 @@ class FolderWeights:
             {name: tensor.shape for name, tensor in tensors.items()},
             lambda name: name in own or ignorable(name) or (how is not None and _ignorable_note(name)),
         )
-        check_types(folder, [one.source for one in plain], tensors)
+        names = [one.source for one in plain]
+        odd = [f"{name} is {tensors[name].dtype}" for name in names if tensors[name].dtype not in FLOATS]
+        if odd:
+            raise ModelError(
+                f"{folder} contains weights of an unsupported type: {'; '.join(odd[:10])}"
+                f"{f'; and {len(odd) - 10} more' if len(odd) > 10 else ''}; known: {', '.join(FLOATS)}"
+            )
 
     @property
     def _packable(self) -> list[StoredMatrix]:
@@ -208,15 +221,27 @@ class FolderWeights:
     def plain(self, part: PlacedPart) -> Tensor:
         if part.source in self.stored:
             return self.matrices(part)[0].dequantise()
-        return self._files.read(part.source, None if part.is_whole else part.stored_slices)
+        return self._read(part.source, None if part.is_whole else part.stored_slices)
+
+    def _read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
+        """A tensor, or the part of it at these slices. Files are mapped when first needed."""
+        file = self.tensors[name].file
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt", device="cpu")
+            handle = self._open[file]
+            found: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        return found
 
     def matrices(self, part: PlacedPart) -> list[QuantisedMatrix]:
         stored = self.stored[part.source]
         names = zip(stored.tensors, stored.sources, strict=True)
-        matrix = stored.read({tensor.name: self._files.read(name) for tensor, name in names})
+        matrix = stored.read({tensor.name: self._read(name) for tensor, name in names})
         _refuse_nonsense(stored.module, matrix)
         bias = f"{stored.module}.bias"
-        if bias in self._empty_biases and bool(self._files.read(bias).any()):
+        if bias in self._empty_biases and bool(self._read(bias).any()):
             raise ModelError(f"{self.path}: {bias} is not zero, but {self.spec.family} has no such bias")
         try:
             return [matrix if part.is_whole else matrix.sliced(*part.stored_slices)]

@@ -24,7 +24,7 @@ from cumulo.spec.model import ModelSpec
 from cumulo.train.data.packing import IGNORED, DeviceBatch
 from cumulo.train.model.arithmetic import WIDE, Arithmetic, use_arithmetic
 from cumulo.train.model.attention import TrainingAttention, TrainingLatentAttention
-from cumulo.train.model.document_mask import Documents, OwnTokens
+from cumulo.train.model.document_mask import Documents
 from cumulo.train.model.experts import ExpertUsage, TrainingFeedForward, TrainingMixture, balance_sum
 from cumulo.train.model.recompute import Recompute
 from cumulo.train.model.split import WHOLE, LayerSettings, Split
@@ -206,20 +206,6 @@ class TrainingDecoder(nn.Module):
     def forward(self, batch: DeviceBatch, x: Tensor | None = None) -> Losses:
         """`batch`: whole rows, of which the split takes its places; `x`: what the part before this one gave."""
         own = self.split.context.own_tokens(batch)
-        x, balance = self._layers(x, own, batch)
-        if not self.part.last:
-            return Losses(x.new_zeros(()), balance, x)
-        x = self.final_norm(x)
-        tensor, weight = self.split.tensor, self.output_weight
-        token_sum = cross_entropy_sum(tensor.enter(x), weight, own.targets, tensor.vocabulary(len(weight)))
-        return Losses(token_sum, balance, None)
-
-    def hidden(self, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden states [T, hidden] of the whole model's tokens, and the experts' balance."""
-        x, balance = self._layers(None, self.split.context.own_tokens(batch), batch)
-        return self.final_norm(x), balance
-
-    def _layers(self, x: Tensor | None, own: OwnTokens, batch: DeviceBatch) -> tuple[Tensor, Tensor | None]:
         if x is None:
             x = self.split.tensor.embed(self.embed.weight, own.tokens)
         rotation = self.rotary.rotation_at(own.positions)
@@ -229,7 +215,13 @@ class TrainingDecoder(nn.Module):
             x, usage = self.recompute.layer(layer, x, rotation, own.documents, rows)
             if usage is not None:
                 used[int(number)] = usage
-        return x, self._balance(used, length)
+        balance = self._balance(used, length)
+        if not self.part.last:
+            return Losses(x.new_zeros(()), balance, x)
+        x = self.final_norm(x)
+        tensor, weight = self.split.tensor, self.output_weight
+        token_sum = cross_entropy_sum(tensor.enter(x), weight, own.targets, tensor.vocabulary(len(weight)))
+        return Losses(token_sum, balance, None)
 
     def take_loads(self) -> Mapping[int, Tensor]:
         """By layer, how often each expert was chosen [experts] since the last call, in training; by the rows this
@@ -256,9 +248,6 @@ class TrainingDecoder(nn.Module):
         ]
         layers = sum(self.spec.is_moe_layer(layer) for layer in range(self.spec.layers))
         return split.tensor.total(torch.stack(balances).sum() / layers)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.output_weight)
 
 
 DEVIATION = 0.02  # GPT-2 (Radford et al. 2019)
