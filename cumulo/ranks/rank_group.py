@@ -49,10 +49,8 @@ class RankGroup:
         options._timeout = timedelta(seconds=timeout_s)
         self._group = gloo(PrefixStore(name, store), self.index, self.size, options)
         algorithms, profile = split_profile(collective if host == THIS_HOST else "")
-        self._algorithm, self._profile = (
-            parse_choices(algorithms).get("all_reduce"),
-            read_collective_profile(profile),
-        )
+        self._algorithm = parse_choices(algorithms).get("all_reduce")
+        self._profile = read_collective_profile(profile)
         if self._algorithm or self._profile is not None:
             self._player = make_player("shm", self.index, self.size, store, timeout_s, f"ranks {name}")
 

@@ -26,6 +26,10 @@ def matrix(bits: int = 4, symmetric: bool = False, groups: int = COLUMNS // GROU
     return IntegerMatrix(codes, scale, zero, bits)
 
 
+def gptq_of(bits: int, stores_zero_minus_one: bool = True) -> Quantisation:
+    return Quantisation("gptq", bits, "group", GROUP, stores_zero_minus_one=stores_zero_minus_one)
+
+
 def equal(one: IntegerMatrix, other: IntegerMatrix) -> bool:
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("codes", "scale", "zero"))
 
@@ -33,7 +37,7 @@ def equal(one: IntegerMatrix, other: IntegerMatrix) -> bool:
 def test_awq_keeps_a_matrix_and_its_words_are_in_the_order_of_the_gemm_kernel() -> None:
     before = matrix()
     tensors = awq.write(before)
-    assert equal(awq.read(tensors, ROWS), before)
+    assert equal(awq.read(tensors, ROWS, COLUMNS, Quantisation("awq", 4, "group", GROUP)), before)
     word = int(tensors["qweight"][3, 1]) & 0xFFFFFFFF
     # AutoAWQ's GEMM packing: nibbles from the lowest are outputs 0, 2, 4, 6, 1, 3, 5, 7.
     outputs = [8 + offset for offset in (0, 2, 4, 6, 1, 3, 5, 7)]
@@ -44,14 +48,14 @@ def test_awq_keeps_a_matrix_and_its_words_are_in_the_order_of_the_gemm_kernel() 
 def test_gptq_keeps_a_matrix_and_stores_zero_points_one_too_small(bits: int) -> None:
     before = matrix(bits)
     tensors = gptq.write(before)
-    after = gptq.read(tensors, ROWS, COLUMNS, bits, stores_zero_minus_one=True)
+    after = gptq.read(tensors, ROWS, COLUMNS, gptq_of(bits))
     assert equal(after, before) and torch.equal(after.dequantise(), before.dequantise())
     per_word, mask = 32 // bits, (1 << bits) - 1
     word = int(tensors["qweight"][1, 5]) & 0xFFFFFFFF
     assert [(word >> bits * place) & mask for place in range(per_word)] == before.codes[
         5, per_word : 2 * per_word
     ].tolist()
-    stored = gptq.read(tensors, ROWS, COLUMNS, bits, stores_zero_minus_one=False)
+    stored = gptq.read(tensors, ROWS, COLUMNS, gptq_of(bits, False))
     assert torch.equal((stored.zero + 1) & mask, before.zero)
 
 
@@ -59,7 +63,7 @@ def test_act_order_gives_each_column_the_scale_of_its_own_group() -> None:
     before = matrix()
     of_column = torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(2)) // GROUP
     tensors = gptq.write(before) | {"g_idx": of_column.to(torch.int32)}
-    after = gptq.read(tensors, ROWS, COLUMNS, 4, stores_zero_minus_one=True)
+    after = gptq.read(tensors, ROWS, COLUMNS, gptq_of(4))
     expected = torch.stack(
         [
             (before.codes[:, column].float() - before.zero[:, group].float()) * before.scale[:, group].float()
@@ -78,7 +82,7 @@ def test_act_order_gives_each_column_the_scale_of_its_own_group() -> None:
 def test_a_group_outside_the_matrix_is_refused() -> None:
     tensors = gptq.write(matrix()) | {"g_idx": torch.full((COLUMNS,), 7, dtype=torch.int32)}
     with pytest.raises(ModelError, match="outside"):
-        gptq.read(tensors, ROWS, COLUMNS, 4, stores_zero_minus_one=True)
+        gptq.read(tensors, ROWS, COLUMNS, gptq_of(4))
 
 
 @pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True), (8, False), (2, False)])

@@ -79,8 +79,6 @@ class AffineBlocks:
             )
         groups = slice(columns.start // self.group, columns.stop // self.group)
         minimum = None if self.minimum is None else np.ascontiguousarray(self.minimum[:, groups])
-        codes, scale = (
-            np.ascontiguousarray(self.codes[:, columns]),
-            np.ascontiguousarray(self.scale[:, groups]),
-        )
+        codes = np.ascontiguousarray(self.codes[:, columns])
+        scale = np.ascontiguousarray(self.scale[:, groups])
         return AffineBlocks(codes, scale, minimum, self.bits, self.group)

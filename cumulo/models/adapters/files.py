@@ -135,12 +135,9 @@ def read_adapter(folder: Path | str, spec: ModelSpec, max_rank: int) -> AdapterW
     config = read_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.is_file():
-        old = (
-            " (only adapter_model.bin: save it as safetensors)"
-            if (folder / "adapter_model.bin").exists()
-            else ""
-        )
-        raise ModelError(f"{folder} lacks {WEIGHTS_NAME}{old}")
+        has_old = (folder / "adapter_model.bin").exists()
+        advice = " (only adapter_model.bin: save it as safetensors)" if has_old else ""
+        raise ModelError(f"{folder} lacks {WEIGHTS_NAME}{advice}")
     header = read_header(path)
     ranks = _checked(path, header, config, spec, max_rank)
     pairs: dict[str, LowRankPair] = {}
@@ -211,16 +208,9 @@ def _checked(
 
 
 def _refuse_tensor(path: Path, name: str) -> NoReturn:
-    what = (
-        "DoRA's magnitudes"
-        if "lora_magnitude" in name
-        else "an adapted embedding"
-        if "embedding" in name
-        else ""
-    )
-    raise ModelError(
-        f"{path} contains {name[:200]!r}, {what or 'which is no part of a plain LoRA adapter'}; it cannot be served"
-    )
+    what = "an adapted embedding" if "embedding" in name else "which is no part of a plain LoRA adapter"
+    what = "DoRA's magnitudes" if "lora_magnitude" in name else what
+    raise ModelError(f"{path} contains {name[:200]!r}, {what}; it cannot be served")
 
 
 def _refuse_module(

@@ -134,9 +134,7 @@ def _latent_projection(
         return
     # Newer files are made for the absorbed form: the key half is stored transposed, per head.
     view = (spec.heads, mla.nope_head_dim + mla.value_head_dim, mla.kv_rank)
-    keys, values = (
-        (spec.heads, mla.kv_rank, mla.nope_head_dim),
-        (spec.heads, mla.value_head_dim, mla.kv_rank),
-    )
+    keys = (spec.heads, mla.kv_rank, mla.nope_head_dim)
+    values = (spec.heads, mla.value_head_dim, mla.kv_rank)
     yield Placement(f"{source}_k_b.weight", one.target, keys, (0, 0, 0), view, transposed=True)
     yield Placement(f"{source}_v_b.weight", one.target, values, (0, mla.nope_head_dim, 0), view)

@@ -66,13 +66,12 @@ class StoredMatrix:
     def read(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
         """From the tensors under their short names."""
         rows, columns = self.placement.shape
-        how = self.how
         try:
-            if how.format == "awq":
-                return awq.read(tensors, rows)
-            if how.format == "gptq":
-                return gptq.read(tensors, rows, columns, how.bits, how.stores_zero_minus_one)
-            return compressed_tensors.read(tensors, rows, columns, how)
+            if self.how.format == "awq":
+                return awq.read(tensors, rows, columns, self.how)
+            if self.how.format == "gptq":
+                return gptq.read(tensors, rows, columns, self.how)
+            return compressed_tensors.read(tensors, rows, columns, self.how)
         except (ValueError, ModelError) as error:
             raise ModelError(f"{self.module}: {error}") from error
 
@@ -90,7 +89,8 @@ def stored_matrices(
         if not any(f"{module}.{sign}" in found for sign in _SIGNS[how.format]):
             continue
         _check_sizes(module, placement.shape, how)
-        wanted = _stored_tensors(*placement.shape, how)
+        format_of = {"awq": awq.stored_tensors, "gptq": gptq.stored_tensors}
+        wanted = format_of.get(how.format, compressed_tensors.stored_tensors)(*placement.shape, how)
         present = []
         for tensor in wanted:
             name = f"{module}.{tensor.name}"
@@ -108,14 +108,6 @@ def stored_matrices(
             present.append(tensor)
         result[placement.source] = StoredMatrix(placement, how, tuple(present))
     return result
-
-
-def _stored_tensors(rows: int, columns: int, how: Quantisation) -> list[StoredTensor]:
-    if how.format == "awq":
-        return awq.stored_tensors(rows, columns, how.group)
-    if how.format == "gptq":
-        return gptq.stored_tensors(rows, columns, how.bits, how.group, how.act_order)
-    return compressed_tensors.stored_tensors(rows, columns, how)
 
 
 def _check_sizes(module: str, shape: tuple[int, ...], how: Quantisation) -> None:

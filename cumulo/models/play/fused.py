@@ -135,10 +135,9 @@ class OpList:
         )
         writer.attend(buffers.qkv, buffers.mixed, cache)
         last = self._last_stage and index == spec.layers - 1
-        hidden, mixed = (
-            (buffers.wanted_hidden, buffers.wanted_mixed) if last else (buffers.hidden, buffers.mixed)
-        )
+        hidden, mixed = buffers.hidden, buffers.mixed
         if last:
+            hidden, mixed = buffers.wanted_hidden, buffers.wanted_mixed
             writer.gather(buffers.hidden, hidden)
             writer.gather(buffers.mixed, mixed)
         writer.quantize(mixed, attention.output, last)

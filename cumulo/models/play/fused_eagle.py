@@ -144,10 +144,8 @@ class _HeadProgram:
         self.wanted = room.buffer(spec.hidden)
         self.likeliest = torch.empty((rows, 2), dtype=torch.float32)
         logits = room.buffer(head.head.shape[0])
-        tokens, mixed, wanted_mixed = (
-            room.buffer(columns)
-            for columns in (spec.hidden, spec.heads * spec.head_dim, spec.heads * spec.head_dim)
-        )
+        width = spec.heads * spec.head_dim
+        tokens, mixed, wanted_mixed = room.buffer(spec.hidden), room.buffer(width), room.buffer(width)
         # One normed form each: the two norms are read by different halves of a matrix, one after the other.
         normed, qkv = room.buffer(spec.hidden), room.buffer(head.qkv.shape[0])
         gate_up, activated = room.buffer(2 * spec.ffn_hidden), room.buffer(spec.ffn_hidden)
@@ -197,15 +195,14 @@ def why_not_head(head: EagleHead, embed: Linear) -> str | None:
     if embed.packed is None:
         if embed.weight.dtype != torch.float32 or not embed.weight.is_contiguous():
             return "the embedding is not in contiguous float32"
-    elif (
-        not isinstance(embed.packed, PackedWeight)
-        or embed.packed.library is None
-        or embed.packed.order is not None
-    ):
+    elif not _suits(embed):
         return "the embedding is packed in a format the kernels do not know"
     for name, module in head.named_modules():
-        if isinstance(module, Linear) and module is not head.qkv:
-            packed = module.packed
-            if not isinstance(packed, PackedWeight) or packed.library is None or packed.order is not None:
-                return f"{name} is not packed for the kernels"
+        if isinstance(module, Linear) and module is not head.qkv and not _suits(module):
+            return f"{name} is not packed for the kernels"
     return None
+
+
+def _suits(linear: Linear) -> bool:
+    packed = linear.packed
+    return isinstance(packed, PackedWeight) and packed.library is not None and packed.order is None

@@ -35,10 +35,8 @@ class Sought:
 def sought_texts(source: str) -> Sought:
     try:
         return _sought_in(Environment(extensions=[loopcontrols]).parse(source))
-    except (
-        TemplateSyntaxError,
-        RecursionError,
-    ):  # a tag of its own, or damaged: everything quoted may be sought
+    # A tag of its own, or damaged: everything quoted may be sought.
+    except (TemplateSyntaxError, RecursionError):
         quoted = frozenset(first or second for first, second in _QUOTED.findall(source))
         return Sought(quoted, quoted, quoted | frozenset(re.findall(r"\w+", source)))
 

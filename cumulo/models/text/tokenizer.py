@@ -16,7 +16,7 @@ import tokenizers
 
 from cumulo.errors import InvalidRequest, ModelError, PromptTooLong
 from cumulo.models.files.json_file import read_json, token_ids
-from cumulo.models.text.caller_text import CallerText, Guarded, Sought, sought_texts
+from cumulo.models.text.caller_text import CallerText, Sought, sought_texts
 from cumulo.models.text.chat_template import ChatTemplate, Message
 from cumulo.models.text.control_tokens import ControlTokens, backend_ids
 from cumulo.models.text.tokenizer_file import is_failure, open_tokenizer_file
@@ -121,11 +121,8 @@ class Tokenizer:
 
     @cached_property
     def _caller_text(self) -> CallerText:
-        return CallerText(self.control, self._sought)
-
-    @cached_property
-    def _sought(self) -> Sought:
-        return sought_texts(self.chat_template.source) if self.chat_template is not None else Sought()
+        template = self.chat_template
+        return CallerText(self.control, Sought() if template is None else sought_texts(template.source))
 
     def prepare_chats(self) -> None:
         """Compile the chat template and tokenise what it puts around every message: now, not in the first request.
@@ -170,8 +167,7 @@ class Tokenizer:
     def use_chat_template(self, source: str) -> None:
         """Take this jinja2 template instead of the model's own."""
         self.chat_template = ChatTemplate(source, self.special_texts)
-        for follows in ("_sought", "control", "_caller_text"):  # what was derived from the one before
-            self.__dict__.pop(follows, None)
+        self.__dict__.pop("_caller_text", None)  # what was derived from the one before
 
     def apply_chat_template(
         self,
@@ -212,7 +208,10 @@ class Tokenizer:
         added; what callers write stays text, unless `parse_special_tokens`. `cut` shortens what the template wrote.
         """
         variables = variables or {}
-        guarded = None if parse_special_tokens else self._guarded(messages, tools, variables)
+        try:
+            guarded = None if parse_special_tokens else self._caller_text.guard(messages, tools, variables)
+        except RecursionError:
+            raise InvalidRequest("the messages or tools are nested too deeply") from None
         if guarded is not None:
             messages, tools, variables = guarded.messages, guarded.tools, guarded.variables
         rendered = self.apply_chat_template(messages, add_generation_prompt, tools, **variables)
@@ -234,17 +233,6 @@ class Tokenizer:
             return text, control.encode(named if guarded is None else guarded.restored(named))
         except BaseException as error:
             raise _refusal(error) from error
-
-    def _guarded(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-    ) -> Guarded | None:
-        try:
-            return self._caller_text.guard(messages, tools, variables)
-        except RecursionError:
-            raise InvalidRequest("the messages or tools are nested too deeply") from None
 
 
 def _refusal(error: BaseException) -> BaseException:

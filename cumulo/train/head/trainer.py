@@ -129,12 +129,8 @@ class HeadTrainer:
         )
         # Products in 16 bits where a GPU is many times faster at them; weights and their steps stay in 32.
         short = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-        source, average, step, done = (
-            batches(examples, config.batch_tokens, config.seed),
-            float("nan"),
-            0,
-            0.0,
-        )
+        source = batches(examples, config.batch_tokens, config.seed)
+        average, step, done = float("nan"), 0, 0.0
         began_s = time.perf_counter()
         while done < 1.0:
             batch = together(decoder, next(source), config.unroll)

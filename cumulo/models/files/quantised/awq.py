@@ -13,14 +13,15 @@ from cumulo.models.files.quantised.matrices import (
     pack_words,
     unpack_words,
 )
+from cumulo.spec.quantisation import Quantisation
 
 BITS = 4
 _ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # output that position i of a word holds
 _BACK = _ORDER.argsort()
 
 
-def stored_tensors(rows: int, columns: int, group: int | None) -> list[StoredTensor]:
-    groups = columns // (group or columns)
+def stored_tensors(rows: int, columns: int, how: Quantisation) -> list[StoredTensor]:
+    groups = columns // (how.group or columns)
     return [
         StoredTensor("qweight", ((columns, rows // 8),), ("I32",)),
         StoredTensor("qzeros", ((groups, rows // 8),), ("I32",)),
@@ -28,7 +29,7 @@ def stored_tensors(rows: int, columns: int, group: int | None) -> list[StoredTen
     ]
 
 
-def read(tensors: Mapping[str, Tensor], rows: int) -> IntegerMatrix:
+def read(tensors: Mapping[str, Tensor], rows: int, columns: int, how: Quantisation) -> IntegerMatrix:
     return IntegerMatrix(
         _unpack(tensors["qweight"], rows).T.contiguous(),
         tensors["scales"].T.contiguous(),

@@ -13,26 +13,23 @@ from cumulo.models.files.quantised.matrices import (
     pack_words,
     unpack_words,
 )
+from cumulo.spec.quantisation import Quantisation
 
 
-def stored_tensors(
-    rows: int, columns: int, bits: int, group: int | None, act_order: bool
-) -> list[StoredTensor]:
-    groups, per_word = -(-columns // (group or columns)), 32 // bits
+def stored_tensors(rows: int, columns: int, how: Quantisation) -> list[StoredTensor]:
+    groups, per_word = -(-columns // (how.group or columns)), 32 // how.bits
     return [
         StoredTensor("qweight", ((columns // per_word, rows),), ("I32",)),
         StoredTensor("qzeros", ((groups, rows // per_word),), ("I32",)),
         StoredTensor("scales", ((groups, rows),), FLOATS),
-        StoredTensor("g_idx", ((columns,),), ("I32", "I64"), required=act_order),
+        StoredTensor("g_idx", ((columns,),), ("I32", "I64"), required=how.act_order),
     ]
 
 
-def read(
-    tensors: Mapping[str, Tensor], rows: int, columns: int, bits: int, stores_zero_minus_one: bool
-) -> IntegerMatrix:
-    scale = tensors["scales"].T.contiguous()
+def read(tensors: Mapping[str, Tensor], rows: int, columns: int, how: Quantisation) -> IntegerMatrix:
+    scale, bits = tensors["scales"].T.contiguous(), how.bits
     zero = unpack_words(tensors["qzeros"], bits, rows).T.contiguous()
-    if stores_zero_minus_one:
+    if how.stores_zero_minus_one:
         zero = (zero + 1) & ((1 << bits) - 1)
     of_column = tensors.get("g_idx")
     if of_column is not None:
