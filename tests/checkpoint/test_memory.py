@@ -83,8 +83,7 @@ def test_an_overlap_is_where_both_are(
 
 
 def test_one_process_goes_on_from_memory_and_refuses_another_model(tmp_path: Path) -> None:
-    heard: list[str] = []
-    store = MemoryStore(tmp_path / "node", heard.append, Team())
+    store = MemoryStore(tmp_path / "node", Team())
     assert store.latest() is None
     whole = whole_state(DENSE)
     for step in (3, 4):
@@ -106,7 +105,7 @@ def _on_nodes(rank: int, root: Path, layout: Layout, experts: bool, load: bool) 
     """Two ranks to a node; a folder each is what another machine's memory would be."""
     spec = MOE if experts else DENSE
     node = f"node-{rank // 2}"
-    store = MemoryStore(root / node, lambda message: None, Team(control_group()), node)
+    store = MemoryStore(root / node, Team(control_group()), node)
     whole = whole_state(spec)
     if not load:
         store.write(7, own_parts(rank_state(spec, layout, rank, whole), rank), {"samples": 70})

@@ -80,7 +80,7 @@ def config_for(layout: Layout, **changes: Any) -> TrainConfig:
 
 def check_same(name: str, layout: Layout) -> None:
     spec = replace(SPECS[name], layers=max(2, pipeline_chunks(layout)))
-    difference, where = largest_difference(spec, alone(spec), train_parallel(spec, config_for(layout)))
+    difference, where = largest_difference(alone(spec), train_parallel(spec, config_for(layout)))
     assert difference < TOLERANCE, f"{name} under {layout}: {difference:.1e} at {where}"
 
 
@@ -156,7 +156,7 @@ def test_combined_parallelisms_change_nothing(spec: str, layout: Layout) -> None
 def test_recomputed_layers_change_nothing(layout: Layout) -> None:
     spec = replace(SPECS["experts"], layers=max(2, pipeline_chunks(layout)))
     ranks = train_parallel(spec, config_for(layout, recompute=True))
-    difference, where = largest_difference(spec, alone(spec), ranks)
+    difference, where = largest_difference(alone(spec), ranks)
     assert difference < TOLERANCE, f"{difference:.1e} at {where}"
 
 
@@ -167,7 +167,7 @@ def test_muon_moves_whole_matrices_wherever_they_are() -> None:
         spec, replace(train_config(Layout(), ROWS, micro=4, short=STEPS), optimizer=optimizer)
     )
     ranks = train_parallel(spec, replace(config_for(layout), optimizer=optimizer))
-    difference, where = largest_difference(spec, expected, ranks)
+    difference, where = largest_difference(expected, ranks)
     assert difference < TOLERANCE, f"{difference:.1e} at {where}"
 
 

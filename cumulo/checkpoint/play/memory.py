@@ -50,10 +50,8 @@ def memory_folder(root: Path, run_folder: Path) -> Path:
 
 
 class MemoryStore:
-    def __init__(
-        self, folder: Path, tell: Callable[[str], None], team: Team, node: str | None = None
-    ) -> None:
-        self.folder, self.tell, self.team = folder, tell, team
+    def __init__(self, folder: Path, team: Team, node: str | None = None) -> None:
+        self.folder, self.team = folder, team
         self.place = f"memory ({folder})"
         self.nodes = team.together(lambda: node or node_name())
         self.keepers = keepers(self.nodes)

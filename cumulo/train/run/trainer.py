@@ -190,7 +190,7 @@ class Trainer:
         self.memory: MemoryStore | None = None
         if config.checkpoint.memory_every_steps:
             place = memory_folder(Path(config.checkpoint.memory_folder), self.folder)
-            self.memory = MemoryStore(place, self.watcher.tell, self.team)
+            self.memory = MemoryStore(place, self.team)
         self.saver = Saver(self.team.rank, self.watcher.tell)
         saves = config.checkpoint.every_steps or config.checkpoint.memory_every_steps
         # 8-bit moments are saved as wider ones, which then should not exist a step longer than they must.

@@ -68,7 +68,7 @@ def verify_layout(config: TrainConfig, steps: int = 20) -> Verdict:
     check_layout(small.config, small.spec)
     alone = train_alone(small.spec, small.config)
     ranks = run_ranks(train_rank, small.config.layout.world, small.spec, small.config, timeout_s=None)
-    difference, where = largest_difference(small.spec, alone, ranks)
+    difference, where = largest_difference(alone, ranks)
     return Verdict(small.config.layout, small.spec, steps, difference, where, tuple(alone.losses))
 
 
@@ -166,7 +166,7 @@ def random_batch(spec: ModelSpec, config: TrainConfig, step: int) -> Batch:
 
 
 # -- comparing -------------------------------------------------------------------------------------------------
-def largest_difference(spec: ModelSpec, alone: Outcome, ranks: Sequence[Outcome]) -> tuple[float, str]:
+def largest_difference(alone: Outcome, ranks: Sequence[Outcome]) -> tuple[float, str]:
     """The largest relative difference on any rank, and where it is. Weights are held against the largest of their
     tensor; infinity where no rank has a part of a parameter."""
     found: list[tuple[float, str]] = [(0.0, "nowhere")]
