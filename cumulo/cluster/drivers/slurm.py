@@ -9,6 +9,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from cumulo.base.strict import package_yaml
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.drivers.command import SERVICE, output_file, served_url
 from cumulo.cluster.drivers.driver import Facts, TargetLost, note_submission, run_tool
@@ -18,25 +19,6 @@ from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import ConfigError, CumuloError
 
 _BAD = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
-_WHY = {  # Slurm's word for why a job is pending, as a sentence
-    "Resources": "waits until enough nodes are free for the whole gang",
-    "Priority": "jobs with a higher priority are ahead of it",
-    "Dependency": "waits for the jobs that it depends on",
-    "BeginTime": "Slurm starts a requeued job after a short delay",
-    "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "it is held: scontrol release",
-    "QOSMaxJobsPerUserLimit": "its user runs as many jobs as the QOS allows",
-    "AssocGrpGRES": "its account uses all the GPUs that it may",
-    "PartitionNodeLimit": "it asks for more nodes than its partition has",
-    "PartitionConfig": "it asks for more nodes, or for more on a node, than its partition has",
-    "BadConstraints": "no node has what its slurm.options ask for",
-    "NodeDown": "a node that it needs is down",
-    "InvalidAccount": "its account is not valid: set slurm.account in the job file",
-    "PartitionTimeLimit": "its time limit is longer than its partition allows",
-    "PartitionDown": "its partition is down",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
-    "None": "Slurm has not looked at it yet",
-}
 _LOST = re.compile(
     r"unable to contact slurm controller|connection refused|connection timed out|communication|"
     r"zero bytes were transmitted|socket timed out|slurm backup controller",
@@ -58,7 +40,7 @@ class SlurmDriver:
         # The key has been written down; whatever happens to this answer, the comment finds the job again.
         printed = self._call("sbatch", "--parsable", str(script), job=record)
         handle = printed.strip().splitlines()[-1].split(";")[0]
-        return {"handle": handle, "state": "queued", "reason": _WHY["None"]}
+        return {"handle": handle, "state": "queued", "reason": _why("None")}
 
     def look(self, record: JobRecord) -> Facts:
         return self.look_at(record, record.handle)
@@ -98,7 +80,7 @@ class SlurmDriver:
         if state == "COMPLETED" or state in _BAD or state == "CANCELLED":
             return self._judged(record, state)
         if state == "PENDING":
-            return {"state": "queued", "places": (), "reason": _WHY.get(why, f"Slurm says {why}")}
+            return {"state": "queued", "places": (), "reason": _why(why)}
         running = "stopping" if record.cancel_asked else "running"
         url = served_url(output_file(record), SERVICE) if record.job.serve is not None else ""
         return {"state": running, "places": places, "reason": "its whole gang is allocated", "url": url}
@@ -132,6 +114,12 @@ class SlurmDriver:
         if done.returncode == 0:
             return done.stdout
         raise refusal(program, done.stderr.strip() or done.stdout.strip(), job)
+
+
+def _why(word: str) -> str:
+    """Why a job is pending, of which Slurm gives a word."""
+    reasons = package_yaml("cumulo.cluster", "data/slurm_reasons.yaml")
+    return str(reasons.get(word, f"Slurm says {word}"))
 
 
 def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cumulo.base.quantities import quantity
+from cumulo.base.strict import package_yaml
 from cumulo.errors import ConfigError, OutOfMemory
 from cumulo.plan.job import TrainJob
 from cumulo.plan.memory.ledger import MemoryLedger
@@ -14,22 +15,6 @@ from cumulo.plan.search.search import Plan, search
 from cumulo.plan.search.space import Choices, TrainGoal, Variant, job_of, pipelines, shapes, zero_stages
 from cumulo.plan.time.step import estimate
 from cumulo.spec.cluster import Cluster
-
-# What one would do about each part of a step.
-_REMEDIES = {
-    "matrix products": "a faster device or a smaller number format",
-    "attention": "a faster device or shorter sequences",
-    "memory-bound": "more memory bandwidth",
-    "launches": "larger micro-batches",
-    "tensor parallel": "less tensor parallelism or faster scale-up links",
-    "context parallel": "less context parallelism",
-    "expert parallel": "less expert parallelism or faster links",
-    "pipeline bubble": "more micro-batches, fewer stages, or another schedule",
-    "data parallel": "a faster network or a larger batch",
-    "optimizer": "sharding the optimizer states with ZeRO",
-    "optimizer on the host": "sharding the optimizer states with ZeRO instead, or adamw8bit",
-    "activations to the host": "recomputing instead",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +29,10 @@ class Change:
 def bounds_of(plan: Plan) -> tuple[str, ...]:
     """The parts of the step that are a tenth of it or more, largest first, with what would help."""
     parts = sorted(plan.estimate.breakdown, key=lambda part: -part[1])
+    remedies = package_yaml("cumulo.plan", "data/remedies.yaml")
     return tuple(
         f"{name} {seconds / plan.estimate.step_s:.0%}"
-        + (f" (improved by {_REMEDIES[name]})" if name in _REMEDIES else "")
+        + (f" (improved by {remedies[name]})" if name in remedies else "")
         for name, seconds in parts
         if seconds >= 0.1 * plan.estimate.step_s
     )

@@ -46,6 +46,11 @@ class Seconds(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
+    @property
+    def computed(self) -> float:
+        """Without launches and without what is waited for."""
+        return self.matmul + self.attention + self.elementwise
+
 
 def add(*parts: Seconds) -> Seconds:
     """No part: a chunk may be without layers where stages are evened out."""
@@ -126,20 +131,24 @@ class LayerWork:
 
 
 @lru_cache(4096)
-def layer(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device) -> Passes:
-    """One layer's forward and backward, without communication and recomputation."""
+def layer(
+    model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device, block: str = ""
+) -> Passes:
+    """One layer's forward and backward, without communication and recomputation. `block`: only of the operations
+    whose names begin so, attention or ffn."""
     rate = rates(profile, device)
-    operations = layer_operations(model, moe)
+    operations = [found for found in layer_operations(model, moe) if found.name.startswith(block)]
     products = sum(
         _product_s(operation.product, work, rate, profile) for operation in operations if operation.product
     )
-    elementwise_s = between_s(model, moe, work, profile, device)
+    elementwise_s = between_s(model, moe, work, profile, device, block)
     host_s = 0.0
-    if moe and model.moe is not None:
+    if moe and model.moe is not None and block != "attention":
         elementwise_s += _copies_s(model, model.moe, work, profile, rate)
         held = model.moe.experts / work.expert_ranks / (work.tensor if work.whole_experts else 1)
         host_s = profile.expert_launch_s * held if work.host_waits else 0.0
-    forward_attention_s, backward_attention_s = _attention_s(model, work, rate, profile)
+    scores = (0.0, 0.0) if block == "ffn" else _attention_s(model, work, rate, profile)
+    forward_attention_s, backward_attention_s = scores
     forward = Seconds(products, forward_attention_s, elementwise_s, profile.launch_s)
     inputs = Seconds(products, backward_attention_s, 2 * elementwise_s, profile.launch_s)
     weights = Seconds(matmul=products, launch=profile.launch_s)
@@ -151,37 +160,6 @@ def layer(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device
         inputs._replace(launch=inputs.launch + backward_wait_s),
         weights,
     )
-
-
-class BlockSeconds(NamedTuple):
-    """Computation of one of a layer's two blocks, without communication and launches."""
-
-    name: str  # attention or feed-forward
-    forward_s: float
-    backward_s: float
-
-
-def block_seconds(
-    model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device
-) -> tuple[BlockSeconds, ...]:
-    """A layer's computation by block: the two together are what `layer` counts."""
-    rate = rates(profile, device)
-    found = []
-    scores = _attention_s(model, work, rate, profile)
-    copies_s = _copies_s(model, model.moe, work, profile, rate) if moe and model.moe is not None else 0.0
-    for name, start in (("attention", "attention"), ("feed-forward", "ffn")):
-        mine = [found for found in layer_operations(model, moe) if found.name.startswith(start)]
-        products = sum(_product_s(each.product, work, rate, profile) for each in mine if each.product)
-        moved = sum(each.moved / work.share.ranks(each.cut) for each in mine)
-        between = work.tokens * rate.number_bytes * moved * rate.elementwise_byte_s
-        forward_scores, backward_scores = scores if name == "attention" else (0.0, 0.0)
-        between += copies_s if name == "feed-forward" else 0.0
-        found.append(
-            BlockSeconds(
-                name, products + between + forward_scores, 2 * products + 2 * between + backward_scores
-            )
-        )
-    return tuple(found)
 
 
 @lru_cache(1024)
@@ -257,18 +235,20 @@ def _product_s(product: MatrixProduct, work: LayerWork, rate: Rates, profile: Pr
     return product_s(rate, copies / held, outputs, inputs, held)
 
 
-def between_s(model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device) -> float:
+def between_s(
+    model: ModelSpec, moe: bool, work: LayerWork, profile: Profile, device: Device, block: str = ""
+) -> float:
     """Of a layer's forward, what lies between its products, without the exchange of tokens."""
     rate = rates(profile, device)
-    moved = sum(moved_numbers(model, moe, work.share).values())
+    moved = sum(moved_numbers(model, moe, work.share, block).values())
     return work.tokens * rate.number_bytes * moved * rate.elementwise_byte_s
 
 
 @lru_cache(4096)
-def moved_numbers(model: ModelSpec, moe: bool, share: Share) -> dict[str | None, float]:
+def moved_numbers(model: ModelSpec, moe: bool, share: Share, block: str = "") -> dict[str | None, float]:
     """Of one token in forward on one rank, by what computes it again."""
     moved: dict[str | None, float] = {}
-    for operation in layer_operations(model, moe):
+    for operation in (found for found in layer_operations(model, moe) if found.name.startswith(block)):
         numbers = operation.moved / share.ranks(operation.cut)
         moved[operation.again] = moved.get(operation.again, 0.0) + numbers
     return moved

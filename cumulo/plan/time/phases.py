@@ -12,6 +12,7 @@ from cumulo.plan.network.collectives import Network, collective_s
 from cumulo.plan.network.lines import Kind
 from cumulo.plan.time.chunks import chunks_of, layer_kinds, layer_work, network_of
 from cumulo.plan.time.communication import (
+    ATTENTION,
     FEED_FORWARD,
     CommunicationCall,
     data_exchanges,
@@ -21,7 +22,7 @@ from cumulo.plan.time.communication import (
     recomputed_share,
     stage_layers,
 )
-from cumulo.plan.time.compute import block_seconds
+from cumulo.plan.time.compute import layer
 from cumulo.plan.time.compute_profile import Profile
 from cumulo.spec.cluster import Cluster
 
@@ -68,16 +69,18 @@ def _layers(job: TrainJob, cluster: Cluster, profile: Profile) -> Iterator[Commu
     for moe, layers in stage_layers(job).items():
         window = next(window for kind, window in layer_kinds(job.model) if kind == moe)
         work = layer_work(job, moe, window)
-        for block in block_seconds(job.split_model, moe, work, profile, cluster.device):
-            calls = [call for call in layer_calls(job, moe) if call.place == block.name]
-            where = f"{block.name} with experts" if moe and block.name == FEED_FORWARD else block.name
+        for block, begins in ((ATTENTION, "attention"), (FEED_FORWARD, "ffn")):
+            passes = layer(job.split_model, moe, work, profile, cluster.device, begins)
+            backward_s = passes.backward_input.computed + passes.backward_weight.computed
+            calls = [call for call in layer_calls(job, moe) if call.place == block]
+            where = f"{block} with experts" if moe and block == FEED_FORWARD else block
             often = job.micro_batches * layers
             forward, backward = [call.forward for call in calls], [call.backward for call in calls]
             # What is computed again communicates again.
             times = [round(often * (call.forward + share * call.again)) for call in calls]
-            yield from _phases("forward", calls, network, times, block.forward_s, where, forward)
+            yield from _phases("forward", calls, network, times, passes.forward.computed, where, forward)
             times = [often * count for count in backward]
-            yield from _phases("backward", calls, network, times, block.backward_s, where, backward)
+            yield from _phases("backward", calls, network, times, backward_s, where, backward)
 
 
 def _messages(job: TrainJob, cluster: Cluster, profile: Profile) -> Iterator[CommunicationPhase]:
