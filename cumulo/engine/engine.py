@@ -92,15 +92,13 @@ class Engine:
         cache_salt: str = "",
         tenant: str = "",
         stream: bool = False,
-        resumed: ListLike[int] = (),
         samples: ListLike[DrawnSample] = (),
         slo: Slo | None = None,
         adapter: str = "",
     ) -> Request:
         """Queue a request, or raise InvalidRequest. With `stream`, text comes in Deltas as it is made.
 
-        `resumed`: output tokens that another engine has drawn already, or `samples` where there are several. What
-        follows is what that engine would have drawn.
+        `samples`: what another engine has drawn already. What follows is what that engine would have drawn.
         """
         held = self.scheduler.adapters.find(adapter) if adapter else None
         request = Request(
@@ -114,14 +112,13 @@ class Engine:
             tenant=tenant,
             arrived_s=time.perf_counter(),
             tag=_Client(prompt_text, stream),
-            resumed=resumed,
             samples=samples,
             slo=slo,
             adapter=-1 if held is None else held.slot,
         )
         self._check_tokens(request)
         self.scheduler.add(request)
-        if (resumed or samples) and (stream or params.stop):
+        if samples and (stream or params.stop):
             self._read_again(request)
         return request
 

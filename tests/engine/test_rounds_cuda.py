@@ -56,7 +56,7 @@ def make_head() -> EagleHead:
 
 def engine_with_head(decoder, drafts: int | None = 3, **options):
     engine = make_engine(decoder, on_kernels=True, speculate="rounds", **options)
-    attach_rounds(DraftSource("head", SPEC, head=make_head()), engine.runner)
+    attach_rounds(DraftSource("head", SPEC, make_head()), engine.runner)
     engine.scheduler.speculation.fixed_count = drafts
     return engine
 
@@ -308,7 +308,7 @@ def test_steps_that_arrive_together_are_not_thought_shorter_than_the_device_took
 
 def test_the_ledger_knows_what_a_head_holds() -> None:
     engine = engine_with_head(make_decoder(SPEC))
-    needs = DraftSource("head", SPEC, head=make_head()).needs(4, on_gpu=True)
+    needs = DraftSource("head", SPEC, make_head()).needs(4, on_gpu=True)
     held, cache = engine.runner.launches.head.memory_bytes(), engine.runner.cache
     assert held["draft model"] == needs.weight_bytes
     assert held["draft kv cache"] == cache.blocks * cache.block_size * needs.bytes_per_token

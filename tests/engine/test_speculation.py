@@ -39,8 +39,7 @@ def drafting_model(name: str, draft: str, **options):
     """An engine whose drafts come from another model of the same vocabulary."""
     engine = make_engine(DECODERS[name], **{"blocks": 64, **options}, speculate="model")
     engine.scheduler.speculation.cost = FreeDrafts()
-    loaded = SimpleNamespace(decoder=DECODERS[draft], spec=DECODERS[draft].spec, name=draft, tokenizer=None)
-    return with_drafter(engine, DraftSource(draft, DECODERS[name].spec, model=loaded))
+    return with_drafter(engine, DraftSource(draft, DECODERS[name].spec, DECODERS[draft]))
 
 
 def copying(**more) -> SamplingParams:

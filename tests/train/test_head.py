@@ -84,7 +84,7 @@ def test_an_engine_proposes_what_training_says(trained, answers):
     engine = make_engine(DECODER, blocks=64, speculate="model")
     engine.scheduler.speculation.cost = FreeDrafts()
     engine.scheduler.speculation.fixed_count = 2
-    attach_draft(DraftSource("head", DECODER.spec, head=served), engine.runner, DECODER)
+    attach_draft(DraftSource("head", DECODER.spec, served), engine.runner, DECODER)
     answer = answers[0]
     seen = []
     engine.runner.drafter.propose = _spy(engine.runner.drafter.propose, engine.runner.table, seen)

@@ -123,13 +123,8 @@ class SamplingParams:
 
     @property
     def can_resume(self) -> bool:
-        """Whether another engine can continue it from its output tokens so far: it has one line of tokens."""
-        return self.samples == 1 and self.beam_width is None and self.pooling is None
-
-    @property
-    def can_resume_samples(self) -> bool:
-        """Whether another engine can continue its several samples, each from its own output tokens so far."""
-        return self.n > 1 and self.samples == self.n and self.beam_width is None
+        """Whether another engine can continue its samples, each from its own output tokens so far."""
+        return self.samples == self.n and self.beam_width is None and self.pooling is None
 
     @property
     def samples(self) -> int:

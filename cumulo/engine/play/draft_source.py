@@ -15,7 +15,7 @@ from cumulo.engine.play.runner_torch import TorchRunner
 from cumulo.errors import ConfigError
 from cumulo.models.batch import KVCache
 from cumulo.models.decoder import Decoder
-from cumulo.models.files.load import LoadedModel, load_model
+from cumulo.models.files.load import load_model
 from cumulo.models.heads.eagle import EagleHead, StreamTap, eagle_layers
 from cumulo.models.heads.files import is_eagle_folder, load_eagle
 from cumulo.models.play.fused import FusedDecoder, why_not
@@ -28,39 +28,24 @@ from cumulo.spec.model import ModelSpec
 class DraftSource:
     name: str
     served: ModelSpec
-    model: LoadedModel | None = None
-    head: EagleHead | None = None
+    drafts: Decoder | EagleHead
+    tokenizer: Tokenizer | None = None  # of a model
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Where a head sees the served model's stream."""
-        return eagle_layers(self.served.layers) if self.head is not None else ()
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model whose keys and values a drafter keeps."""
-        if self.head is not None:
-            return self.head.spec
-        assert self.model is not None
-        return self.model.spec
-
-    @property
-    def weight_bytes(self) -> int:
-        if self.head is not None:
-            return self.head.weight_bytes
-        assert self.model is not None
-        return self.model.decoder.weight_bytes
+        return eagle_layers(self.served.layers) if isinstance(self.drafts, EagleHead) else ()
 
     def needs(self, element_bytes: int, on_gpu: bool) -> DraftNeeds:
         # A GPU's head sees every token when it is computed; on a CPU what it will see is kept.
         tapped = 0 if on_gpu else len(self.taps) * self.served.hidden
-        per_token = self.spec.kv_bytes_per_token(element_bytes) + tapped * element_bytes
+        per_token = self.drafts.spec.kv_bytes_per_token(element_bytes) + tapped * element_bytes
         seen = 0
         if on_gpu:  # CudaDecoder.tapped, and CudaEagle's stream, tokens, norm and projections
-            own = self.spec
+            own = self.drafts.spec
             projected = (own.heads + 2 * own.kv_heads) * own.head_dim
             seen = element_bytes * ((len(self.taps) + 3) * self.served.hidden + projected)
-        return DraftNeeds(self.name, self.weight_bytes, per_token, seen)
+        return DraftNeeds(self.name, self.drafts.weight_bytes, per_token, seen)
 
 
 def load_draft(
@@ -77,19 +62,17 @@ def load_draft(
         )
     if is_eagle_folder(path):
         packed = dtype == torch.float32 and config.device == "cpu"
-        return DraftSource(path.name, served, head=load_eagle(path, served, dtype=dtype, pack=packed))
+        return DraftSource(path.name, served, load_eagle(path, served, dtype=dtype, pack=packed))
     model = load_model(config.speculate, dtype=dtype, keep_quantised=keep_quantised)
-    return DraftSource(model.name, served, model=model)
+    return DraftSource(model.name, served, model.decoder, model.tokenizer)
 
 
 def check_tokenizer(source: DraftSource, tokenizer: Tokenizer | None) -> None:
     """A draft model must mean the same by every token."""
-    if source.model is None or tokenizer is None or source.model.tokenizer is None:
+    if tokenizer is None or source.tokenizer is None:
         return
-    own, theirs = source.served.vocab_size, source.model.spec.vocab_size
-    shared = min(own, theirs)
-    for token in range(shared):
-        here, there = tokenizer.token_bytes(token), source.model.tokenizer.token_bytes(token)
+    for token in range(min(source.served.vocab_size, source.drafts.spec.vocab_size)):
+        here, there = tokenizer.token_bytes(token), source.tokenizer.token_bytes(token)
         if here != there:
             raise ConfigError(
                 f"speculate={source.name} cannot draft for this model: token {token} is {there!r} there and "
@@ -103,8 +86,10 @@ def attach_rounds(source: DraftSource, runner: Runner) -> None:
     from cumulo.engine.play.runner_cuda import CudaRunner
     from cumulo.models.play.cuda_eagle import CudaEagle
 
-    assert isinstance(runner, CudaRunner) and isinstance(source.head, EagleHead)  # load_draft refuses others
-    model, cache, head = runner.model, runner.cache, source.head
+    assert isinstance(runner, CudaRunner) and isinstance(
+        source.drafts, EagleHead
+    )  # load_draft refuses others
+    model, cache, head = runner.model, runner.cache, source.drafts
     head.rotary.serve(runner.table.max_context)
     head = head.to(model.device)
     own = KVCache(head.spec, cache.blocks, cache.block_size, cache.key_storage.dtype, model.device)
@@ -120,25 +105,24 @@ def attach_draft(source: DraftSource, runner: Runner, decoder: Decoder) -> None:
         return
     cache, dtype = runner.cache, decoder.dtype
     context = runner.table.max_context
-    spec = replace(source.spec, max_context=max(context, source.spec.max_context))
+    drafts, limit = source.drafts, context
+    spec = replace(drafts.spec, max_context=max(context, drafts.spec.max_context))
     own = KVCache(spec, cache.blocks, cache.block_size, dtype)
     model: DraftModel
     tap: StreamTap | None = None
-    if source.head is not None:
-        source.head.rotary.serve(context)
+    if isinstance(drafts, EagleHead):
+        drafts.rotary.serve(context)
         slots = cache.blocks * cache.block_size
         tap = StreamTap(source.taps, slots, source.served.hidden, dtype, runner.device)
         assert isinstance(runner.model, (Decoder, FusedDecoder))
         runner.model.tap = tap
-        if why_not_head(source.head, decoder.embed) is None:
-            model = FusedEagle(source.head, decoder.embed, tap)
+        if why_not_head(drafts, decoder.embed) is None:
+            model = FusedEagle(drafts, decoder.embed, tap)
         else:
-            model = EagleDraft(source.head, decoder.embed.rows, tap.stream_at)
+            model = EagleDraft(drafts, decoder.embed.rows, tap.stream_at)
     else:
-        assert source.model is not None
-        drafting = source.model.decoder
-        drafting.rotary.serve(min(context, drafting.spec.max_context))
-        plays = drafting if why_not(drafting) else FusedDecoder(drafting)
-        model = WholeDraftModel(plays, source.served.vocab_size, drafting.spec.vocab_size)
-    limit = context if source.head is not None else min(context, source.spec.max_context)
+        limit = min(context, drafts.spec.max_context)
+        drafts.rotary.serve(limit)
+        plays = drafts if why_not(drafts) else FusedDecoder(drafts)
+        model = WholeDraftModel(plays, source.served.vocab_size, drafts.spec.vocab_size)
     runner.drafter = Drafter(model, own, len(runner.table.lengths), limit, tap)

@@ -181,6 +181,7 @@ class EngineLoop:
                 self.engine.abort(submit.request_id)
 
     def _add(self, submit: Submit) -> bool:
+        drawn = submit.resumed_samples or ([(submit.resumed, None)] if submit.resumed else [])
         try:
             self.engine.add(
                 array("i", submit.tokens),
@@ -190,10 +191,7 @@ class EngineLoop:
                 cache_salt=submit.cache_salt,
                 tenant=submit.tenant,
                 stream=submit.stream,
-                resumed=array("i", submit.resumed),
-                samples=[
-                    DrawnSample(array("i", tokens), reason) for tokens, reason in submit.resumed_samples
-                ],
+                samples=[DrawnSample(array("i", tokens), reason) for tokens, reason in drawn],
                 slo=submit.slo,
                 adapter=submit.adapter,
             )

@@ -61,7 +61,7 @@ class InFlight:
     samples: dict[int, DrawnSample] | None = None  # what is streamed of each, where there are several
 
     def __post_init__(self) -> None:
-        if self.submit.stream and self.submit.params.can_resume_samples:
+        if self.submit.stream and self.submit.params.n > 1 and self.submit.params.can_resume:
             self.samples = {}
 
     def note(self, delta: Delta) -> None:
@@ -75,7 +75,7 @@ class InFlight:
     @property
     def can_go_on(self) -> bool:
         """Whether another engine can continue it with what its client has."""
-        return not self.streamed or self.submit.params.can_resume or self.samples is not None
+        return not self.streamed or self.submit.params.can_resume
 
     def as_it_is_now(self, expects_cached: int = 0) -> Submit:
         """What an engine is sent that takes it over."""

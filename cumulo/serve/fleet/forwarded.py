@@ -37,7 +37,9 @@ class ForwardedRequest:
     # -- asking -------------------------------------------------------------------------------------------
     def begin(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SamplingParams:
         """Note what is asked; returns how tokens are drawn."""
-        self._one_line = len(prompts) == 1 and params.can_resume and params.prompt_logprobs is None
+        self._one_line = (
+            len(prompts) == 1 and params.n == 1 and params.can_resume and params.prompt_logprobs is None
+        )
         self.prompt = PromptTold(sum(map(len, prompts)))
         if params.seed is None and params.pooling is None and not params.greedy:
             return dataclasses.replace(params, seed=self.ask.seed)

@@ -32,7 +32,7 @@ class State:
 
 
 class DrawnSample(NamedTuple):
-    """One of several samples as another engine has left it."""
+    """A sample as another engine has left it."""
 
     tokens: "array[int]"
     finish_reason: FinishReason | None = None  # None: it goes on
@@ -67,23 +67,18 @@ class Request:
         tenant: str = "",
         arrived_s: float = 0.0,
         tag: Any = None,
-        resumed: Iterable[int] = (),
         samples: ListLike[DrawnSample] = (),
         slo: Slo | None = None,
         adapter: int = -1,
     ) -> None:
-        """`resumed`: output tokens that another engine has drawn already; this one draws what follows. `samples`:
-        the same where there are several. `adapter`: the slot of its low-rank adapter in the runner; -1: none."""
+        """`samples`: what another engine has drawn already; this one draws what follows. `adapter`: the slot of its
+        low-rank adapter in the runner; -1: none."""
         try:
-            tokens, drawn = array("i", prompt), array("i", resumed)
+            tokens = array("i", prompt)
         except (TypeError, OverflowError) as error:
             raise InvalidRequest(f"a prompt is a list of token ids: {error}") from None
         if not tokens:
             raise InvalidRequest("the prompt is empty: there is nothing to continue")
-        if drawn and not params.can_resume:
-            raise InvalidRequest(
-                "only a request for one sample can be resumed, without beams or an embedding"
-            )
         self.id, self.params, self.seed, self.prompt_length = request_id, params, seed, len(tokens)
         self.priority, self.cache_salt, self.arrived_s, self.tag = priority, cache_salt, arrived_s, tag
         self.tenant, self.adapter = tenant, adapter
@@ -96,9 +91,7 @@ class Request:
         self.story = Story(arrived_s, prompt_tokens=len(tokens))
         self.forks_left = params.samples - 1 if params.beam_width is None else 0
         self.reserved_slots: list[int] = []  # for samples or beams that do not exist yet
-        if drawn:
-            self.story.add(arrived_s, "taken_over", output_tokens=len(drawn))
-        self.sequences = [Sequence(self, 0, tokens + drawn)]
+        self.sequences = [Sequence(self, 0, tokens)]
         if samples:
             self._take_over(tokens, samples)
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
@@ -108,8 +101,10 @@ class Request:
         self.prefill_only = False  # all of its tokens are computed for another engine, and nothing is drawn
 
     def _take_over(self, prompt: "array[int]", samples: ListLike[DrawnSample]) -> None:
-        if not self.params.can_resume_samples or len(samples) != self.params.n:
-            raise InvalidRequest(f"{len(samples)} samples cannot be resumed: the request is not for as many")
+        if not self.params.can_resume or len(samples) != self.params.n:
+            raise InvalidRequest(
+                f"{len(samples)} samples cannot be resumed: the request is for others, for beams or an embedding"
+            )
         self.forks_left = 0
         self.sequences = [Sequence(self, index, prompt + one.tokens) for index, one in enumerate(samples)]
         for sequence, one in zip(self.sequences, samples, strict=True):
