@@ -143,7 +143,7 @@ def test_what_a_model_writes_can_only_become_markdown(browser: Any, server: Runn
         assert answer.locator(".hl-keyword").all_inner_texts() == ["def", "return"]
 
 
-def test_a_message_can_be_edited_a_turn_deleted_an_answer_copied_and_made_again(
+def test_a_message_can_be_edited_an_answer_made_again_and_all_versions_stay(
     browser: Any, server: RunningServer
 ) -> None:
     screen = DESKTOP | {"permissions": ["clipboard-read", "clipboard-write"]}
@@ -160,7 +160,7 @@ def test_a_message_can_be_edited_a_turn_deleted_an_answer_copied_and_made_again(
         answered(page)
         page.get_by_label("Copy", exact=True).last.click()
         copied = page.evaluate("navigator.clipboard.readText()")
-        assert copied == stored_chats(page)[0]["entries"][1]["content"]
+        assert copied == stored_chats(page)[0]["entries"][2]["content"]
 
         say(page, "And a second one.")
         answered(page, 2)
@@ -171,8 +171,25 @@ def test_a_message_can_be_edited_a_turn_deleted_an_answer_copied_and_made_again(
         field.press("Enter")
         answered(page)
         assert page.locator(".said.user").all_inner_texts() == ["Good evening!"]
+        # The versions before are kept, also over a reload.
+        page.reload()
+        answered(page)
         page.locator(".turn").hover()
-        page.get_by_label("Delete turn").click()
+        page.get_by_label("Earlier version").click()
+        answered(page, 2)
+        assert page.locator(".said.user").all_inner_texts() == ["Hello!", "And a second one."]
+        assert page.locator(".foot .versions").all_inner_texts() == ["chevron_left\n2/2\nchevron_right"]
+        page.locator(".foot").get_by_label("Earlier version").click()
+        answered(page)
+        assert stored_chats(page)[0]["entries"][1]["about"]["request_id"] == first
+        assert page.locator(".said.user").all_inner_texts() == ["Hello!"]
+        for left in (4, 2, 0):  # what followed on other branches stays
+            page.locator(".turn").first.hover()
+            page.get_by_label("Delete turn").first.click()
+            wait_for(
+                lambda left=left: sum(len(one["entries"]) for one in stored_chats(page)) == left,
+                "the deletion",
+            )
         page.get_by_text("Talk to").wait_for()
         wait_for(lambda: stored_chats(page) == [], "the empty conversation to be forgotten")
 

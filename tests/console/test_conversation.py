@@ -8,7 +8,13 @@ import pytest
 pytest.importorskip("nicegui")
 
 from cumulo.console.chat.answer import ChatAnswer
-from cumulo.console.chat.conversation import LARGEST_STORED_BYTES, Conversation, fenced, read_files
+from cumulo.console.chat.conversation import (
+    LARGEST_STORED_BYTES,
+    Conversation,
+    fenced,
+    read_files,
+    user_entry,
+)
 from cumulo.console.chat.running_answers import ApiCaller, ApiFailure, RunningAnswers
 from cumulo.console.chat.settings import BUILT_IN, effective, read_own
 from cumulo.engine.decide.story import Story
@@ -29,25 +35,24 @@ def chunk(content: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_turn_is_a_message_and_everything_that_answers_it() -> None:
-    talk = Conversation(entries=[dict(entry) for entry in SAID])
-    assert talk.turn_of(4) == range(2, 6) and talk.turn_of(1) == range(2)
-    talk.delete_turn(3)
+    talk = Conversation.from_entries(SAID)
+    talk.delete_turn(talk.entries[2])
     assert [entry["content"] for entry in talk.entries] == ["a", "b"]
 
 
 def test_messages_hold_only_what_the_api_takes_and_files_become_fences() -> None:
-    talk = Conversation(entries=[dict(entry) for entry in SAID])
-    talk.entries.append({"role": "assistant", "content": "", "pending": "x"})
+    talk = Conversation.from_entries(SAID)
+    talk.add({"role": "assistant", "content": "", "pending": "x"})
     assert [sorted(message) for message in talk.messages()][1] == ["content", "role"]
     assert len(talk.messages()) == len(SAID), "what has not been said yet is not sent"
     talk = Conversation()
-    talk.say("Why?", [{"name": "a.md", "text": "```\nx\n```\n"}])
+    talk.add(user_entry("Why?", [{"name": "a.md", "text": "```\nx\n```\n"}]))
     assert talk.messages()[0]["content"] == "File: a.md\n````\n```\nx\n```\n````\n\nWhy?"
     assert fenced("b", "plain").count("```") == 2
 
 
 def test_what_a_browser_stored_is_checked_before_it_is_used() -> None:
-    talk = Conversation(entries=[dict(entry) for entry in SAID])
+    talk = Conversation.from_entries(SAID)
     again = Conversation.from_stored(talk.stored())
     assert again is not None and again.entries == talk.entries and again.id == talk.id
     good = talk.stored()
@@ -66,13 +71,13 @@ def test_what_a_browser_stored_is_checked_before_it_is_used() -> None:
 
 def test_a_long_conversation_loses_probabilities_first_then_its_oldest_turns() -> None:
     odds = [["token", 0.5, "x" * 100]] * 4000
-    talk = Conversation(
-        entries=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "odds": odds}] * 2
+    talk = Conversation.from_entries(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "odds": odds}] * 2
     )
     kept = talk.stored()["entries"]
     assert len(kept) == 4 and not any("odds" in entry for entry in kept)
-    talk = Conversation(
-        entries=[{"role": "user", "content": str(n) * (LARGEST_STORED_BYTES // 3)} for n in range(5)]
+    talk = Conversation.from_entries(
+        [{"role": "user", "content": str(n) * (LARGEST_STORED_BYTES // 3)} for n in range(5)]
     )
     assert [entry["content"][0] for entry in talk.stored()["entries"]] == ["3", "4"]
 
@@ -201,3 +206,70 @@ def test_an_error_that_is_no_json_still_tells_its_status(text: str) -> None:
                 pass
 
     asyncio.run(run())
+
+
+def said(text: str, parent: int, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": text, "parent": parent}
+
+
+def tree() -> Conversation:
+    """a -> b -> c -> d, b2 another answer to a, and a2 -> e, another beginning."""
+    return Conversation.from_entries(
+        [
+            said("a", -1), said("b", 0, "assistant"), said("c", 1), said("d", 2, "assistant"),
+            said("b2", 0, "assistant"), said("a2", -1), said("e", 5, "assistant"),
+        ]
+    )  # fmt: skip
+
+
+def shown(talk: Conversation) -> str:
+    return " ".join(entry["content"] for entry in talk.entries)
+
+
+def test_versions_are_branches_and_each_is_shown_to_its_newest_end() -> None:
+    talk = tree()
+    a, b, b2 = talk.nodes[0], talk.nodes[1], talk.nodes[4]
+    assert shown(talk) == "a2 e"
+    assert [one["content"] for one in talk.versions(a)] == ["a", "a2"] and talk.versions(b) == [b, b2]
+    talk.choose(b)
+    assert shown(talk) == "a b c d"
+    talk.choose(a)
+    assert shown(talk) == "a b2"
+    again = Conversation.from_stored(talk.stored())
+    assert again is not None and shown(again) == "a b2" and again.nodes == talk.nodes
+
+
+def test_a_deleted_turn_takes_its_answers_with_it_and_not_what_was_said_later() -> None:
+    talk = tree()
+    talk.choose(talk.nodes[3])
+    talk.delete_turn(talk.nodes[0])
+    assert shown(talk) == "c d" and [entry["content"] for entry in talk.nodes] == ["c", "d", "a2", "e"]
+    talk.delete_turn(talk.nodes[0])
+    assert shown(talk) == "a2 e", "another version is shown where there is one"
+
+
+def test_what_was_refused_is_taken_out_again() -> None:
+    talk = tree()
+    before, back = talk.stored()["entries"], talk.leaf
+    question = talk.add({"role": "user", "content": "f"})
+    talk.add({"role": "assistant", "content": "", "pending": "x"})
+    talk.remove([question], back)
+    assert shown(talk) == "a2 e" and talk.stored()["entries"] == before
+
+
+def test_a_summary_is_sent_instead_of_what_came_before_it() -> None:
+    talk = Conversation.from_entries(SAID)
+    talk.entries[2]["summary"] = "a and b"
+    assert [message["content"] for message in talk.messages()] == ["c", "", "d", "e"]
+    assert (talk.summary, talk.turn_starts()) == ("a and b", [2])
+
+
+def test_a_stored_tree_that_is_none_is_not_used() -> None:
+    good = tree().stored()
+    for wrong in (
+        good | {"leaf": 7},
+        good | {"leaf": -2},
+        good | {"entries": [said("a", 0)]},
+        good | {"queued": [1]},
+    ):
+        assert Conversation.from_stored(wrong) is None, wrong

@@ -45,7 +45,10 @@ class ShownToolCall:
 Odds = list[Any]  # the text of a token (or of the few that spell one character), its probability, words on it
 
 
-_ABOUT = ("request_id", "model", "output_tokens", "finish_reason", "problem", "ttft_s", "decode_s")
+_ABOUT = (
+    "request_id", "model", "output_tokens", "finish_reason", "problem", "ttft_s", "decode_s",
+    "limited_by", "earlier_tokens",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -58,6 +61,8 @@ class ChatAnswer:
     problem: str | None = None  # why it ended early, in words for the person who asked
     ttft_s: float | None = None  # time to first token
     decode_s: float | None = None  # from the first token to the last
+    limited_by: str = ""  # what ended it, in words, where that was a limit
+    earlier_tokens: int = 0  # that it had before it was continued
     calls: dict[int, ShownToolCall] = field(default_factory=dict)
     odds: list[Odds] = field(default_factory=list)
     _began_s: float = field(default_factory=time.monotonic)
@@ -103,10 +108,11 @@ class ChatAnswer:
         if story is None or story.first_token_s is None or story.finished_s is None:
             return
         self.ttft_s, self.decode_s = records[0].ttft_s, story.finished_s - story.first_token_s
+        self.limited_by = story.length_words if self.finish_reason == "length" else ""
 
     @property
     def said_nothing(self) -> bool:
-        return not self.text and not self.calls
+        return not self.output_tokens and not self.calls
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -134,6 +140,11 @@ class ChatAnswer:
             function = call["function"]
             answer.calls[index] = ShownToolCall(call["id"], function["name"], function["arguments"])
         return answer
+
+    def continued(self) -> "ChatAnswer":
+        """The answer to go on with: its text, and the number of tokens so far; times are those of what comes."""
+        tokens = self.earlier_tokens + self.output_tokens
+        return ChatAnswer(text=self.text, model=self.model, odds=list(self.odds), earlier_tokens=tokens)
 
 
 def _spelling(group: list[dict[str, Any]]) -> str | None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -12,6 +13,7 @@ from nicegui.events import GenericEventArguments
 
 from cumulo.base.quantities import number
 from cumulo.console.chat.answer import ChatAnswer, Odds, ShownToolCall
+from cumulo.console.chat.conversation import Entry
 from cumulo.console.shell import show
 from cumulo.console.values import milliseconds
 
@@ -108,7 +110,6 @@ class AnswerText(
 
 
 _ENDS = {
-    "length": "stopped at max_tokens",
     "abort": "stopped",
     None: "stopped",
     "content_filter": "filtered",
@@ -122,6 +123,8 @@ class AnswerActions:
     model_name: str
     story: Callable[[str], Any]  # given the request's id
     regenerate: Callable[[], Any]
+    resume: Callable[[], Any]
+    choose: Callable[[Entry], Any]  # shows the branch of a version
     send_results: Callable[[Results], Any]
 
 
@@ -138,7 +141,15 @@ class AnswerView:
         if calls != self._calls.text:
             self._calls.set_text(calls)
 
-    def finish(self, answer: ChatAnswer, *, is_last: bool, results: dict[str, str] | None) -> None:
+    def finish(
+        self,
+        answer: ChatAnswer,
+        entry: Entry,
+        versions: list[Entry],
+        *,
+        is_last: bool,
+        results: dict[str, str] | None,
+    ) -> None:
         """`results`: those of its tool calls, if the conversation went on with them."""
         self._calls.set_text("")
         text = answer.text if answer.odds else laid_out(answer.text)
@@ -150,13 +161,17 @@ class AnswerView:
                 ui.label(answer.problem).classes("problem")
             with ui.element("div").classes("foot"):
                 ui.label(summary(answer, self._actions.model_name)).tooltip(_EXPLAINED)
-                self._buttons(answer, is_last)
+                self._buttons(answer, entry, versions, is_last)
 
-    def _buttons(self, answer: ChatAnswer, is_last: bool) -> None:
+    def _buttons(self, answer: ChatAnswer, entry: Entry, versions: list[Entry], is_last: bool) -> None:
+        version_buttons(entry, versions, self._actions.choose)
         if answer.text:
             copy_button(answer.text)
         if is_last:
             small_button("Regenerate", "refresh", self._actions.regenerate)
+        if is_last and answer.text and not answer.calls and answer.finish_reason != "stop":
+            resume = ui.button("Continue", on_click=self._actions.resume)
+            resume.props("flat dense no-caps size=sm padding='0 6px'").classes("quiet")
         if answer.request_id:
             small_button("Story", "timeline", lambda: self._actions.story(answer.request_id)).tooltip(
                 "Shows what happened to this request: queue, prefix cache, preemptions, every token's time."
@@ -168,7 +183,8 @@ _EXPLAINED = "Output tokens, time to first token (TTFT), and decode speed after 
 
 def summary(answer: ChatAnswer, served: str) -> str:
     parts = [answer.model] if answer.model and answer.model != served else []
-    parts += [f"{answer.output_tokens:,} token{'' if answer.output_tokens == 1 else 's'}"]
+    tokens = answer.earlier_tokens + answer.output_tokens
+    parts += [f"{tokens:,} token{'' if tokens == 1 else 's'}"]
     timed = (
         answer.ttft_s is not None and not answer.calls
     )  # a call is sent as a whole: its times tell nothing
@@ -177,7 +193,8 @@ def summary(answer: ChatAnswer, served: str) -> str:
     if answer.decode_tok_s is not None and timed:
         parts.append(f"{number(answer.decode_tok_s)} tokens/s")
     if answer.finish_reason not in ("stop", "tool_calls") and not answer.problem:
-        parts.append(_ENDS.get(answer.finish_reason, str(answer.finish_reason)))
+        ends = _ENDS | {"length": answer.limited_by or "stopped at max_tokens"}
+        parts.append(ends.get(answer.finish_reason, str(answer.finish_reason)))
     return " · ".join(parts)
 
 
@@ -199,6 +216,23 @@ def small_button(label: str, icon: str, action: Callable[[], Any] | None) -> ui.
         with button:
             ui.tooltip(label)
     return button
+
+
+def version_buttons(entry: Entry, versions: list[Entry], choose: Callable[[Entry], Any]) -> None:
+    """Which of several versions is shown, and steps to the ones before and behind it."""
+    if len(versions) < 2:
+        return
+    place = next(place for place, one in enumerate(versions) if one is entry)
+    with ui.element("span").classes("versions"):
+        for label, icon, to in (
+            ("Earlier version", "chevron_left", place - 1),
+            ("Later version", "chevron_right", place + 1),
+        ):
+            if to > place:
+                ui.label(f"{place + 1}/{len(versions)}").classes("num")
+            there = 0 <= to < len(versions)
+            button = small_button(label, icon, partial(choose, versions[to]) if there else None)
+            button.set_enabled(there)
 
 
 def copy_button(text: str) -> None:

@@ -11,7 +11,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from cumulo.console.chat.answer_view import small_button
-from cumulo.console.chat.conversation import LARGEST_FILE_BYTES, MOST_FILES, read_files
+from cumulo.console.chat.conversation import LARGEST_FILE_BYTES, MOST_FILES, Entry, read_files
 from cumulo.console.shell import show
 
 # Enter sends, Shift+Enter begins a line, and Enter that ends the composing of a character does neither.
@@ -30,6 +30,7 @@ class AskBox:
         with ui.element("div").classes("ask"):
             self._problem = ui.label("").classes("problem ask-problem").props("role=alert")
             self._status = ui.label("").classes("ask-status").props("role=status")
+            self._queued = ui.element("div").classes("chips")
             self._chips = ui.element("div").classes("chips")
             with ui.element("div").classes("box"):
                 attach = small_button("Attach a text file", "attach_file", None)
@@ -59,8 +60,17 @@ class AskBox:
         ui.on("file", self._attached)
 
     def set_running(self, running: bool) -> None:
-        self._send.set_visibility(not running)
+        """While an answer is being made, a message waits for its end."""
         self._stop.set_visibility(running)
+
+    def show_queued(self, entries: list[Entry], unqueue: Callable[[Entry], Any]) -> None:
+        self._queued.clear()
+        with self._queued:
+            for entry in entries:
+                with ui.element("div").classes("file-chip"):
+                    ui.icon("schedule")
+                    ui.label(f"Queued: {entry['content'] or entry['files'][0]['name']}").classes("one-line")
+                    small_button("Take out of the queue", "close", partial(unqueue, entry))
 
     def set_status(self, words: str) -> None:
         if words != self._status.text:
@@ -123,7 +133,7 @@ KEYS = (
     ("n", "New chat"),
     ("s or Ctrl+K", "Search conversations"),
     ("i or /", "Write a message"),
-    ("Enter", "Send the message; Shift+Enter begins a new line"),
+    ("Enter", "Send the message, after the answer under way; Shift+Enter begins a new line"),
     ("Esc", "Close the story, stop the answer, or leave a field"),
     ("r", "Regenerate the last answer"),
     ("? or Ctrl+/", "Show these shortcuts"),

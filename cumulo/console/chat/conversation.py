@@ -1,7 +1,8 @@
 """Conversation: what was said on the chat page, as plain data that the browser keeps. Used by the chat page.
 
-Entries are the API's messages with a few fields of our own: `files` of a user's message, `about` and `odds` of an
-answer, `pending` where the server is still making the answer.
+Entries are the API's messages with a few fields of our own: `parent`, `files` of a user's message and the `summary`
+that is sent instead of what comes before it, `about` and `odds` of an answer, `beside` of compared answers,
+`pending` where the server is still making the answer.
 """
 
 import json
@@ -39,6 +40,8 @@ class _About(TypedDict, total=False):
     problem: str | None
     ttft_s: float | None
     decode_s: float | None
+    limited_by: str | None
+    earlier_tokens: float | None
 
 
 class _StoredEntry(TypedDict):
@@ -52,6 +55,9 @@ class _StoredEntry(TypedDict):
     about: NotRequired[_About]
     pending: NotRequired[str]
     undo: NotRequired[dict[str, Any]]
+    parent: NotRequired[int]
+    summary: NotRequired[str]
+    beside: NotRequired[str]
 
 
 class _Stored(TypedDict):
@@ -59,6 +65,8 @@ class _Stored(TypedDict):
     entries: list[_StoredEntry]
     title: NotRequired[str]
     updated_s: NotRequired[float]
+    leaf: NotRequired[int]
+    queued: NotRequired[list[_StoredEntry]]
 
 
 _STORED = TypeAdapter(_Stored)
@@ -66,55 +74,145 @@ _STORED = TypeAdapter(_Stored)
 
 @dataclass(slots=True)
 class Conversation:
+    """A tree: every entry has a `parent`, the place of the entry that it follows (-1: it begins the conversation).
+    Entries that follow the same one are versions of each other; `leaf` ends the branch that is shown and sent."""
+
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     title: str = ""  # empty: named after its first message
     updated_s: float = 0.0  # seconds since the epoch
-    entries: list[Entry] = field(default_factory=list)
+    nodes: list[Entry] = field(default_factory=list)  # an entry stands behind the one that it follows
+    leaf: int = -1
+    queued: list[Entry] = field(default_factory=list)  # messages to send when the answer under way has ended
 
-    def say(self, text: str, files: list[dict[str, str]] | None = None) -> None:
-        entry: Entry = {"role": "user", "content": text}
-        if files:
-            entry["files"] = files
-        self.entries.append(entry)
+    @classmethod
+    def from_entries(cls, entries: list[Entry], leaf: int | None = None, **about: Any) -> "Conversation":
+        """Entries without a parent follow the one before them."""
+        nodes = [{"parent": place - 1, **entry} for place, entry in enumerate(entries)]
+        return cls(nodes=nodes, leaf=len(nodes) - 1 if leaf is None else leaf, **about)
 
+    @property
+    def entries(self) -> list[Entry]:
+        """The shown branch, from the first message on."""
+        branch, place = [], self.leaf
+        while place >= 0:
+            branch.append(self.nodes[place])
+            place = self.nodes[place]["parent"]
+        return branch[::-1]
+
+    # -- the tree -----------------------------------------------------------------------------------------
+    def add(self, entry: Entry, parent: int | None = None) -> Entry:
+        """Put an entry behind another one, or at the end of the shown branch, and show it."""
+        entry["parent"] = self.leaf if parent is None else parent
+        self.nodes.append(entry)
+        self.leaf = len(self.nodes) - 1
+        return entry
+
+    def place(self, entry: Entry) -> int:
+        return next(place for place, node in enumerate(self.nodes) if node is entry)
+
+    def versions(self, entry: Entry) -> list[Entry]:
+        """The entry and those that stand in its place on other branches."""
+        return [
+            node
+            for node in self.nodes
+            if node["parent"] == entry["parent"] and (node["role"] == "user") == (entry["role"] == "user")
+        ]
+
+    def choose(self, entry: Entry) -> None:
+        """Show the branch of an entry, to its newest end."""
+        self._descend(self.place(entry))
+
+    def _descend(self, place: int) -> None:
+        self.leaf = place
+        while followers := [n for n, node in enumerate(self.nodes) if node["parent"] == self.leaf]:
+            self.leaf = followers[-1]
+
+    def remove(self, entries: list[Entry], leaf: int) -> None:
+        """Take entries out, with all that follows them; `leaf` is shown then."""
+        gone = {self.place(entry) for entry in entries}
+        for place, node in enumerate(self.nodes):
+            if node["parent"] in gone:
+                gone.add(place)
+        self._keep([place for place in range(len(self.nodes)) if place not in gone], leaf)
+
+    def delete_turn(self, entry: Entry) -> None:
+        """Take out a user's message and what answers it; later messages follow what stood before it."""
+        first, before = self.place(entry), entry["parent"]
+        gone, shown = {first}, self.leaf
+        for place, node in enumerate(self.nodes):
+            if node["parent"] in gone and node["role"] == "user":
+                node["parent"] = before
+            elif node["parent"] in gone:
+                gone.add(place)
+        places = [place for place in range(len(self.nodes)) if place not in gone]
+        self._keep(places, before if shown in gone else shown)
+        if shown in gone:
+            self._descend(self.leaf)
+
+    def _keep(self, places: list[int], leaf: int) -> None:
+        moved = {old: new for new, old in enumerate(places)} | {-1: -1}
+        self.nodes = [self.nodes[place] for place in places]
+        for node in self.nodes:
+            node["parent"] = moved[node["parent"]]
+        self.leaf = moved[leaf]
+
+    # -- what is sent -------------------------------------------------------------------------------------
     def messages(self) -> list[Entry]:
-        """For the API: what failed without a word is left out, and files become fenced blocks."""
-        return [_message(entry) for entry in self.entries if _says_something(entry)]
+        """For the API, from the last summary on: what failed without a word is left out, and files become fenced
+        blocks."""
+        return [_message(entry) for entry in self.entries[self.start :] if _says_something(entry)]
 
-    def turn_of(self, index: int) -> range:
-        """The entries of the turn that an entry belongs to: a user's message and everything that answers it."""
-        first = index
-        while first > 0 and self.entries[first]["role"] != "user":
-            first -= 1
-        after = first + 1
-        while after < len(self.entries) and self.entries[after]["role"] != "user":
-            after += 1
-        return range(first, after)
+    def branch(self, leaf: int | None = None) -> "Conversation":
+        """The branch to `leaf`, or the shown one, as it is now: it does not grow with the conversation."""
+        return Conversation(nodes=list(self.nodes), leaf=self.leaf if leaf is None else leaf)
 
-    def delete_turn(self, index: int) -> None:
-        turn = self.turn_of(index)
-        del self.entries[turn.start : turn.stop]
+    @property
+    def start(self) -> int:
+        """The place in the branch from which on entries are sent; a summary stands for what is before."""
+        summed = [place for place, entry in enumerate(self.entries) if entry.get("summary")]
+        return summed[-1] if summed else 0
+
+    @property
+    def summary(self) -> str:
+        entries = self.entries
+        return str(entries[self.start].get("summary", "")) if entries else ""
+
+    def turn_starts(self) -> list[int]:
+        """The places in the branch of the user's messages that may be sent."""
+        return [n for n, entry in enumerate(self.entries) if n >= self.start and entry["role"] == "user"]
 
     def name(self) -> str:
-        said = next((e["content"] for e in self.entries if e["role"] == "user"), "")
+        said = next((entry["content"] for entry in self.nodes if entry["role"] == "user"), "")
         return self.title or " ".join(said.split())[:_LONGEST_TITLE] or "New chat"
 
     # -- the browser's storage ----------------------------------------------------------------------------
     def stored(self) -> dict[str, Any]:
         """The conversation as JSON-ready data, within the bound: probabilities of tokens are dropped first, then
-        old turns."""
+        other branches than the shown one, then old turns."""
         self.updated_s = time.time()
-        entries = self.entries
-        if _size(entries) > LARGEST_STORED_BYTES:
-            entries = [{k: v for k, v in entry.items() if k != "odds"} for entry in entries]
-        while _size(entries) > LARGEST_STORED_BYTES and entries:
-            entries = entries[len(Conversation(entries=entries).turn_of(0)) :]
+        kept = self
+        if _size(kept.nodes) > LARGEST_STORED_BYTES:
+            kept = self.from_entries(
+                [{k: v for k, v in e.items() if k != "odds"} for e in self.nodes], self.leaf
+            )
+        if _size(kept.nodes) > LARGEST_STORED_BYTES:
+            kept = self.from_entries([_loose(entry) for entry in kept.entries])
+        while _size(kept.nodes) > LARGEST_STORED_BYTES and kept.nodes:
+            rest = kept.nodes[1:]
+            while rest and rest[0]["role"] != "user":
+                rest = rest[1:]
+            kept = self.from_entries([_loose(entry) for entry in rest])
         return {
             "id": self.id,
             "title": self.title,
             "name": self.name(),
             "updated_s": self.updated_s,
-            "entries": entries,
+            "entries": [
+                _loose(entry) if entry["parent"] == place - 1 else entry
+                for place, entry in enumerate(kept.nodes)
+            ],
+            "leaf": kept.leaf,
+            "queued": self.queued,
         }
 
     @classmethod
@@ -124,9 +222,23 @@ class Conversation:
             kept = _STORED.validate_json(json.dumps(stored), strict=True)
         except ValidationError:
             return None
-        if not all(read_files(entry.get("files", [])) == entry.get("files", []) for entry in kept["entries"]):
+        entries, queued = stored["entries"], stored.get("queued", [])
+        if not all(read_files(one.get("files", [])) == one.get("files", []) for one in (*entries, *queued)):
             return None
-        return cls(kept["id"], kept.get("title", ""), kept.get("updated_s", 0.0), stored["entries"])
+        leaf = kept.get("leaf", len(entries) - 1)
+        parents = [entry.get("parent", place - 1) for place, entry in enumerate(entries)]
+        if not (-1 <= leaf < len(entries) and all(-1 <= parent < n for n, parent in enumerate(parents))):
+            return None
+        about = {"id": kept["id"], "title": kept.get("title", ""), "updated_s": kept.get("updated_s", 0.0)}
+        return cls.from_entries(entries, leaf, queued=queued, **about)
+
+
+def user_entry(text: str, files: list[dict[str, str]] | None = None) -> Entry:
+    return {"role": "user", "content": text} | ({"files": files} if files else {})
+
+
+def _loose(entry: Entry) -> Entry:
+    return {name: value for name, value in entry.items() if name != "parent"}
 
 
 def fenced(name: str, text: str) -> str:

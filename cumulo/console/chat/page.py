@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 from functools import partial
 from typing import Any
 
@@ -9,15 +10,18 @@ from fastapi import FastAPI
 from nicegui import background_tasks, ui
 from starlette.requests import Request
 
+from cumulo.console.chat.answer import ChatAnswer
 from cumulo.console.chat.answer_view import AnswerActions, AnswerView, Results
 from cumulo.console.chat.ask_box import AskBox, Shortcuts
-from cumulo.console.chat.conversation import Conversation, Entry
+from cumulo.console.chat.context import ContextView
+from cumulo.console.chat.conversation import Conversation, Entry, user_entry
 from cumulo.console.chat.history import BrowserStore, HistoryActions, HistoryPanel
 from cumulo.console.chat.running_answers import ApiCaller, RunningAnswer, RunningAnswers
-from cumulo.console.chat.settings import SettingsPanel, ToolsProblem
+from cumulo.console.chat.settings import SettingsPanel, SettingsProblem
 from cumulo.console.chat.thread_view import StoryPanel, ThreadView
 from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell
+from cumulo.models.text.chat_window import summary_requests, summary_tokens
 
 _REDRAW_S = 0.1  # a page is redrawn at most this often, however fast the tokens come
 _STATUS_S = 1.0
@@ -38,30 +42,38 @@ def register(shell: Shell, app: FastAPI) -> None:
 
 
 class Chat:
-    """One page: the conversation it shows, and the answer it follows, if one is being made."""
+    """One page: the conversation it shows, and the answers it follows while they are made."""
 
     def __init__(self, shell: Shell, visitor: Visitor, api: ApiCaller, answers: RunningAnswers) -> None:
         self._shell, self._visitor, self._api, self._answers = shell, visitor, api, answers
         self._client = ui.context.client
         self._store = BrowserStore(visitor.name)
         self._conversation = Conversation()
-        self._running: RunningAnswer | None = None
+        self._running: list[
+            RunningAnswer
+        ] = []  # of this conversation; while there are some, it is not changed
         self._begun = asyncio.Event()
         self._info: object = None  # the engine whose recommendations are shown
+        self._doing = ""  # what the page itself does
         history = HistoryActions(self.new, self.open, self._renamed, self._deleted)
         self._history = HistoryPanel(self._store, history)
         with ui.element("section").classes("talk"):
             with ui.element("div").classes("talk-bar only-narrow"):
                 ui.button("Chats", icon="menu", on_click=self._history.open).props(_FLAT).classes("quiet")
                 open_settings = ui.button("Settings", icon="tune").props(_FLAT).classes("quiet")
-            model = shell.service.model_name
-            answer = AnswerActions(model, self._open_story, self.regenerate, self.send_results)
-            self._thread = ThreadView(self.resend, self.delete_turn, answer)
-            self._ask = AskBox(self.send, self.stop)
-        with ui.element("aside").classes("settings").props('aria-label="Settings"') as panel:
-            self._settings = SettingsPanel(
-                partial(self._store.tell, "keep"), close=lambda: panel.classes(remove="open")
+            answer = AnswerActions(
+                shell.service.model_name,
+                self._open_story,
+                self.regenerate,
+                self.resume,
+                self.choose,
+                self.send_results,
             )
+            self._thread = ThreadView(self.send, self.resend, self.delete_turn, answer)
+            self._ask = AskBox(self.send, self.stop)
+            self._context = ContextView(shell.service, self.summarize, self._thread.mark)
+        with ui.element("aside").classes("settings").props('aria-label="Settings"') as panel:
+            self._settings = SettingsPanel(self._keep, close=lambda: panel.classes(remove="open"))
         open_settings.on_click(lambda: panel.classes(add="open"))
         self._story = StoryPanel(shell, visitor)
         Shortcuts({"new": self.new, "stop": self._escape, "regenerate": self.regenerate})
@@ -82,62 +94,124 @@ class Chat:
 
     async def tick(self) -> None:
         engine = self._shell.service.engine
-        self._ask.set_status("" if engine.state == "ready" else self._shell.engine_status())
+        self._ask.set_status(self._doing if engine.state == "ready" else self._shell.engine_status())
         if engine.info is not None and engine.info is not self._info:
             self._info = engine.info
             self._settings.show_effective(engine.info.generation_defaults)
+            self._show_context()
         self._settings.show_models(self._shell.service.model_name, [*self._shell.service.adapters.served])
 
     # -- what the buttons do ------------------------------------------------------------------------------
     async def send(self, text: str) -> None:
         await self._begun.wait()
-        if self._running is not None or not (text or self._ask.files):
+        if not (text or self._ask.files):
             return
-        place, files = len(self._conversation.entries), self._ask.files
-        self._conversation.say(text, files)
+        entry = user_entry(text, self._ask.files)
         self._ask.empty()
-        await self._answer(place, [], text, files)
+        if self._running:
+            self._conversation.queued.append(entry)
+            self._ask.show_queued(self._conversation.queued, self._unqueue)
+            await self._save()
+        else:
+            await self._say(entry)
 
-    async def resend(self, index: int, text: str) -> None:
-        """An edited message is asked instead of the old one; what followed it is dropped."""
-        if self._running is not None or not text.strip():
-            return
-        entries = self._conversation.entries
-        replaced, files = entries[index:], entries[index].get("files", [])
-        del entries[index:]
-        self._conversation.say(text.strip(), files)
-        await self._answer(index, replaced, text.strip(), [])
+    async def _say(self, entry: Entry) -> None:
+        back = self._conversation.leaf
+        self._conversation.add(entry)
+        await self._answer(back, [entry])
+
+    async def _unqueue(self, entry: Entry) -> None:
+        self._conversation.queued = [one for one in self._conversation.queued if one is not entry]
+        self._ask.show_queued(self._conversation.queued, self._unqueue)
+        await self._save()
+
+    async def resend(self, entry: Entry, text: str) -> None:
+        """An edited message is asked on a branch of its own; the old one stays."""
+        if not self._running and text.strip():
+            back = self._conversation.leaf
+            edited = self._conversation.add(user_entry(text.strip(), entry.get("files")), entry["parent"])
+            await self._answer(back, [edited])
 
     async def regenerate(self) -> None:
-        """Another answer instead of the last one."""
-        entries = self._conversation.entries
-        if self._running is not None or not entries:
+        """Another answer to the last question; the one before stays."""
+        entries, back = self._conversation.entries, self._conversation.leaf
+        if self._running or not entries:
             return
-        place = len(entries) - (entries[-1]["role"] == "assistant")
-        replaced = entries[place:]
-        del entries[place:]
-        await self._answer(place, replaced)
+        if entries[-1]["role"] == "assistant":
+            self._conversation.leaf = entries[-1]["parent"]
+        await self._answer(back, [])
+
+    async def resume(self) -> None:
+        """Go on with the last answer where it ended."""
+        entries = self._conversation.entries
+        if not self._running and entries and entries[-1]["role"] == "assistant":
+            await self._answer(self._conversation.leaf, [], entries[-1])
 
     async def send_results(self, results: Results) -> None:
         """What tools returned, typed in by the person; the model goes on from there."""
-        if self._running is None:
-            place = len(self._conversation.entries)
-            self._conversation.entries.extend(results)
-            await self._answer(place, [])
+        if not self._running:
+            back = self._conversation.leaf
+            await self._answer(back, [self._conversation.add(one) for one in results])
+
+    async def choose(self, entry: Entry) -> None:
+        """Show another version of a message or an answer, with what followed it."""
+        if not self._running:
+            self._conversation.choose(entry)
+            self._draw()
+            await self._save()
 
     def stop(self) -> None:
-        if self._running is not None:
-            self._running.stop()
+        for running in self._running:
+            running.stop()
 
     def _escape(self) -> None:
         """What the Esc key does: an open story is closed first."""
         if not self._story.close():
             self.stop()
 
-    async def delete_turn(self, index: int) -> None:
-        if self._running is None:
-            self._conversation.delete_turn(index)
-            self._thread.draw(self._conversation)
+    async def delete_turn(self, entry: Entry) -> None:
+        if not self._running:
+            self._conversation.delete_turn(entry)
+            self._draw()
+            await self._save()
+
+    async def summarize(self) -> None:
+        """The model writes what is sent instead of the turns that are left out, or of all but the newest."""
+        conversation, context = self._conversation, self._context.context
+        starts, asked = conversation.turn_starts(), self._asked()
+        if self._running or len(starts) < 2 or not context:
+            return
+        window = await self._context.window(conversation, self._settings.system, asked)
+        newest = conversation.entries[starts[window.first or len(starts) - 1]]
+        older = conversation.branch(newest["parent"]).messages()
+        requests = summary_requests(self._context.counter, older, context, conversation.summary)
+        body = {
+            "model": self._shell.service.model_name,
+            "stream": True,
+            "max_tokens": summary_tokens(context),
+        }
+        self._doing = "The older turns are being summarized."
+        self._ask.set_status(self._doing)
+        try:
+            messages = next(requests)
+            while True:
+                running = self._answers.begin(self._visitor.name, self._api, body | {"messages": messages})
+                self._running = [running]
+                self._ask.set_running(True)
+                while not running.done:
+                    await running.news(running.version)
+                if running.answer.problem or not running.answer.finish_reason:
+                    self._ask.complain(running.answer.problem or "There is no summary: it was stopped.")
+                    return
+                messages = requests.send(running.answer.text)
+        except StopIteration as end:
+            newest["summary"] = str(end.value)
+        finally:
+            self._doing, self._running = "", []
+            self._ask.set_running(False)
+            self._ask.set_status("")
+        if self._conversation is conversation:
+            self._draw()
             await self._save()
 
     async def new(self) -> None:
@@ -166,83 +240,147 @@ class Chat:
     # -- the conversation ---------------------------------------------------------------------------------
     def _show(self, conversation: Conversation) -> None:
         """Show a conversation; an answer of the one shown before goes on unseen."""
-        self._conversation, self._running = conversation, None
+        self._conversation, self._running = conversation, []
         self._store.tell("stay", conversation.id)
         self._story.close()
         self._ask.complain("")
-        last = conversation.entries[-1] if conversation.entries else {}
-        running = self._answers.get(self._visitor.name, str(last.get("pending", "")))
-        if "pending" in last and running is None:
-            conversation.entries[-1] = {"role": "assistant", "content": "", "about": {"problem": _LOST}}
-            background_tasks.create(self._save())
-        view = self._thread.draw(conversation)
-        self._ask.set_running(running is not None)
-        if running is not None and view is not None:
-            self._running = running
-            background_tasks.create(self._follow(running, view, conversation))
+        pending = [entry for entry in conversation.nodes if "pending" in entry]
+        found = {}
+        for entry in pending:
+            running = self._answers.get(self._visitor.name, str(entry["pending"]))
+            if running is None:
+                entry.pop("pending")
+                entry["about"] = {**entry.get("about", {}), "problem": _LOST}
+                background_tasks.create(self._save())
+            else:
+                found[running] = entry
+        self._follow_all(found)
 
-    async def _answer(
-        self, place: int, replaced: list[Entry], asked: str = "", files: list[dict[str, str]] | None = None
-    ) -> None:
-        """Ask for the next entry. If it is refused, the entries from `place` on become `replaced` again, and
-        what was `asked` goes back to where it was written."""
-        conversation = self._conversation
-        self._ask.complain("")
-        undo = {"place": place, "replaced": replaced, "asked": asked, "files": files or []}
+    def _draw(self) -> dict[str, AnswerView]:
+        views = self._thread.draw(self._conversation)
+        self._show_context()
+        return views
+
+    def _show_context(self) -> None:
+        self._context.refresh(self._conversation, self._settings.system, self._asked())
+
+    def _asked(self) -> dict[str, Any]:
         try:
-            body = self._settings.request(self._shell.service.model_name, conversation.messages())
-        except ToolsProblem as problem:
-            self._undo(conversation, undo, f"The tools cannot be used: {problem}")
+            return self._settings.request(self._shell.service.model_name)
+        except SettingsProblem:
+            return {}
+
+    def _keep(self, kind: str, value: Any) -> None:
+        """A setting was changed: the browser keeps it, and the prompt may have another length now."""
+        self._store.tell("keep", kind, value)
+        self._show_context()
+
+    async def _answer(self, back: int, said: list[Entry], continued: Entry | None = None) -> None:
+        """Ask for the next entry, or for more of the last one. If that is refused, what was `said` is taken out
+        again and the branch that ends at `back` is shown; a question goes back to where it was written."""
+        conversation, system = self._conversation, self._settings.system
+        self._ask.complain("")
+        undo = {"leaf": back, "said": len(said)}
+        try:
+            body = self._settings.request(self._shell.service.model_name)
+        except SettingsProblem as problem:
+            self._undo(conversation, said, back, str(problem))
             return
-        running = self._running = self._answers.begin(self._visitor.name, self._api, body)
-        conversation.entries.append({"role": "assistant", "content": "", "pending": running.id, "undo": undo})
-        view = self._thread.draw(conversation)
-        assert view is not None
-        self._ask.set_running(True)
+        if continued is not None:
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        find = partial(self._context.fit, conversation.branch(), system, body)
+        beside = self._settings.beside if continued is None else None
+        parent, compared = conversation.leaf, secrets.token_hex(4)
+        found: dict[RunningAnswer, Entry] = {}
+        for model in (body["model"], beside) if beside else (body["model"],):
+            answer = ChatAnswer.from_entry(continued).continued() if continued is not None else None
+            running = self._answers.begin(
+                self._visitor.name, self._api, body | {"model": model}, find, answer
+            )
+            entry = continued
+            if entry is None:
+                entry = conversation.add({"role": "assistant", "content": ""}, parent)
+                entry |= {"beside": compared} if beside else {}
+            entry |= {"pending": running.id, "undo": undo}
+            found[running] = entry
+        conversation.leaf = conversation.place(next(iter(found.values())))
         self._store.tell("stay", conversation.id)
-        background_tasks.create(self._follow(running, view, conversation))
+        self._follow_all(found)
         await self._save()
 
-    async def _follow(self, running: RunningAnswer, view: AnswerView, conversation: Conversation) -> None:
+    def _follow_all(self, found: dict[RunningAnswer, Entry]) -> None:
+        self._running = list(found)
+        views = self._draw()
+        self._ask.set_running(bool(found))
+        self._ask.show_queued(self._conversation.queued, self._unqueue)
+        for running, entry in found.items():
+            view = views.get(running.id)
+            background_tasks.create(self._follow(running, view, entry, self._conversation))
+
+    async def _follow(
+        self, running: RunningAnswer, view: AnswerView | None, entry: Entry, conversation: Conversation
+    ) -> None:
         """Draw an answer while it comes, as long as this page shows its conversation."""
         seen = -1
         with self._client:
             while not running.done:
                 await running.news(seen)
                 seen = running.version
-                if self._running is not running or self._client.is_deleted:
+                if running not in self._running or self._client.is_deleted:
                     return
-                view.grow(running.answer)
-                self._thread.look_down()
+                if view is not None:
+                    view.grow(running.answer)
+                    self._thread.look_down()
                 if not running.done:
                     await asyncio.sleep(_REDRAW_S)
-            if self._running is not running or self._client.is_deleted:
+            if running not in self._running or self._client.is_deleted:
                 return
-            self._running = None
-            self._ask.set_running(False)
-            pending = conversation.entries.pop()
-            if running.refused:
-                self._undo(conversation, pending.get("undo", {}), str(running.answer.problem))
-            else:
-                running.answer.take_times(self._shell.service.stories.of_call(running.answer.request_id))
-                conversation.entries.append(running.answer.entry())
-                view.finish(running.answer, is_last=True, results=None)
-                self._thread.look_down()
+            self._running.remove(running)
+            self._ask.set_running(bool(self._running))
+            self._end(running, view, entry, conversation)
+            self._show_context()
             await self._save()
+            if conversation.queued and not self._running and not running.refused:
+                following = conversation.queued.pop(0)
+                self._ask.show_queued(conversation.queued, self._unqueue)
+                await self._say(following)
 
-    def _undo(self, conversation: Conversation, undo: dict[str, Any], problem: str) -> None:
-        place = int(undo.get("place", len(conversation.entries)))
-        conversation.entries[place:] = list(undo.get("replaced", []))
-        self._thread.draw(conversation)
-        if undo.get("asked") or undo.get("files"):
-            self._ask.put_back(str(undo.get("asked", "")), list(undo.get("files", [])), problem)
+    def _end(
+        self, running: RunningAnswer, view: AnswerView | None, entry: Entry, conversation: Conversation
+    ) -> None:
+        entry.pop("pending")
+        undo = entry.pop("undo", {})
+        if running.refused and "about" in entry:  # it was to be continued, and stays as it was
+            self._draw()
+            self._ask.complain(str(running.answer.problem))
+        elif running.refused and "beside" not in entry:
+            back = int(undo.get("leaf", entry["parent"]))
+            said: list[Entry] = []
+            place = entry["parent"]
+            for _ in range(int(undo.get("said", 0))):
+                said.append(conversation.nodes[place])
+                place = said[-1]["parent"]
+            self._undo(conversation, [entry, *said], back, str(running.answer.problem))
+        else:
+            running.answer.take_times(self._shell.service.stories.of_call(running.answer.request_id))
+            entry.update(running.answer.entry())
+            if view is not None:
+                self._thread.finish(entry, running.answer, view)
+                self._thread.look_down()
+
+    def _undo(self, conversation: Conversation, taken: list[Entry], back: int, problem: str) -> None:
+        question = next((entry for entry in taken if entry["role"] == "user"), None)
+        conversation.remove(taken, back)
+        self._draw()
+        if question is not None:
+            self._ask.put_back(question["content"], question.get("files", []), problem)
         else:
             self._ask.complain(problem)
 
     async def _save(self) -> None:
         """Keep the conversation in the browser. A page that has just gone cannot; the one that comes back will."""
         with contextlib.suppress(TimeoutError):
-            if self._conversation.entries:
+            if self._conversation.nodes:
                 if not await self._store.ask("save", self._conversation.stored()):
                     self._ask.complain("This browser has no room to keep the conversation; export it.")
             else:

@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -58,6 +58,8 @@ class ApiCaller:
         task = asyncio.create_task(call())
         try:
             while (chunk := await chunks.get()) is not None or status >= 400:
+                if hang_up.is_set() and status >= 400:  # stopped before it began: there is nothing to tell
+                    return
                 if chunk is None or status >= 400:
                     raise ApiFailure(_refusal(chunk or b"", status))
                 for line in chunk.split(b"\n\n"):
@@ -94,6 +96,7 @@ def _message(event: dict[str, Any]) -> str:
     return str(event["error"]["message"])
 
 
+FindMessages = Callable[[], Awaitable[list[dict[str, Any]]]]
 _KEPT_S = 3600.0
 _MOST_KEPT = 256
 
@@ -101,10 +104,10 @@ _MOST_KEPT = 256
 class RunningAnswer:
     """One answer and the task that makes it. `version` grows with every event."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, answer: ChatAnswer | None = None) -> None:
         self.id = secrets.token_hex(12)
         self.owner = owner
-        self.answer = ChatAnswer()
+        self.answer = answer or ChatAnswer()
         self.done = False
         self.refused = False  # it was never begun: the question can be asked again as it stands
         self.ended_s = 0.0
@@ -113,8 +116,8 @@ class RunningAnswer:
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None  # held: a task nobody holds may be collected
 
-    def begin(self, api: ApiCaller, body: dict[str, Any]) -> None:
-        self._task = asyncio.create_task(self._run(api, body))
+    def begin(self, api: ApiCaller, body: dict[str, Any], messages: FindMessages | None) -> None:
+        self._task = asyncio.create_task(self._run(api, body, messages))
 
     def stop(self) -> None:
         self._hang_up.set()
@@ -124,8 +127,10 @@ class RunningAnswer:
         while self.version == seen_version and not self.done:
             await self._news.wait()
 
-    async def _run(self, api: ApiCaller, body: dict[str, Any]) -> None:
+    async def _run(self, api: ApiCaller, body: dict[str, Any], messages: FindMessages | None) -> None:
         try:
+            if messages is not None:
+                body = body | {"messages": await messages()}
             async for event in api.stream("/v1/chat/completions", body, self._hang_up):
                 self.answer.add_event(event)
                 self._tell()
@@ -149,11 +154,19 @@ class RunningAnswers:
     def __init__(self) -> None:
         self._answers: OrderedDict[str, RunningAnswer] = OrderedDict()
 
-    def begin(self, owner: str, api: ApiCaller, body: dict[str, Any]) -> RunningAnswer:
+    def begin(
+        self,
+        owner: str,
+        api: ApiCaller,
+        body: dict[str, Any],
+        messages: FindMessages | None = None,
+        answer: ChatAnswer | None = None,
+    ) -> RunningAnswer:
+        """`messages`: finds those of the request, where that takes a while. `answer`: the one to continue."""
         self._forget_old()
-        running = RunningAnswer(owner)
+        running = RunningAnswer(owner, answer)
         self._answers[running.id] = running
-        running.begin(api, body)
+        running.begin(api, body, messages)
         return running
 
     def get(self, owner: str, answer_id: str) -> RunningAnswer | None:

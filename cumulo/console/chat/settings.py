@@ -3,6 +3,7 @@ applies."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nicegui import ui
@@ -31,8 +32,12 @@ EXAMPLE = """[{
 }]"""
 
 
-class ToolsProblem(ValueError):
-    """The text is no list of tools; the message says what to change."""
+class SettingsProblem(ValueError):
+    """A setting cannot be used; the message says which and what to change."""
+
+
+class ToolsProblem(SettingsProblem):
+    """The text is no list of tools."""
 
 
 def read_tools(text: str) -> list[dict[str, Any]]:
@@ -82,8 +87,11 @@ class ToolsBox:
             ).classes("quiet")
 
     def fields(self) -> dict[str, Any]:
-        """Their part of a request. ToolsProblem if what was entered is none."""
-        tools = read_tools(str(self._text.value or ""))
+        """Their part of a request."""
+        try:
+            tools = read_tools(str(self._text.value or ""))
+        except ToolsProblem as problem:
+            raise SettingsProblem(f"The tools cannot be used: {problem}") from None
         if not tools:
             return {}
         chosen = str(self._choice.value)
@@ -223,6 +231,10 @@ def model_options(model: str, adapters: Sequence[str]) -> dict[str, str]:
     return {model: model} | {name: f"{name} (adapter)" for name in adapters}
 
 
+def _within(least: float, most: float, value: float | None) -> bool:
+    return value is None or least <= value <= most
+
+
 class SettingsPanel:
     def __init__(self, keep: Callable[[str, Any], None], close: Callable[[], Any]) -> None:
         """`keep` stores presets and settings in the browser."""
@@ -232,15 +244,19 @@ class SettingsPanel:
             small_button("Close settings", "close", close).classes("only-phone")
         self._model = ui.select([], label="Model", on_change=self._chosen)
         self._model.props("outlined dense options-dense").set_enabled(False)
-        self._wanted_model: str | None = (
-            None  # the one that was chosen, also while the server does not list it
-        )
+        self._wanted_model: str | None = None  # that was chosen, also while the server does not list it
+        self._beside = ui.select([], label="Compare with", on_change=self._chosen, clearable=True)
+        self._beside.props("outlined dense options-dense").set_visibility(False)
+        self._beside.tooltip("Two models answer each message side by side.")
         self._presets = Presets(lambda own: keep("presets", own), self._changed)
         self._numbers: dict[str, ui.number] = {}
         with ui.element("div").classes("numbers"):
             for name, label, least, most, step, tooltip in _FIELDS:
-                field = ui.number(label, min=least, max=most, step=step, on_change=self._changed)
-                field.props("outlined dense stack-label").tooltip(tooltip)
+                # No min and max of the field: it would replace what is typed by them without a word.
+                words = f"{least:g} to {most:g}"
+                check: dict[str, Callable[[Any], bool]] = {words: partial(_within, least, most)}
+                field = ui.number(label, step=step, on_change=self._changed, validation=check)
+                field.props("outlined dense stack-label hide-bottom-space").tooltip(tooltip)
                 self._numbers[name] = field
         self._json = ui.switch("JSON output", on_change=self._changed)
         self._json.tooltip('Sends response_format {"type": "json_object"}: the answer is one JSON object.')
@@ -257,8 +273,20 @@ class SettingsPanel:
             return
         self._restoring = True
         self._model.set_options(options, value=kept)
+        beside = self._beside.value if self._beside.value in options else None
+        self._beside.set_options(options, value=beside)
         self._restoring = False
         self._model.set_enabled(len(options) > 1)
+        self._beside.set_visibility(len(options) > 1)
+
+    @property
+    def system(self) -> str:
+        return self._presets.prompt
+
+    @property
+    def beside(self) -> str | None:
+        """The model whose answer is shown next to that of the chosen one."""
+        return self._beside.value if self._beside.value != self._model.value else None
 
     def show_effective(self, recommended: Mapping[str, Any]) -> None:
         for name, value in effective(recommended).items():
@@ -292,18 +320,18 @@ class SettingsPanel:
         settings |= {"json": self._json.value, "odds": self._odds.value}
         self._keep("settings", settings)
 
-    def request(self, model: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The body of /v1/chat/completions for this conversation. ToolsProblem if the tools are none."""
-        system = self._presets.prompt
-        first = [{"role": "system", "content": system}] if system else []
+    def request(self, model: str) -> dict[str, Any]:
+        """The body of /v1/chat/completions without its messages. SettingsProblem if a field cannot be used."""
         body: dict[str, Any] = {
             "model": self._model.value or model,
-            "messages": [*first, *messages],
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": _ANSWER_TOKENS,
         }
-        for name, field in self._numbers.items():
+        for name, label, least, most, *_ in _FIELDS:
+            field = self._numbers[name]
+            if field.value is not None and not least <= field.value <= most:
+                raise SettingsProblem(f"{label} is {field.value:g}, but must be {least:g} to {most:g}.")
             if field.value is not None:
                 body[name] = int(field.value) if name in _WHOLE else float(field.value)
         if self._json.value:

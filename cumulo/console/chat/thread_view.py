@@ -1,6 +1,8 @@
 """ThreadView: the messages of a conversation on the chat page. Draws; what the buttons do is the page's."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -8,7 +10,13 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from cumulo.console.chat.answer import ChatAnswer
-from cumulo.console.chat.answer_view import AnswerActions, AnswerView, copy_button, small_button
+from cumulo.console.chat.answer_view import (
+    AnswerActions,
+    AnswerView,
+    copy_button,
+    small_button,
+    version_buttons,
+)
 from cumulo.console.chat.conversation import Conversation, Entry
 from cumulo.console.front import Visitor
 from cumulo.console.request_view import badge, story_html
@@ -24,67 +32,153 @@ _EDITED = (
 )
 
 
+_SHOWN = 40  # entries of a long conversation that are drawn at first
+EXAMPLES = (
+    "Explain the difference between a process and a thread in three sentences.",
+    "Write a Python function that finds the most frequent words of a text.",
+    "Make a table of four European capitals, their countries and rivers.",
+    "Give me five ideas for a rainy Sunday.",
+)
+
+
+@dataclass(slots=True)
+class _Drawn:
+    key: object  # what it shows; drawn anew where this changes
+    entry: Entry
+    root: ui.element
+    views: dict[str, AnswerView]  # of answers that are being made, by what they are pending as
+
+
 class ThreadView:
     def __init__(
         self,
-        resend: Callable[[int, str], Awaitable[None]],
-        delete: Callable[[int], Awaitable[None]],
+        ask: Callable[[str], Any],
+        resend: Callable[[Entry, str], Awaitable[None]],
+        delete: Callable[[Entry], Awaitable[None]],
         answer: AnswerActions,
     ) -> None:
-        """`resend` and `delete`: what the buttons at a user's message do, given its place in the conversation."""
-        self._resend, self._delete, self._answer = resend, delete, answer
+        """`ask` sends an example; `resend` and `delete`: what the buttons at a user's message do."""
+        self._ask, self._resend, self._delete, self._answer = ask, resend, delete, answer
         self._root = ui.element("div").classes("thread").props('aria-live="polite"')
         self._client = ui.context.client
-
-    def draw(self, conversation: Conversation) -> AnswerView | None:
-        """All of it anew; the view of the answer that is still being made, if one is."""
-        self._root.clear()
-        running: AnswerView | None = None
-        entries = conversation.entries
+        self._drawn: list[_Drawn] = []
+        self._conversation = Conversation()
+        self._from = 0  # the first entry of the branch that is drawn
         with self._root:
-            if not entries:
-                words = empty(
-                    f"Talk to {self._answer.model_name}", "Conversations are kept in this browser only."
-                )
-                show(
-                    f'{words}<p class="keys-hint"><kbd>Ctrl+/</kbd> shows the keyboard shortcuts.</p>',
-                    "welcome",
-                )
-            for index, entry in enumerate(entries):
-                if entry["role"] == "user":
-                    self._user(index, entry)
-                elif entry["role"] == "assistant" and "pending" in entry:
-                    running = AnswerView(ChatAnswer(), self._answer, running=True)
-                elif entry["role"] == "assistant":
-                    answer = ChatAnswer.from_entry(entry)
-                    is_last = index == len(entries) - 1
-                    view = AnswerView(answer, self._answer, running=False)
-                    view.finish(
-                        answer, is_last=is_last, results=None if is_last else _results(entries, index)
+            self._welcome = ui.element("div").classes("welcome")
+            self._earlier = (
+                ui.button("", on_click=self._show_earlier)
+                .props("flat dense no-caps")
+                .classes("quiet earlier")
+            )
+            self._line = ui.label("").classes("left-out")
+        with self._welcome:
+            show(empty(f"Talk to {answer.model_name}", "Conversations are kept in this browser only."))
+            with ui.element("div").classes("examples"):
+                for text in EXAMPLES:
+                    ui.button(text, on_click=partial(ask, text)).props("outline no-caps align=left").classes(
+                        "quiet"
                     )
+            show('<p class="keys-hint"><kbd>Ctrl+/</kbd> shows the keyboard shortcuts.</p>')
+
+    def draw(self, conversation: Conversation) -> dict[str, AnswerView]:
+        """The shown branch; what is drawn already stays. The views of the answers that are still being made."""
+        entries = conversation.entries
+        if conversation is not self._conversation:
+            self._conversation, self._from = conversation, max(0, len(entries) - _SHOWN)
+        self._from = min(self._from, max(0, len(entries) - 1))
+        shown = entries[self._from :]
+        keys = [self._key(entry, entry is entries[-1]) for entry in shown]
+        same = 0
+        while same < min(len(keys), len(self._drawn)) and keys[same] == self._drawn[same].key:
+            same += 1
+        for old in self._drawn[same:]:
+            old.root.delete()
+        del self._drawn[same:]
+        with self._root:
+            for place in range(same, len(shown)):
+                self._drawn.append(self._make(entries, self._from + place, keys[place]))
+        self._welcome.set_visibility(not entries)
+        self._earlier.set_visibility(self._from > 0)
+        self._earlier.set_text(f"Show {self._from:,} earlier messages")
         self.look_down(force=True)
-        return running
+        return {pending: view for one in self._drawn for pending, view in one.views.items()}
+
+    def finish(self, entry: Entry, answer: ChatAnswer, view: AnswerView) -> None:
+        """An answer has ended: its view stays, with buttons below it."""
+        versions = self._conversation.versions(entry)
+        view.finish(answer, entry, versions, is_last=True, results=None)
+        for one in self._drawn:
+            if one.entry is entry and not entry.get("beside"):
+                one.key = self._key(entry, is_last=True)
+
+    def mark(self, place: int, words: str) -> None:
+        """A line above the entry at this place of the branch; at -1 none."""
+        drawn = place - self._from
+        self._line.set_visibility(0 <= drawn < len(self._drawn))
+        self._line.set_text(words)
+        if 0 <= drawn < len(self._drawn):
+            others = [one for one in self._root.default_slot.children if one is not self._line]
+            self._line.move(target_index=others.index(self._drawn[drawn].root))
 
     def look_down(self, *, force: bool = False) -> None:
         """To the newest text, unless the reader has scrolled up."""
         self._client.run_javascript(_LOOK_DOWN.replace("FORCE", "true" if force else "false"))
 
-    def _user(self, index: int, entry: Entry) -> None:
+    def _show_earlier(self) -> None:
+        for old in self._drawn:
+            old.root.delete()
+        self._drawn, self._from = [], 0
+        self.draw(self._conversation)
+
+    def _key(self, entry: Entry, is_last: bool) -> object:
+        versions = [id(one) for one in self._conversation.versions(entry)]
+        beside = is_last and entry.get("beside")
+        return id(entry), is_last, entry.get("pending"), versions, beside
+
+    def _make(self, entries: list[Entry], place: int, key: object) -> _Drawn:
+        entry, is_last = entries[place], place == len(entries) - 1
+        views: dict[str, AnswerView] = {}
+        with ui.element("div").classes("entry") as root:
+            if entry["role"] == "user":
+                self._user(entry)
+            elif entry["role"] == "assistant" and is_last and entry.get("beside"):
+                with ui.element("div").classes("compared-answers"):
+                    for one in self._conversation.versions(entry):
+                        if one.get("beside") == entry["beside"]:
+                            with ui.element("div").classes("shown" if one is entry else ""):
+                                self._answered(one, views, is_last, None)
+            elif entry["role"] == "assistant":
+                self._answered(entry, views, is_last, None if is_last else _results(entries, place))
+        return _Drawn(key, entry, root, views)
+
+    def _answered(
+        self, entry: Entry, views: dict[str, AnswerView], is_last: bool, results: dict[str, str] | None
+    ) -> None:
+        answer = ChatAnswer.from_entry(entry)
+        if "pending" in entry:
+            views[entry["pending"]] = AnswerView(answer, self._answer, running=True)
+            return
+        view = AnswerView(answer, self._answer, running=False)
+        view.finish(answer, entry, self._conversation.versions(entry), is_last=is_last, results=results)
+
+    def _user(self, entry: Entry) -> None:
         with ui.element("div").classes("turn"):
             with ui.element("div").classes("said user") as bubble:
                 _message(entry)
             with ui.element("div").classes("turn-buttons") as buttons:
-                small_button("Edit", "edit", lambda: self._edit(index, entry, bubble, buttons))
+                version_buttons(entry, self._conversation.versions(entry), self._answer.choose)
+                small_button("Edit", "edit", lambda: self._edit(entry, bubble, buttons))
                 copy_button(entry["content"])
-                small_button("Delete turn", "delete_outline", lambda: self._delete(index))
+                small_button("Delete turn", "delete_outline", lambda: self._delete(entry))
 
-    def _edit(self, index: int, entry: Entry, bubble: ui.element, buttons: ui.element) -> None:
+    def _edit(self, entry: Entry, bubble: ui.element, buttons: ui.element) -> None:
         buttons.set_visibility(False)
         bubble.clear()
         bubble.classes(add="editing")
 
         async def resend(event: GenericEventArguments) -> None:
-            await self._resend(index, str(event.args or ""))
+            await self._resend(entry, str(event.args or ""))
 
         def cancel() -> None:
             bubble.classes(remove="editing")

@@ -95,9 +95,16 @@
     return `${words || "chat"}.${ending}`;
   }
 
+  /** The branch that is shown, from its first message on: an entry follows its `parent`, or the one before it. */
+  function branch({ entries, leaf = entries.length - 1 }) {
+    const shown = [];
+    for (let place = leaf; place >= 0; place = entries[place].parent ?? place - 1) shown.unshift(entries[place]);
+    return shown;
+  }
+
   function asMarkdown(chat) {
     const parts = [`# ${chat.name}`];
-    for (const entry of chat.entries) {
+    for (const entry of branch(chat)) {
       parts.push(`## ${{ user: "User", assistant: "Assistant", tool: "Tool result" }[entry.role]}`);
       for (const file of entry.files ?? []) parts.push(`Attached file: ${file.name}`);
       if (entry.content) parts.push(entry.content);
