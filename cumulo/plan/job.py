@@ -35,8 +35,26 @@ OptimizerKind = Literal["adamw", "adamw8bit", "muon"]  # as cumulo.train names t
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """What is alike in a goal and in every job that is tried for it."""
+
+    dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"  # of the matrix products
+    optimizer: OptimizerKind = "adamw"
+    offload_optimizer: bool = False  # its states and its step are in the host's memory
+    offload_activations: bool = False  # what backward needs waits in the host's memory
+    narrow_activations: bool = False  # ... or is kept in 8 bits (DeepSeek-V3, section 3.3.3)
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the optimizer's, beside a float32 copy
+    predict_ahead: int = 0  # further tokens that extra layers predict (DeepSeek-V3, section 2.2)
+    # Only adapters of this rank are trained (Hu et al. 2021), beside these projections; the weights are frozen.
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+    frozen_bits: Literal[4, 8, 16] = 16  # of a frozen weight (Dettmers et al. 2023: 4)
+    software: str = "current"  # the generation of software whose efficiency curves hold
+
+
 @dataclass(frozen=True, slots=True)
-class TrainJob:
+class TrainJob(TrainSettings):
     model: ModelSpec
     layout: Layout
     global_batch: int  # sequences of one optimizer step, over everything
@@ -44,12 +62,7 @@ class TrainJob:
     micro_batch: int = 1  # sequences computed at once by one data-parallel rank
     recompute: Recompute = "none"
     recompute_layers: int | None = None  # with full: of each chunk only this many layers; None: all
-    dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"  # of the matrix products
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # in which gradients are summed
-    optimizer: OptimizerKind = "adamw"
-    offload_optimizer: bool = False  # its states and its step are in the host's memory
-    offload_activations: bool = False  # what backward needs waits in the host's memory
-    narrow_activations: bool = False  # ... or is kept in 8 bits (DeepSeek-V3, section 3.3.3)
     master_weights: bool = True  # below 32 bits: the optimizer keeps a float32 copy
     flash_attention: bool = True  # scores are never stored
     fused_loss: bool = True  # logits become the loss a piece at a time; False: all of a micro-batch's at once
@@ -61,15 +74,8 @@ class TrainJob:
     # folding: an expert tensor parallelism of 1); else these share every expert.
     whole_experts: bool = False
     overlap_expert: bool = False  # ... behind the computation of another micro-batch
-    predict_ahead: int = 0  # further tokens that extra layers predict (DeepSeek-V3, section 2.2)
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the optimizer's, beside a float32 copy
-    # Only adapters of this rank are trained (Hu et al. 2021), beside these projections; the weights are frozen.
-    lora_rank: int | None = None
-    lora_targets: tuple[str, ...] = LORA_TARGETS
-    frozen_bits: Literal[4, 8, 16] = 16  # of a frozen weight (Dettmers et al. 2023: 4)
     overlap_data: bool = True  # gradients and weights travel while layers compute
     overlap_tensor: bool = False  # tensor-parallel collectives are cut up and hidden behind matrix products
-    software: str = "current"  # the generation of software whose efficiency curves hold
 
     def __post_init__(self) -> None:
         if problems := list(_problems(self)):

@@ -7,7 +7,7 @@ stage and recomputation only. The search bounds whole shapes before it looks at 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from cumulo.errors import ConfigError
 from cumulo.layout.check import tensor_sliced
 from cumulo.layout.layout import Layout, divisors
 from cumulo.pipeline.decide.catalog import FAMILIES
-from cumulo.plan.job import LORA_TARGETS, OptimizerKind, Recompute, TrainJob
+from cumulo.plan.job import Recompute, TrainJob, TrainSettings
 from cumulo.plan.time.compute_profile import shipped
 from cumulo.plan.time.efficiency import Software, shipped_efficiency
 from cumulo.spec.cluster import Cluster
@@ -28,7 +28,7 @@ _LARGE_STREAM = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class TrainGoal:
+class TrainGoal(TrainSettings):
     """What is to be trained, on what."""
 
     model: ModelSpec
@@ -36,11 +36,6 @@ class TrainGoal:
     global_batch: int  # sequences of a step
     sequence_length: int
     memory_bytes: int | None = None  # that a rank may use; None: the device's
-    dtype: Literal["bfloat16", "float16", "float32", "float8"] = "bfloat16"
-    optimizer: OptimizerKind = "adamw"
-    offload_optimizer: bool = False
-    offload_activations: bool = False
-    software: str = "current"
     software_named: bool = True  # False: "current" is only what stands for it
     date: str | None = None  # year and month in which it runs, or the year; None: any
     # None: as the software does it.
@@ -48,13 +43,7 @@ class TrainGoal:
     expert_exchange: Literal["all-to-all", "once"] | None = None
     whole_experts: bool | None = None
     overlap_expert: bool = False
-    predict_ahead: int = 0
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    narrow_activations: bool = False
     flash_attention: bool | None = None
-    lora_rank: int | None = None
-    lora_targets: tuple[str, ...] = LORA_TARGETS
-    frozen_bits: Literal[4, 8, 16] = 16
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "sequence_length"):
@@ -116,10 +105,7 @@ class TrainGoal:
 
 
 # Of a job as of its goal.
-_SAME = (
-    "model", "global_batch", "sequence_length", "dtype", "optimizer", "offload_optimizer", "offload_activations",
-    "software", "predict_ahead", "moment_dtype", "narrow_activations", "lora_rank", "lora_targets", "frozen_bits",
-)  # fmt: skip
+_SAME = ("model", "global_batch", "sequence_length", *(one.name for one in fields(TrainSettings)))
 
 
 @dataclass(frozen=True, slots=True)
