@@ -138,9 +138,8 @@ class RoundRobin:
         taking = usable(ask, replicas)
         chosen, second = (taking[(self.turn + ahead) % len(taking)] for ahead in (0, 1))
         self.turn += 1
-        return _chosen(
-            expected(ask, chosen), "its turn", expected(ask, second) if second is not chosen else None
-        )
+        other = expected(ask, second) if second is not chosen else None
+        return replace(expected(ask, chosen), why="its turn", second=other)
 
     def forget(self, replica: str) -> None:
         pass
@@ -158,14 +157,11 @@ class LeastLoaded:
         )
         self.given[chosen.name] = self.given.get(chosen.name, 0) + 1
         why = f"the least load: {chosen.waiting_tokens:,} prompt tokens wait, {chosen.running} sequences run"
-        return _chosen(expected(ask, chosen), why, expected(ask, others[0]) if others else None)
+        second = expected(ask, others[0]) if others else None
+        return replace(expected(ask, chosen), why=why, second=second)
 
     def forget(self, replica: str) -> None:
         self.given.pop(replica, None)
-
-
-def _chosen(option: Route, why: str, second: Route | None) -> Route:
-    return replace(option, why=why, second=second)
 
 
 @dataclass(slots=True)
@@ -207,7 +203,8 @@ class PrefixAware:
         self._note(ask, chosen)
         passed = [expected(ask, one) for one in taking if one.name not in costs_s]  # given too much
         second = next((one for one in options + passed if one is not chosen), None)
-        return _chosen(chosen, _why(ask, chosen, stays is not None, [one.replica for one in passed]), second)
+        why = _why(ask, chosen, stays is not None, [one.replica for one in passed])
+        return replace(chosen, why=why, second=second)
 
     def forget(self, replica: str) -> None:
         self.promised.pop(replica, None)

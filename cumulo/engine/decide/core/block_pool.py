@@ -91,9 +91,6 @@ class BlockPool:
         self.references[block] = 1
         return block
 
-    def allocate_many(self, count: int, rank: int = 0) -> list[int]:
-        return [self.allocate(rank) for _ in range(count)]
-
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for blocks that may be in use or free-but-cached."""
         for block in blocks:

@@ -76,7 +76,8 @@ class KVManager:
         sequence.slot = self.free_slots.pop()
         pool.share(cached)
         needed = -(-len(sequence.tokens) // pool.block_size)
-        sequence.blocks = cached + pool.allocate_many(needed - len(cached), self.rank_for(cached))
+        rank = self.rank_for(cached)
+        sequence.blocks = cached + [pool.allocate(rank) for _ in range(needed - len(cached))]
         sequence.capacity, sequence.shares_tail = needed * pool.block_size, False
         return len(cached)
 
