@@ -33,8 +33,18 @@ def tiles_html(replicas: list[dict[str, Any]], policy: str, moved: int) -> str:
         ("Router", policy, "", "How the replica of a request is chosen (--router)."),
         ("Running", sum(one["running"] for one in replicas), "", "Sequences that all replicas compute now."),
         ("Cached", cached, "%", "Prompt tokens that the router found in the chosen replica's prefix cache."),
-        ("Busiest", busiest, "×", "Prompt tokens given to the busiest replica to compute, over the mean."),
-        ("Moved", moved, "", "Requests that another replica took over in mid-answer."),
+        (
+            "Busiest replica",
+            busiest,
+            "× mean",
+            "Prompt tokens it was given to compute, over the mean of all: 1 is even.",
+        ),
+        (
+            "Moved requests",
+            moved,
+            "",
+            "Answers that another replica continued, because theirs failed or restarted.",
+        ),
     )
     return "".join(tile(*one) for one in tiles)
 

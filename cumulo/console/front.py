@@ -89,6 +89,13 @@ _SOCKET = "/_nicegui_ws/"
 _LARGEST_FORM_BYTES = 4096
 _LOGIN = (Path(__file__).parent / "login.html").read_text("utf-8")
 
+_NO_PAGE = """<!doctype html><html lang="en"><meta name="viewport" content="width=device-width">
+<title>Not found · Cumulo</title><style>:root { color-scheme: light dark }
+body { font: 16px/1.6 system-ui; margin: 18vh auto;
+max-width: 480px; padding: 0 20px; overflow-wrap: anywhere }</style>
+<h1>There is no such page</h1><p>The server has no PATH.</p>
+<p><a href="/">Chat</a> · <a href="/docs">API reference</a></p></html>"""
+
 # Whatever a page contains, the browser asks no other host for anything.
 _HEADERS = (
     (b"content-security-policy", b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; "
@@ -108,7 +115,7 @@ class Front:
         if scope["type"] not in ("http", "websocket") or not (
             is_page or path in _PLAIN or path.startswith((*_OPEN, _SOCKET))
         ):
-            await self._api(scope, receive, send)
+            await self._api(scope, receive, _with_page(scope, send))
             return
         connection = HTTPConnection(scope)
         if path in _PLAIN and scope["type"] == "http":
@@ -166,6 +173,27 @@ def _with_headers(send: Send) -> Send:
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *_HEADERS]
         await send(message)
+
+    return sending
+
+
+def _with_page(scope: Scope, send: Send) -> Send:
+    """Who reads pages and asks for one that does not exist gets a page; programs get the API's error."""
+    accepted = dict(scope.get("headers", ())).get(b"accept", b"")
+    if scope["type"] != "http" or scope["method"] != "GET" or b"text/html" not in accepted:
+        return send
+    page = _NO_PAGE.replace("PATH", escape(scope["path"])).encode()
+    replaced = False
+
+    async def sending(message: Message) -> None:
+        nonlocal replaced
+        if message["type"] == "http.response.start" and message["status"] == 404:
+            replaced = True
+            headers = [(b"content-type", b"text/html; charset=utf-8"), (b"content-length", b"%d" % len(page))]
+            await send({**message, "headers": [*headers, *_HEADERS]})
+            await send({"type": "http.response.body", "body": page})
+        elif not replaced:
+            await send(message)
 
     return sending
 

@@ -102,7 +102,7 @@ def job_tiles_html(records: Sequence[JobRecord]) -> str:
 def queue_html(
     records: Sequence[JobRecord], progress: Mapping[str, JobProgress | None], may_cancel: bool
 ) -> str:
-    title = heading("Queue", "Jobs of all targets, newest first.")
+    title = heading("All jobs", "Jobs of all targets, waiting, running and ended, newest first.")
     if not records:
         return title + empty(
             "No job yet", "Submit one with: cumulo launch examples/job-train.yaml --on local"

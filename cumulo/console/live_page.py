@@ -110,6 +110,13 @@ _FAIRNESS = (
     "How evenly API keys were served in the last minute, by Jain's index: 1 is even, 1/n means that one of n keys "
     "got everything."
 )
+_RESIDENT = (
+    "Resident memory of the engine's process: less than the ledger's total while KV blocks are unused."
+)
+_LEDGER_TOLD = (
+    "Allocated is what the engine has reserved. On a CPU the system gives memory to a block of the KV cache when "
+    "it is first used, so the engine's RSS may be far less."
+)
 _EVICTIONS = "Cached prefixes that were dropped to make room for new blocks."
 
 
@@ -151,7 +158,7 @@ class _Live:
             self._map = _card("KV cache blocks", "Which request holds which block of the KV cache.")
         self._machine_tiles = show("", "tiles")
         self._ledger = _card(
-            "Memory ledger", "What was predicted before loading, and what was measured after."
+            "Memory ledger", "What was predicted before loading, and what was allocated after."
         )
         self._map.set_content(empty("Nothing to show yet", "The map appears when the engine runs."))
         self._ledger_drawn_for: Ready | None = None
@@ -230,8 +237,8 @@ class _Live:
         tiles = [
             ("CPU use", last.cpu_percent, "%", "Share of all cores' time that was busy in the last 5 s."),
             ("Memory in use", *_gib(last.memory_used_bytes), f"Of {total}, by all processes."),
-            ("Engine memory", *_gib(last.engine_bytes), "Resident memory (RSS) of the engine's process."),
-            ("API server memory", *_gib(last.server_bytes), "Resident memory (RSS) of the server process."),
+            ("Engine RSS", *_gib(last.engine_bytes), _RESIDENT),
+            ("API server RSS", *_gib(last.server_bytes), "Resident memory of the server process."),
         ]  # fmt: skip
         for number, gpu in enumerate(last.gpus):
             name = "GPU" if len(last.gpus) == 1 else f"GPU {number}"
@@ -304,8 +311,8 @@ def _gib(count: int | None) -> tuple[str | None, str]:
 _LEDGER = (
     ("part", "", ""),
     ("predicted", "right", ""),
-    ("measured", "right", ""),
-    ("ratio", "right", "measured / predicted"),
+    ("allocated", "right", "Measured after loading."),
+    ("ratio", "right", "allocated / predicted"),
     ("prediction", "soft small wide-only", ""),
 )
 
@@ -325,7 +332,7 @@ def ledger_html(info: Ready) -> str:
     sums = (format_bytes(total["predicted_bytes"]), _measured(total["measured_bytes"]))
     available = f"of {format_bytes(total['available_bytes'])} available"
     last = ["<b>total</b>", *(f"<b>{one}</b>" for one in sums), "", available]
-    return table(_LEDGER, [*rows, last])
+    return table(_LEDGER, [*rows, last]) + f'<p class="soft small told">{_LEDGER_TOLD}</p>'
 
 
 def _measured(count: int | None) -> str:

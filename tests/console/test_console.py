@@ -129,7 +129,7 @@ def test_live_names_its_numbers_and_shows_an_hour(browser: Any, server: RunningS
             ("ITL p99", "Inter-token latency"),
             ("Fairness index", "Jain's index"),
             ("KV cache usage", "blocks that running requests hold"),
-            ("Engine memory", "Resident memory"),
+            ("Engine RSS", "Resident memory"),
         ):
             tile = tiles.filter(has_text=term)
             tile.first.wait_for()

@@ -33,6 +33,15 @@ def is_logged_in(visit: TestClient) -> bool:
     return bool(visit.get("/live").status_code == 200)
 
 
+def test_an_unknown_address_is_a_page_for_people_and_an_error_for_programs() -> None:
+    front = Front(PlainTextResponse("api", 404), PlainTextResponse("page"), Sessions(None))
+    client = TestClient(front)
+    page = client.get("/chats/<b>", headers={"Accept": "text/html,*/*"})
+    assert page.status_code == 404 and page.headers["content-type"].startswith("text/html")
+    assert "The server has no /chats/&lt;b&gt;" in page.text and 'href="/"' in page.text
+    assert client.get("/chats/x").text == "api"
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE"])
 def test_no_link_and_no_image_can_log_somebody_out(visit: TestClient, method: str) -> None:
     answer = visit.request(method, "/logout")
