@@ -1,7 +1,11 @@
 """Prefill and decode on two engines: the same tokens and log-probabilities as on one, whatever dies on the way."""
 
+import json
 import random
+import socket
+import struct
 from array import array
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ from cumulo.engine.decide.transfer.orders import (
 )
 from cumulo.engine.play.transfer_receiver import TransferReceiver
 from cumulo.engine.play.transfer_sender import TransferSender
-from cumulo.engine.play.transfer_wire import RankCaches
+from cumulo.engine.play.transfer_wire import RankCaches, greeting_of
 from cumulo.models.batch import KVCache
 from tests.engine.equivalence import Lengths, _ends, _log_probabilities, draw_requests, run_alone
 from tests.engine.split_engines import (
@@ -95,6 +99,37 @@ def test_an_engine_in_the_place_of_a_lost_one_is_not_read_for_its_orders(tmp_pat
     assert not ours.key_storage.any()
     receiver.close()
     second.close()
+
+
+def test_strangers_neither_stop_a_prefill_engine_nor_fill_its_memory(tmp_path) -> None:
+    """Who has not shown the fleet's key sends wrong types, deep nesting and long words, or says nothing."""
+
+    def frame(body: bytes, length: int | None = None) -> bytes:
+        return struct.pack("<IB", len(body) if length is None else length, 0) + body
+
+    address, cache = address_in(tmp_path, "unix"), KVCache(make_decoder("dense").spec, 3, 4, torch.float64)
+    sender, load = TransferSender(cache, "tiny", address, "the-key-of-this-fleet"), PeerLoad(0, 0, 1000.0, 8)
+    greeting = asdict(greeting_of(cache, "tiny"))
+    told_by_strangers = (
+        frame(json.dumps(greeting | {"key": 5}).encode()),
+        frame(json.dumps(greeting | {"key": ["x"], "layers": None}).encode()),
+        frame(b'{"model":' + b"[" * 30_000),
+        frame(b"{}", 32 << 20),
+        *[b""] * 200,
+    )
+    strangers = [socket.socket(socket.AF_UNIX) for _ in told_by_strangers]
+    for stranger, words in zip(strangers, told_by_strangers, strict=True):
+        stranger.connect(address.removeprefix("unix:"))
+        stranger.settimeout(60)
+        stranger.sendall(words)
+    for stranger in strangers[2:10]:
+        assert stranger.recv(1) == b""  # closed: nonsense, a long word, and the oldest of too many
+    receiver = TransferReceiver(cache, "tiny", [("p", address)], "the-key-of-this-fleet")
+    assert isinstance(told(receiver.news, PeerLoad | PeerLost, lambda: sender.words.put(load)), PeerLoad)
+    receiver.close()
+    sender.close()
+    for stranger in strangers:
+        stranger.close()
 
 
 # -- whole engines --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumulo.errors import CumuloError
+from cumulo.serve.access import keys as keys_module
 from cumulo.serve.access.keys import ApiKeys, Caller, new_key, read_keys
 from cumulo.serve.access.limits import RateLimits
 from cumulo.spec.slo import Slo
@@ -96,6 +98,33 @@ def test_callers_share_cached_prefixes_only_within_a_group_and_salts_cannot_coll
         ["a"], ['a", "b'], ["a/b"], ["c", "d"],
     ]  # fmt: skip
     assert ANYONE.salt("") == "" and ANYONE.salt("x") not in salts.values()
+
+
+def test_keys_that_are_made_at_once_are_all_kept(tmp_path: Path) -> None:
+    path, names = tmp_path / "keys.json", [f"user {number}" for number in range(12)]
+    with ThreadPoolExecutor(len(names)) as threads:
+        keys = list(threads.map(lambda name: new_key(path, name), names))
+    known = ApiKeys(path, Caller("anyone"))
+    assert [caller.name for key in keys if (caller := known.caller_of(key))] == names
+
+
+def test_a_key_that_is_revoked_while_the_file_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.json"
+    key = new_key(path, "gone")
+    original = keys_module.read_keys
+
+    def read_and_revoke(read: Path) -> list[keys_module.KeyEntry]:
+        found = original(read)
+        monkeypatch.setattr(keys_module, "read_keys", original)
+        path.write_text('{"keys": []}')
+        return found
+
+    monkeypatch.setattr(keys_module, "read_keys", read_and_revoke)
+    known = ApiKeys(path, Caller("anyone"))
+    monkeypatch.setattr(keys_module, "_LOOK_AGAIN_S", 0.0)
+    assert known.caller_of(key) is None
 
 
 def test_a_second_key_of_the_same_name_is_refused(tmp_path: Path) -> None:

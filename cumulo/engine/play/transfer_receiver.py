@@ -33,6 +33,7 @@ from cumulo.engine.play.transfer_cuda import BlockSource, CudaSource
 from cumulo.engine.play.transfer_stream import StreamSource
 from cumulo.engine.play.transfer_wire import (
     BROKEN,
+    LONGEST,
     Greeting,
     LayersDone,
     SentCache,
@@ -261,6 +262,7 @@ class TransferReceiver:
             connection.connect(where)
             connection.sendall(pack(self._greeting))
             sender.reader, word = WordReader(), None
+            sender.reader.longest = LONGEST
             while word is None:
                 if not (data := connection.recv(1 << 16)):
                     raise ConnectionError("it closed the connection")

@@ -26,6 +26,7 @@ from cumulo.engine.play.transfer_cuda import CudaExport
 from cumulo.engine.play.transfer_stream import StreamExport
 from cumulo.engine.play.transfer_wire import (
     BROKEN,
+    LONGEST,
     Greeting,
     LayersDone,
     SentCache,
@@ -38,6 +39,7 @@ from cumulo.engine.play.transfer_wire import (
 from cumulo.errors import CumuloError
 
 log = logging.getLogger(__name__)
+_MOST_STRANGERS = 64  # connections that have not greeted: when there are more, the oldest ends
 
 
 class _Receiver:
@@ -154,6 +156,9 @@ class TransferSender:
             self._connections += 1
             receiver = self._receivers[self._connections] = _Receiver(self._connections, connection)
             self._selector.register(connection, selectors.EVENT_READ, receiver)
+        strangers = [one for one in self._receivers.values() if not one.greeted]
+        if len(strangers) > _MOST_STRANGERS:
+            self._drop(strangers[0], TimeoutError("it does not say who it is"))
 
     def _serve(self, receiver: _Receiver) -> None:
         try:
@@ -173,7 +178,7 @@ class TransferSender:
 
     def _take(self, receiver: _Receiver, word: Word) -> bool:
         """True if this connection is served by somebody else from now on."""
-        if isinstance(word, Greeting):
+        if isinstance(word, Greeting) and not receiver.greeted:
             return self._greet(receiver, word)
         if not receiver.greeted:
             raise CumuloError("it does not begin with a greeting")
@@ -187,7 +192,7 @@ class TransferSender:
 
     def _greet(self, receiver: _Receiver, word: Greeting) -> bool:
         refusal = self._greeting.differs_from(word)
-        if not hmac.compare_digest(word.key.encode(), self._key.encode()):
+        if not hmac.compare_digest(str(word.key).encode(), self._key.encode()):
             refusal = "its fleet key is another: start all engines of a fleet with the same key"
         if refusal:
             log.error("a decode engine was refused: %s", refusal)
@@ -199,7 +204,7 @@ class TransferSender:
             receiver.socket.setblocking(True)
             threading.Thread(target=self._export.serve, args=(receiver.socket,), daemon=True).start()
             return True
-        receiver.greeted = True
+        receiver.greeted, receiver.reader.longest = True, LONGEST
         answer = replace(self._greeting, transport=self._export.name, reach=self._export.reach())
         self._send(receiver, pack(answer))
         return False

@@ -94,6 +94,8 @@ class StreamExport:
         with connection, contextlib.suppress(OSError):  # of nonsense, the receiver sees the connection's end
             while (head := _receive_exactly(connection, _ASK.size)) is not None:
                 layer, count = _ASK.unpack(head)
+                if count > self._cache.blocks:
+                    return
                 asked = _receive_exactly(connection, count * _ASK.size)
                 if asked is None:
                     return

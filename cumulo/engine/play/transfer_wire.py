@@ -23,9 +23,10 @@ from cumulo.errors import CumuloError
 from cumulo.models.batch import KVCache
 
 _HEAD = struct.Struct("<IB")
-_LONGEST = 64 << 20
+LONGEST = 64 << 20
+_LONGEST_GREETING = 1 << 16
 # Of an engine that is gone, or that says what makes no sense.
-BROKEN = (OSError, CumuloError, ValueError, TypeError, OverflowError)
+BROKEN = (OSError, CumuloError, ValueError, TypeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +114,17 @@ def _unpack(kind: int, body: bytes) -> Word:
 
 
 class WordReader:
-    """Frames out of a stream, however it was cut."""
+    """Frames out of a stream, however it was cut. Until its owner trusts the other engine, they are short."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._buffer, self.longest = bytearray(), _LONGEST_GREETING
 
     def feed(self, data: bytes) -> Iterator[Word]:
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _HEAD.size:
             length, kind = _HEAD.unpack_from(buffer)
-            if length > _LONGEST or kind >= len(_KINDS):
+            if length > self.longest or kind >= len(_KINDS):
                 raise CumuloError("the other engine does not speak the words of KV transfer")
             if len(buffer) < _HEAD.size + length:
                 return

@@ -9,10 +9,12 @@ that may operate drains and restarts replicas (/v1/fleet). A key is 256 random b
 as good as many: there is nothing to guess.
 """
 
+import fcntl
 import hashlib
 import hmac
 import json
 import logging
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -87,8 +89,8 @@ class ApiKeys:
 
     def __init__(self, path: Path, default: Caller) -> None:
         self._path, self._default = path, default
+        self._read_mark = self._mark()  # before it is read: what changes meanwhile is read again
         self._entries = read_keys(path)
-        self._read_mark = self._mark()
         self._looked_s = time.monotonic()
 
     def caller_of(self, key: str) -> Caller | None:
@@ -119,9 +121,9 @@ class ApiKeys:
             parse_promise(entry.slo) if entry.slo else None,
         )
 
-    def _mark(self) -> tuple[int, int]:
+    def _mark(self) -> tuple[int, int, int]:
         status = self._path.stat()
-        return status.st_mtime_ns, status.st_size
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _look_again(self) -> None:
         if time.monotonic() - self._looked_s < _LOOK_AGAIN_S:
@@ -170,27 +172,31 @@ def new_key(
     """Add a key to the file (made if need be, readable by its owner only); returns it, for this once."""
     if slo is not None:
         parse_promise(slo)
-    entries = read_keys(path) if path.exists() else []
-    if any(entry.name == name for entry in entries):
-        raise CumuloError(
-            f"{path} already has a key named {name!r}; choose another name, or remove that entry"
-        )
     key, salt = f"ck-{secrets.token_urlsafe(32)}", secrets.token_hex(16)
-    entries.append(
-        KeyEntry(
-            name,
-            salt,
-            hash_key(key, salt),
-            requests_per_minute,
-            tokens_per_minute,
-            may_operate=may_operate,
-            cache_group=cache_group,
-            slo=slo,
-        )
+    entry = KeyEntry(
+        name,
+        salt,
+        hash_key(key, salt),
+        requests_per_minute,
+        tokens_per_minute,
+        may_operate=may_operate,
+        cache_group=cache_group,
+        slo=slo,
     )
-    content = json.dumps({"keys": msgspec.to_builtins(entries)}, indent=2) + "\n"
     try:
-        write_whole(path, content.encode(), 0o600)
+        # The file is replaced, so its folder is locked: who makes a key at the same time waits.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            entries = read_keys(path) if path.exists() else []
+            if any(other.name == name for other in entries):
+                raise CumuloError(
+                    f"{path} already has a key named {name!r}; choose another name, or remove that entry"
+                )
+            content = json.dumps({"keys": msgspec.to_builtins([*entries, entry])}, indent=2) + "\n"
+            write_whole(path, content.encode(), 0o600)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise CumuloError(f"the key cannot be written to {path}: {error.strerror}") from error
     return key
