@@ -6,11 +6,14 @@ Reads the column names of the public traces (Azure LLM inference, BurstGPT, Moon
 import csv
 import gzip
 import json
+import math
+import reprlib
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cumulo.errors import CumuloError
 from cumulo.load.schedule import PlannedConversation, PlannedTurn, Schedule, count_requests
@@ -21,6 +24,8 @@ _INPUT = ("inputtokens", "inputlength", "prompttokens", "promptlength", "context
 _OUTPUT = ("outputtokens", "outputlength", "completiontokens", "generatedtokens", "responsetokens")
 _CONVERSATION = ("conversation", "conversationid", "session", "sessionid", "chatid")
 _BLOCKS = ("hashids", "blocks")
+_MOST_LINES, _LONGEST_LINE = 1 << 25, 1 << 22
+_MOST_TOKENS = 1 << 24  # of a prompt or an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,10 @@ def read_trace(path: Path, unit_s: float = 1.0) -> list[TraceRow]:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             is_json = file.read(1000).lstrip().startswith(("{", "["))
             file.seek(0)
-            lines = _json_lines(file, path) if is_json else _csv_lines(file)
+            whole = _bounded(file, path)
+            lines = _json_lines(whole, path) if is_json else _csv_lines(whole)
             rows = [_row(fields, unit_s, f"{path}, line {line}") for line, fields in lines]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise CumuloError(f"cannot read the trace {path}: {error}") from error
     if not rows:
         raise CumuloError(f"the trace {path} has no rows; one request per line is needed")
@@ -85,13 +91,25 @@ def plan_trace(
     return Schedule(conversations, requests=count_requests(conversations))
 
 
-def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _bounded(file: TextIO, path: Path) -> Iterator[str]:
+    """Its lines. A compressed file of a few megabytes may hold one of gigabytes, or billions of them."""
+    for line in range(1, _MOST_LINES + 1):
+        text = file.readline(_LONGEST_LINE)
+        if not text:
+            return
+        if len(text) == _LONGEST_LINE:
+            raise CumuloError(f"{path}, line {line} has {_LONGEST_LINE:,} characters or more")
+        yield text
+    raise CumuloError(f"the trace {path} has more than {_MOST_LINES:,} lines: take a part of it")
+
+
+def _json_lines(file: Iterator[str], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for line, text in enumerate(file, start=1):
         if not text.strip():
             continue
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CumuloError(f"{path}, line {line} is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise CumuloError(
@@ -100,7 +118,7 @@ def _json_lines(file: Any, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]
         yield line, fields
 
 
-def _csv_lines(file: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv_lines(file: Iterator[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     reader = csv.DictReader(file)
     for fields in reader:
         yield reader.line_num, fields
@@ -118,6 +136,8 @@ def _row(fields: Mapping[str, Any], unit_s: float, where: str) -> TraceRow:
     conversation = next((plain[name] for name in _CONVERSATION if plain.get(name) not in (None, "")), None)
     prefix = plain.get("prefix")
     blocks = next((plain[name] for name in _BLOCKS if isinstance(plain.get(name), list)), ())
+    if not all(isinstance(block, int) for block in blocks):
+        raise CumuloError(f"{where}: the ids of blocks must be whole numbers")
     return TraceRow(
         _time_s(first(_TIME, "time (timestamp)"), unit_s, where),
         _length(first(_INPUT, "prompt length (input_tokens)"), "prompt", where),
@@ -131,8 +151,9 @@ def _row(fields: Mapping[str, Any], unit_s: float, where: str) -> TraceRow:
 
 def _time_s(value: Any, unit_s: float, where: str) -> float:
     try:
-        return float(value) * unit_s
-    except (TypeError, ValueError):
+        if math.isfinite(number := float(value) * unit_s):
+            return number
+    except (TypeError, ValueError, OverflowError):
         pass
     try:
         return datetime.fromisoformat(str(value)).timestamp()
@@ -143,8 +164,11 @@ def _time_s(value: Any, unit_s: float, where: str) -> float:
 def _length(value: Any, what: str, where: str) -> int:
     try:
         length = int(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         length = -1
-    if length < 0:
-        raise CumuloError(f"{where}: the {what}'s length must be a whole number of tokens, got {value!r}")
+    if not 0 <= length <= _MOST_TOKENS:
+        raise CumuloError(
+            f"{where}: the {what}'s length must be a whole number of tokens, at most {_MOST_TOKENS:,}, "
+            f"got {reprlib.repr(value)}"
+        )
     return max(1, length)  # a recorded failure has no answer; asking for one token is the nearest request

@@ -1,5 +1,6 @@
 """Planning: what a seed fixes, how levels end, how traces are read, and how prompts share their beginnings."""
 
+import gzip
 import itertools
 import random
 from pathlib import Path
@@ -155,6 +156,23 @@ def test_a_trace_becomes_a_schedule_and_rows_of_a_conversation_its_turns(tmp_pat
         ("t.csv", "timestamp,input_tokens,output_tokens\n", "no rows"),
         ("t.jsonl", '{"timestamp": 1', "line 1 is not JSON"),
         ("t.jsonl", "[1]\n", "JSON object"),
+        ("t.jsonl", '{"timestamp": ' + "[" * 100_000, "line 1 is not JSON"),
+        (
+            "t.csv",
+            "timestamp,input_tokens,output_tokens\n1," + "9" * 5000 + ",1\n",
+            "prompt's length must be",
+        ),
+        ("t.csv", "timestamp,input_tokens,output_tokens\n1,999999999,1\n", "at most 16,777,216"),
+        (
+            "t.csv",
+            "timestamp,input_tokens,output_tokens\nnan,1,1\n",
+            "neither a number of seconds nor a date",
+        ),
+        (
+            "t.jsonl",
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [[]]}',
+            "whole numbers",
+        ),
     ],
 )
 def test_a_trace_that_cannot_be_replayed_says_where(
@@ -165,3 +183,18 @@ def test_a_trace_that_cannot_be_replayed_says_where(
         read_trace(tmp_path / name)
     with pytest.raises(CumuloError, match="cannot read the trace"):
         read_trace(tmp_path / "missing.csv")
+
+
+@pytest.mark.parametrize(
+    ("content", "cut", "message"),
+    [
+        (b"[" * (1 << 23), None, "line 1 has 4,194,304 characters or more"),
+        (b"timestamp,input_tokens,output_tokens\n1,1,1\n", -9, "cannot read the trace"),
+    ],
+)
+def test_a_compressed_trace_is_read_within_bounds(
+    tmp_path: Path, content: bytes, cut: int | None, message: str
+) -> None:
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(content)[:cut])
+    with pytest.raises(CumuloError, match=message):
+        read_trace(tmp_path / "t.csv.gz")

@@ -1,5 +1,6 @@
 """Published results: the transcription, the errors, the intervals and the picture."""
 
+import csv
 import math
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from cumulo.base.strict import package_csv
 from cumulo.cli.plan.validate import as_asked, likely, validate
 from cumulo.errors import ConfigError
 from cumulo.plan.evidence import weights as evidence
@@ -265,3 +267,32 @@ def test_intervals_are_wider_where_the_software_is_not_named() -> None:
     row = row_named("llm-foundry-a100-80gb-bf16-7b-8-2048")
     named = evidence.half_width(row.job, row.cluster)
     assert evidence.half_width(row.job, row.cluster, unnamed=True) > named
+
+
+@pytest.mark.parametrize(
+    ("which", "column", "value", "message"),
+    [
+        ("training", "layers", "1000000000", "layers must be 1 to 10,000"),
+        ("training", "id", "x" * 200_000, "cannot read"),
+        ("serving", "output", "-5", "not above 0"),
+        ("serving", "output_tok_s", "nan", "not finite"),
+        ("serving", "model", "x" * 200_000, "cannot read"),
+    ],
+)
+def test_a_table_of_a_stranger_is_refused_with_the_reason(
+    tmp_path: Path, which: str, column: str, value: str, message: str
+) -> None:
+    row = next(
+        line
+        for line in package_csv("cumulo.plan", f"data/published_{which}.csv")
+        if which == "serving" or not line["model"]
+    )
+    with (tmp_path / "own.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        writer.writeheader()
+        writer.writerow({**row, column: value})
+    app = typer.Typer()
+    app.command()(validate)
+    result = CliRunner().invoke(app, [which, "--tables", str(tmp_path / "own.csv")])
+    assert result.exit_code != 0
+    assert message in " ".join(f"{result.output} {result.exception}".split())

@@ -224,7 +224,7 @@ def _read(tables: Path) -> tuple[ServedRow, ...]:
         try:
             with file.open(encoding="utf-8", newline="") as lines:
                 found += served_rows_of(csv.DictReader(lines))
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, csv.Error) as error:
             raise ConfigError(
                 f"cannot read {file}: {error}; it needs the columns model, gpu, tp, weights, input, output, "
                 "requests and output_tok_s"

@@ -61,7 +61,10 @@ def read_rows(path: Path, refused: list[str]) -> list[PublishedRow]:
     its usual value. `refused` takes why lines cannot be predicted."""
     found: list[PublishedRow] = []
     for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
-        lines = list(csv.DictReader(read_text_file(file).splitlines()))
+        try:
+            lines = list(csv.DictReader(read_text_file(file).splitlines()))
+        except csv.Error as error:
+            raise ConfigError(f"cannot read {file}: {error}") from error
         for number, line in enumerate(lines, start=2):
             try:
                 found += rows_of([_USUAL | {name: text for name, text in line.items() if name and text}])
@@ -72,6 +75,7 @@ def read_rows(path: Path, refused: list[str]) -> list[PublishedRow]:
     return found
 
 
+_MOST_LAYERS = 10_000
 _USUAL = {
     "model": "", "dp": "1", "tp": "1", "pp": "1", "cp": "1", "ep": "1", "zero": "0", "sequence_parallel": "0",
     "schedule": "1f1b", "micro_batch": "1", "recompute": "none", "dtype": "bfloat16", "gradient_dtype": "float32",
@@ -138,6 +142,8 @@ def _cluster(gpus: int, node: str, fabric: str) -> Cluster:
 
 def _shaped(number: Mapping[str, int]) -> ModelSpec:
     """A model that its table gives by its sizes."""
+    if not 1 <= number["layers"] <= _MOST_LAYERS:
+        raise ValueError(f"layers must be 1 to {_MOST_LAYERS:,}, not {number['layers']:,}")
     return ModelSpec(
         family="published",
         vocab_size=number["vocabulary"],

@@ -58,7 +58,7 @@ def served_rows() -> tuple[ServedRow, ...]:
 
 
 def served_rows_of(lines: Iterable[Mapping[str, str]]) -> tuple[ServedRow, ...]:
-    return tuple(
+    found = tuple(
         ServedRow(
             line["model"],
             line["gpu"],
@@ -71,6 +71,10 @@ def served_rows_of(lines: Iterable[Mapping[str, str]]) -> tuple[ServedRow, ...]:
         )
         for line in lines
     )
+    for row in found:
+        if not (min(row.tp, row.prompt, row.answer, row.requests) > 0 < row.tokens_per_s < math.inf):
+            raise ValueError(f"{row} has a number that is not above 0, or not finite")
+    return found
 
 
 @cache
