@@ -6,7 +6,7 @@ It also asks for a key where the server has keys, and refuses sockets and forms 
 import hashlib
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -86,6 +86,7 @@ _PAGES = {"/", "/requests", "/live", "/fleet", "/jobs", "/system"}
 _PLAIN = {"/login", "/logout"}
 _OPEN = ("/_nicegui/", "/favicon.ico")  # scripts, styles, fonts: the same for everyone
 _SOCKET = "/_nicegui_ws/"
+_MOST_SOCKETS, _MOST_SOCKETS_OF_ONE = 256, 64  # each may hold a message that has not ended
 _LARGEST_FORM_BYTES = 4096
 _LOGIN = (Path(__file__).parent / "login.html").read_text("utf-8")
 
@@ -108,6 +109,7 @@ _HEADERS = (
 class Front:
     def __init__(self, app: ASGIApp, pages: ASGIApp, sessions: Sessions) -> None:
         self._api, self._pages, self._sessions = app, pages, sessions
+        self._sockets: Counter[tuple[str, str]] = Counter()  # by visitor and address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -122,6 +124,8 @@ class Front:
             await (await self._session_change(Request(scope, receive)))(scope, receive, send)
         elif path.startswith(_SOCKET) and not self._may_connect(connection):
             await _refuse(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._open_socket(connection, scope, receive, send)
         elif is_page and self._sessions.visitor(connection.cookies) is None:
             await RedirectResponse("/login", 303)(scope, receive, send)
         else:
@@ -129,6 +133,21 @@ class Front:
 
     def _may_connect(self, connection: HTTPConnection) -> bool:
         return _same_site(connection) and self._sessions.visitor(connection.cookies) is not None
+
+    async def _open_socket(
+        self, connection: HTTPConnection, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        visitor = self._sessions.visitor(connection.cookies)
+        who = visitor.name if visitor else "", connection.client.host if connection.client else ""
+        if self._sockets[who] >= _MOST_SOCKETS_OF_ONE or self._sockets.total() >= _MOST_SOCKETS:
+            await _refuse(scope, receive, send)
+            return
+        self._sockets[who] += 1
+        try:
+            await self._pages(scope, receive, send)
+        finally:
+            self._sockets[who] -= 1
+            self._sockets += Counter()  # names of zero go
 
     async def _session_change(self, request: Request) -> Response:
         if request.method == "POST" and not _same_site(request):

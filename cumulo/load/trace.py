@@ -92,7 +92,7 @@ def plan_trace(
 
 
 def _bounded(file: TextIO, path: Path) -> Iterator[str]:
-    """Its lines. A compressed file of a few megabytes may hold one of gigabytes, or billions of them."""
+    """Yields its lines. A compressed file of a few megabytes may hold one of gigabytes, or billions of them."""
     for line in range(1, _MOST_LINES + 1):
         text = file.readline(_LONGEST_LINE)
         if not text:

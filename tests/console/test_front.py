@@ -1,5 +1,6 @@
 """The console's front door without a browser: who may log out, and from where."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ pytest.importorskip("nicegui")
 
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
 
 from cumulo.console.front import COOKIE, Front, Sessions
 from cumulo.serve.access.keys import ApiKeys, Caller, new_key
@@ -60,3 +62,47 @@ def test_the_consoles_own_form_logs_out(visit: TestClient) -> None:
     answer: Any = visit.post("/logout", headers={"Origin": f"http://{HOST}"})
     assert answer.status_code == 303 and answer.headers["location"] == "/login"
     assert not is_logged_in(visit)
+
+
+def test_one_visitor_cannot_hold_all_sockets() -> None:
+    """A socket may hold a message that has not ended, so there are only so many."""
+
+    async def play() -> tuple[int, list[str], list[str]]:
+        opened, ended = 0, asyncio.Event()
+
+        async def page(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal opened
+            opened += 1
+            await ended.wait()
+
+        front, refused = Front(page, page, Sessions(None)), list[str]()
+
+        async def connect(address: str) -> None:
+            scope = {
+                "type": "websocket",
+                "path": "/_nicegui_ws/socket.io/",
+                "headers": [],
+                "client": (address, 1),
+            }
+
+            async def receive() -> Message:
+                return {"type": "websocket.connect"}
+
+            async def send(message: Message) -> None:
+                refused.append(f"{address} {message['type']}")
+
+            await front(scope, receive, send)
+
+        tasks = [asyncio.create_task(connect("attacker")) for _ in range(300)]
+        tasks += [asyncio.create_task(connect("honest")) for _ in range(5)]
+        await asyncio.sleep(0)
+        of_many = list(refused)
+        ended.set()
+        await asyncio.gather(*tasks)
+        refused.clear()
+        await connect("attacker")  # when the others have ended there is room
+        return opened, of_many, refused
+
+    opened, of_many, later = asyncio.run(play())
+    assert of_many == ["attacker websocket.close"] * 236 and not later
+    assert opened == 64 + 5 + 1
