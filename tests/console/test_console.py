@@ -95,7 +95,10 @@ def test_rejected_calls_appear_with_their_reason_and_two_stories_are_compared(
         .id
         for count in (2, 5)
     ]
-    refused = server.post("/v1/chat/completions", {"model": MODEL, "messages": [], "temperatur": 1})
+    refused = server.post(
+        "/v1/chat/completions",
+        {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "temperatur": 1},
+    )
     assert refused.status_code == 400
     with looking_at(browser, server, "/requests", DESKTOP) as page:
         page.locator(".filters").get_by_text("rejected", exact=True).click()

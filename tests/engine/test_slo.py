@@ -19,7 +19,7 @@ from cumulo.engine.decide.plan import StepPlan, StepResult
 from cumulo.engine.decide.scheduler import Scheduler
 from cumulo.engine.decide.slo import learning_prompts
 from cumulo.engine.simulate.engine import SimulatedEngine
-from cumulo.engine.simulate.run import Arrival, Run, StepTime
+from cumulo.engine.simulate.run import Arrival, Run, Served, StepTime
 from cumulo.errors import CumuloError, Overloaded
 from cumulo.spec.slo import ITL_SHARE, Slo
 from tests.engine.invariants import problems
@@ -109,7 +109,8 @@ def _taught() -> Scheduler:
 
 
 def _ask(scheduler: Scheduler, name: str, tokens: int, now_s: float, **more: Any) -> Request:
-    request = Request(name, [1] * tokens, SamplingParams(max_tokens=8), seed=0, arrived_s=now_s, **more)
+    params, tag = SamplingParams(max_tokens=8), Served(Arrival(now_s, tokens, 8))
+    request = Request(name, [1] * tokens, params, seed=0, arrived_s=now_s, tag=tag, **more)
     scheduler.add(request)
     return request
 

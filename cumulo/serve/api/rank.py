@@ -25,7 +25,7 @@ from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.model_text import ModelText
+from cumulo.serve.model_text import COUNTED_CONTEXTS, ModelText
 
 MAX_DOCUMENTS = 1000  # as many as Cohere's API advises
 
@@ -116,8 +116,7 @@ async def _cosines(call: Call, pairs: Pairs, body: Ranking, document_tokens: int
     # Texts that come several times (the query of a reranking) are embedded once.
     queries, documents = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))
     inputs = await _encode(call.service.text, queries, add_special=True)
-    read = await _encode(call.service.text, documents, add_special=True)
-    inputs += [tokens[:document_tokens] for tokens in read]
+    inputs += await _encode(call.service.text, documents, document_tokens, add_special=True)
     results = await ask_many(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
     vectors = [vector_of(finished).astype(np.float64) for finished in results]
     of_query = dict(zip(queries, vectors, strict=False))
@@ -132,22 +131,25 @@ async def _likelihoods(call: Call, pairs: Pairs, body: Ranking, document_tokens:
     after = await text.encode(_AFTER_DOCUMENT, add_special=False)
     # Every part is tokenised by itself: where the query begins is then certain.
     queries = await _encode(text, [f" {query}" for query, _ in pairs])
-    documents = await _encode(text, [f" {document}" for _, document in pairs])
+    documents = await _encode(text, [f" {document}" for _, document in pairs], document_tokens)
     prompts = [
-        [*before, *document[:document_tokens], *after, *query]
-        for document, query in zip(documents, queries, strict=True)
+        [*before, *document, *after, *query] for document, query in zip(documents, queries, strict=True)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     results = await ask_many(call, prompts, params, body)
     return [_geometric_mean(*pair) for pair in zip(results, map(len, queries), strict=True)], results
 
 
-async def _encode(text: ModelText, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
-    encoded = await text.encode_many(texts, add_special=add_special)
+async def _encode(
+    text: ModelText, texts: Sequence[str], most: int | None = None, *, add_special: bool = False
+) -> list[list[int]]:
+    """`most`: so many tokens of each text are kept, which may then be longer than the context."""
+    encoded = await text.encode_many(texts, add_special, most_contexts=1 if most is None else COUNTED_CONTEXTS)
     for given, tokens in zip(texts, encoded, strict=True):
         if not tokens:
             raise invalid(f"the text {given[:64]!r} has no tokens: there is nothing to score")
-    return encoded
+    return [tokens[:most] for tokens in encoded]
+
 
 
 def _geometric_mean(finished: Finished, query_tokens: int) -> float:

@@ -159,6 +159,8 @@ async def _events(call: Call, writer: EventWriter) -> tuple[bytes, bool]:
         batch = await call.next_batch()
         if call.forwarded is not None:
             batch = _untold(call.forwarded, writer, batch)
+            if not batch and not call.complete:
+                continue  # nothing to tell: even the beginning of an answer is told with its first token
         events = writer.add(batch)
         if call.complete:
             return events + writer.end() + _end_seal(call), False
