@@ -114,9 +114,12 @@ def refused_by(verb: Callable[..., None], words: Sequence[str]) -> str | None:
     alone.command()(verb)
     command: Any = typer.main.get_command(alone)
     try:
-        command.make_context(verb.__name__, [*words])
+        context = command.make_context(verb.__name__, [*words])
     except Exception as error:  # typer's own copy of click has no public name
         if not hasattr(error, "format_message"):
             raise
         return str(error.format_message())
-    return None
+    data = (context.params.get("what") or [])[
+        1:
+    ]  # `cumulo train` takes data; a job names it in its configuration
+    return f"Got unexpected extra argument ({data[0]})" if data else None

@@ -99,9 +99,9 @@ def test_every_setting_is_explained_in_a_text_that_is_a_configuration(cumulo: Ru
     shown = cumulo("train", "--settings").out
     assert config_from(yaml.safe_load(shown)) == TrainConfig()
     assert "steps: 300  # optimizer steps" in shown and "#  rank: 8" in shown
-    page = (Path(__file__).parents[2] / "docs/train-settings.md").read_text("utf-8")
-    assert f"```yaml\n{shown}```" in page, (
-        "write what `cumulo train --settings` prints into docs/train-settings.md"
+    page = Path(__file__).parents[2] / "docs/train-settings.yaml"
+    assert page.read_text("utf-8") == shown, (
+        "write what `cumulo train --settings` prints into docs/train-settings.yaml"
     )
 
 

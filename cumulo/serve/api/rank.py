@@ -144,12 +144,13 @@ async def _encode(
     text: ModelText, texts: Sequence[str], most: int | None = None, *, add_special: bool = False
 ) -> list[list[int]]:
     """`most`: so many tokens of each text are kept, which may then be longer than the context."""
-    encoded = await text.encode_many(texts, add_special, most_contexts=1 if most is None else COUNTED_CONTEXTS)
+    encoded = await text.encode_many(
+        texts, add_special, most_contexts=1 if most is None else COUNTED_CONTEXTS
+    )
     for given, tokens in zip(texts, encoded, strict=True):
         if not tokens:
             raise invalid(f"the text {given[:64]!r} has no tokens: there is nothing to score")
     return [tokens[:most] for tokens in encoded]
-
 
 
 def _geometric_mean(finished: Finished, query_tokens: int) -> float:
