@@ -68,6 +68,7 @@ class Connection(HttpToolsProtocol):
         # When the write buffer was first seen, and its size then.
         self._stalled: tuple[float, int] | None = None
         self._problem: refusals.Refusal | None = None
+        self._next = b""  # the beginning of a request that came between an answer's last byte and its end
 
     # -- the connection -----------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -86,7 +87,18 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         return cycle is not None and not cycle.response_complete and not cycle.disconnected
 
+    @property
+    def _has_sent_all(self) -> bool:
+        """Whether the client has the whole answer: an application may end it later than it sends its last byte."""
+        cycle = self.cycle
+        length = 0 if self.scope["method"] == "HEAD" else cycle.expected_content_length
+        return cycle.response_started and not cycle.chunked_encoding and not length
+
     def data_received(self, data: bytes) -> None:
+        if self._answering and self._reading is Reading.DONE and self._has_sent_all:
+            self._next += data
+            self.flow.pause_reading()
+            return
         if self._reading is Reading.NOTHING:
             self._discard(len(data))
             return
@@ -189,6 +201,9 @@ class Connection(HttpToolsProtocol):
             if self._reading is Reading.HEAD:
                 self._since_s = self._keeper.clock_s
             self._keeper.waiting(self)
+        if self._next:
+            begun, self._next = self._next, b""
+            self.data_received(begun)
 
     def _await_next(self) -> None:
         self._reading, self._head_bytes = Reading.NEXT, 0

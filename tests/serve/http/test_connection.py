@@ -47,6 +47,19 @@ def test_requests_follow_each_other_on_a_connection(served: Transport) -> None:
             assert answer is not None and f'"body_bytes": {number}'.encode() in answer.body
 
 
+def test_a_request_may_follow_an_answers_last_byte_before_the_application_ends_it() -> None:
+    with transport() as own, Client(own.url) as client, Client(own.url) as other:
+        client.send(get("/late"))
+        answer = client.answer()
+        assert answer is not None and b'"path": "/late"' in answer.body
+        client.send(get("/next"))
+        other.send(get("/other"))
+        assert other.answer() is not None and not own.refused
+        own.release()
+        answer = client.answer()
+        assert answer is not None and b'"path": "/next"' in answer.body
+
+
 def test_large_headers_within_the_limits_pass(served: Transport) -> None:
     with Client(served.url) as client:
         client.send(get("/" + "p" * 8000, "A: " + "v" * 16000, *(f"B{n}: w" for n in range(98))))

@@ -34,7 +34,8 @@ LIMITS = HttpLimits(
 
 
 class Transport:
-    """`/hold`: answers when `release` is called. `/endless`: streams for ever. Anything else: tells what it got."""
+    """`/hold`: answers when `release` is called. `/late`: the answer ends then, after its last
+    byte. `/endless`: streams for ever. Anything else: tells what it got."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.refused: Counter[str] = Counter()
@@ -96,7 +97,13 @@ class Transport:
                 task.cancel()
         told = {"path": scope["path"], "body_bytes": len(body), "headers": len(scope["headers"])}
         answer = json.dumps(told).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        late = scope["path"] == "/late"
+        headers = [(b"content-length", str(len(answer)).encode())] if late else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if late:
+            await send({"type": "http.response.body", "body": answer, "more_body": True})
+            await self._release.wait()
+            answer = b""
         if scope["path"] == "/endless":
             await self._stream(receive, send)
         await send({"type": "http.response.body", "body": answer})
