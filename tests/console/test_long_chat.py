@@ -15,6 +15,7 @@ from tests.console.browsing import (
     stored_chats,
     text_of,
 )
+from tests.console.test_chat import put_chat
 from tests.serve.running_server import RunningServer, quick_model, running_server
 
 pytestmark = in_a_browser
@@ -81,3 +82,23 @@ def test_a_setting_out_of_its_bounds_is_refused_with_the_bounds(browser: Any, sm
         page.get_by_text("Temperature is 9, but must be 0 to 2.").wait_for()
         assert page.get_by_label("Message", exact=True).input_value() == "Hello!"
         assert stored_chats(page) == []
+
+
+def test_a_chat_of_200_turns_shows_its_end_at_once_and_the_rest_on_request(
+    browser: Any, small: RunningServer
+) -> None:
+    said = [
+        {"role": role, "content": f"{number}: **words** `code`", "about": {"finish_reason": "stop"}}
+        for number in range(200)
+        for role in ("user", "assistant")
+    ]
+    with looking_at(browser, small, "/", DESKTOP) as page:
+        put_chat(page, said)
+        page.locator(".said.user").get_by_text("199:").wait_for()
+        assert page.locator(".said").count() == 40
+        settings(page, max_tokens="4")
+        say(page, "Hello!")
+        answered(page, 21)
+        page.get_by_role("button", name="Show 360 earlier messages").click()
+        page.wait_for_function("document.querySelectorAll('.said').length == 402")
+        assert len(stored_chats(page)[0]["entries"]) == 402

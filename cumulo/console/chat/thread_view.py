@@ -148,6 +148,13 @@ class ThreadView:
                         if one.get("beside") == entry["beside"]:
                             with ui.element("div").classes("shown" if one is entry else ""):
                                 self._answered(one, views, is_last, None)
+                                if one is not entry and "pending" not in one:
+                                    use = ui.button(
+                                        "Use this answer", on_click=partial(self._answer.choose, one)
+                                    )
+                                    use.props("outline dense no-caps size=sm padding='0 8px'").classes(
+                                        "quiet"
+                                    )
             elif entry["role"] == "assistant":
                 self._answered(entry, views, is_last, None if is_last else _results(entries, place))
         return _Drawn(key, entry, root, views)
