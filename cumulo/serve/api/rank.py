@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import AliasChoices, BaseModel, Field, StringConstraints
 from starlette.responses import Response
 
 from cumulo.engine.decide.params import Pooling, SamplingParams
@@ -48,8 +48,14 @@ class Ranking(ModelRequest):
 
 
 class ScoreRequest(Ranking):
-    text_1: Texts = Field(description="A query, or as many as text_2 has.")
-    text_2: Texts = Field(description="One text or several to hold against text_1.")
+    text_1: Texts = Field(
+        validation_alias=AliasChoices("text_1", "queries", "data_1"),
+        description="A query, or as many as text_2 has. vLLM's other names: queries, data_1.",
+    )
+    text_2: Texts = Field(
+        validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
+        description="One text or several to hold against text_1. vLLM's other names: documents, items, data_2.",
+    )
 
 
 class Document(Strict):

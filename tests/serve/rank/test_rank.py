@@ -128,6 +128,9 @@ def test_pairs_are_one_to_one_one_to_many_or_many_to_as_many(
     expected = [oracle.cosine(*pair) for pair in zip([QUERY, "x y", DOCUMENTS[2]], DOCUMENTS, strict=True)]
     np.testing.assert_allclose([item["score"] for item in pairs], expected, atol=5e-4)
     assert pairs[2]["score"] == pytest.approx(1, abs=1e-6) and pairs[2]["score"] <= 1
+    for first, second in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        named = {"model": NAME, first: QUERY, second: DOCUMENTS[0]}
+        assert good(server, keys, "/v1/score", named)["data"] == single
 
 
 @pytest.mark.parametrize("method", ["embedding", "likelihood"])
@@ -187,6 +190,7 @@ def test_a_thousand_documents_are_ranked_in_one_call(
         ("/v1/score", {"text_2": ["x"] * 1001}, "text_2"),
         ("/v1/score", {"method": "guess"}, "method"),
         ("/v1/score", {"query": "x"}, "query"),
+        ("/v1/score", {"queries": "x"}, "queries"),
         ("/v1/rerank", {"query": ""}, "query"),
         ("/v1/rerank", {"documents": []}, "documents"),
         ("/v1/rerank", {"documents": ["x"] * 1001}, "documents"),
