@@ -1,5 +1,5 @@
-"""Applications with LangChain, LlamaIndex, litellm, instructor, OpenAI's Agents SDK and Vercel's AI SDK against a
-real server.
+"""Applications with LangChain, LlamaIndex, litellm, instructor, OpenAI's Agents SDK, Pydantic AI, Outlines,
+guidellm and Vercel's AI SDK against a real server.
 
 Each framework has a program in programs/ that uses it as its documentation says, and runs in an environment of the
 frameworks' own (requirements.txt). Here it is judged what they got: a tool loop, a stream and an object each.
@@ -86,6 +86,8 @@ LITELLM, INSTRUCTOR, AGENTS = (
     ("instructor", "instructor"),
     ("agents", "openai-agents"),
 )
+PYDANTIC_AI, OUTLINES = ("pydanticai", "pydantic-ai-slim"), ("outlines", "outlines")
+GUIDELLM = ("guidellm", "guidellm")
 # What they send, others send, too: langchain, tests/serve/responses/test_agents.py, and for litellm's rerank
 # tests/serve/rank. To import litellm alone takes as long as all else that it does.
 LIKE_OTHERS = (LLAMAINDEX, AGENTS, LITELLM)
@@ -105,12 +107,12 @@ def test_a_tool_is_called_and_its_result_answered(outcome: Any) -> None:
     judge_loop(outcome["tool_loop"])
 
 
-@of(LANGCHAIN, LLAMAINDEX, LITELLM)
+@of(LANGCHAIN, LLAMAINDEX, LITELLM, OUTLINES)
 def test_a_stream_is_the_answer_in_pieces(outcome: Any) -> None:
     judge_stream(outcome["streaming"])
 
 
-@of(LANGCHAIN, LLAMAINDEX, LITELLM, INSTRUCTOR)
+@of(LANGCHAIN, LLAMAINDEX, LITELLM, INSTRUCTOR, OUTLINES)
 def test_an_answer_is_an_object_of_the_class_asked_for(outcome: Any) -> None:
     for way, person in outcome["structured"].items():
         assert set(person) == {"name", "age"} and person["name"] in ("Ann", "Bob"), way
@@ -123,6 +125,24 @@ def test_an_object_is_streamed_as_it_grows(outcome: Any) -> None:
     for way, partial in outcome["partial"].items():
         assert partial["pieces"] > 2 and set(partial["last"]) == {"name", "age"}, way
         assert partial["last"] == outcome["structured"][way]
+
+
+@of(OUTLINES)
+def test_outlines_gets_expressions_choices_and_grammars(outcome: Any) -> None:
+    assert outcome["forms"] == {"regex": True, "choice": True, "grammar": True}
+
+
+@of(INSTRUCTOR)
+def test_instructor_gets_an_object_by_responses_too(outcome: Any) -> None:
+    assert outcome["responses"] == ANN
+
+
+@of(GUIDELLM)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_guidellm_measures_every_request(outcome: Any, path: str) -> None:
+    measured = outcome[path]
+    assert measured["requests"] == {"successful": 4, "errored": 0, "incomplete": 0, "total": 4}
+    assert 0 < measured["output_tokens"] <= 8 and measured["first_token_ms"] > 0
 
 
 @of(LANGCHAIN)
@@ -142,12 +162,13 @@ def test_litellm_reranks_and_passes_on_what_other_providers_know(outcome: Any) -
     assert outcome["cached_parts"] == outcome["streaming"]["whole"]
 
 
-@of(AGENTS)
+@of(AGENTS, PYDANTIC_AI)
 @pytest.mark.parametrize("way", ["chat", "responses"])
 def test_an_agent_calls_tools_streams_and_gives_objects(outcome: Any, way: str) -> None:
     judge_loop(outcome[way]["tool_loop"])
     judge_stream(outcome[way]["streaming"])
-    assert outcome[way]["structured"] == ANN
+    structured = outcome[way]["structured"]
+    assert ANN in (structured, *structured.values()) and structured.get("tool", ANN) == ANN
 
 
 def test_vercels_sdk_calls_tools_streams_and_gives_objects(server: RunningServer) -> None:

@@ -49,6 +49,14 @@ def tool_loop() -> dict[str, object]:
     return {"calls": [{"name": "Temperature", "args": call}], "answer": str(reading["degrees"])}
 
 
+def by_responses() -> dict[str, object]:
+    answer = client(instructor.Mode.RESPONSES_TOOLS).responses.create(
+        model=MODEL, response_model=Person, input="Ann is 42 years old.", temperature=0, max_output_tokens=64,
+        max_retries=0,
+    )  # fmt: skip
+    return answer.model_dump()
+
+
 def streaming(mode: instructor.Mode) -> dict[str, object]:
     question = [{"role": "user", "content": "Ann is 42 years old."}]
     partials = list(
@@ -59,12 +67,18 @@ def streaming(mode: instructor.Mode) -> dict[str, object]:
     return {"pieces": len(partials), "last": partials[-1].model_dump()}
 
 
-MODES = {"json_schema": instructor.Mode.JSON_SCHEMA, "tools": instructor.Mode.TOOLS}
+MODES = {
+    "json_schema": instructor.Mode.JSON_SCHEMA,
+    "tools": instructor.Mode.TOOLS,
+    "tools_strict": instructor.Mode.TOOLS_STRICT,
+    "json": instructor.Mode.JSON,
+}
 print(
     json.dumps(
         {
             "tool_loop": tool_loop(),
             "structured": {name: ask(mode, Person, "Ann is 42 years old.") for name, mode in MODES.items()},
+            "responses": by_responses(),
             "partial": {name: streaming(mode) for name, mode in MODES.items()},
         }
     )
