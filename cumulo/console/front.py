@@ -3,6 +3,7 @@
 It also asks for a key where the server has keys, and refuses sockets and forms that other web sites send.
 """
 
+import asyncio
 import hashlib
 import secrets
 import time
@@ -87,6 +88,7 @@ _PLAIN = {"/login", "/logout"}
 _OPEN = ("/_nicegui/", "/favicon.ico")  # scripts, styles, fonts: the same for everyone
 _SOCKET = "/_nicegui_ws/"
 _MOST_SOCKETS, _MOST_SOCKETS_OF_ONE = 256, 64  # each may hold a message that has not ended
+_MESSAGES_PER_S = 200  # of one socket, which later ones wait for; a page sends a few
 _LARGEST_FORM_BYTES = 4096
 _LOGIN = (Path(__file__).parent / "login.html").read_text("utf-8")
 
@@ -142,9 +144,19 @@ class Front:
         if self._sockets[who] >= _MOST_SOCKETS_OF_ONE or self._sockets.total() >= _MOST_SOCKETS:
             await _refuse(scope, receive, send)
             return
+        free_s = 0.0
+
+        async def at_pace() -> Message:
+            nonlocal free_s
+            message = await receive()
+            free_s = max(free_s, (now_s := time.monotonic()) - 1) + 1 / _MESSAGES_PER_S
+            if free_s > now_s:
+                await asyncio.sleep(free_s - now_s)
+            return message
+
         self._sockets[who] += 1
         try:
-            await self._pages(scope, receive, send)
+            await self._pages(scope, at_pace, send)
         finally:
             self._sockets[who] -= 1
             self._sockets += Counter()  # names of zero go

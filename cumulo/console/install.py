@@ -35,7 +35,8 @@ def install(app: FastAPI) -> None:
         page.register(shell, app)
     live_page.register(shell, app, machine)
     logging.getLogger("nicegui").setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    for name in ("uvicorn.error", "asyncio", "engineio.server"):
+        logging.getLogger(name).addFilter(_is_news)
     # NiceGUI looks at every object of the process to find its server; one of torch's complains of that.
     warnings.filterwarnings("ignore", message=".*reduce_op", category=FutureWarning)
     ui.run_with(
@@ -57,5 +58,8 @@ def install(app: FastAPI) -> None:
 
 
 def _is_news(line: logging.LogRecord) -> bool:
-    """Whether a line is worth logging: that a page has opened or closed its socket is not, nor is a page's id."""
-    return not str(line.msg).startswith("connection ") and "WebSocket" not in str(line.msg)
+    """Whether a line is worth logging: that a page has opened or closed its socket is not, nor is a page's id, nor
+    what a socket sends that is no event of a page, of which there may be thousands a second."""
+    said = str(line.msg)
+    return not (said.startswith(("connection ", "message async handler")) or "WebSocket" in said
+                or "AsyncServer._handle_" in said)  # fmt: skip
