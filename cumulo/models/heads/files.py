@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from cumulo.errors import ModelError
 from cumulo.kernels.cpu.affine_blocks import AffineBlocks
 from cumulo.kernels.cpu.packed_linear import GROUP, PackedColumns, PackedWeight
-from cumulo.models.files.json_file import read_json, write_json
+from cumulo.models.files.json_file import read_json, shown, write_json
 from cumulo.models.heads.eagle import EagleHead
 from cumulo.models.linear import Linear
 from cumulo.spec.from_huggingface import spec_from_config
@@ -51,13 +51,20 @@ def load_eagle(
     path = folder / _WEIGHTS
     if not path.is_file():
         raise ModelError(f"{folder} has no {_WEIGHTS}; convert the head's weights to safetensors")
-    with safe_open(path, "pt") as file:
-        tensors = {name.removeprefix("model."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    head = EagleHead(spec, _TAPS * served.hidden, int(config["draft_vocab_size"]), dtype=dtype)
+    count = config.get("draft_vocab_size")
+    if type(count) is not int or not 1 <= count <= served.vocab_size:
+        raise ModelError(
+            f"{folder / 'config.json'}: draft_vocab_size must be 1 to {served.vocab_size:,}, not {shown(count)}"
+        )
     try:
+        with safe_open(path, "pt") as file:
+            tensors = {name.removeprefix("model."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        head = EagleHead(spec, _TAPS * served.hidden, count, dtype=dtype)
         _fill(head, tensors)
     except KeyError as error:
         raise ModelError(f"{path} has no tensor {error}: it is not an EAGLE-3 head") from None
+    except (SafetensorError, RuntimeError, OSError) as error:  # torch's, of shapes that do not go together
+        raise ModelError(f"{path} cannot be read as an EAGLE-3 head: {error}") from error
     if pack:
         _pack(head)
     return head
@@ -88,7 +95,13 @@ def _fill(head: EagleHead, tensors: Mapping[str, Tensor]) -> None:
             )
         parameter.data.copy_(value)
     numbers = torch.arange(len(head.token_of))
-    head.token_of = numbers + tensors["d2t"].to(torch.int64) if "d2t" in tensors else numbers
+    if "d2t" in tensors:
+        numbers = numbers + tensors["d2t"].to(torch.int64)
+    if numbers.shape != head.token_of.shape or not bool(
+        ((numbers >= 0) & (numbers < head.spec.vocab_size)).all()
+    ):
+        raise ModelError("the head's d2t names tokens that the served model does not have")
+    head.token_of = numbers
 
 
 _NAMES = {
