@@ -18,7 +18,9 @@ JobArgument = Annotated[
 
 
 def jobs(
-    everything: bool = typer.Option(False, "--all", help="Also show jobs that have ended."),
+    everything: bool = typer.Option(
+        False, "--all", help="Also show all jobs that have ended. Without it: those that failed within a day."
+    ),
     replay: bool = typer.Option(
         False, "--replay", help="Ask the policies again for every recorded decision, and compare."
     ),
@@ -26,7 +28,7 @@ def jobs(
     json_file: options.JsonOption = None,
 ) -> None:
     """Show the jobs of all targets: state, placement, why a job waits, predicted next to measured speed."""
-    from cumulo.cli.jobs_report import print_jobs, print_replay
+    from cumulo.cli.jobs_report import failed_lately, print_jobs, print_replay
     from cumulo.cluster.job_store import JobStore, default_store
     from cumulo.cluster.launching import refreshed
 
@@ -36,7 +38,9 @@ def jobs(
             raise typer.Exit(1)
         return
     records, troubles = refreshed(kept)
-    print_jobs([one for one in records if everything or not one.ended], len(records), json_file)
+    print_jobs(
+        [one for one in records if everything or not one.ended or failed_lately(one)], records, json_file
+    )
     for trouble in troubles:
         note(trouble)
 

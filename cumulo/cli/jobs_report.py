@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,14 +19,22 @@ from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.cluster.launching import progress_of, refreshed
 
-_POLL_S = 0.3
+_POLL_S, _DAY_S = 0.3, 86_400.0
 
 
-def print_jobs(records: Sequence[JobRecord], known: int, json_file: Path | None) -> None:
-    shown: list[Any] = [_table(records)]
-    if not records:
-        ended = f"No job is waiting or running. `cumulo jobs --all` also shows the {known} that ended."
-        shown = ["No jobs yet; `cumulo launch JOB.yaml` submits one." if not known else ended]
+def failed_lately(record: JobRecord) -> bool:
+    return record.state == "failed" and time.time() - (record.phases[-1].end_s or 0) < _DAY_S
+
+
+def print_jobs(records: Sequence[JobRecord], known: Sequence[JobRecord], json_file: Path | None) -> None:
+    """`known`: all that there are, of which `records` are shown."""
+    shown: list[Any] = [_table(records)] if records else []
+    if not any(not one.ended for one in known):
+        counts = Counter(one.state for one in known)
+        ended = ", ".join(f"{count} {state}" for state, count in counts.items())
+        left = ". `cumulo jobs --all` shows all of them" if len(records) < len(known) else ""
+        told = f"No job is waiting or running; ended: {ended}{left}."
+        shown.append(unwrapped(told if known else "No jobs yet; `cumulo launch JOB.yaml` submits one."))
     shown += [unwrapped(f"{one.job_id} ({one.state}): {one.reason}", "dim") for one in records if one.reason]
     present([], json_file, *shown, jobs=[_plain(record) for record in records])
 

@@ -90,6 +90,8 @@ def launch(
             f"this job was submitted before, as {record.job_id}; it is {record.state}, and nothing was submitted"
         )
     out.print(record.job_id)
+    if not wait:
+        note(f"`cumulo jobs` shows how it is, `cumulo logs -f {record.job_id}` what it prints")
     if wait and not follow(kept, record.job_id, show_output=False):
         raise typer.Exit(1)
 

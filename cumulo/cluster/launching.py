@@ -7,9 +7,11 @@ record = launch(read_job(Path("examples/job-train.yaml")), "local")
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from cumulo.base.strict import read_yaml
 from cumulo.cluster.drivers.command import check_work, run_folder
 from cumulo.cluster.drivers.driver import Driver, Facts, TargetLost, may_be_there
 from cumulo.cluster.job_file import JobFile
@@ -42,11 +44,34 @@ def launch(
 ) -> tuple[JobRecord, bool]:
     """The submitted job, and whether it is new: a job of this key that has not ended is returned instead."""
     store = store or JobStore(default_store())
-    check_work(job)
+    check_work(job, here=target == "local")
+    job = _with_run_folder(job, target, store, key)
     record, is_new = store.submit(job, target, key)
     if record.state == "submitting":
         hand_over(store, record, wait=True)
     return store.jobs()[record.job_id], is_new
+
+
+def _with_run_folder(job: JobFile, target: Target, store: JobStore, key: str | None) -> JobFile:
+    """A run is kept where its configuration says, as by `cumulo train`, unless the job file says where. Two runs
+    are never kept in one folder by accident."""
+    train = job.train
+    if train is None or train.config is None or train.folder is not None or target == "kubernetes":
+        return job
+    name = (read_yaml(Path(train.config)) or {}).get("folder")
+    if name is None:
+        return job
+    folder = Path(name).expanduser().absolute()
+    changed = dataclasses.replace(job, train=dataclasses.replace(train, folder=str(folder)))
+    users = [one for one in store.jobs().values() if one.job.train and one.job.train.folder == str(folder)]
+    submitted = any(one.key == key or (one.job == changed and not one.ended) for one in users)
+    if not submitted and ((folder / "log.csv").exists() or not all(one.ended for one in users)):
+        of = f" of the job {users[-1].job_id}" if users else ""
+        raise ConfigError(
+            f"{folder}, the folder in {train.config}, contains a run{of}: write `train: {{folder: ...}}` in the "
+            "job file, with the folder of a new run, or with this one to resume it"
+        )
+    return changed
 
 
 def hand_over(store: JobStore, record: JobRecord, wait: bool = False) -> None:
@@ -76,7 +101,7 @@ def hand_over(store: JobStore, record: JobRecord, wait: bool = False) -> None:
 def explain(job: JobFile, target: Target, store: JobStore | None = None) -> str:
     """What `launch` would submit, and nothing is written down."""
     store = store or JobStore(default_store())
-    check_work(job)
+    check_work(job, here=target == "local")
     folder = store.folder / f"{job.name}-0"
     record = JobRecord(f"{job.name}-0", "0" * 16, target, job, str(folder), str(Path.cwd()), 0.0)
     return driver_for(target, store).explain(record)

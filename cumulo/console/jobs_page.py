@@ -13,6 +13,7 @@ from nicegui import ui
 from starlette.requests import Request
 
 from cumulo.base.quantities import quantity
+from cumulo.cluster.drivers.command import output_file, output_tail
 from cumulo.cluster.drivers.local import this_machine
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobRecord, JobState, JobStore, Target, default_store
@@ -23,6 +24,7 @@ from cumulo.console.values import actions, heading, table, tile
 
 _REFRESH_S = 2.0
 _SHOWN = 40
+_LOG_CHARACTERS = 20_000
 _ASKED: tuple[Target, ...] = ("local", "slurm")  # Ray is not: a server need not join a cluster to show a page
 
 
@@ -44,7 +46,10 @@ class _JobsPage:
         self._shell, self._visitor = shell, visitor
         self._tiles = show("", "tiles four")
         self._queue, self._map, self._timeline = show("", "card"), show("", "card"), show("", "card")
-        ui.on("cancel", lambda event: self._cancel(str(event.args[1])))
+        with ui.dialog() as self._dialog, ui.card().classes("dialog job-log"):
+            self._log = show("")
+        self._shown_job = ""
+        ui.on("job", lambda event: self._act(*map(str, event.args)))
 
     async def tick(self) -> None:
         records, progress, slots = await asyncio.to_thread(_look)
@@ -53,6 +58,18 @@ class _JobsPage:
         self._queue.set_content(queue_html(newest, progress, self._visitor.may_operate))
         self._map.set_content(map_html([one for one in records if not one.ended], slots))
         self._timeline.set_content(timeline_html(newest, time.time()))
+        if self._dialog.value:
+            self._log.set_content(
+                next((log_html(one) for one in records if one.job_id == self._shown_job), "")
+            )
+
+    async def _act(self, what: str, job_id: str) -> None:
+        if what == "cancel":
+            await self._cancel(job_id)
+        elif self._shell.sessions.still_valid(self._visitor):
+            self._shown_job = job_id
+            self._dialog.open()
+            await self.tick()
 
     async def _cancel(self, job_id: str) -> None:
         async def act() -> str:
@@ -126,8 +143,17 @@ def _row(record: JobRecord, progress: JobProgress) -> list[str]:
         "–" if progress.step_s is None else quantity(progress.step_s, "s"),
         progress.predicted_text,
         escape(record.reason),
-        actions("cancel", ("cancel",) if may_end else (), record.job_id),
+        actions("job", ("logs", "cancel") if may_end else ("logs",), record.job_id),
     ]
+
+
+def log_html(record: JobRecord) -> str:
+    """The end of what a job printed; the style keeps its last line in sight."""
+    text = output_tail(output_file(record))[-_LOG_CHARACTERS:]
+    begin = f"… cumulo logs {record.job_id} prints all of it\n" if len(text) == _LOG_CHARACTERS else ""
+    told = f'<pre class="mono">{escape(begin + text)}</pre>' if text else empty("Nothing is printed yet", "")
+    why = escape(f"{record.state}: {record.reason}")
+    return f'{heading(record.job_id)}<p class="soft">{why}</p><div class="tail">{told}</div>'
 
 
 def map_html(records: Sequence[JobRecord], slots: Mapping[str, int]) -> str:

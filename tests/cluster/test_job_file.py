@@ -266,7 +266,8 @@ def test_a_line_end_in_a_folder_is_no_line_of_what_is_submitted(
     folder = tmp_path / "a\n#SBATCH --wrap=id\nb"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    shutil.copy(ROOT / "examples" / "train-tiny.yaml", folder)
+    for path in (ROOT / "examples" / "train-tiny.yaml", *(ROOT / "examples").glob("*.py")):  # with its data
+        shutil.copy(path, folder)
     job = resolved(job_from({**TRAIN, "train": {"config": "train-tiny.yaml"}}), folder)
     try:
         said = explain(job, target, JobStore(folder / "store"))

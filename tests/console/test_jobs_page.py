@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cumulo.cluster.decide.jobs import TaskPlace
+from cumulo.cluster.drivers.command import output_file
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobPhase, JobRecord, JobStore, default_store
@@ -33,7 +34,8 @@ def test_the_queue_shows_why_a_job_waits_and_predicted_next_to_measured_speed() 
     assert "its &lt;whole&gt; gang" in shown and "behind tiny-1" in shown
     assert 'aria-label="Cancel tiny-2"' in shown
     assert "<button" not in queue_html([RUNS, replace(WAITS, state="done")], {}, may_cancel=False)
-    assert "<button" not in queue_html([replace(RUNS, state="done")], {}, may_cancel=True)
+    ended = queue_html([replace(RUNS, state="done")], {}, may_cancel=True)
+    assert "Cancel" not in ended and 'aria-label="Logs tiny-1"' in ended
     assert "No job yet" in queue_html([], {}, may_cancel=True)
     tiles = job_tiles_html([RUNS, WAITS])
     assert tiles.count("<b>1<small>") == 2 and tiles.count("<b>0<small>") == 2
@@ -63,9 +65,13 @@ class TestInABrowser:
     ) -> None:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         store = JobStore(default_store())
-        store.submit(JOB, "ray")
+        record, _ = store.submit(JOB, "ray")
+        output_file(record).write_text("--- attempt 1 ---\nerror: no <b>GPU</b>\n")
         with running_server(str(save_tiny_model(tmp_path)), "--kv-memory-gib", "0.02") as server:
             with looking_at(browser, server, "/jobs", DESKTOP) as page:
+                page.get_by_label("Logs tiny-1").click()
+                page.locator(".job-log pre", has_text="error: no <b>GPU</b>").wait_for()
+                page.keyboard.press("Escape")
                 page.get_by_label("Cancel tiny-1").click()
                 page.locator(".badge", has_text="cancelled").wait_for()
                 assert store.find("tiny").state == "cancelled"

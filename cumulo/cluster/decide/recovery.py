@@ -46,6 +46,7 @@ class AttemptEnd:
     finished: bool  # a training run has done all its steps; a service was asked to end
     step: int = 0  # steps done, in all
     first_step: int = 0  # steps that were done before this attempt
+    error: str = ""  # the last error that it printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,16 @@ def after_attempt(end: AttemptEnd, failures: int, most_restarts: int) -> AfterAt
         return AfterAttempt("done", "finished")
     if code == 0 and end.step > end.first_step:  # it was asked to save and end
         return AfterAttempt("again", f"saved a checkpoint after step {end.step} and goes on from there")
-    how = "was killed" if code is None else f"ended with exit code {code}"
+    how, why = (
+        "was killed" if code is None else f"ended with exit code {code}",
+        end.error or "its log says why",
+    )
     if code == REFUSED:
-        return AfterAttempt("failed", f"{how}: its log says why", counts=True)
+        return AfterAttempt("failed", f"{how}: {why}", counts=True)
     if code is not None and end.step <= end.first_step:
-        return AfterAttempt("failed", f"{how} before its first step: its log says why", counts=True)
+        return AfterAttempt("failed", f"{how} before its first step: {why}", counts=True)
     if failures >= most_restarts:
-        return AfterAttempt("failed", f"{how}, after {failures} restarts (restart.most)", counts=True)
+        return AfterAttempt("failed", f"{how}, after {failures} restarts (restart.most): {why}", counts=True)
     return AfterAttempt(
         "again", f"{how} after step {end.step}; restarts from its last checkpoint", counts=True
     )

@@ -11,10 +11,12 @@ from cumulo.cluster.job_check import check_job
 from cumulo.cluster.job_settings import JobFile, ServeWork
 from cumulo.cluster.job_store import JobRecord
 from cumulo.errors import ConfigError
+from cumulo.train.data.dataset_build import find_files
 from cumulo.train.decide.config import load_config
 from cumulo.train.decide.elastic import fitted
 
 _READY = re.compile(r"(.*) is ready at (https?://\S+?)/v1")
+_ERROR = re.compile(r"error: |\w*(Error|Exception|Interrupt)\b")
 SERVICE = "the service"  # what a script says is ready, where it stands before several servers
 
 
@@ -35,6 +37,22 @@ def served_url(output: Path, who: str = "") -> str:
         return ""
     found = _READY.findall(text.rpartition("--- attempt ")[2])
     return next((url for name, url in found if who in ("", name)), "")
+
+
+def last_error(output: Path) -> str:
+    """The last error that the last attempt printed: a line of the command, or the end of a traceback."""
+    lines = output_tail(output).rpartition("--- attempt ")[2].splitlines()
+    return next((one.removeprefix("error: ").strip() for one in lines[::-1] if _ERROR.match(one)), "")
+
+
+def output_tail(output: Path) -> str:
+    """The last 100 kB of what a job printed."""
+    try:
+        with output.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - 100_000))
+            return stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def run_folder(record: JobRecord) -> Path:
@@ -91,8 +109,9 @@ def planned_ranks(job: JobFile) -> int:
     return job.ranks
 
 
-def check_work(job: JobFile) -> None:
-    """Refuse what the devices cannot run before anything is submitted."""
+def check_work(job: JobFile, here: bool = False) -> None:
+    """Refuse what the devices cannot run before anything is submitted. `here`: this machine runs it, and has the
+    data."""
     check_job(job)
     train = job.train
     if train is None or _is_head(train.source):
@@ -105,6 +124,8 @@ def check_work(job: JobFile) -> None:
         )
     if job.elastic is not None:
         fitted(config, job.elastic.min)
+    if here and not (train.folder and Path(train.folder, "config.yaml").exists()):
+        find_files(config.data.sources)
 
 
 def _is_head(source: str | None) -> bool:

@@ -26,7 +26,14 @@ from cumulo.cluster.decide.policies import NamedPolicy, policy_named
 from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt
 from cumulo.cluster.decide.snapshot import Snapshot, snapshot_of
 from cumulo.cluster.decision_log import DecisionLog
-from cumulo.cluster.drivers.command import mark_attempt, output_file, ranks_command, run_folder, served_url
+from cumulo.cluster.drivers.command import (
+    last_error,
+    mark_attempt,
+    output_file,
+    ranks_command,
+    run_folder,
+    served_url,
+)
 from cumulo.cluster.drivers.local import LOCK, WAKE, policy_name, this_machine
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_store import JobRecord, JobStore
@@ -178,7 +185,8 @@ class Supervisor:
     def _after(self, record: JobRecord, code: int | None) -> None:
         progress = run_progress(run_folder(record))
         serves = record.job.serve is not None
-        end = AttemptEnd(code, serves or progress.finished, progress.step, record.first_step)
+        error = last_error(output_file(record))
+        end = AttemptEnd(code, serves or progress.finished, progress.step, record.first_step, error)
         after = after_attempt(end, record.failures, record.job.restart.most)
         state = "queued" if after.state == "again" else after.state
         failures = record.failures + after.counts

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cumulo.base.files import write_whole
 from cumulo.cluster.decide.jobs import TaskPlace
 from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt, recovery
-from cumulo.cluster.drivers.command import mark_attempt, output_file, run_folder, work_command
+from cumulo.cluster.drivers.command import last_error, mark_attempt, output_file, run_folder, work_command
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_settings import DeviceGroup
 from cumulo.cluster.job_store import JobRecord
@@ -218,7 +218,8 @@ class JobKeeper:
         if self._cancelled:
             return self._finish("cancelled", "cancelled by its user; a training run keeps its checkpoint")
         progress = run_progress(run_folder(self.record))
-        end = AttemptEnd(max(codes, key=abs), progress.finished, progress.step, first_step)
+        error = last_error(output_file(self.record))
+        end = AttemptEnd(max(codes, key=abs), progress.finished, progress.step, first_step, error)
         failures = self.facts.get("failures", 0)
         after = after_attempt(end, failures, self.record.job.restart.most)
         for node, code in zip(self._nodes, codes, strict=True):

@@ -20,6 +20,7 @@ import yaml
 
 from cumulo.base.files import write_whole
 from cumulo.cluster.decide.recovery import AttemptEnd, after_attempt
+from cumulo.cluster.drivers.command import last_error
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import run_progress
 
@@ -34,7 +35,9 @@ def main(folder: Path, code: int) -> int:
     before = read_end(folder)
     run = folder / "run" if job.train is None or job.train.folder is None else Path(job.train.folder)
     progress = run_progress(run)
-    end = AttemptEnd(code, job.serve is not None or progress.finished, progress.step, before.get("step", 0))
+    error = last_error(folder / "output.log")
+    finished = job.serve is not None or progress.finished
+    end = AttemptEnd(code, finished, progress.step, before.get("step", 0), error)
     after = after_attempt(end, before.get("failures", 0), job.restart.most)
     facts = {
         "state": after.state, "reason": after.reason, "step": progress.step,

@@ -69,8 +69,8 @@ def find_files(sources: Sequence[str]) -> list[Path]:
             files.append(path)
         else:
             raise ConfigError(
-                f"there is no dataset at {source!r}; name a file, a folder, or "
-                f"{STANDARD_LIBRARY} for Python's standard library"
+                f"there is no dataset at {source!r}, neither in {Path.cwd()} nor next to the configuration; name a "
+                f"file, a folder, or {STANDARD_LIBRARY} for Python's standard library"
             )
     return files
 

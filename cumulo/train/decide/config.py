@@ -5,7 +5,7 @@ Every setting is documented where it is defined. `check` refuses what cannot be 
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -194,9 +194,22 @@ class TrainConfig:
 
 
 def load_config(path: Path, changes: Mapping[str, str] | None = None) -> TrainConfig:
-    """From a YAML file, with settings such as {"optimizer.learning_rate": "1e-3"} on top."""
+    """From a YAML file, with settings such as {"optimizer.learning_rate": "1e-3"} on top. Data and models that are
+    not in the working directory are looked for next to the file."""
     data = strict.read_yaml(path)
-    return config_from(data or {}, str(path), changes)
+    config = config_from(data or {}, str(path), changes)
+
+    def found(name: str | None) -> str | None:
+        beside = path.parent / (name or "")
+        return str(beside) if name and not Path(name).expanduser().exists() and beside.exists() else name
+
+    tokenizer = replace(config.data.tokenizer, start_from=found(config.data.tokenizer.start_from))
+    sources = tuple(found(one) or one for one in config.data.sources)
+    return replace(
+        config,
+        data=replace(config.data, sources=sources, tokenizer=tokenizer),
+        model=replace(config.model, start_from=found(config.model.start_from)),
+    )
 
 
 def config_from(
