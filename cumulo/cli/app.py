@@ -17,6 +17,7 @@ from cumulo.cli import (
     generate,
     jobs,
     launch,
+    python,
     quantize,
     schedule,
     serve,
@@ -32,7 +33,7 @@ _PLAN = "Plan and simulate"
 _NETWORKS = "Networks"
 _CHECK = "Check and measure"
 _VERBS = {
-    _RUN: (chat.chat, generate.generate, serve.serve, gateway.gateway, explain.explain),
+    _RUN: (chat.chat, generate.generate, serve.serve, gateway.gateway, explain.explain, python.python),
     _TRAIN: (train.train, quantize.quantize),
     _JOBS: (launch.launch, jobs.jobs, jobs.logs, jobs.cancel),
     _CHECK: (doctor.doctor,),
@@ -80,7 +81,8 @@ def application(words: Sequence[str] | None = None) -> typer.Typer:
         for verb in verbs:
             module = sys.modules[verb.__module__]
             example = getattr(module, f"{verb.__name__.upper()}_EXAMPLE", None) or module.EXAMPLE
-            app.command(verb.__name__, epilog=example, rich_help_panel=panel)(verb)
+            settings = getattr(module, "SETTINGS", None)
+            app.command(verb.__name__, epilog=example, rich_help_panel=panel, context_settings=settings)(verb)
     for name, (panel, told) in _GROUPS.items():
         needed = words is None or name in words[:1]
         inner = _group(name, words or ()) if needed else typer.Typer()
