@@ -128,7 +128,9 @@ class GatewayApp:
         """The replica that has stored what is asked about; None: any may answer."""
         if path.startswith(STORED):
             # Rendezvous hashing: when a replica comes or goes, the callers of the others stay where they are.
-            names = [one.name for one in self.fleet.replicas.values() if not one.draining]
+            # Where there are Cumulo servers, no other one is given files.
+            there = [one for one in self.fleet.replicas.values() if not one.draining]
+            names = [one.name for one in there if one.is_cumulo] or [one.name for one in there]
             return max(names, default=None, key=lambda name: blake2b(f"{caller}|{name}".encode()).digest())
         stored = previous
         if path.startswith("/v1/responses/"):

@@ -19,6 +19,7 @@ from cumulo.fleet.wire import PROOF_HEADER, FleetKey
 from cumulo.serve.access.keys import new_key
 from tests.gateway.running_gateway import KEY, RunningGateway, address, fleet_server, gateway_of, key_file
 from tests.ports import reserved_port
+from tests.serve.batches.help import begin, chat, end_of, line, results
 from tests.serve.running_server import RunningServer, wait_for
 from tests.serve.test_streams_survive import CHAT, LONG, Stream
 from tests.serve.tiny_model import NAME, save_tiny_model
@@ -247,6 +248,33 @@ def test_uploads_pass_through_without_filling_the_memory(
             client.join()
         assert found == [content] * 4
         assert most_mib() - before_mib < 2 * len(content) / (1 << 20)  # of 8 times that went through it
+
+
+def test_files_go_to_cumulo_servers_where_there_are_any(
+    servers: tuple[RunningServer, RunningServer], key: str, tmp_path: Path
+) -> None:
+    callers = [new_key(tmp_path / "keys.json", name) for name in "abcdef"]
+    with other_server() as (url, other):
+        keys = ("--fleet-key-file", key, "--api-keys", str(tmp_path / "keys.json"))
+        with gateway_of_urls(servers[0].url, url, *keys) as gateway:
+            for caller in callers:
+                made = httpx.post(
+                    f"{gateway.url}/v1/files", files={"file": ("f.jsonl", b"{}")}, data={"purpose": "batch"},
+                    headers={"X-Api-Key": caller}, timeout=300,
+                )  # fmt: skip
+                assert made.is_success, made.text
+        assert other.asked == 0
+
+
+def test_a_batch_of_a_caller_that_the_gateway_let_in_is_run(
+    servers: tuple[RunningServer, RunningServer], key: str, tmp_path: Path
+) -> None:
+    caller = new_key(tmp_path / "keys.json", "ann")
+    with gateway_of(servers[:1], key, "--api-keys", str(tmp_path / "keys.json")) as gateway:
+        client = gateway.client(caller)
+        ended = end_of(client, begin(client, [line("one", chat("Hi"))]), gateway)
+        assert ended.status == "completed" and list(results(client, ended.output_file_id)) == ["one"]
+        assert "let_in" not in client.batches.retrieve(ended.id).model_dump()
 
 
 def test_strange_requests_are_refused_and_forge_no_line_of_the_log() -> None:

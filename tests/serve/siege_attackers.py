@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from tests.gateway.hostile_upstream import NAME as HOSTILE
 from tests.serve.bodies.attack_bodies import ATTACKS
 from tests.serve.http.raw import Client
 from tests.serve.tiny_model import NAME
@@ -179,16 +180,84 @@ class Attacker:
         content = self.chance.choice(
             [b"\x00" * 100_000, b"{}\n" * 2000, b"not json", self.chance.randbytes(5000)]
         )
-        answer = self.http.post(
-            "/v1/files", files={"file": ("../../etc/x.jsonl", content)}, data={"purpose": "batch"}
-        )
-        statuses = [answer.status_code]
-        if answer.status_code == 200:
-            name = answer.json()["id"]
+        name, status = self._upload(content)
+        statuses = [status]
+        if name is not None:
             batch = {"input_file_id": name, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
             statuses.append(self.post("/v1/batches", batch))
             statuses.append(self.http.delete(f"/v1/files/{name}").status_code)
         return statuses
+
+    def attack_with_a_batch(self) -> list[int]:
+        """Whose answers are far more than its questions; it is left behind or cancelled."""
+        line = {"method": "POST", "url": "/v1/chat/completions",
+                "body": self.chat(n=8, max_tokens=64, logprobs=True, top_logprobs=20)}  # fmt: skip
+        lines = [
+            json.dumps(line | {"custom_id": str(number)}) for number in range(self.chance.randint(1, 50))
+        ]
+        name, status = self._upload("\n".join(lines).encode())
+        if name is None:
+            return [status]
+        batch = {"input_file_id": name, "endpoint": line["url"], "completion_window": "24h"}
+        made = self.http.post("/v1/batches", json=batch)
+        if made.status_code == 200 and self.chance.random() < 0.7:
+            return [status, self.post(f"/v1/batches/{made.json()['id']}/cancel", {})]
+        return [status, made.status_code]
+
+    def attack_with_an_upload(self) -> list[int]:
+        """Larger than a request may be, and within what a file may be; some are given up in the middle."""
+        size = self.chance.randint(1, 60) << 20
+        if self.chance.random() < 0.5:
+            name, status = self._upload(b"x" * size)
+            return [status] + ([self.http.delete(f"/v1/files/{name}").status_code] if name else [])
+        client = Client(self.url)
+        head = (
+            f"POST /v1/files HTTP/1.1\r\nHost: {self._host()}\r\nAuthorization: Bearer {self.key}\r\n"
+            f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {size}\r\n\r\n"
+            '--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        )
+        client.send(head.encode())
+        client.flood(b"x" * 65536, size // 2)
+        client.socket.close()
+        return []
+
+    def attack_with_json_for_a_file(self) -> list[int]:
+        body = b'{"file":[' + b"[1]," * (self.chance.randint(1, 8) << 20) + b"[1]]}"
+        headers = {"Content-Type": "application/json"}
+        return [self.http.post("/v1/files", content=body, headers=headers).status_code]
+
+    def attack_without_spaces(self) -> list[int]:
+        """Hundreds of thousands of Chinese characters, marks on letters, or many long inputs of them."""
+        chinese = "".join(
+            chr(0x4E00 + self.chance.randrange(20_000)) for _ in range(self.chance.randint(1, 400_000))
+        )
+        many = [chinese[begin : begin + 4000] for begin in range(0, len(chinese), 4000)]
+        text = self.chance.choice([chinese, "e\u0301" * 300_000])
+        path, body = self.chance.choice([
+            ("/v1/chat/completions", self.chat(messages=[{"role": "user", "content": text}])),
+            ("/v1/completions", {"model": NAME, "prompt": text}),
+            ("/v1/embeddings", {"model": NAME, "input": many[:128]}),
+            ("/tokenize", {"model": NAME, "prompt": text}),
+            ("/v1/messages/count_tokens", self.chat(messages=[{"role": "user", "content": text}])),
+        ])  # fmt: skip
+        content = json.dumps(body, ensure_ascii=False).encode()
+        return [
+            self.http.post(path, content=content, headers={"Content-Type": "application/json"}).status_code
+        ]
+
+    def attack_through_a_hostile_upstream(self) -> list[int]:
+        """Which is another server of a gateway's fleet: its lies are a 502 to who asks it, or a cut stream."""
+        body = self.chat(stream=self.chance.random() < 0.5) | {"model": HOSTILE}
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            status = self.post("/v1/chat/completions", body)
+            return [] if status in (502, 504) else [status]
+        return []
+
+    def _upload(self, content: bytes) -> tuple[str | None, int]:
+        answer = self.http.post(
+            "/v1/files", files={"file": ("../../etc/x.jsonl", content)}, data={"purpose": "batch"}
+        )
+        return (answer.json()["id"] if answer.status_code == 200 else None), answer.status_code
 
     def _host(self) -> str:
         return self.url.removeprefix("http://")

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 from starlette.types import Message
 
-from cumulo.serve.access.keys import caller_of
+from cumulo.serve.access.keys import CALLER_KEY, caller_of
 from cumulo.serve.api.batches.manager import Batches
 from cumulo.serve.api.batches.schemas import BatchObject, BatchRequest, FileObject, shown
 from cumulo.serve.api.openai.events import json_response, page
@@ -41,7 +41,9 @@ def batches_of(request: Request) -> Batches:
 )
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Requests run with the lowest priority, as the engine has room for them. The results are files."""
-    return json_response(shown(await batches_of(request).create(caller_of(request).name, body)))
+    return json_response(
+        shown(await batches_of(request).create(caller_of(request).name, body, request.scope.get(CALLER_KEY)))
+    )
 
 
 @router.get("/v1/batches", summary="Your batches", response_model=Page[BatchObject])

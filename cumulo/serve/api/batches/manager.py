@@ -16,6 +16,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from cumulo.base.files import write_whole
+from cumulo.serve.access.keys import Caller
 from cumulo.serve.api.batches.run import BatchRun
 from cumulo.serve.api.batches.schemas import BatchRecord, BatchRequest, Status
 from cumulo.serve.api.batches.store import FileStore, newest_of, owned
@@ -101,7 +102,8 @@ class Batches:
         return None
 
     # -- changing -----------------------------------------------------------------------------------------
-    async def create(self, owner: str, body: BatchRequest) -> BatchRecord:
+    async def create(self, owner: str, body: BatchRequest, let_in: Caller | None = None) -> BatchRecord:
+        """`let_in`: the caller, where a gateway has checked the key."""
         stored = self.store.get(body.input_file_id, owner)
         if stored.purpose != "batch":
             raise invalid(
@@ -128,6 +130,7 @@ class Batches:
         record = BatchRecord(
             id=f"batch_{secrets.token_hex(12)}",
             owner=owner,
+            let_in=let_in,
             endpoint=body.endpoint,
             input_file_id=stored.id,
             metadata=body.metadata,

@@ -112,6 +112,11 @@ class BatchRun:
     def stop(self) -> None:
         self._stop.set()
 
+    @property
+    def _caller(self) -> Caller | None:
+        """Whose requests these are, with the limits that the key has now; None: it is no longer valid."""
+        return self.record.let_in or self._service.caller_named(self.record.owner)
+
     async def run(self) -> None:
         """Until it has ended. Cancelled when the server ends: then it is resumed by the next one."""
         record, store = self.record, self._store
@@ -175,18 +180,14 @@ class BatchRun:
         """Wait until the engine has nothing to do first, and the key is valid."""
         service = self._service
         while not self._stop.is_set() and (
-            service.engine.state != "ready"
-            or service.engine.waiting
-            or service.draining
-            or self._service.caller_named(self.record.owner) is None
+            service.engine.state != "ready" or service.engine.waiting or service.draining or self._caller is None
         ):
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _line(self, line: lines.Line, results: Results) -> None:
         failures = 0
         while not self._stop.is_set():
-            caller = self._service.caller_named(self.record.owner)
-            if caller is None:
+            if (caller := self._caller) is None:
                 await self._pause(1.0)
                 continue
             answer = await ask(self._app, self.record.endpoint, line.body, caller, self._stop)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
+from cumulo.serve.access.keys import Caller
 from cumulo.serve.api.openai.schemas import Label
 from cumulo.serve.bodies.strict import Strict
 
@@ -99,6 +100,9 @@ class BatchRecord(BatchObject):
     room), or cancelling -> cancelled. Every change is on disk before anybody is told of it."""
 
     owner: str  # the name of the key it belongs to
+    let_in: Caller | None = (
+        None  # its caller, where it was not a key of this server that let it in, but a gateway
+    )
 
     @property
     def ended(self) -> bool:
@@ -109,7 +113,8 @@ def shown(kept: StoredFile | BatchRecord) -> dict[str, Any]:
     """What its owner is told of it."""
     told: dict[str, Any] = msgspec.to_builtins(kept)
     del told["owner"]
-    if isinstance(kept, BatchRecord) and not kept.ended:
-        # Only what is complete has an id: a client that sees one may read the file.
-        told |= {"output_file_id": None, "error_file_id": None}
+    if isinstance(kept, BatchRecord):
+        del told["let_in"]
+        if not kept.ended:  # only what is complete has an id: a client that sees one may read the file
+            told |= {"output_file_id": None, "error_file_id": None}
     return told
