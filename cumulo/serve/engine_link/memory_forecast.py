@@ -1,0 +1,80 @@
+"""Forecasts of what the engines of models would take, by the engine's own memory ledger. Asked for by ModelTable.
+
+The ledger reads models' headers with torch, which this process does not import: a process of its own does it, once
+for many models.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+import cumulo
+from cumulo.engine.config import EngineConfig
+from cumulo.errors import CumuloError
+
+
+class MemoryForecast(msgspec.Struct):
+    """`problem`: why the model cannot be loaded here; the other fields are then 0."""
+
+    need_bytes: int = 0
+    kv_blocks: int = 0
+    max_context: int = 0
+    problem: str = ""
+
+
+class _Asked(msgspec.Struct):
+    models: list[str | None]
+    config: EngineConfig
+    budget_bytes: int | None
+
+
+class _Answer(msgspec.Struct):
+    budget_bytes: int
+    forecasts: list[MemoryForecast]
+
+
+async def forecast(
+    models: Sequence[str | None], config: EngineConfig, budget_bytes: int | None
+) -> tuple[int, list[MemoryForecast]]:
+    """The memory that engines may take together (where none is given: what is free now), and what each of these
+    models would take of it."""
+    paths = [str(Path(cumulo.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cumulo.serve.engine_link.memory_forecast",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    try:
+        told, _ = await process.communicate(msgspec.json.encode(_Asked(list(models), config, budget_bytes)))
+    except BaseException:
+        process.kill()
+        raise
+    if process.returncode:
+        raise CumuloError(f"the memory of {len(models)} models could not be predicted; the log says why")
+    answer = msgspec.json.decode(told, type=_Answer)
+    return answer.budget_bytes, answer.forecasts
+
+
+def main() -> None:
+    from cumulo.engine.assembly import device_kind, free_memory, predict_memory
+
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=_Asked)
+    config, budget_bytes = asked.config, asked.budget_bytes
+    if budget_bytes is None:
+        budget_bytes = free_memory(config.settled(device_kind(config.device)))
+    found = []
+    for model in asked.models:
+        try:
+            _, memory = predict_memory(model, config, budget_bytes)
+            found.append(MemoryForecast(memory.ledger.predicted_bytes, memory.kv_blocks, memory.max_context))
+        except CumuloError as error:
+            found.append(MemoryForecast(problem=str(error)))
+    sys.stdout.buffer.write(msgspec.json.encode(_Answer(budget_bytes, found)))
+
+
+if __name__ == "__main__":
+    main()

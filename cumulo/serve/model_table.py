@@ -1,0 +1,290 @@
+"""ModelTable: the models of one server, each a Service with an engine of its own that is started for its requests.
+
+`plan_loads` decides what is in memory; here it is carried out. A request enters when its model is loaded, and the
+model stays at least until it has ended (the gate lets go of it), so no unload ends an answer.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.types import Scope
+
+from cumulo.base.nearest import did_you_mean
+from cumulo.base.quantities import GIB
+from cumulo.errors import CumuloError
+from cumulo.fleet.decide.loading import LoadState, ModelView, plan_loads
+from cumulo.serve.engine_link.memory_forecast import MemoryForecast, forecast
+from cumulo.serve.engine_link.messages import Ready
+from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.model_text import ModelText
+from cumulo.serve.service import HELD_SERVICE, Service
+
+log = logging.getLogger(__name__)
+
+LET_GO, LOAD_S = (
+    "let_go",
+    "load_s",
+)  # in a request's state: what ends its hold, and how long it waited for its model
+_LOOK_S = 1.0  # between two looks for models that nobody uses
+_LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
+
+
+class ServedModel:
+    """A model that requests can name."""
+
+    def __init__(self, name: str, model: str | None, keep_s: float | None) -> None:
+        self.name, self.model, self.keep_s = name, model, keep_s
+        self.service: Service | None = None  # made when it is loaded for the first time
+        self.forecast: MemoryForecast | None = None
+        self.state: LoadState = "unloaded"
+        self.running = 0
+        self.used_s = time.monotonic()
+
+    def view(self) -> ModelView:
+        need = self.forecast.need_bytes if self.forecast is not None else 0
+        return ModelView(need, self.state, self.running, self.used_s, self.keep_s)
+
+    @property
+    def max_context(self) -> int | None:
+        info = self.service.engine.info if self.service is not None else None
+        if info is not None:
+            return info.max_context
+        return self.forecast.max_context or None if self.forecast is not None else None
+
+
+class ModelTable:
+    def __init__(self, first: Service, find: Callable[[], Mapping[str, str]] | None = None) -> None:
+        """`find`: the further models by name, asked again whenever a name is not known; None: there are none."""
+        self.first, self._find = first, find
+        options = first.options
+        self.keep_s = options.models_idle_s or None
+        self.budget_bytes = 0
+        row = ServedModel(first.model_name, options.model, self.keep_s)
+        row.service = first
+        self.rows = {row.name: row}
+        self._first_row = row
+        self._waiting: list[tuple[ServedModel, asyncio.Future[None]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._forecasting = asyncio.Lock()
+        self.refresh()
+
+    @property
+    def several(self) -> bool:
+        return self._find is not None
+
+    @property
+    def services(self) -> list[Service]:
+        return [row.service for row in self.rows.values() if row.service is not None]
+
+    @property
+    def busy(self) -> int:
+        """Requests that have not ended."""
+        running = sum(len(one.engine.in_flight) + bool(one.unsent) for one in self.services)
+        return running + len(self._waiting)
+
+    def refresh(self) -> None:
+        """Models come and go: `cumulo pull` and `cumulo remove` may run beside the server."""
+        found = self._find() if self._find is not None else {}
+        for name, model in found.items():
+            if name not in self.rows:
+                self.rows[name] = ServedModel(name, model, self.keep_s)
+        for name, row in list(self.rows.items()):
+            if name not in found and row is not self._first_row and row.state == "unloaded":
+                del self.rows[name]
+                if row.service is not None:
+                    row.service.text.close()
+
+    # -- life ---------------------------------------------------------------------------------------------
+    async def start(self) -> Ready:
+        """Load the first model; raises CumuloError."""
+        row = self._first_row
+        if self.several:
+            gib = self.first.options.models_memory_gib
+            rows = list(self.rows.values())
+            budget_bytes = int(gib * GIB) if gib is not None else None
+            models = [one.model for one in rows]
+            self.budget_bytes, found = await forecast(models, self.first.options.engine, budget_bytes)
+            for one, forecasted in zip(rows, found, strict=True):
+                one.forecast = forecasted
+                if forecasted.problem:
+                    log.warning("%s cannot be loaded: %s", one.name, forecasted.problem)
+            if row.forecast is not None and row.forecast.problem:
+                raise CumuloError(row.forecast.problem)
+            self._bound(row)
+        row.state = "loading"
+        info = await self.first.start()
+        row.state, row.used_s = "loaded", time.monotonic()
+        if self.several:
+            self._begin(self._look_for_idle())
+            self._turn()
+        return info
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for service in self.services:
+            await service.close()
+
+    def abort_all(self, reason: str) -> None:
+        for service in self.services:
+            service.abort_all(reason)
+
+    # -- requests -----------------------------------------------------------------------------------------
+    def named(self, name: str) -> ServedModel | None:
+        """The model of this name, or of the adapter's name; raises ApiError where the server has several and none
+        of this name. None: the endpoints say what is wrong."""
+        for known in (name, name.removesuffix(_LATEST)):
+            if known in self.rows:
+                return self.rows[known]
+            if self.first.adapters.named(known) is not None:
+                return self._first_row
+        if not self.several:
+            return None
+        self.refresh()
+        found = self.rows.get(name.removesuffix(_LATEST))
+        if found is None:
+            known_names = [*self.rows, *self.first.adapters.served]
+            told = did_you_mean(name[:140], known_names, quoted=True, otherwise=f"; this server has "
+                                f"{', '.join(known_names)}")[2:]  # fmt: skip
+            raise ApiError(
+                404,
+                f"the model {name[:140]!r} is not served here; {told}",
+                param="model",
+                code="model_not_found",
+            )
+        return found
+
+    async def enter(self, scope: Scope, body: Any) -> None:
+        """Wait until the model that a request's body names is loaded, and hold it until the request has ended."""
+        asked = getattr(body, "model", None)
+        if not isinstance(asked, str) or not getattr(body, "loads_model", True):
+            return
+        row = self.named(asked)
+        if row is None:
+            return
+        if asked != row.name and asked.removesuffix(_LATEST) == row.name:
+            body.model = row.name
+        if self.several:
+            keep_s = getattr(body, "keep_s", None)
+            row.keep_s = self.keep_s if keep_s is None else keep_s
+            began_s = time.perf_counter()
+            await self.hold(row)
+            scope["state"] |= {HELD_SERVICE: row.service, LET_GO: lambda: self.let_go(row),
+                               LOAD_S: time.perf_counter() - began_s}  # fmt: skip
+
+    async def hold(self, row: ServedModel) -> None:
+        """Load the model if it is not; it stays until `let_go`."""
+        if row.forecast is None:
+            await self._forecast(row)
+        assert row.forecast is not None
+        if row.forecast.problem:
+            raise invalid(
+                f"{row.name} cannot be loaded: {row.forecast.problem}", "model", "model_not_loadable"
+            )
+        if len(self._waiting) >= self.first.options.max_queue:
+            words = f"{len(self._waiting)} requests wait for a model to be loaded already: try again later"
+            raise ApiError(429, words, code="queue_full", retry_after_s=5)
+        entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((row, entered))
+        self._turn()
+        try:
+            await entered
+        except asyncio.CancelledError:
+            if entered.done() and not entered.cancelled():
+                self.let_go(row)
+            raise
+
+    def let_go(self, row: ServedModel) -> None:
+        row.running -= 1
+        row.used_s = time.monotonic()
+        self._turn()
+
+    def unload(self, row: ServedModel) -> None:
+        """Free its memory as soon as none of its requests runs."""
+        row.keep_s = 0.0
+        self._turn()
+
+    # -- carrying decisions out ---------------------------------------------------------------------------
+    def _turn(self) -> None:
+        if not self.several:
+            return
+        self._waiting = [one for one in self._waiting if not one[1].done()]
+        views = {name: row.view() for name, row in self.rows.items()}
+        asked = [row.name for row, _ in self._waiting]
+        plan = plan_loads(views, asked, self.budget_bytes, time.monotonic())
+        for name in plan.unload:
+            self.rows[name].state = "unloading"
+            self._begin(self._unload(self.rows[name]))
+        for name in plan.load:
+            self.rows[name].state = "loading"
+            self._begin(self._load(self.rows[name]))
+        for place in plan.enter:
+            row, entered = self._waiting[place]
+            row.running += 1
+            row.used_s = time.monotonic()
+            entered.set_result(None)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load(self, row: ServedModel) -> None:
+        began_s = time.monotonic()
+        try:
+            if row.service is None:
+                row.service = await asyncio.to_thread(self._made, row)
+            self._bound(row)
+            await row.service.start()
+        except Exception as error:
+            if not isinstance(error, CumuloError):
+                log.exception("%s could not be loaded", row.name)
+            row.state = "unloaded"
+            refused = ApiError(503, f"{row.name} could not be loaded: {error}", code="model_not_loaded")
+            for one, entered in self._waiting:
+                if one is row and not entered.done():
+                    entered.set_exception(refused)
+        else:
+            row.state, row.used_s = "loaded", time.monotonic()
+            log.info("%s is loaded, in %.1f s", row.name, row.used_s - began_s)
+        self._turn()
+
+    async def _unload(self, row: ServedModel) -> None:
+        assert row.service is not None
+        await row.service.unload()
+        row.state = "unloaded"
+        log.info("%s is unloaded", row.name)
+        self.refresh()
+        self._turn()
+
+    async def _look_for_idle(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._turn()
+
+    # -- models -------------------------------------------------------------------------------------------
+    async def _forecast(self, row: ServedModel) -> None:
+        async with self._forecasting:
+            if row.forecast is None:
+                config = self.first.options.engine
+                _, (row.forecast,) = await forecast([row.model], config, self.budget_bytes)
+
+    def _made(self, row: ServedModel) -> Service:
+        first = self.first.options
+        text = ModelText.load(row.model, parse_special_tokens=first.parse_special_tokens)
+        config = replace(first.engine, max_loras=0)
+        options = replace(first, model=row.model, name=row.name, lora=(), chat_template=None, engine=config)
+        return Service(options, text, row.name, self.first)
+
+    def _bound(self, row: ServedModel) -> None:
+        """Its engine takes what was predicted, and no more."""
+        assert row.service is not None and row.forecast is not None
+        engine = row.service.engine
+        config = replace(engine.settings.config, kv_blocks=row.forecast.kv_blocks)
+        engine.settings = replace(engine.settings, config=config)
