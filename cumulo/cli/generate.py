@@ -59,7 +59,10 @@ class GenerateOptions:
 
 @takes_options
 def generate(chosen: GenerateOptions) -> None:
-    """Complete one or more prompts. Several prompts run together in one batch."""
+    """Complete one or more prompts. Several prompts run together in one batch.
+
+    Sampling options that you do not give have the values that the authors of the model recommend.
+    """
     jobs = read_jobs(chosen.prompt, chosen.file, chosen.sampling.given(), chosen.chat)
     outputs, elapsed_s = run_jobs(chosen.model, chosen.engine.config(), jobs, chosen.lora)
     show_outputs(jobs, outputs, elapsed_s, chosen.why, chosen.json_file)
@@ -83,7 +86,8 @@ def read_jobs(prompt: str | None, file: Path | None, sampling: Mapping[str, Any]
         jobs = parse_lines(read_stdin(), "standard input", sampling)
     else:
         assert prompt is not None
-        jobs = [Job(prompt, SamplingParams(**sampling))]
+        SamplingParams(**sampling)
+        jobs = [Job(prompt, sampling)]
     if chat:
         jobs = [dataclasses.replace(job, prompt=job.messages) for job in jobs]
     if len({job.is_chat for job in jobs}) > 1:
@@ -103,7 +107,9 @@ def run_jobs(
             told = f"{progress.finished} of {progress.total}, {progress.output_tok_s:.1f} tok/s"
             show(told, progress.finished, progress.total)
 
-        params = [job.params for job in jobs]
+        params = [llm.sampling(**job.sampling) for job in jobs]
+        if not jobs[0].is_chat and llm.tokenizer.chat_template is not None:
+            note(f"{llm.model_name} is made to answer messages, and continues your text here; --chat asks it instead")
         if jobs[0].is_chat:
             outputs = llm.chat([job.messages for job in jobs], params, on_progress=on_progress)
         else:

@@ -12,14 +12,14 @@ DEFAULTS = {"temperature": 0.5, "max_tokens": 9}
 def test_each_line_that_is_not_blank_is_a_prompt() -> None:
     jobs = parse_lines("one\n\n  two \n", "here", DEFAULTS)
     assert [job.prompt for job in jobs] == ["one", "  two "]
-    assert {job.params.temperature for job in jobs} == {0.5}
+    assert {job.sampling["temperature"] for job in jobs} == {0.5}
 
 
 def test_json_lines_may_have_sampling_options_of_their_own() -> None:
     text = '{"prompt": "a", "temperature": 0, "id": 7}\n{"prompt": "b", "stop": "x", "logit_bias": {"5": -1}}'
     first, second = parse_lines(text, "here", DEFAULTS)
-    assert (first.name, first.params.temperature, first.params.max_tokens) == ("7", 0, 9)
-    assert (second.params.stop, second.params.logit_bias) == (("x",), {5: -1})
+    assert (first.name, first.sampling) == ("7", {"temperature": 0, "max_tokens": 9})
+    assert (second.sampling["stop"], second.sampling["logit_bias"]) == ("x", {5: -1})
 
 
 def test_messages_are_chats() -> None:

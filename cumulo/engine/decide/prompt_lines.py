@@ -15,7 +15,7 @@ class Job:
     """One prompt to complete: plain text, or messages for the model's chat template."""
 
     prompt: str | list[dict[str, str]]
-    params: SamplingParams
+    sampling: Mapping[str, Any]  # the parameters that somebody chose; they are checked
     name: str | None = None  # the "id" of its JSON line
 
     @property
@@ -37,8 +37,8 @@ def parse_lines(text: str, source: str, sampling: Mapping[str, Any]) -> list[Job
     if not lines:
         raise InvalidRequest(f"{source} contains no prompt: every line is blank")
     if not lines[0][1].lstrip().startswith("{"):
-        params = SamplingParams(**sampling)
-        return [Job(line, params) for _, line in lines]
+        SamplingParams(**sampling)
+        return [Job(line, sampling) for _, line in lines]
     return [_parse_json_line(line, f"{source}, line {number}", sampling) for number, line in lines]
 
 
@@ -66,11 +66,12 @@ def _parse_json_line(line: str, where: str, sampling: Mapping[str, Any]) -> Job:
     if "logit_bias" in own:  # JSON object keys are text
         own["logit_bias"] = _token_keys(own["logit_bias"], where)
     try:
-        params = SamplingParams(**{**sampling, **own})
+        given = {**sampling, **own}
+        SamplingParams(**given)
     except InvalidRequest as error:
         raise InvalidRequest(f"{where}: {error}") from error
     name = fields.get("id")
-    return Job(prompt, params, None if name is None else str(name))
+    return Job(prompt, given, None if name is None else str(name))
 
 
 def _is_message(item: Any) -> bool:
