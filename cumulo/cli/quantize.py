@@ -9,7 +9,7 @@ from cumulo.cli.shared.declare import REQUIRED, flag, option, takes_options, typ
 from cumulo.cli.shared.terminal import loading, note, out
 from cumulo.errors import ConfigError
 
-EXAMPLE = "Example: [bold]cumulo quantize --method rtn --bits 4 --output smollm2-w4[/bold]"
+EXAMPLE = "Example: [bold]cumulo quantize --method rtn --bits 4 --out smollm2-w4[/bold]"
 
 
 _WHOLE_NUMBERS = ("rtn", "gptq", "awq")
@@ -23,7 +23,7 @@ _METHODS_OF = {  # options that say nothing to other methods
 class QuantizeOptions:
     model: options.ModelArgument = None
     output: Path = option(
-        "Folder to write. It must not exist or be empty.", REQUIRED, "--output", "-o", metavar="DIR"
+        "Folder to write. It must not exist or be empty.", REQUIRED, "--out", "--output", "-o", metavar="DIR"
     )
     method: str = option(
         "gptq, awq or rtn (2, 4 or 8 bits, 16-bit activations); int8 (8-bit weights and activations); fp8.",

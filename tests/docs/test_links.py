@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cumulo.serve.options import ServeOptions
 from tests.cli.conftest import ROOT
 from tests.docs.pages import PAGES
 
@@ -49,6 +50,12 @@ def test_every_page_is_in_the_sites_navigation() -> None:
         if str(page.relative_to(ROOT / "docs")) not in navigation
     ]
     assert not missing
+
+
+def test_make_docs_runs_next_to_a_server() -> None:
+    """MkDocs' own port is 8000, and so is that of `cumulo serve`."""
+    (address,) = re.findall(r"^dev_addr: (\S+)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
+    assert address != f"127.0.0.1:{ServeOptions().port}" and f"http://{address}" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ class WorkFolder:
     def __init__(self, output: Path, run: Mapping[str, Any]) -> None:
         """`run` says what is being made: a folder of another run is refused, not overwritten."""
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ConfigError(f"{output} exists already; choose another --output, or remove it")
+            raise ConfigError(f"{output} exists already; choose another --out, or remove it")
         self.output, self.path = output, output.with_name(output.name + SUFFIX)
         self._run = json.loads(json.dumps(run))
         self._files: dict[str, str] = {}  # finished file: sha256
