@@ -3,6 +3,7 @@
 import pytest
 
 from cumulo.cli.generate import read_jobs
+from cumulo.cli.shared.options import SamplingOptions
 from cumulo.engine.decide.prompt_lines import parse_lines
 from cumulo.errors import InvalidRequest
 
@@ -60,3 +61,9 @@ def test_prompts_and_messages_do_not_mix(tmp_path) -> None:  # type: ignore[no-u
     with pytest.raises(InvalidRequest, match="use one kind"):
         read_jobs(None, path, DEFAULTS, chat=False)
     assert all(job.is_chat for job in read_jobs(None, path, DEFAULTS, chat=True))
+
+
+def test_what_nobody_chose_is_the_models_to_recommend() -> None:
+    recommended = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+    assert not recommended & SamplingOptions().given().keys()
+    assert SamplingOptions(top_p=1.0).given()["top_p"] == 1.0

@@ -24,6 +24,9 @@ JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Also write the report to this file as JSON; '-': stdout."),
 ]
+HubOption = Annotated[
+    str, typer.Option("--hub", metavar="URL", help="Address of the hub that models are pulled from.")
+]
 LoraOption = Annotated[
     Path | None,
     typer.Option(
@@ -134,11 +137,11 @@ class SamplingOptions:
     PANEL: ClassVar[str] = "Sampling"
 
     temperature: float | None = option("Sampling temperature; 0: always the most likely token.", None)
-    top_k: int | None = option("Sample from the k most likely tokens; 0: from all.", 0)
-    top_p: float | None = option("Sample from the smallest set of tokens whose probabilities sum to p.", 1.0)
-    min_p: float | None = option("Drop tokens less likely than this fraction of the most likely one.", 0.0)
+    top_k: int | None = option("Sample from the k most likely tokens; 0: from all.", None)
+    top_p: float | None = option("Sample from the smallest set of tokens whose probabilities sum to p.", None)
+    min_p: float | None = option("Drop tokens less likely than this fraction of the most likely one.", None)
     repetition_penalty: float | None = option(
-        "Values above 1 make tokens that have already appeared less likely.", 1.0
+        "Values above 1 make tokens that have already appeared less likely.", None
     )
     presence_penalty: float = option("Subtracted from the logit of every token that has appeared.", 0.0)
     frequency_penalty: float = option("Subtracted from a token's logit for each time it has appeared.", 0.0)
