@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _OF_A_RANK = ("model", "rank_of", "rank_count", "fleet_key_file", "threads")  # its engine says all else
+_OF_ONE_MODEL = {  # options of deployments that serve one model
+    "replicas", "autoscale", "prefill", "decode", "role", "tp", "pp", "dp", "ep", "speculate", "remote_ranks",
+}  # fmt: skip
 EXAMPLE = (
     "Example: [bold]cumulo serve --port 8000[/bold], then point any OpenAI client at http://127.0.0.1:8000/v1"
 )
@@ -121,6 +124,7 @@ def _served(chosen: ServeCommandOptions) -> "ServeOptions":
             **_role(chosen, key),
         ),
         "lora": tuple(chosen.lora or ()),
+        "models": _models(chosen),
         "replicas": chosen.decode or chosen.replicas,
         "max_file_bytes": int(chosen.max_file_mib * (1 << 20)),
         "files_per_key_bytes": int(chosen.max_files_mib * (1 << 20)),
@@ -131,12 +135,26 @@ def _served(chosen: ServeCommandOptions) -> "ServeOptions":
     return ServeOptions(**{one.name: told[one.name] for one in fields(ServeOptions) if one.name in told})
 
 
+def _models(chosen: ServeCommandOptions) -> tuple[str, ...]:
+    """The models that are served next to the first: without a MODEL all that were pulled, where the deployment can
+    have several."""
+    from cumulo.models.files.pulled import pulled_models
+    from cumulo.serve.options import ALL_PULLED
+
+    if chosen.models is not None:
+        return tuple(one for one in chosen.models if one != "none")
+    plain = not typed_flags().keys() & _OF_ONE_MODEL and chosen.plan is None
+    return (ALL_PULLED,) if chosen.model is None and plain and pulled_models() else ()
+
+
 def _announce(
     info: "Ready", address: str, served: "ServeOptions", console: bool, chosen: ServeCommandOptions
 ) -> None:
     """Say that the server is ready, and where."""
     from cumulo.serve.adapter_registry import named_loras
 
+    if served.models:
+        note("further models are loaded when a request names them: GET /v1/models lists all")
     note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
     if served.lora:
         note(f"adapters: {', '.join(named_loras(served.lora))}")

@@ -28,8 +28,10 @@ def install(app: FastAPI) -> None:
     """One console per process: NiceGUI's application is a global of its module."""
     service: Service = app.state.service
     sessions = Sessions(service.keys)
-    shell = Shell(service, sessions)
-    machine = MachineUse(lambda: service.engine.engine_pids)
+    shell = Shell(app.state.models, sessions)
+    machine = MachineUse(
+        lambda: tuple(pid for one in shell.models.services for pid in one.engine.engine_pids)
+    )
     pages_app.on_startup(machine.run)
     for page in (chat_page, requests_page, fleet_page, jobs_page, system_page):
         page.register(shell, app)

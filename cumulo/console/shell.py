@@ -14,6 +14,7 @@ from cumulo.console.front import Sessions, Visitor
 from cumulo.console.values import duration
 from cumulo.errors import CumuloError
 from cumulo.serve.engine_link.messages import BlockMap
+from cumulo.serve.model_table import ModelTable
 from cumulo.serve.service import Service
 
 ACCENT = "#2b756c"
@@ -41,8 +42,8 @@ form.method = 'post'; form.action = '/logout'; form.submit();
 
 
 class Shell:
-    def __init__(self, service: Service, sessions: Sessions) -> None:
-        self.service, self.sessions = service, sessions
+    def __init__(self, models: ModelTable, sessions: Sessions) -> None:
+        self.models, self.service, self.sessions = models, models.first, sessions
 
     @contextmanager
     def page(self, request: Request, here: str) -> Iterator[Visitor]:
@@ -75,9 +76,9 @@ class Shell:
         with ui.element("main").classes(f"content {here.strip('/') or 'chat'}"):
             yield visitor
 
-    def engine_status(self) -> str:
-        """Why messages are not answered yet; empty when they are."""
-        engine = self.service.engine
+    def engine_status(self, service: Service | None = None) -> str:
+        """Why messages are not answered yet; empty when they are. `service`: that of another model."""
+        engine = (service or self.service).engine
         if self.service.draining:
             return "The server is shutting down and takes no new messages."
         if engine.state == "starting":

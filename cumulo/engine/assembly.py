@@ -26,8 +26,14 @@ from cumulo.engine.decide.transfer.orders import named_addresses
 from cumulo.engine.engine import Engine
 from cumulo.engine.guides.guided import Guidance
 from cumulo.engine.memory.ledger import Ledger
-from cumulo.engine.memory.memory_plan import MemoryPlan, plan_memory, plan_rank_memory, scheduler_config
-from cumulo.engine.memory.needs import quantised_saved_bytes
+from cumulo.engine.memory.memory_plan import (
+    KV_LIMIT_BYTES,
+    MemoryPlan,
+    plan_memory,
+    plan_rank_memory,
+    scheduler_config,
+)
+from cumulo.engine.memory.needs import DraftNeeds, quantised_saved_bytes
 from cumulo.engine.play.disk_tier import KvFiles, TierMover, kv_fingerprint
 from cumulo.engine.play.draft_source import attach_draft, check_tokenizer, load_draft
 from cumulo.engine.play.player import Player, adapter_obstacle, make_player, refuse_kernel_options
@@ -132,16 +138,9 @@ def assemble(
         )
     if config.layout.world > 1:
         return _assemble_ranks(files, config, loading_bytes, keep_quantised, with_tokenizer, load, tell)
-    saved_bytes = quantised_saved_bytes(files.spec, dtype.itemsize, config.weights)
     draft = load_draft(config, files.spec, dtype, keep_quantised)
-    memory = plan_memory(
-        files.spec,
-        loading_bytes - saved_bytes,
-        config,
-        free_memory(config),
-        loading_bytes=loading_bytes,
-        draft=None if draft is None else draft.needs(dtype.itemsize, config.device == "cuda"),
-    )
+    needs = None if draft is None else draft.needs(dtype.itemsize, config.device == "cuda")
+    memory = _planned(files, config, keep_quantised, free_memory(config), needs)
     loaded = load()
     engine, player = start_engine(loaded.decoder, config, memory, loaded.tokenizer, loaded.eos_ids, tell)
     if draft is not None:
@@ -151,6 +150,42 @@ def assemble(
     if config.kv_disk:
         engine.mover = _mover(engine, player, config, files)
     return made
+
+
+def predict_memory(
+    model: str | Path | None, config: EngineConfig, available_bytes: int | None = None
+) -> tuple[ModelFiles, MemoryPlan]:
+    """What an engine of this model would take, from headers alone; raises OutOfMemory where it does not fit.
+    `available_bytes`: what engines of several models may take together, of which one fills no GPU; None: all that
+    is free, for one model."""
+    config = config.settled(device_kind(config.device))
+    if available_bytes is None:
+        available_bytes = free_memory(config)
+    elif config.device == "cuda" and config.kv_blocks is None and config.kv_memory_gib is None:
+        config = replace(config, kv_memory_gib=min(available_bytes / 4, KV_LIMIT_BYTES) / GIB)
+    files = inspect_model(model)
+    keep_quantised = torch_dtype(config) == torch.float32 and config.device == "cpu"
+    return files, _planned(files, config, keep_quantised, available_bytes)
+
+
+def _planned(
+    files: ModelFiles,
+    config: EngineConfig,
+    keep_quantised: bool,
+    available_bytes: int,
+    draft: DraftNeeds | None = None,
+) -> MemoryPlan:
+    dtype = torch_dtype(config)
+    loading_bytes = held_bytes(files, dtype, keep_quantised)
+    saved_bytes = quantised_saved_bytes(files.spec, dtype.itemsize, config.weights)
+    return plan_memory(
+        files.spec,
+        loading_bytes - saved_bytes,
+        config,
+        available_bytes,
+        loading_bytes=loading_bytes,
+        draft=draft,
+    )
 
 
 def start_engine(

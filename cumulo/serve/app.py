@@ -23,6 +23,7 @@ from cumulo.serve.fleet import endpoints as fleet_endpoints
 from cumulo.serve.fleet import state as fleet_state
 from cumulo.serve.fleet.gateway_access import GatewayAccess
 from cumulo.serve.gate import Gate
+from cumulo.serve.model_table import ModelTable
 from cumulo.serve.service import Service
 
 _ENDPOINTS = (
@@ -35,7 +36,8 @@ _DOCS_POLICY = (
 )
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(models: ModelTable) -> FastAPI:
+    service = models.first
     app = FastAPI(
         title="Cumulo",
         version=__version__,
@@ -46,7 +48,7 @@ def create_app(service: Service) -> FastAPI:
         # Tracing is ours (otel.py): FastAPI's own would tell the same twice, and asks for it in every request.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.service = service
+    app.state.service, app.state.models = service, models
     app.state.bodies = BodyReader(lambda: service.engine.info.max_context if service.engine.info else 0)
     app.state.batches = Batches(app, service)  # started by the server, when the engine is up
     app.state.routes = [route for part in _ENDPOINTS for route in part.router.routes]
@@ -102,7 +104,7 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
         parts = schema.setdefault("components", {})
         for name in ("HTTPValidationError", "ValidationError"):
             parts.get("schemas", {}).pop(name, None)
-        if not service.adapters.most:  # others may come
+        if not (service.adapters.most or app.state.models.several):  # others may come
             # A tool that reads the description can ask right away.
             for name, described in parts["schemas"].items():
                 if name.endswith("Request") and "model" in described.get("required", ()):

@@ -25,7 +25,7 @@ from cumulo.serve.errors import ApiError, ClientGone, invalid
 from cumulo.serve.fleet.forwarded import FORWARDED, ForwardedRequest
 from cumulo.serve.formats.events import repeatable_call_ids
 from cumulo.serve.observe.stories import Record
-from cumulo.serve.service import Service
+from cumulo.serve.service import service_of
 from cumulo.spec.slo import Slo
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Call:
         """Raises ApiError unless the model is served and the engine ready. `prefix`: how ids of this endpoint's
         answers begin, separator included (`chatcmpl-`, `resp_`). `model`: what the request names, the model itself
         or an adapter."""
-        self.service: Service = request.app.state.service
+        self.service = service_of(request)
         self.service.check_model(model)
         self.service.check_ready()
         self.model = model

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them, {"error": {message, type, param, code}}, and as Anthropic's does.
+"""Errors as OpenAI's API words them, {"error": {message, type, param, code}}, and as Anthropic's and Ollama's do.
 
 ApiError is raised by endpoints; `install` makes FastAPI's own errors (validation, unknown routes, bugs of
 ours) look the same.
@@ -105,12 +105,22 @@ def _field_name(place: list[Any]) -> str:
 
 def shaped(error: ApiError, scope: Scope) -> Response:
     """The error as the API that the path belongs to words it."""
+    if scope["path"].startswith(_OLLAMA_PATH):
+        return Response(ollama_error(error.message), error.status, error.headers, "application/json")
     if not speaks_anthropic(scope["path"]):
         return error.response()
     # The call's id; a request that was refused before it had one gets one here, for the client and the log.
     request_id = scope.setdefault("state", {}).setdefault("call_id", f"req_{secrets.token_hex(12)}")
     body = anthropic_error(error.status, error.message, request_id, error.code)
     return Response(body, error.status, error.headers, "application/json")
+
+
+_OLLAMA_PATH = "/api/"
+
+
+def ollama_error(message: str) -> bytes:
+    """The body of an error under /api/, or the last line of an answer that fails."""
+    return json.dumps({"error": message}, separators=(",", ":")).encode("ascii")
 
 
 # -- Anthropic's shape ------------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from cumulo.serve.access.keys import CALLER_KEY, Caller, no_entry, shown_key
 from cumulo.serve.bodies import warnings
 from cumulo.serve.errors import ApiError, shaped, speaks_anthropic
 from cumulo.serve.http.limits import FORM_BYTES
+from cumulo.serve.model_table import LET_GO
 from cumulo.serve.observe.stories import MOST_REASON_BYTES, Rejection
 from cumulo.serve.service import Service
 
 log = logging.getLogger("cumulo.serve.access")
 
-_PROTECTED = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/rerank", "/score")
+_PROTECTED = ("/v1/", "/v2/", "/api/", "/tokenize", "/detokenize", "/rerank", "/score")
 _QUIET = ("/health", "/ready", "/metrics")
 # Of a refused body so much is still read and thrown away: a client that is hung up on while it sends may lose the
 # answer with the connection.
@@ -53,6 +54,8 @@ class Gate:
         except ApiError as error:
             await shaped(error, scope)(scope, receive, exchange.send)
         finally:
+            if (let_go := state.pop(LET_GO, None)) is not None:
+                let_go()
             service = self._service
             if (tracing := service.tracing) is not None:
                 tracing.note(scope, exchange.status, service.model_name, service.stories)

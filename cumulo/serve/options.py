@@ -8,6 +8,7 @@ from cumulo.engine.decide import routing
 from cumulo.errors import CumuloError
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.models.files.hub import BUILT_IN_NAME
+from cumulo.models.files.pull import DEFAULT_HUB
 
 # The least value of each option that has one; None is always allowed where it is a default.
 _LEAST = {
@@ -19,10 +20,18 @@ _LEAST = {
 }  # fmt: skip
 
 
+ALL_PULLED = "pulled"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     model: str | None = None  # None: the built-in one
     name: str | None = None  # what clients call the model; None: its own name
+    # Further models, loaded on request, each as MODEL or NAME=MODEL; "pulled": all that were pulled
+    models: tuple[str, ...] = ()
+    models_memory_gib: float | None = None  # of loaded models together; None: what is free at the start
+    models_idle_s: float = 300.0  # without a request, until one is unloaded; 0: until others need its memory
+    hub: str = DEFAULT_HUB  # that models are pulled from
     lora: tuple[str, ...] = ()  # adapters, each as NAME=FOLDER; room for them is in `engine`
     chat_template: Path | None = None  # a jinja2 file instead of the model's own
     parse_special_tokens: bool = False  # recognise special tokens in what callers write, too
@@ -97,6 +106,12 @@ class ServeOptions:
             raise CumuloError(
                 f"prefill={self.prefill} gives every engine its role: omit role={self.engine.role}, or omit prefill"
             )
+        if self.models and (problem := self._why_one_model()):
+            raise CumuloError(f"models are loaded on request by one engine process each: {problem}")
+        if self.models_memory_gib is not None and not self.models_memory_gib > 0:
+            raise CumuloError(f"models_memory_gib must be more than 0, got {self.models_memory_gib}")
+        if not self.models_idle_s >= 0:
+            raise CumuloError(f"models_idle_s must be 0 seconds or more, got {self.models_idle_s}")
         for name in (
             "stall_timeout_s", "start_timeout_s", "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s",
             "write_timeout_s",
@@ -110,6 +125,14 @@ class ServeOptions:
             )
         if not 0 <= self.port <= 65535:
             raise CumuloError(f"port must be 0 to 65535, got {self.port}")
+
+    def _why_one_model(self) -> str:
+        engine = self.engine
+        if self.replicas > 1 or self.prefill or self.autoscale or engine.role != "both":
+            return "omit replicas, autoscale, prefill and role, or omit models"
+        if engine.layout.world > 1:
+            return "omit tp, pp, dp and ep, or omit models"
+        return "speculate with ngram, or omit models" if engine.speculate not in ("", "ngram") else ""
 
     @property
     def chat_limit(self) -> int:

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from cumulo.errors import CumuloError
 from cumulo.models.files.hub import resolve
+from cumulo.models.files.pulled import pulled_models
 from cumulo.serve import stderr_log
 from cumulo.serve.app import create_app
 from cumulo.serve.engine_link.messages import Ready
@@ -28,8 +29,9 @@ from cumulo.serve.http.listening import (
     uvicorn_config,
     wait_while,
 )
+from cumulo.serve.model_table import ModelTable
 from cumulo.serve.model_text import ModelText
-from cumulo.serve.options import ServeOptions
+from cumulo.serve.options import ALL_PULLED, ServeOptions
 from cumulo.serve.service import Service
 
 if TYPE_CHECKING:
@@ -44,18 +46,19 @@ class _Run:
 
     def __init__(
         self,
-        service: Service,
+        models: ModelTable,
         on_listening: Callable[[], None],
         on_ready: Callable[[Ready], None],
         extend: Callable[[FastAPI], None] | None = None,
     ) -> None:
-        self.service, self._on_ready = service, on_ready
+        self.models, self.service, self._on_ready = models, models.first, on_ready
+        service = models.first
         tally = Tally(service.metrics.on_refusal)
         connections = find_room(service.options.max_connections)
         self._keeper = Keeper(http_limits(service.options, connections), tally)
         service.metrics.series("connections").set_function(lambda: float(self._keeper.count))
         service.metrics.series("log_lines_lost").set_function(lambda: float(stderr_log.install().lost_lines))
-        app = self._app = create_app(service)
+        app = self._app = create_app(models)
         if extend is not None:
             extend(app)
         options = service.options
@@ -82,7 +85,7 @@ class _Run:
             starting.cancel()
             await asyncio.wait([starting])
             await self._app.state.batches.close()
-            await self.service.close()
+            await self.models.close()
             if self.service.tracing is not None:
                 await asyncio.to_thread(self.service.tracing.close)
 
@@ -90,7 +93,7 @@ class _Run:
         try:
             # Beside the event loop, and before somebody asks: making the description takes long.
             describing = asyncio.create_task(asyncio.to_thread(self._app.openapi))
-            info = await self.service.start()
+            info = await self.models.start()
             self._app.state.batches.start()
             self._on_ready(info)
             await describing
@@ -105,22 +108,20 @@ class _Run:
         if self._ending is None:
             self._ending = asyncio.create_task(self._drain())
         else:
-            log.warning("told again to stop: ending %d running requests", len(self.service.engine.in_flight))
-            self.service.abort_all("the server was stopped")
+            log.warning("told again to stop: ending %d running requests", self.models.busy)
+            self.models.abort_all("the server was stopped")
             self._uvicorn.should_exit = True
 
     async def _drain(self) -> None:
-        service = self.service
-        service.draining = True
-        if service.engine.in_flight:
-            log.info("draining: %d requests may finish", len(service.engine.in_flight))
-        await wait_while(
-            lambda: bool(service.engine.in_flight or service.unsent), service.options.drain_timeout_s
-        )
-        if service.engine.in_flight:
-            log.warning("%d requests did not finish in time and are ended", len(service.engine.in_flight))
-            service.abort_all("the server is shutting down and this request took longer than it could wait")
-            await wait_while(lambda: bool(service.engine.in_flight), _LAST_WORDS_S)
+        models = self.models
+        self.service.draining = True
+        if models.busy:
+            log.info("draining: %d requests may finish", models.busy)
+        await wait_while(lambda: models.busy > 0, self.service.options.drain_timeout_s)
+        if models.busy:
+            log.warning("%d requests did not finish in time and are ended", models.busy)
+            models.abort_all("the server is shutting down and this request took longer than it could wait")
+            await wait_while(lambda: models.busy > 0, _LAST_WORDS_S)
         await asyncio.sleep(0.05)  # the last bytes of what has just finished
         self._uvicorn.should_exit = True
 
@@ -144,7 +145,8 @@ def run(
         async def serve() -> None:
             service = Service(options, text, options.name or source.name)
             service.tracing = tracing
-            life = _Run(service, lambda: on_listening(url_of(listener)), on_ready, extend)
+            models = ModelTable(service, further_models(options))
+            life = _Run(models, lambda: on_listening(url_of(listener)), on_ready, extend)
             await life.serve(listener)
             if life.error is not None:
                 raise life.error
@@ -153,6 +155,23 @@ def run(
             runner.run(serve())
     finally:
         listener.close()
+
+
+def further_models(options: ServeOptions) -> Callable[[], dict[str, str]] | None:
+    """Finds the models that are served next to the first, by name; None where it is the only one."""
+    if not options.models:
+        return None
+    named = dict[str, str]()
+    for text in options.models:
+        if text != ALL_PULLED:
+            name, equals, model = text.partition("=")
+            named[name if equals else resolve(text).name] = model if equals else text
+
+    def find() -> dict[str, str]:
+        pulled = pulled_models() if ALL_PULLED in options.models else ()
+        return {one.name: str(one.path) for one in pulled} | named
+
+    return find
 
 
 def _tracing(endpoint: str) -> "Tracing":

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request
+
 from cumulo import __version__
 from cumulo.base.nearest import did_you_mean
 from cumulo.engine.decide.params import SamplingParams
@@ -51,8 +53,20 @@ _RECENT_ENDS = 64  # to estimate how fast the queue moves
 MAX_LOGPROBS = 262_144
 
 
+HELD_SERVICE = "service"  # in a request's state: that of the model it names, where the server has several
+
+
+def service_of(request: Request) -> "Service":
+    service: Service = request.scope["state"].get(HELD_SERVICE) or request.app.state.service
+    return service
+
+
 class Service:
-    def __init__(self, options: ServeOptions, text: ModelText, model_name: str) -> None:
+    def __init__(
+        self, options: ServeOptions, text: ModelText, model_name: str, beside: "Service | None" = None
+    ) -> None:
+        """`beside`: the service of the server's first model, with which this one shares keys, limits, stories and
+        what is stored."""
         named = named_loras(options.lora)
         ranks = [greatest_rank(Path(folder)) for folder in named.values()]
         options = replace(options, engine=options.engine.with_adapters(ranks))
@@ -89,17 +103,22 @@ class Service:
         self.adapters.on_free = lambda adapter: self.engine.drop_adapter(adapter.key)
         anyone = Caller("anyone", options.requests_per_minute, options.tokens_per_minute, may_operate=True)
         self.anyone = anyone
-        self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
-        self.limits = RateLimits()
-        self.metrics = Metrics(model_name)
+        if beside is None:
+            self.keys = ApiKeys(options.api_keys, anyone) if options.api_keys is not None else None
+            self.limits = RateLimits()
+            self.metrics = Metrics(model_name)
+            self.stories = Stories(options.stories)
+            self.rejections = Rejections(options.stories)
+            self.stored_responses = StoredResponses(options.stored_responses)
+        else:
+            self.keys, self.limits, self.stories = beside.keys, beside.limits, beside.stories
+            self.rejections, self.stored_responses = beside.rejections, beside.stored_responses
+            self.metrics = Metrics(model_name, beside.metrics)
         if (fleet := self.fleet) is not None:
             replica_metrics(self.metrics.registry, model_name, lambda: replica_reports(fleet))
         if options.engine.layout.world > 1:
             rank_metrics(self.metrics.registry, model_name, self.rank_states)
-        self.stories = Stories(options.stories)
-        self.rejections = Rejections(options.stories)
         self.step_history = StepHistory()
-        self.stored_responses = StoredResponses(options.stored_responses)
         self.recent_steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
         self.tracing: Tracing | None = None  # set by the server, with --otlp-endpoint
         self.fairness_index = 1.0
@@ -108,7 +127,7 @@ class Service:
         self.abort_reason = "the request was aborted"
         self._callers: dict[str, Caller] = {}  # of requests in flight
         self._ends_s: deque[float] = deque(maxlen=_RECENT_ENDS)
-        self.metrics.series("engine_up").set_function(lambda: float(self.engine.state == "ready"))
+        self.metrics.series("engine_up").set_function(lambda: float(self.takes_requests))
         self.metrics.series("engine_restarts").set_function(lambda: float(self.engine.restarts))
         self.metrics.series("lora_adapters").set_function(lambda: float(len(self.adapters.served)))
 
@@ -133,9 +152,20 @@ class Service:
         self.metrics.on_ready(info)
         return info
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests are answered: at once, or when the model has been loaded again for them."""
+        again = self.fleet is None and self.engine.info is not None
+        return self.engine.state in ("ready", "unloaded") or (again and self.engine.state == "starting")
+
     async def close(self) -> None:
         await self.engine.close()
         self.text.close()
+
+    async def unload(self) -> None:
+        """Free the engine's memory while no request runs; `start` loads the model again."""
+        assert isinstance(self.engine, EngineClient)
+        await self.engine.unload()
 
     @property
     def info(self) -> Ready:

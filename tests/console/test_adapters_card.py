@@ -42,7 +42,7 @@ def test_a_server_without_adapters_says_how_to_have_some() -> None:
 
 
 def test_the_settings_of_a_chat_list_adapters_as_such() -> None:
-    assert model_options("base", ["poet"]) == {"base": "base", "poet": "poet (adapter)"}
+    assert model_options(["base"], ["poet"]) == {"base": "base", "poet": "poet (adapter)"}
 
 
 @pytest.mark.thorough

@@ -205,9 +205,9 @@ def test_without_a_network_the_error_says_so(monkeypatch):
         hub.resolve("owner/model")
 
 
-def test_without_the_hub_package_the_error_says_what_to_install(monkeypatch):
+def test_without_the_hub_package_the_error_says_how_to_download(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match=r"pip install -e .\.\[hub\]"):
+    with pytest.raises(ModelError, match="cumulo pull owner/model"):
         hub.resolve("owner/model")
 
 

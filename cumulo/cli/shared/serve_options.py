@@ -8,6 +8,7 @@ from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import Panel, option
 from cumulo.cli.shared.options import TierOptions
 from cumulo.errors import CumuloError
+from cumulo.models.files.pull import DEFAULT_HUB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,24 @@ class ServeCommandOptions:
     )
     web: WebOptions = WebOptions()
     name: str | None = MODEL("Name of the model in the API. Default: the model's own name.", None)
+    models: list[str] | None = MODEL(
+        "Also serve this model, loaded when a request names it: a folder, a GGUF file or a name; 'pulled': all "
+        "models of cumulo pull; 'none': no further model. Can be given more than once. Default: pulled, unless "
+        "MODEL is given.",
+        None,
+        metavar="[NAME=]MODEL",
+    )
+    models_memory_gib: float | None = MODEL(
+        "With several models: memory for those that are loaded, in GiB; the least recently used ones make way. "
+        "Default: what is free at the start.",
+        None,
+    )
+    models_idle_s: float = MODEL(
+        "With several models: seconds without a request after which one is unloaded; 0: when others need its "
+        "memory.",
+        300.0,
+    )
+    hub: options.HubOption = DEFAULT_HUB
     lora: list[str] | None = MODEL(
         "Serve a low-rank adapter: requests name it as their model. Can be given more than once.",
         None,

@@ -20,11 +20,12 @@ Asked = Mapping[str, Any]  # a request without messages: of it max_tokens and to
 
 class ContextView:
     def __init__(
-        self, service: Service, summarize: Callable[[], Any], mark: Callable[[int, str], None]
+        self, find: Callable[[], Service], summarize: Callable[[], Any], mark: Callable[[int, str], None]
     ) -> None:
-        """`mark` draws a line above the entry at a place of the conversation, with words on what is above."""
-        self._service, self._mark = service, mark
-        self._counter = ChatCounter(service.text.tokenizer)
+        """`find` gives the service of the chosen model. `mark` draws a line above the entry at a place of the
+        conversation, with words on what is above."""
+        self._find, self._mark = find, mark
+        self._counted: tuple[Service, ChatCounter] | None = None
         self._client = ui.context.client
         self._newest = 0
         with ui.element("div").classes("meter") as self._root:
@@ -41,11 +42,14 @@ class ContextView:
     @property
     def context(self) -> int:
         """The tokens that the context holds; 0 while the engine has not said it."""
-        return self._service.text.max_context
+        return self._find().text.max_context
 
     @property
     def counter(self) -> ChatCounter:
-        return self._counter
+        service = self._find()
+        if self._counted is None or self._counted[0] is not service:
+            self._counted = service, ChatCounter(service.text.tokenizer)
+        return self._counted[1]
 
     async def fit(self, conversation: Conversation, system: str, asked: Asked) -> list[dict[str, Any]]:
         """The messages that are sent of a conversation. Those that cannot be counted are all sent: the API says
@@ -60,7 +64,7 @@ class ContextView:
         try:
             # Apart: long files take a while to count, and everybody's answers come through this thread.
             return await asyncio.to_thread(
-                self._counter.window, messages, self.context, asked.get("max_tokens"),
+                self.counter.window, messages, self.context, asked.get("max_tokens"),
                 system=system or None, summary=conversation.summary, tools=tools,
             )  # fmt: skip
         except CumuloError:

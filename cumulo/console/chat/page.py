@@ -22,6 +22,7 @@ from cumulo.console.chat.thread_view import StoryPanel, ThreadView
 from cumulo.console.front import Visitor
 from cumulo.console.shell import Shell
 from cumulo.models.text.chat_window import summary_requests, summary_tokens
+from cumulo.serve.service import Service
 
 _REDRAW_S = 0.1  # a page is redrawn at most this often, however fast the tokens come
 _STATUS_S = 1.0
@@ -71,7 +72,7 @@ class Chat:
             )
             self._thread = ThreadView(self.send, self.resend, self.delete_turn, answer)
             self._ask = AskBox(self.send, self.stop)
-            self._context = ContextView(shell.service, self.summarize, self._thread.mark)
+            self._context = ContextView(lambda: self._service, self.summarize, self._thread.mark)
         with ui.element("aside").classes("settings").props('aria-label="Settings"') as panel:
             self._settings = SettingsPanel(self._keep, close=lambda: panel.classes(remove="open"))
         open_settings.on_click(lambda: panel.classes(add="open"))
@@ -92,14 +93,23 @@ class Chat:
         finally:
             self._begun.set()
 
+    @property
+    def _service(self) -> Service:
+        """The service of the chosen model; while that has not been loaded, the first model's."""
+        row = self._shell.models.rows.get(self._settings.model or "")
+        return row.service if row is not None and row.service is not None else self._shell.service
+
     async def tick(self) -> None:
-        engine = self._shell.service.engine
-        self._ask.set_status(self._doing if engine.state == "ready" else self._shell.engine_status())
+        service = self._service
+        engine = service.engine
+        status = self._doing if service.takes_requests else self._shell.engine_status(service)
+        self._ask.set_status(status)
         if engine.info is not None and engine.info is not self._info:
             self._info = engine.info
             self._settings.show_effective(engine.info.generation_defaults)
             self._show_context()
-        self._settings.show_models(self._shell.service.model_name, [*self._shell.service.adapters.served])
+        models, adapters = [*self._shell.models.rows], [*self._shell.service.adapters.served]
+        self._settings.show_models(models, adapters)
 
     # -- what the buttons do ------------------------------------------------------------------------------
     async def send(self, text: str) -> None:
@@ -186,7 +196,7 @@ class Chat:
         older = conversation.branch(newest["parent"]).messages()
         requests = summary_requests(self._context.counter, older, context, conversation.summary)
         body = {
-            "model": self._shell.service.model_name,
+            "model": self._service.model_name,
             "stream": True,
             "max_tokens": summary_tokens(context),
         }

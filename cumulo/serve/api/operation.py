@@ -29,18 +29,14 @@ from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.engine_link.messages import Ready
 from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.model_table import ModelTable, ServedModel
 from cumulo.serve.model_text import COUNTED_CONTEXTS
 from cumulo.serve.observe.stories import NotUnique, explanation
 from cumulo.serve.observe.trace import chrome_trace
-from cumulo.serve.service import Service
+from cumulo.serve.service import Service, service_of
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 Format = Annotated[Literal["json", "trace"], Query(description="trace: a Chrome/Perfetto trace")]
-
-
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
 
 
 # -- is it well? ----------------------------------------------------------------------------------------------
@@ -64,14 +60,14 @@ _BAD: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "
 async def health(request: Request) -> Response:
     """Fails when the engine's process died, or has work and finished no step within the bound, until a new one is
     up. Loading the model at start-up is not a failure; /ready tells when requests are taken."""
-    service = _service(request)
-    return _health(service, service.engine.state in ("starting", "ready"))
+    service = service_of(request)
+    return _health(service, service.engine.state == "starting" or service.takes_requests)
 
 
 @router.get("/ready", summary="Are requests taken?", response_model=Health, responses=_BAD)
 async def ready(request: Request) -> Response:
-    service = _service(request)
-    return _health(service, service.engine.state == "ready" and not service.draining)
+    service = service_of(request)
+    return _health(service, service.takes_requests and not service.draining)
 
 
 @router.get(
@@ -83,7 +79,7 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """With API keys, their names are shown to callers whose key may see them; others see numbers. Names of
     adapters are shown to callers with a key."""
-    service = _service(request)
+    service = service_of(request)
     caller = _caller(service, request)
     known = caller is not None
     text = service.metrics.text(with_names=caller is not None and caller.may_see_names, with_adapters=known)
@@ -105,9 +101,22 @@ async def version() -> Response:
 
 
 # -- models ---------------------------------------------------------------------------------------------------
-def _models(service: Service) -> list[dict[str, Any]]:
-    """List the model itself, then its adapters."""
-    return [_model(service), *(_model(service, adapter) for adapter in service.adapters.served.values())]
+def _models(models: ModelTable) -> list[dict[str, Any]]:
+    """List the first model, its adapters, and the models that are loaded on request."""
+    models.refresh()
+    _, *others = models.rows.values()
+    service = models.first
+    adapters = [_model(service, adapter) for adapter in service.adapters.served.values()]
+    return [_model(service), *adapters, *map(_further_model, others)]
+
+
+def _further_model(row: ServedModel) -> dict[str, Any]:
+    if row.service is not None:
+        return _model(row.service) | {"state": row.state}
+    return {
+        "id": row.name, "object": "model", "created": 0, "owned_by": "cumulo", "max_model_len": row.max_context,
+        "generation_defaults": None, "root": row.name, "parent": None, "state": row.state,
+    }  # fmt: skip
 
 
 def _model(service: Service, adapter: ServedAdapter | None = None) -> dict[str, Any]:
@@ -132,7 +141,7 @@ def _defaults(service: Service, info: Ready) -> dict[str, Any]:
 
 @router.get("/v1/models", summary="What is served", response_model=ModelList)
 async def list_models(request: Request) -> Response:
-    return json_response({"object": "list", "data": _models(_service(request))})
+    return json_response({"object": "list", "data": _models(request.app.state.models)})
 
 
 @router.get(
@@ -141,7 +150,10 @@ async def list_models(request: Request) -> Response:
     response_model=Model,
 )
 async def get_model(name: str, request: Request) -> Response:
-    service = _service(request)
+    service, models = service_of(request), request.app.state.models
+    row = models.named(name)
+    if row is not None and row.service is not service:
+        return json_response(_further_model(row))
     service.check_model(name)
     return json_response(_model(service, service.adapters.named(name)))
 
@@ -149,7 +161,7 @@ async def get_model(name: str, request: Request) -> Response:
 # -- tokens ---------------------------------------------------------------------------------------------------
 @router.post("/tokenize", summary="Text or messages to tokens", response_model=Tokenized)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    service = _service(request)
+    service = service_of(request)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
@@ -184,7 +196,7 @@ def _refuse_for_prompts(body: TokenizeRequest) -> None:
 
 @router.post("/detokenize", summary="Tokens to text", response_model=Detokenized)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    service = _service(request)
+    service = service_of(request)
     service.check_model(body.model)
     known = service.text.tokenizer.vocab_size
     for token in body.tokens:
@@ -202,7 +214,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 async def explain(request_id: str, request: Request, format: Format = "json") -> Response:
     """The id is the answer's `id`, or the beginning of it that no other request has. With API keys, each caller
     sees only their own requests."""
-    service = _service(request)
+    service = service_of(request)
     caller = caller_of(request)
     try:
         records = service.stories.named(request_id, lambda name: name == caller.name)
@@ -258,7 +270,7 @@ def _adapter(adapter: ServedAdapter) -> dict[str, Any]:
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
     """Answers when all engines have it: from then on requests name it as their `model`."""
     require_operator(request)
-    service = _service(request)
+    service = service_of(request)
     service.check_ready()
     try:
         adapter = await service.load_adapter(body.lora_name, body.lora_path)
@@ -276,7 +288,7 @@ async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Respo
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
     """New requests cannot name it from now on. Those that run are answered; then its memory is free."""
     require_operator(request)
-    service = _service(request)
+    service = service_of(request)
     try:
         adapter = service.adapters.drop(body.lora_name)
     except AdapterRefused as error:

@@ -74,7 +74,8 @@ SLACK_S, PACE_BYTES_S = 30.0, 1 << 16  # how slowly it may arrive once it has on
 
 class JsonRoute(APIRoute):
     """A route whose endpoint is called as `endpoint(body, request)`, with a body that the application's
-    BodyReader (`app.state.bodies`) has made. Endpoints without a body are FastAPI's as usual."""
+    BodyReader (`app.state.bodies`) has made, once the model that it names is loaded (`app.state.models`). Endpoints
+    without a body are FastAPI's as usual."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         if self.body_field is None:
@@ -82,7 +83,9 @@ class JsonRoute(APIRoute):
         endpoint, model = self.endpoint, self.body_field.field_info.annotation
 
         async def handle(request: Request) -> Response:
-            body = await request.app.state.bodies.read(request.scope, request.receive, model)
+            state = request.app.state
+            body = await state.bodies.read(request.scope, request.receive, model)
+            await state.models.enter(request.scope, body)
             response: Response = await endpoint(body, request)
             return response
 

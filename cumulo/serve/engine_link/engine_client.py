@@ -100,7 +100,12 @@ class EngineClient:
     # -- life ---------------------------------------------------------------------------------------------
     async def start(self) -> Ready:
         """Start the engine and wait until its model is loaded; raises EngineStartError."""
-        info = await self._start_child(needs_adapters=True)
+        self.state = "starting"
+        try:
+            info = await self._start_child(needs_adapters=True)
+        except EngineStartError:
+            self.state = "unloaded"
+            raise
         self._watching = asyncio.create_task(self._supervise())
         return info
 
@@ -114,9 +119,9 @@ class EngineClient:
         if self._child is not None:
             self._child.to_be_replaced = True
 
-    async def close(self) -> None:
+    async def close(self, state: State = "stopped") -> None:
         """Stop the engine. Requests still in flight fail; drain first if they should not."""
-        self.state = "stopped"
+        self.state = state
         if self._watching is not None:
             self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -126,6 +131,11 @@ class EngineClient:
             self._child.send(Shutdown())
             await self._child.end(patience_s=3.0)
             self._child = None
+
+    async def unload(self) -> None:
+        """Stop the engine while it has no request; `start` brings it back."""
+        await self.close("unloaded")
+        self._watching = self.stats = None
 
     async def _start_child(self, needs_adapters: bool = False) -> Ready:
         settings = self.settings

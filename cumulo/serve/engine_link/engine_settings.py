@@ -10,7 +10,7 @@ from cumulo.base.machine import gpus_here
 from cumulo.engine.config import EngineConfig
 from cumulo.serve.adapter_registry import AdapterRegistry
 
-State = Literal["starting", "ready", "restarting", "stopped"]
+State = Literal["starting", "ready", "restarting", "unloaded", "stopped"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def _news(service: Service, prompt_tok_s: float, step_s: float) -> FleetNews:
     engine = service.engine
     stats = engine.stats
     return FleetNews(
-        ready=engine.state == "ready",
+        ready=service.takes_requests,
         draining=service.draining,
         running=stats.running if stats is not None else 0,
         waiting=engine.waiting,

@@ -4,7 +4,9 @@ and /v1/messages (as content blocks), whole or streamed: both only spell what ch
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic_core import from_json
 
 from cumulo.serve.formats.events import Event, Text, ToolCallStart
 from cumulo.serve.formats.reasoning import Reasoning
@@ -19,6 +21,14 @@ class Block:
     text: str = ""  # of a call: its arguments
     call_id: str = ""
     name: str = ""
+
+    def arguments(self) -> dict[str, Any]:
+        """Of a call, as an object; one that max_tokens cut gives what there is of it."""
+        try:
+            read = from_json(self.text, allow_partial=True)
+        except ValueError:
+            read = None
+        return read if isinstance(read, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,26 +97,22 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 
 
 class Metrics:
-    def __init__(self, model_name: str) -> None:
-        self.registry = registry = CollectorRegistry()
+    def __init__(self, model_name: str, beside: "Metrics | None" = None) -> None:
+        """`beside`: of another model of the same server, which has the same metrics."""
         self._values = model_name, "0"
-        self._metrics: dict[str, Any] = {}
-        for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
-            for name, text, labels in table:
-                self._metrics[name] = kind(f"cumulo:{name}", text, (*_LABELS, *labels), registry=registry)
-                if not labels:
-                    self.series(name)  # it is shown before it has counted anything
-        for name, text, buckets in _HISTOGRAMS:
-            metric = Histogram(f"cumulo:{name}", text, _LABELS, registry=registry, buckets=buckets)
-            self._metrics[name] = metric
-            self.series(name)
-        for name, text, read in _OF_NOW:
-            gauge = Gauge(f"cumulo:{name}", text, _LABELS, registry=registry)
-            gauge.labels(*self._values).set_function(partial(self._of_now, read))
+        self.registry: CollectorRegistry = beside.registry if beside is not None else CollectorRegistry()
+        self._metrics: dict[str, Any] = beside._metrics if beside is not None else _registered(self.registry)
+        # Names with a series of their own: what others see instead.
+        self._tenants: dict[str, str] = beside._tenants if beside is not None else {}
+        plain = [name for name, _, labels in (*_COUNTERS, *_GAUGES) if not labels]
+        for name in (*plain, *(name for name, *_ in _HISTOGRAMS)):
+            self.series(name)  # it is shown before it has counted anything
+        for name, _, read in _OF_NOW:
+            self.series(name).set_function(partial(self._of_now, read))
         self._now: Stats | None = None
         self.series("fairness_index").set(1)
-        self._tenants: dict[str, str] = {}  # names with a series of their own: what others see instead
         self._ledger_of: Ready | None = None
+        self._components: set[str] = set()  # that its ledger has measured
         self._tiers_told: dict[str, int] = {}
         self.drafted_tokens = self.accepted_tokens = self.requests_moved = 0  # for the console
 
@@ -174,11 +170,15 @@ class Metrics:
         if info is self._ledger_of:
             return
         self._ledger_of = info
-        self._metrics["ledger_predicted_over_measured"].clear()
+        for component in self._components:
+            self._metrics["ledger_predicted_over_measured"].remove(*self._values, component)
+        self._components.clear()
         for row in info.ledger["rows"]:
             if row["measured_bytes"]:
                 ratio = row["predicted_bytes"] / row["measured_bytes"]
-                self.series("ledger_predicted_over_measured", row["name"].replace(" ", "_")).set(ratio)
+                component = row["name"].replace(" ", "_")
+                self._components.add(component)
+                self.series("ledger_predicted_over_measured", component).set(ratio)
 
     def on_refusal(self, reason: str) -> None:
         """By the HTTP transport: before anything looked at the request."""
@@ -240,6 +240,19 @@ class Metrics:
         if with_names and with_adapters:
             return generate_latest(self.registry)
         return generate_latest(_Unnamed(self.registry, self._tenants, with_names, with_adapters))
+
+
+def _registered(registry: CollectorRegistry) -> dict[str, Any]:
+    """The metrics by name."""
+    found: dict[str, Any] = {}
+    for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
+        for name, text, labels in table:
+            found[name] = kind(f"cumulo:{name}", text, (*_LABELS, *labels), registry=registry)
+    for name, text, buckets in _HISTOGRAMS:
+        found[name] = Histogram(f"cumulo:{name}", text, _LABELS, registry=registry, buckets=buckets)
+    for name, text, _ in _OF_NOW:
+        found[name] = Gauge(f"cumulo:{name}", text, _LABELS, registry=registry)
+    return found
 
 
 class _Unnamed(CollectorRegistry):

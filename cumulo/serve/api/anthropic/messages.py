@@ -4,7 +4,6 @@ import asyncio
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic_core import from_json
 from starlette.responses import Response
 
 from cumulo.engine.outputs import Delta
@@ -21,7 +20,7 @@ from cumulo.serve.errors import ApiError, anthropic_error
 from cumulo.serve.formats.blocks import Block, BlockChange, Blocks
 from cumulo.serve.formats.reasoning import Reasoning
 from cumulo.serve.model_text import COUNTED_CONTEXTS
-from cumulo.serve.service import Service
+from cumulo.serve.service import service_of
 
 Item = dict[str, Any]
 Thoughts = Literal["shown", "omitted", "dropped"]
@@ -77,7 +76,7 @@ class MessageAnswer:
         if block.kind == "text":
             return {**_empty(block), "text": block.text}
         if block.kind == "call":
-            return {**_empty(block), "input": _input(block.text)}
+            return {**_empty(block), "input": block.arguments()}
         shown = block.text if self._thoughts == "shown" else ""
         return {**_empty(block), "thinking": shown, "signature": _SIGNATURE}
 
@@ -96,15 +95,6 @@ def _delta(change: BlockChange) -> Item:
     if change.block.kind == "thoughts":
         return {"type": "thinking_delta", "thinking": change.text}
     return {"type": "input_json_delta", "partial_json": change.text}
-
-
-def _input(arguments: str) -> Item:
-    """A call that max_tokens cut gives what there is of it."""
-    try:
-        read = from_json(arguments, allow_partial=True)
-    except ValueError:
-        read = None
-    return read if isinstance(read, dict) else {}
 
 
 def counts(finished: Finished) -> Item:
@@ -151,7 +141,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     response_model=TokenCount,
 )
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-    service: Service = request.app.state.service
+    service = service_of(request)
     service.check_model(body.model)
     with telling_format_as("output_config.format"):
         _, _, tokens = await chat_prompt(service, await asyncio.to_thread(as_chat, body), COUNTED_CONTEXTS)

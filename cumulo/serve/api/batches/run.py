@@ -180,7 +180,7 @@ class BatchRun:
         """Wait until the engine has nothing to do first, and the key is valid."""
         service = self._service
         while not self._stop.is_set() and (
-            service.engine.state != "ready" or service.engine.waiting or service.draining or self._caller is None
+            not service.takes_requests or service.engine.waiting or service.draining or self._caller is None
         ):
             await asyncio.sleep(_LOOK_AGAIN_S)
 

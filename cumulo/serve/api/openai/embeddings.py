@@ -76,7 +76,15 @@ _AT_A_TIME = 64
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     call = Call(request, "embd-", body.model)
     service = call.service
-    size = service.info.hidden_size
+    check_size(body, service.info.hidden_size)
+    inputs = await _tokens(body, service)
+    call.log("input", body.input)
+    results = await ask_many(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
+    # In a thread: there may be millions of numbers.
+    return json_response(await asyncio.to_thread(lambda: msgspec.Raw(to_json(_answer(call, body, results)))))
+
+
+def check_size(body: EmbeddingRequest, size: int) -> None:
     if body.dimensions is not None and body.dimensions > size:
         raise invalid(
             f"'dimensions' is {body.dimensions}, and this model's embeddings have {size} numbers: ask for {size} "
@@ -84,11 +92,6 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
             "dimensions",
             "invalid_value",
         )
-    inputs = await _tokens(body, service)
-    call.log("input", body.input)
-    results = await ask_many(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
-    # In a thread: there may be millions of numbers.
-    return json_response(await asyncio.to_thread(lambda: msgspec.Raw(to_json(_answer(call, body, results)))))
 
 
 async def ask_many(
@@ -119,7 +122,7 @@ def _answer(call: Call, body: EmbeddingRequest, results: list[Finished]) -> dict
         "object": "list",
         "model": call.model,
         "data": [
-            {"object": "embedding", "index": position, "embedding": _written(finished, body)}
+            {"object": "embedding", "index": position, "embedding": written(finished, body)}
             for position, finished in enumerate(results)
         ],
         "usage": input_usage(results),
@@ -141,7 +144,7 @@ def vector_of(finished: Finished) -> NDArray[np.float32]:
     return np.frombuffer(finished.embedding, dtype="<f4")
 
 
-def _written(finished: Finished, body: EmbeddingRequest) -> str | list[float]:
+def written(finished: Finished, body: EmbeddingRequest) -> str | list[float]:
     numbers = vector_of(finished)
     if body.dimensions is not None:
         numbers = shortened(numbers, body.dimensions).astype("<f4")

@@ -6,7 +6,7 @@ its own, as OpenAI's client expects it; before the first byte it is an ordinary 
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -31,6 +31,8 @@ DONE = b"data: [DONE]\n\n"
 
 class EventWriter(Protocol):
     """Words an answer as events, as it is made. One per streamed call."""
+
+    content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
 
     def add(self, batch: Batch) -> bytes:
         """The events that tell what is new; none where nothing is certain yet."""
@@ -190,7 +192,7 @@ class EventStream(Response):
         # Instead of Response's own: these headers are always the same.
         self.status_code, self.background, self.body = 200, None, b""
         self.raw_headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", writer.content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             (b"x-request-id", call.id.encode()),

@@ -206,6 +206,8 @@ class Model(BaseModel):
     generation_defaults: dict[str, float | None] | None  # what a request that leaves it out gets
     root: str  # of an adapter: its folder
     parent: str | None  # of an adapter: the model it adapts
+    # Of a model that is loaded on request; the server's first model has none.
+    state: Literal["unloaded", "loading", "loaded", "unloading"] | None = None
 
 
 class ModelList(BaseModel):

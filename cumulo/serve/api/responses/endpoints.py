@@ -27,7 +27,7 @@ from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
-from cumulo.serve.service import Service
+from cumulo.serve.service import Service, service_of
 from cumulo.serve.stored_responses import StoredResponse
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
@@ -43,7 +43,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 async def _ask(body: ResponsesRequest, request: Request) -> "tuple[Call, Responses]":
-    service: Service = request.app.state.service
+    service = service_of(request)
     if body.store and not service.stored_responses.most:
         raise invalid("this server keeps no responses (--stored-responses 0): send store: false", "store")
     stored = None
