@@ -139,6 +139,7 @@ class Engine:
             ("the prompt", request.sequences[0].tokens),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids),
         ):
             if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
                 bad = next(t for t in tokens if not 0 <= t < self.vocab_size)

@@ -55,6 +55,7 @@ class SamplingParams:
     include_stop: bool = False  # keep the stop string in the returned text
     ignore_eos: bool = False
     logprobs: int | None = None  # per output token: its log-probability and this many alternatives
+    logprob_token_ids: tuple[int, ...] = ()  # tokens told besides the drawn one, instead of the likeliest
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
     n: int = 1  # samples returned
     best_of: int | None = None  # samples drawn; the n with the best mean log-probability are returned
@@ -86,8 +87,12 @@ class SamplingParams:
         for text in self.stop:
             _require(isinstance(text, str), f"stop must be text, got {text!r}")
             _require(text != "", "a stop string must not be empty: it would end every answer at once")
-        for token in self.stop_token_ids:
-            _require(isinstance(token, int) and token >= 0, f"stop_token_ids holds {token!r}, not a token id")
+        object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids))
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            for token in getattr(self, name):
+                _require(isinstance(token, int) and token >= 0, f"{name} holds {token!r}, not a token id")
+        if self.logprob_token_ids and (self.logprobs is None or self.beam_width is not None):
+            raise InvalidRequest("logprob_token_ids needs logprobs, and has no meaning with beam search")
         for token, bias in self.logit_bias.items():
             _require(isinstance(token, int) and token >= 0, f"logit_bias names {token!r}, not a token id")
             _require(

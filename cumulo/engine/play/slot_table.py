@@ -114,7 +114,7 @@ class SlotTable:
         self.block_counts[slot] = len(blocks)
 
     def _set_params(self, slot: int, params: SamplingParams, seed: int, sample_index: int) -> None:
-        logprobs = -1 if params.logprobs is None else params.logprobs
+        logprobs = -1 if params.logprobs is None else 0 if params.logprob_token_ids else params.logprobs
         if params.best_of is not None:
             logprobs = max(logprobs, 0)  # the samples are ranked by theirs
         if params.beam_width is not None:
@@ -208,6 +208,9 @@ class SlotTable:
         columns = self.columns[slots]
         short = positions - self.prompt_lengths[slots] < self.min_tokens[slots]
         batch = DrawBatch(logit_rows, positions, columns)
+        for draw in np.flatnonzero(columns["logprobs"] >= 0).tolist():
+            if (params := self.params[slots[draw]]) is not None and params.logprob_token_ids:
+                batch.told[draw] = [one for one in params.logprob_token_ids if one < vocabulary]
         if self.guided:
 
             def output_before(draw: int) -> NDArray[np.int32]:

@@ -112,6 +112,7 @@ class DrawBatch:
     columns: NDArray[np.void]  # DRAW_COLUMNS
     edits: LogitEdits | None = None
     masks: TokenMasks | None = None
+    told: dict[int, list[int]] = field(default_factory=dict)  # by draw: tokens told instead of the likeliest
 
 
 @dataclass(slots=True)
@@ -164,6 +165,11 @@ def draw(logits: Tensor, batch: DrawBatch) -> Drawn:
         if len(wanted):
             entries = token_logprobs(take_rows(logits, wanted), tokens[wanted], columns["logprobs"][wanted])
             drawn.logprobs.update(zip(wanted.tolist(), entries, strict=True))
+    for d in batch.told.keys() & drawn.logprobs.keys():
+        entry = drawn.logprobs[d]
+        ids = list(dict.fromkeys((entry.token, *batch.told[d])))
+        values = as_float64(logits[d, ids])
+        entry.top[:] = zip(ids, (values - values[0] + entry.logprob).tolist(), strict=True)
     tokens[failed] = 0
     return drawn
 

@@ -58,6 +58,41 @@ def test_a_form_is_enforced_by_every_name(client: openai.OpenAI, fields: dict[st
             assert re.fullmatch(form, text), text
 
 
+def test_log_probabilities_of_named_tokens_are_those_of_the_whole_distribution(server: RunningServer) -> None:
+    chat = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 2,
+        "temperature": 0,
+    }
+    text = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "temperature": 0}
+    top = {"logprobs": True, "top_logprobs": 20}
+    (usual, *_) = server.post("/v1/chat/completions", chat | top).json()["choices"][0]["logprobs"]["content"]
+    expected = {one["token"]: one["logprob"] for one in usual["top_logprobs"]}
+    ids = [
+        server.post("/tokenize", {"prompt": token}).json()["tokens"]
+        for token in list(expected)[5:15]
+        if "\ufffd" not in token
+    ]
+    named = [one for (one, *rest) in ids if not rest]
+    asked = {"logprobs": True, "logprob_token_ids": named}
+    (found, *_) = server.post("/v1/chat/completions", chat | asked).json()["choices"][0]["logprobs"][
+        "content"
+    ]
+    told = {one["token"]: one["logprob"] for one in found["top_logprobs"]}
+    assert len(told) == len(named) + 1 > 4 and usual["token"] in told
+    assert told == {token: pytest.approx(expected[token], abs=1e-4) for token in told}
+    columns = server.post("/v1/completions", text | {"logprobs": 1, "logprob_token_ids": named}).json()
+    for tokens in columns["choices"][0]["logprobs"]["top_logprobs"]:
+        assert set(told) - {usual["token"]} <= set(tokens)
+    for wrong, told_why in (
+        ({"use_beam_search": True}, "beam search"),
+        ({"logprob_token_ids": [1 << 30]}, "ids are 0 to"),
+    ):
+        answer = server.post("/v1/completions", text | {"logprobs": 1, "logprob_token_ids": named} | wrong)
+        assert answer.status_code == 400 and told_why in answer.text
+
+
 def test_bad_words_are_not_said_as_whole_words(client: openai.OpenAI) -> None:
     for text in texts(client, {}, temperature=0):
         words = re.findall(r"\w{3,}", text)
@@ -103,6 +138,7 @@ def test_lengths_and_penalties_have_their_other_names(server: RunningServer) -> 
         ({"bad_words": ["x"], "response_format": {"type": "json_object"}}, "exclude each other"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"logprob_token_ids": [5]}, "needs logprobs"),
         ({"grammar": "root ::= this is (not valid GBNF"}, "Expected ')'"),
         ({"grammar": "root ::= missing"}, "'missing' not found"),
         ({"grammar": "root ::= " + "(" * 5000}, "nested too deeply"),

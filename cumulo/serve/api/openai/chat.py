@@ -229,4 +229,6 @@ class Chats(EventWriter):
     def _logprobs(self, made: Sample | Delta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self._call.service.text, self._call.spoken(made), self._body.top_logprobs or 0)
+        return chat_logprobs(
+            self._call.service.text, self._call.spoken(made), self._call.params.logprobs or 0
+        )

@@ -195,7 +195,7 @@ class Completions(EventWriter):
         if index not in self._columns:
             self._columns[index] = CompletionColumns(
                 self._call.service.text,
-                self._body.logprobs or 0,
+                self._call.params.logprobs or 0,
                 skip_special=self._call.params.skip_special_tokens,
                 start=len(self._echoed[position]),
             )

@@ -13,7 +13,7 @@ from cumulo.serve.errors import invalid
 # Fields that a search has no use for, each with the values that ask for nothing.
 _MEANINGLESS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (0,), "min_p": (0,), "logprobs": (False,), "stop": ([],),
-    "response_format": (), "bad_words": ([],), "tools": ([],), "best_of": (),
+    "response_format": (), "bad_words": ([],), "tools": ([],), "best_of": (), "logprob_token_ids": ([],),
 }  # fmt: skip
 _WHY = {
     "logprobs": "the engine keeps none for beams",
@@ -22,6 +22,7 @@ _WHY = {
     "bad_words": "a guide cannot steer beam search",
     "tools": "a guide cannot steer beam search",
     "best_of": "set n and beam_width",
+    "logprob_token_ids": "the engine keeps none for beams",
 }
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -90,7 +91,7 @@ def chat_params(
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if body.logprobs:
-        fields["logprobs"] = body.top_logprobs or 0
+        fields["logprobs"] = _alternatives(body, body.top_logprobs or 0)
     return SamplingParams(**fields)
 
 
@@ -100,7 +101,7 @@ def completion_params(
     fields = _common(body, defaults)
     fields["guide"] = guide
     fields["max_tokens"] = _COMPLETION_LENGTH if body.max_tokens is None else max(1, body.max_tokens)
-    fields["logprobs"] = body.logprobs
+    fields["logprobs"] = _alternatives(body, body.logprobs)
     if body.echo and body.logprobs is not None:
         fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     if body.best_of is not None:
@@ -110,6 +111,11 @@ def completion_params(
             raise invalid("best_of is known only at the end, so it cannot be streamed", "best_of")
         fields["best_of"] = body.best_of
     return SamplingParams(**fields)
+
+
+def _alternatives(body: ChatRequest | CompletionRequest, likeliest: int | None) -> int | None:
+    """How many are told with a token; those that the request names come with the drawn one."""
+    return likeliest if likeliest is None or not body.logprob_token_ids else len(body.logprob_token_ids) + 1
 
 
 def _common(body: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +133,7 @@ def _common(body: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) 
     search_for(body, fields)
     fields["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     fields["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    fields["logprob_token_ids"] = tuple(body.logprob_token_ids or ())
     fields["include_stop"] = bool(body.include_stop_str_in_output)
     fields["logit_bias"] = _biases(body.logit_bias or {})
     return fields
@@ -146,9 +153,7 @@ def last_tokens(
 
 def check_tokens(prompts: Sequence[Sequence[int]], params: SamplingParams, vocab_size: int) -> None:
     """The engine would refuse token ids that the model does not have; here the field is known, too."""
-    if not (prompts or params.logit_bias or params.stop_token_ids):
-        return
-    fields = (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids))
+    fields = ((name, getattr(params, name)) for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"))
     for name, tokens in (*(("prompt", prompt) for prompt in prompts), *fields):
         if tokens and max(tokens) >= vocab_size:
             raise invalid(

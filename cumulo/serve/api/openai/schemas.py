@@ -335,6 +335,9 @@ class Sampling(ModelRequest):
         le=1 << 31,
         description="Extension: keep so many of the prompt's last tokens; -1: as fit.",
     )
+    logprob_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+        None, description="Extension: tell the log-probabilities of these tokens instead of the likeliest."
+    )
     return_token_ids: bool | None = Field(
         None, description="Extension: add the token ids of the prompt and of every answer."
     )
