@@ -23,7 +23,7 @@ FRAGMENT = re.compile(r"(Of|So|Such|Those|As|Its|Whose|And|Both|Nor|That)\b(?![^
 LINES_PER_ROOM = {
     "base": 1_750,
     "bench": 3_050,
-    "checkpoint": 1_250,
+    "checkpoint": 1_450,
     "cli": 7_800,
     "cluster": 9_700,
     "collectives": 4_200,
@@ -40,12 +40,12 @@ LINES_PER_ROOM = {
     "pipeline": 2_150,
     "plan": 9_800,
     "quant": 1_200,
-    "ranks": 2_400,
-    "serve": 15_900,
+    "ranks": 2_450,
+    "serve": 16_100,
     "spec": 2_350,
     "train": 7_950,
 }
-MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 117_300, 770, 3_900, 54_500
+MOST_LINES, MOST_FILES, MOST_BENCHMARK_LINES, MOST_WORDS_IN_DOCS = 117_300, 776, 3_900, 55_000
 
 # Formulas that were once in several files: what each decides, how its code looks, where, and in how many at most.
 FORMULAS = (

@@ -45,6 +45,9 @@ class TrainOptions:
         metavar="FILE",
     )
     resume: bool = flag("Resume from the latest valid checkpoint in the folder.")
+    take_over: bool = flag(
+        "Take the folder from a process that trains in it: that one stops without writing."
+    )
     show_config: bool = flag("Print the complete configuration and exit.")
     settings: bool = flag("Print every setting with its default and its meaning, and exit.")
     explain_layout: bool = flag("Print the place and the shards of every rank, and exit.")
@@ -92,4 +95,4 @@ def train(chosen: TrainOptions) -> None:
     elif chosen.verify_layout:
         train_run.print_verdict(config, chosen.json_file)
     else:
-        train_run.run(config, chosen.resume, chosen.json_file)
+        train_run.run(config, chosen.resume, chosen.json_file, chosen.take_over)

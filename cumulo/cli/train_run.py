@@ -11,9 +11,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeR
 
 from cumulo.base.quantities import quantity
 from cumulo.base.report import Row, table, write_json
+from cumulo.checkpoint.play.lease import take_lease
 from cumulo.cli.shared.terminal import err, loading, note, only_json, out, show_report, text_column
 from cumulo.errors import ConfigError, CumuloError, TrainingError
-from cumulo.ranks.launch import LOST, REFUSED, check_machine, launch, report_refusal, under_torchrun
+from cumulo.ranks.launch import (
+    LOST,
+    REFUSED,
+    check_machine,
+    end_with_starter,
+    launch,
+    report_refusal,
+    under_torchrun,
+)
 from cumulo.train.decide.config import TrainConfig, config_text, known_spec
 from cumulo.train.head.config import HeadConfig
 from cumulo.train.run.log import TrainRecord
@@ -63,11 +72,14 @@ def print_verdict(config: TrainConfig, json_file: Path | None) -> None:
         raise TrainingError(f"layout {verdict.layout} does not compute the same result as one process")
 
 
-def run(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
+def run(config: TrainConfig, resume: bool, json_file: Path | None, take_over: bool = False) -> None:
     """Train in this process, as one rank of several, or by starting the ranks."""
     if under_torchrun():
+        end_with_starter()
         _run_rank(config, resume, json_file)
         return
+    if take_over:
+        take_lease(Path(config.folder), note, by_force=True).release()
     if config.layout.world > 1:
         _launch(config, resume, json_file)
         return
@@ -88,9 +100,13 @@ def _launch(config: TrainConfig, resume: bool, json_file: Path | None) -> None:
     if not resume:
         refuse_to_overwrite(Path(config.folder))
     display = Display(config)
-    with display.bar:
-        prepare(config, display.preparing)
-    (Path(config.folder) / "config.yaml").write_text(config_text(config), "utf-8")
+    lease = take_lease(Path(config.folder), note)  # until rank 0 takes it
+    try:
+        with display.bar:
+            prepare(config, display.preparing)
+        (Path(config.folder) / "config.yaml").write_text(config_text(config), "utf-8")
+    finally:
+        lease.release()
     note(f"{config.layout.world} processes: {config.layout}")
     command = [sys.executable, "-m", "cumulo", "train", "--folder", config.folder, "--resume"]
     if json_file is not None:

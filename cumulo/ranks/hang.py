@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,14 @@ from types import FrameType
 from cumulo.ranks.launch import HUNG
 
 _HERE = Path(__file__).parent
-_GRACE_S = 10.0  # for the other ranks' reports: their watches were set within moments of each other
+_GRACE_S = 5.0  # for the other ranks' reports: their watches were set within moments of each other
+_UNKNOWN_S = 600.0  # for a step, while nobody knows how long steps take
+_KNOWN_STEPS = 3
+_LAST_STEPS = 50
+_TIMES_LONGEST = (
+    6.0  # steps of sequences of different lengths, or beside another program, take several times as long
+)
+_LEAST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +48,39 @@ class HangWatch:
         folder: Path,
         rank: int,
         world: int,
-        after_s: float,
+        after_s: float | None,
         end: Callable[[int], None] = os._exit,
         grace_s: float = _GRACE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` is seen by all ranks. Made by the thread that trains."""
-        self.folder, self.rank, self.world, self.after_s = folder, rank, world, after_s
+        """`folder` is seen by all ranks. Made by the thread that trains. `after_s`: how long a step may take; None:
+        it is learnt from the steps before."""
+        self.folder, self.rank, self.world, self._given_s = folder, rank, world, after_s
+        self._steps_s: deque[float] = deque(maxlen=_LAST_STEPS)
         self._end, self._grace_s, self._clock = end, grace_s, clock
         self._trains = threading.get_ident()
-        self._step, self._since = 0, 0.0
+        self._step, self._since, self._begun = 0, 0.0, 0
         self._watches = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
+    @property
+    def after_s(self) -> float:
+        """How long a step may take."""
+        if self._given_s is not None:
+            return self._given_s
+        known = list(self._steps_s)
+        return _UNKNOWN_S if len(known) < _KNOWN_STEPS else max(_LEAST_S, _TIMES_LONGEST * max(known))
+
     def begin(self, step: int) -> None:
         """A step begins."""
         self._step, self._since, self._watches = step, self._clock(), True
+        self._begun += 1
 
     def pause(self) -> None:
-        """What follows may take its time: a checkpoint, an evaluation."""
+        """The step is done. What follows may take its time: a checkpoint, an evaluation."""
+        if self._watches and self._begun > 1:  # the first one imports, compiles and reserves
+            self._steps_s.append(self._clock() - self._since)
         self._watches = False
 
     def __enter__(self) -> "HangWatch":
@@ -74,13 +95,13 @@ class HangWatch:
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self.after_s / 4)):
-            now_s = self._clock()
-            if self._watches and now_s - self._since > self.after_s:
-                self._report()
+            now_s, after_s = self._clock(), self.after_s
+            if self._watches and now_s - self._since > after_s:
+                self._report(after_s)
                 self._end(HUNG)
                 return
 
-    def _report(self) -> None:
+    def _report(self, after_s: float) -> None:
         own = _standing(self.rank, self._step, self._trains)
         aside = self._file(self.rank).with_suffix(".part")
         aside.write_text(json.dumps(asdict(own)), "utf-8")
@@ -93,7 +114,7 @@ class HangWatch:
             (self.folder / "stacks.txt").write_text(
                 "\n".join(f"rank {one.rank}, step {one.step}\n{one.stacks}" for one in found), "utf-8"
             )
-            text = verdict(found, self.world, self.after_s)
+            text = verdict(found, self.world, after_s)
             print(f"{text}\nall stacks: {self.folder / 'stacks.txt'}", file=sys.stderr, flush=True)
         time.sleep(self._grace_s / 5)  # the one that speaks reads our file
 
@@ -113,7 +134,7 @@ def verdict(found: Sequence[Standing], world: int, after_s: float) -> str:
     silent = sorted(set(range(world)) - {one.rank for one in found})
     waiting = [one for one in found if one.waits]
     elsewhere = [one for one in found if not one.waits]
-    lines = [f"step {max(one.step for one in found)} has taken more than {after_s:g} s:"]
+    lines = [f"step {max(one.step for one in found)} has taken more than {after_s:.3g} s:"]
     if silent:
         lines.append(f"  {_ranks(silent)} did not answer: stopped, or the machine is gone")
     lines += [f"  rank {one.rank} did not arrive: it stands at {one.line}" for one in elsewhere]

@@ -6,12 +6,14 @@
 The command must resume from the freshest checkpoint: it is the same at every start.
 """
 
+import ctypes
 import json
 import logging
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 REFUSED = 2  # exit code of a rank whose run cannot go on, whoever starts it again
 LOST = 3  # of a rank that has lost another
 HUNG = 4  # of a rank that has waited for too long
+_STARTER = "CUMULO_RANKS_OF"  # the process id of the agent
 _AGENT_PATIENCE_S = 30  # torch's agent gives ranks so long between SIGTERM and SIGKILL
 _STOP_S = 600  # after Ctrl-C: for the step, the checkpoint and the export
 
@@ -35,6 +38,23 @@ _STOP_S = 600  # after Ctrl-C: for the step, the checkpoint and the export
 def under_torchrun() -> bool:
     """Whether this process is one rank of several."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+
+
+def end_with_starter() -> None:
+    """However the process ends that started this rank, also by SIGKILL: this one ends, too."""
+    starter = int(os.environ.get(_STARTER, os.getppid()))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != starter and _STARTER in os.environ:
+            os._exit(LOST)  # it was gone before
+        return
+
+    def watch() -> None:
+        while os.getppid() == starter:
+            time.sleep(0.5)
+        os._exit(LOST)
+
+    threading.Thread(target=watch, name="end-with-starter", daemon=True).start()
 
 
 def local_ranks() -> int:
@@ -123,7 +143,11 @@ def _run_agent(command: Sequence[str], processes: int) -> None:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             shutdown_timeout=_STOP_S,
         )
-        elastic_launch(config, command[0])(*command[1:])
+        os.environ[_STARTER] = str(os.getpid())
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        finally:
+            del os.environ[_STARTER]
 
 
 def report_refusal(error: Exception) -> None:

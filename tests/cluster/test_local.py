@@ -40,7 +40,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobStore]
     set_slots(found, 2)
     yield found
     for attempt in Supervisor(found).attempts():
-        attempt.signal(signal.SIGKILL)
+        attempt.end()
     signal.signal(signal.SIGCHLD, before)
 
 
@@ -94,11 +94,31 @@ def test_a_job_that_is_killed_starts_again_as_often_as_its_file_allows(store: Jo
         attempt = supervisor.attempts()[0]
         assert store.find("tiny").attempt == attempt_number
         wait_for(lambda attempt=attempt: attempt.pid, "the process")  # type: ignore[misc]
-        attempt.signal(signal.SIGKILL)
+        attempt.end()
         wait_for(lambda attempt=attempt: not attempt.alive, "its end")  # type: ignore[misc]
         supervisor.turn()
         assert store.find("tiny").state == after
     assert "after 1 restarts" in store.find("tiny").reason
+
+
+def test_what_outlives_a_killed_job_is_ended_before_its_next_attempt(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process in a session of its own, as ranks are, whose parent was killed."""
+    orphan = f"setsid sleep 1000 & echo $! > {tmp_path}/orphan; wait"
+    monkeypatch.setattr(local_supervisor, "ranks_command", lambda record, ranks: ["/bin/sh", "-c", orphan])
+    launching.launch(job("tiny", restart={"most": 1}), "local", store)
+    supervisor = Supervisor(store)
+    supervisor.turn()
+    attempt = supervisor.attempts()[0]
+    wait_for(lambda: _text(tmp_path / "orphan").strip(), "the orphan")
+    orphan_pid = int(_text(tmp_path / "orphan"))
+    (parent,) = [pid for pid, above in attempt.processes().items() if above == attempt.pid]
+    os.kill(parent, signal.SIGKILL)
+    wait_for(lambda: not attempt.alive, "its end")
+    assert Path(f"/proc/{orphan_pid}").exists()
+    until(store, supervisor, lambda: store.find("tiny").attempt == 2, "the second attempt")
+    assert "sleep" not in _text(Path(f"/proc/{orphan_pid}/cmdline"))
 
 
 def test_a_gang_that_can_never_fit_is_refused_at_once(store: JobStore) -> None:

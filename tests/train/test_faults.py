@@ -22,6 +22,7 @@ from cumulo.ranks.launch import HUNG
 from cumulo.ranks.team import Team
 from cumulo.train.decide.config import CheckpointConfig, GuardConfig
 from cumulo.train.decide.elastic import fitted
+from tests.serve.running_server import wait_for
 from tests.thorough import rare
 from tests.train.pool import run_ranks
 from tests.train.ranked import tiny, train
@@ -230,3 +231,29 @@ def test_after_a_spike_all_ranks_go_back_together(tmp_path: Path) -> None:
     assert len(back) >= 1
     assert back == [message for message in expected_heard if "back to step" in message]
     assert difference(found, expected) < 1e-9
+
+
+def test_how_long_a_step_may_take_is_learnt_from_the_steps_before(tmp_path: Path) -> None:
+    """Steps that vary by five times are no hang; one that hangs is found long before the first limit."""
+    codes: list[int] = []
+    drawn, clock = random.Random(3), _Clock()
+    watch = HangWatch(tmp_path, 0, 1, None, codes.append, grace_s=0.1, clock=clock)
+    limits = []
+    for step in range(2000):
+        watch.begin(step)
+        seconds = 2.0 * drawn.uniform(1, 5)
+        limits.append(watch.after_s)
+        assert seconds < watch.after_s
+        clock.now_s += seconds
+        watch.pause()
+    assert limits[:4] == [600.0] * 4
+    assert 48 <= limits[-1] <= 60
+    quick = HangWatch(tmp_path, 0, 1, None, codes.append, grace_s=0.1, clock=clock)
+    with quick:
+        for step in range(5):
+            quick.begin(step)
+            clock.now_s += 0.05
+            quick.pause()
+        quick.begin(5)
+        clock.now_s += 10.1
+        wait_for(lambda: codes == [HUNG], "the watch")

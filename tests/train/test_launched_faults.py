@@ -89,6 +89,52 @@ def test_ctrl_c_reaches_all_ranks_and_they_save(tmp_path: Path) -> None:
     assert len(read_log(log)) == int(stopped)
 
 
+@pytest.mark.long
+def test_ranks_end_with_their_parent_and_the_run_has_one_owner(tmp_path: Path) -> None:
+    run, _ = _launched(tmp_path)
+    log, config = tmp_path / "run/log.csv", tmp_path / "run/config.yaml"
+    try:
+        wait_for(lambda: len(read_log(log)) >= 2 or run.poll() is not None, "two steps")
+        before, heard = config.read_text(), tmp_path / "second.txt"
+        with heard.open("wb") as stream:
+            second = processes.start(
+                ["train", "--resume", "--folder", str(tmp_path / "run"), "--steps", "7"],
+                stdout=stream, stderr=stream,
+            )  # fmt: skip
+        assert second.wait(300) == 2
+        assert "is in use by process" in (words := " ".join(heard.read_text().split())), words
+        assert config.read_text() == before and run.poll() is None
+        ranks = list(ranks_of(run.pid).values())
+        assert len(ranks) == 2
+    finally:
+        run.kill()
+        run.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), "the ranks' end")
+    with heard.open("wb") as stream:  # nobody is left: it goes on at once
+        third = processes.start(
+            ["train", "--resume", "--folder", str(tmp_path / "run"), "--set", "steps=30"],
+            stdout=stream, stderr=stream, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    assert third.wait(300) == 0, heard.read_text()
+
+
+@pytest.mark.long
+def test_a_rank_that_stands_still_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    run, heard = _launched(tmp_path, "steps=60")
+    log = tmp_path / "run/log.csv"
+    try:
+        wait_for(lambda: len(read_log(log)) >= 6 or run.poll() is not None, "six steps")
+        os.kill(ranks_of(run.pid)[1], signal.SIGSTOP)
+        assert run.wait(600) == 0, heard.read_text()
+    finally:
+        run.kill()
+    text = " ".join(heard.read_text().split())
+    assert "rank 1 did not answer: stopped, or the machine is gone" in text, text
+    (limit_s,) = re.findall(r"has taken more than (\S+) s", text)
+    assert float(limit_s) <= 30, text
+    assert [one.step for one in read_log(log)] == list(range(1, 61))
+
+
 def _node(name: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
     """A machine of one rank under a torchrun of its own."""
     torchrun = [

@@ -48,10 +48,17 @@ class Store(Protocol):
 
 class CheckpointStore:
     def __init__(
-        self, folder: Path, keep: int, tell: Callable[[str], None], team: Team | None = None
+        self,
+        folder: Path,
+        keep: int,
+        tell: Callable[[str], None],
+        team: Team | None = None,
+        may_publish: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tell` hears of what went wrong and was survived."""
+        """`tell` hears of what went wrong and was survived. `may_publish` raises where rank 0 must not finish a
+        checkpoint any more."""
         self.folder, self.keep, self.tell, self.team = folder, keep, tell, team or Team()
+        self._may_publish = may_publish
         self.place = str(folder)
         self.team.first(self._clean)
 
@@ -82,6 +89,7 @@ class CheckpointStore:
         manifest = entries(aside, [aside / "facts.json"])
         for part in lines:
             manifest |= part
+        self._may_publish()
         finish_aside(aside, path, manifest)
         for old in self.paths()[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)

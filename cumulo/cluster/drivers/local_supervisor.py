@@ -7,16 +7,13 @@ It keeps nothing in memory that is not in the store or in an attempt's folder: k
 goes on, adopts the jobs that run, and starts nothing twice.
 """
 
-import contextlib
 import fcntl
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,85 +32,10 @@ from cumulo.cluster.drivers.command import (
     served_url,
 )
 from cumulo.cluster.drivers.local import LOCK, WAKE, policy_name, this_machine
+from cumulo.cluster.drivers.local_attempt import Attempt
 from cumulo.cluster.job_progress import run_progress
 from cumulo.cluster.job_store import JobRecord, JobStore
 from cumulo.errors import CumuloError
-
-# The shell stays as the head of the process group, and writes down how the job ended.
-_SHELL = (
-    'echo $$ > "$0/pid"; "$@"; code=$?; echo $code > "$0/exit.new"; mv "$0/exit.new" "$0/exit"; exit $code'
-)
-
-
-class Attempt:
-    """One attempt at a job as a process of this machine, which outlives whoever started it.
-
-    A folder per attempt says all there is to know: `lock` is held as long as the process lives (whoever takes it
-    knows that it is gone), `pid` is its process group, `exit` its exit code.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def start(self, command: Sequence[str], cwd: Path, output: Path, environment: Mapping[str, str]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as lock, output.open("ab") as stream:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            subprocess.Popen(
-                ["/bin/sh", "-c", _SHELL, str(self.folder), *command], cwd=cwd, env=dict(environment),
-                stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()],
-                start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def alive(self) -> bool:
-        try:
-            with (self.folder / "lock").open("r") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False  # never started
-        return False
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code; None: the process was killed with its shell, or it still runs."""
-        return self._number("exit")
-
-    @property
-    def pid(self) -> int | None:
-        return self._number("pid")
-
-    def signal(self, number: int) -> None:
-        """Signals all its processes, if it lives. The shell ignores no signal, so it ends with them."""
-        if self.alive and (pid := self.pid) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, number)
-
-    def ask_to_end(self) -> None:
-        """The job, not its shell: a training run saves, and its exit code is written down."""
-        if (pid := self.pid) is None or not self.alive:
-            return
-        for child in _children(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM)
-
-    def _number(self, name: str) -> int | None:
-        try:
-            return int((self.folder / name).read_text("utf-8"))
-        except (OSError, ValueError):
-            return None
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if int(stat.read_text("utf-8").rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-    return found
-
 
 _LOOK_S = 2.0  # where no event tells: a service that became ready, a wake that was lost
 _STOP_S = 60.0  # between asking a job to end and ending it
@@ -162,7 +84,7 @@ class Supervisor:
         if record.cancel_asked and record.job_id not in self.stopping:
             self._stop(record, "cancelled", "cancelled by its user")
         if (stopping := self.stopping.get(record.job_id)) and time.time() - stopping.since_s > _STOP_S:
-            attempt.signal(signal.SIGKILL)
+            attempt.end()
         if record.job.serve is not None and not record.url and (url := served_url(output_file(record))):
             self.store.change(record, url=url)
 
@@ -172,6 +94,7 @@ class Supervisor:
         _attempt(record).ask_to_end()
 
     def _ended(self, record: JobRecord, attempt: Attempt) -> None:
+        attempt.end()  # what outlived its first process must not meet the next attempt
         stopping, code = self.stopping.pop(record.job_id, None), attempt.exit_code
         if record.cancel_asked or (stopping is not None and stopping.then == "cancelled"):
             self._change(record, "cancelled", "cancelled by its user; a training run keeps its checkpoint")
@@ -286,8 +209,9 @@ def _wait(line: socket.socket, attempts: list[Attempt]) -> None:
             if attempt.alive and (pid := attempt.pid) is not None:
                 try:
                     watched.append(os.pidfd_open(pid))
-                except OSError:
-                    return  # it has just ended
+                except OSError:  # it has just ended; or its shell has, and the rest of it lives
+                    if not attempt.alive:
+                        return
         ready, _, _ = select.select(watched, [], [], _LOOK_S)
         if line.fileno() in ready:
             line.recv(64)

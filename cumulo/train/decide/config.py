@@ -128,9 +128,9 @@ class FaultConfig:
     """Faults of a run in several processes: what happens when one of them dies or waits for ever."""
 
     most_restarts: int = 3  # restarts from the latest checkpoint; then the run ends
-    hang_after_s: float = (
-        600.0  # a process that waited this long for others is reported, and all are restarted
-    )
+    # A step that takes longer counts as a hang: the ranks that did not arrive are named, and all are restarted.
+    # Without it, the run learns it from its steps: six times the longest of the last 50, at least 10 s.
+    hang_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ _WHOLE = (
     "steps", "batch_sequences", "micro_batch", "data.sequence_length", "data.workers", "data.prefetch_batches",
     "model.hidden", "model.layers", "model.heads", "model.vocab_multiple", "checkpoint.keep", "guard.window_steps",
 )  # fmt: skip
-_POSITIVE = ("gradient_bucket_mib", "optimizer.learning_rate", "optimizer.epsilon", "faults.hang_after_s")
+_POSITIVE = ("gradient_bucket_mib", "optimizer.learning_rate", "optimizer.epsilon")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")
 _SHARES = ("schedule.decay_share", "schedule.final_share")
 _NOT_NEGATIVE = (
@@ -322,6 +322,8 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         for name in names:
             if not holds(value := attrgetter(name)(config)):
                 yield f"{name} must be {wanted}, got {value}"
+    if config.faults.hang_after_s is not None and config.faults.hang_after_s <= 0:
+        yield f"faults.hang_after_s must be more than 0, got {config.faults.hang_after_s}"
     if config.batch_sequences > 0 and config.micro_batch > 0:
         problem = batch_problem(config.layout, config.batch_sequences, config.micro_batch)
         yield from [problem] if problem else []

@@ -8,7 +8,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ import torch
 
 from cumulo.base.quantities import LedgerLine
 from cumulo.checkpoint.play.huggingface import export_huggingface, export_peft
+from cumulo.checkpoint.play.lease import RunLease, take_lease
 from cumulo.checkpoint.play.memory import MemoryStore, memory_folder
 from cumulo.checkpoint.play.saver import Saver
 from cumulo.checkpoint.play.store import Checkpoint, CheckpointStore, Store
@@ -111,6 +112,25 @@ class Trainer:
         """Train to the last step. `should_stop(steps_done)` ends earlier, as Ctrl-C does: saved and whole."""
         if not self.resume:
             refuse_to_overwrite(self.folder)
+        with self._owned():
+            return self._run(should_stop)
+
+    @contextlib.contextmanager
+    def _owned(self) -> Iterator[None]:
+        """Nobody else trains in this folder meanwhile."""
+        self.lease: RunLease | None = None
+
+        def take() -> None:
+            self.lease = take_lease(self.folder, self.watcher.tell)
+
+        self.team.first(take)
+        try:
+            yield
+        finally:
+            if self.lease is not None:
+                self.lease.release()
+
+    def _run(self, should_stop: Callable[[int], bool]) -> TrainResult:
         torch.manual_seed(self.config.seed)
         prepared = self._prepare()
         self._build(prepared)
@@ -185,8 +205,9 @@ class Trainer:
         start = None if prepared.start is None else dict(prepared.start.decoder.named_parameters())
         self.model_run = ModelRun(self.spec, config, groups, self.device, start)
         self.store = CheckpointStore(
-            self.folder / "checkpoints", config.checkpoint.keep, self.watcher.tell, self.team
-        )
+            self.folder / "checkpoints", config.checkpoint.keep, self.watcher.tell, self.team,
+            may_publish=(lambda: None) if self.lease is None else self.lease.check,
+        )  # fmt: skip
         self.memory: MemoryStore | None = None
         if config.checkpoint.memory_every_steps:
             place = memory_folder(Path(config.checkpoint.memory_folder), self.folder)
@@ -229,6 +250,8 @@ class Trainer:
         try:
             while self.progress.step < config.steps:
                 step_begin, stalled = time.perf_counter(), loader.stall_s
+                if self.lease is not None:
+                    self.lease.refuse_if_taken()
                 if self.watch is not None:
                     self.watch.begin(self.progress.step + 1)
                 batch = loader.next()
@@ -352,6 +375,8 @@ class Trainer:
 
     # -- the end --------------------------------------------------------------------------------------------
     def _export(self, prepared: Prepared, result: TrainResult) -> None:
+        if self.lease is not None:
+            self.lease.check()
         saved = Checkpoint(self.store.path_of(result.steps), result.steps, {})
         parameters, lora = self.model_run.whole_parameters(saved), self.config.lora
         export_huggingface(

@@ -22,6 +22,7 @@ from cumulo.train.decide.config import TrainConfig
 from cumulo.train.decide.elastic import fitted
 from cumulo.train.run.trainer import Ranks, RunWatcher, Trainer, TrainResult
 
+_PATIENCE_S = 600.0  # with others, where nothing else says when a rank hangs
 _CHECKPOINT_TIMEOUT = timedelta(hours=6)  # data is prepared, and large files are hashed, while others wait
 
 
@@ -52,7 +53,7 @@ def joined(config: TrainConfig, rank: int) -> Iterator[Ranks]:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     # The watch for hangs speaks first: it knows more than a timeout says.
-    patience = timedelta(seconds=2 * config.faults.hang_after_s + 60)
+    patience = timedelta(seconds=2 * (config.faults.hang_after_s or _PATIENCE_S) + 60)
     with join_ranks(rank, config.layout.world, patience, gpu=on_gpu):
         use_collectives(config.collective, config.collective_profile)
         yield Ranks(Groups(config.layout, rank), Team(control_group(_CHECKPOINT_TIMEOUT)))
