@@ -10,6 +10,9 @@ from pathlib import Path
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Models that the person at this machine has pulled are no part of the tests.
+os.environ["XDG_DATA_HOME"] = f"/tmp/cumulo-no-data-{os.getpid()}"
+
 import pytest
 from hypothesis import settings
 

@@ -1,5 +1,6 @@
 """What `cumulo calibrate` measures: the time of a training step's operations on the device of this machine."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,29 @@ def present_device(name: str | None) -> Device:
         if part in name:
             return catalog.device(known)
     raise ConfigError(f"the catalogue contains no device for {name!r}; choose the nearest one with --device")
+
+
+def device_here(seconds: float = 0.1) -> Device:
+    """This machine's GPU as the catalogue has it, or its CPU, whose arithmetic and memory are measured."""
+    if torch.cuda.is_available():
+        return present_device(torch.cuda.get_device_name())
+    square, wide, copy = torch.rand(512, 512), torch.zeros(1 << 25), torch.zeros(1 << 25)
+    return dataclasses.replace(
+        catalog.device("cpu"),
+        name="this CPU",
+        peak_flops={"float32": 2.0 * 512**3 / _fastest_s(lambda: square @ square, seconds)},
+        memory_bytes_per_s=8.0 * wide.numel() / _fastest_s(lambda: copy.copy_(wide), seconds),
+    )
+
+
+def _fastest_s(run: Callable[[], object], seconds: float) -> float:
+    """What other programs disturb least."""
+    run()
+    end, fastest = time.perf_counter() + seconds, math.inf
+    while (began := time.perf_counter()) < end:
+        run()
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest
 
 
 class DeviceTimer:

@@ -17,6 +17,7 @@ from cumulo.cli import (
     generate,
     jobs,
     launch,
+    models,
     python,
     quantize,
     schedule,
@@ -27,6 +28,7 @@ from cumulo.cli import (
 
 # The panels of `cumulo --help`, in this order.
 _RUN = "Run and serve"
+_MODELS = "Models"
 _TRAIN = "Train and quantize"
 _JOBS = "Jobs"
 _PLAN = "Plan and simulate"
@@ -34,6 +36,7 @@ _NETWORKS = "Networks"
 _CHECK = "Check and measure"
 _VERBS = {
     _RUN: (chat.chat, generate.generate, serve.serve, gateway.gateway, explain.explain, python.python),
+    _MODELS: (models.pull, models.list_, models.show, models.remove),
     _TRAIN: (train.train, quantize.quantize),
     _JOBS: (launch.launch, jobs.jobs, jobs.logs, jobs.cancel),
     _CHECK: (doctor.doctor,),
@@ -79,10 +82,10 @@ def application(words: Sequence[str] | None = None) -> typer.Typer:
     app.callback()(_options)
     for panel, verbs in _VERBS.items():
         for verb in verbs:
-            module = sys.modules[verb.__module__]
-            example = getattr(module, f"{verb.__name__.upper()}_EXAMPLE", None) or module.EXAMPLE
+            module, name = sys.modules[verb.__module__], verb.__name__.rstrip("_")
+            example = getattr(module, f"{name.upper()}_EXAMPLE", None) or module.EXAMPLE
             settings = getattr(module, "SETTINGS", None)
-            app.command(verb.__name__, epilog=example, rich_help_panel=panel, context_settings=settings)(verb)
+            app.command(name, epilog=example, rich_help_panel=panel, context_settings=settings)(verb)
     for name, (panel, told) in _GROUPS.items():
         needed = words is None or name in words[:1]
         inner = _group(name, words or ()) if needed else typer.Typer()

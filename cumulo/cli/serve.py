@@ -136,15 +136,14 @@ def _served(chosen: ServeCommandOptions) -> "ServeOptions":
 
 
 def _models(chosen: ServeCommandOptions) -> tuple[str, ...]:
-    """The models that are served next to the first: without a MODEL all that were pulled, where the deployment can
-    have several."""
-    from cumulo.models.files.pulled import pulled_models
+    """The models that are served next to the first: without a MODEL all that were pulled, also later, where the
+    deployment can have several."""
     from cumulo.serve.options import ALL_PULLED
 
     if chosen.models is not None:
         return tuple(one for one in chosen.models if one != "none")
     plain = not typed_flags().keys() & _OF_ONE_MODEL and chosen.plan is None
-    return (ALL_PULLED,) if chosen.model is None and plain and pulled_models() else ()
+    return (ALL_PULLED,) if chosen.model is None and plain else ()
 
 
 def _announce(
@@ -153,7 +152,7 @@ def _announce(
     """Say that the server is ready, and where."""
     from cumulo.serve.adapter_registry import named_loras
 
-    if served.models:
+    if served.models not in ((), ("pulled",)):
         note("further models are loaded when a request names them: GET /v1/models lists all")
     note(f"{info.model_name} is ready at {address}/v1 (context {info.max_context:,}; {info.runs_on})")
     if served.lora:

@@ -152,9 +152,7 @@ def assemble(
     return made
 
 
-def predict_memory(
-    model: str | Path | None, config: EngineConfig, available_bytes: int | None = None
-) -> tuple[ModelFiles, MemoryPlan]:
+def predict_memory(files: ModelFiles, config: EngineConfig, available_bytes: int | None = None) -> MemoryPlan:
     """What an engine of this model would take, from headers alone; raises OutOfMemory where it does not fit.
     `available_bytes`: what engines of several models may take together, of which one fills no GPU; None: all that
     is free, for one model."""
@@ -163,9 +161,8 @@ def predict_memory(
         available_bytes = free_memory(config)
     elif config.device == "cuda" and config.kv_blocks is None and config.kv_memory_gib is None:
         config = replace(config, kv_memory_gib=min(available_bytes / 4, KV_LIMIT_BYTES) / GIB)
-    files = inspect_model(model)
     keep_quantised = torch_dtype(config) == torch.float32 and config.device == "cpu"
-    return files, _planned(files, config, keep_quantised, available_bytes)
+    return _planned(files, config, keep_quantised, available_bytes)
 
 
 def _planned(

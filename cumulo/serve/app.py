@@ -16,6 +16,8 @@ from cumulo.serve.api import operation, rank
 from cumulo.serve.api.anthropic import messages
 from cumulo.serve.api.batches import endpoints as batches
 from cumulo.serve.api.batches.manager import Batches
+from cumulo.serve.api.ollama import endpoints as ollama
+from cumulo.serve.api.ollama import models as ollama_models
 from cumulo.serve.api.openai import chat, completions, embeddings
 from cumulo.serve.api.responses import endpoints as responses
 from cumulo.serve.bodies.reader import BodyReader
@@ -27,7 +29,8 @@ from cumulo.serve.model_table import ModelTable
 from cumulo.serve.service import Service
 
 _ENDPOINTS = (
-    chat, completions, responses, messages, embeddings, rank, batches, operation, fleet_endpoints, fleet_state,
+    chat, completions, responses, messages, ollama, ollama_models, embeddings, rank, batches, operation,
+    fleet_endpoints, fleet_state,
 )  # fmt: skip
 # The page /docs loads nothing from another host, and is in nobody's frame.
 _DOCS_POLICY = (

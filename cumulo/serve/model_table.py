@@ -6,6 +6,7 @@ model stays at least until it has ended (the gate lets go of it), so no unload e
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
@@ -42,11 +43,18 @@ class ServedModel:
         self.forecast: MemoryForecast | None = None
         self.state: LoadState = "unloaded"
         self.running = 0
+        self.removed = False  # its files are gone; the requests that it has are answered
         self.used_s = time.monotonic()
 
     def view(self) -> ModelView:
         need = self.forecast.need_bytes if self.forecast is not None else 0
         return ModelView(need, self.state, self.running, self.used_s, self.keep_s)
+
+    @property
+    def expires_s(self) -> float:
+        """How long it stays in memory without a further request."""
+        stays_s = math.inf if self.keep_s is None else self.keep_s
+        return max(0.0, self.used_s + stays_s - time.monotonic()) if not self.running else stays_s
 
     @property
     def max_context(self) -> int | None:
@@ -69,12 +77,17 @@ class ModelTable:
         self._first_row = row
         self._waiting: list[tuple[ServedModel, asyncio.Future[None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._forecasting = asyncio.Lock()
+        self._lock = asyncio.Lock()  # of forecasts and services
         self.refresh()
 
     @property
     def several(self) -> bool:
         return self._find is not None
+
+    @property
+    def listed(self) -> dict[str, ServedModel]:
+        """The models that requests can name."""
+        return {name: row for name, row in self.rows.items() if not row.removed}
 
     @property
     def services(self) -> list[Service]:
@@ -93,7 +106,8 @@ class ModelTable:
             if name not in self.rows:
                 self.rows[name] = ServedModel(name, model, self.keep_s)
         for name, row in list(self.rows.items()):
-            if name not in found and row is not self._first_row and row.state == "unloaded":
+            row.removed = name not in found and row is not self._first_row
+            if row.removed and row.state == "unloaded":
                 del self.rows[name]
                 if row.service is not None:
                     row.service.text.close()
@@ -101,23 +115,22 @@ class ModelTable:
     # -- life ---------------------------------------------------------------------------------------------
     async def start(self) -> Ready:
         """Load the first model; raises CumuloError."""
-        row = self._first_row
-        if self.several:
-            gib = self.first.options.models_memory_gib
-            rows = list(self.rows.values())
-            budget_bytes = int(gib * GIB) if gib is not None else None
-            models = [one.model for one in rows]
-            self.budget_bytes, found = await forecast(models, self.first.options.engine, budget_bytes)
-            for one, forecasted in zip(rows, found, strict=True):
-                one.forecast = forecasted
-                if forecasted.problem:
-                    log.warning("%s cannot be loaded: %s", one.name, forecasted.problem)
+        row, gib = self._first_row, self.first.options.models_memory_gib
+        self.budget_bytes = int(gib * GIB) if gib is not None else 0
+        if len(self.rows) > 1 or (self.several and gib is not None):
+            await self.describe()
+            for one in self.rows.values():
+                if one.forecast is not None and one.forecast.problem:
+                    log.warning("%s cannot be loaded: %s", one.name, one.forecast.problem)
             if row.forecast is not None and row.forecast.problem:
                 raise CumuloError(row.forecast.problem)
             self._bound(row)
         row.state = "loading"
         info = await self.first.start()
         row.state, row.used_s = "loaded", time.monotonic()
+        self.budget_bytes = self.budget_bytes or info.ledger["available_bytes"]
+        row.forecast = row.forecast or MemoryForecast()
+        row.forecast.take_plan(info)
         if self.several:
             self._begin(self._look_for_idle())
             self._turn()
@@ -140,16 +153,16 @@ class ModelTable:
         """The model of this name, or of the adapter's name; raises ApiError where the server has several and none
         of this name. None: the endpoints say what is wrong."""
         for known in (name, name.removesuffix(_LATEST)):
-            if known in self.rows:
-                return self.rows[known]
+            if (row := self.rows.get(known)) is not None and not row.removed:
+                return row
             if self.first.adapters.named(known) is not None:
                 return self._first_row
         if not self.several:
             return None
         self.refresh()
-        found = self.rows.get(name.removesuffix(_LATEST))
+        found = self.listed.get(name.removesuffix(_LATEST))
         if found is None:
-            known_names = [*self.rows, *self.first.adapters.served]
+            known_names = [*self.listed, *self.first.adapters.served]
             told = did_you_mean(name[:140], known_names, quoted=True, otherwise=f"; this server has "
                                 f"{', '.join(known_names)}")[2:]  # fmt: skip
             raise ApiError(
@@ -181,15 +194,17 @@ class ModelTable:
     async def hold(self, row: ServedModel) -> None:
         """Load the model if it is not; it stays until `let_go`."""
         if row.forecast is None:
-            await self._forecast(row)
-        assert row.forecast is not None
-        if row.forecast.problem:
+            await self.describe()
+        if row.forecast is not None and row.forecast.problem:
             raise invalid(
                 f"{row.name} cannot be loaded: {row.forecast.problem}", "model", "model_not_loadable"
             )
         if len(self._waiting) >= self.first.options.max_queue:
             words = f"{len(self._waiting)} requests wait for a model to be loaded already: try again later"
             raise ApiError(429, words, code="queue_full", retry_after_s=5)
+        if row.state == "loaded" and not self._waiting:
+            row.running += 1
+            return
         entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((row, entered))
         self._turn()
@@ -203,7 +218,8 @@ class ModelTable:
     def let_go(self, row: ServedModel) -> None:
         row.running -= 1
         row.used_s = time.monotonic()
-        self._turn()
+        if self._waiting or not row.keep_s:
+            self._turn()
 
     def unload(self, row: ServedModel) -> None:
         """Free its memory as soon as none of its requests runs."""
@@ -216,6 +232,9 @@ class ModelTable:
             return
         self._waiting = [one for one in self._waiting if not one[1].done()]
         views = {name: row.view() for name, row in self.rows.items()}
+        if len(views) == 1 and self._first_row.keep_s == self.keep_s:
+            # The only model stays, unless somebody asked for its end.
+            views = {name: replace(view, keep_s=None) for name, view in views.items()}
         asked = [row.name for row, _ in self._waiting]
         plan = plan_loads(views, asked, self.budget_bytes, time.monotonic())
         for name in plan.unload:
@@ -238,10 +257,9 @@ class ModelTable:
     async def _load(self, row: ServedModel) -> None:
         began_s = time.monotonic()
         try:
-            if row.service is None:
-                row.service = await asyncio.to_thread(self._made, row)
+            service = await self.service_of(row)
             self._bound(row)
-            await row.service.start()
+            await service.start()
         except Exception as error:
             if not isinstance(error, CumuloError):
                 log.exception("%s could not be loaded", row.name)
@@ -269,11 +287,25 @@ class ModelTable:
             self._turn()
 
     # -- models -------------------------------------------------------------------------------------------
-    async def _forecast(self, row: ServedModel) -> None:
-        async with self._forecasting:
-            if row.forecast is None:
-                config = self.first.options.engine
-                _, (row.forecast,) = await forecast([row.model], config, self.budget_bytes)
+    async def describe(self) -> None:
+        """Find out what all models are and take; one that is up takes what its engine planned."""
+        async with self._lock:
+            known = {one.name for one in self.rows.values() if one.forecast and one.forecast.is_whole}
+            if not (rows := [one for one in self.rows.values() if one.name not in known]):
+                return
+            config, budget = self.first.options.engine, self.budget_bytes or None
+            self.budget_bytes, found = await forecast([one.model for one in rows], config, budget)
+            for row, told in zip(rows, found, strict=True):
+                row.forecast = told
+                if row is self._first_row and (info := self.first.engine.info) is not None:
+                    told.take_plan(info)
+
+    async def service_of(self, row: ServedModel) -> Service:
+        """Its service, without its engine: what reads its files, its tokenizer and template."""
+        async with self._lock:
+            if row.service is None:
+                row.service = await asyncio.to_thread(self._made, row)
+            return row.service
 
     def _made(self, row: ServedModel) -> Service:
         first = self.first.options

@@ -108,7 +108,7 @@ class Chat:
             self._info = engine.info
             self._settings.show_effective(engine.info.generation_defaults)
             self._show_context()
-        models, adapters = [*self._shell.models.rows], [*self._shell.service.adapters.served]
+        models, adapters = [*self._shell.models.listed], [*self._shell.service.adapters.served]
         self._settings.show_models(models, adapters)
 
     # -- what the buttons do ------------------------------------------------------------------------------

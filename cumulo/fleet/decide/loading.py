@@ -50,7 +50,9 @@ def plan_loads(
                     break
                 leaving.add(victim)
                 ahead += models[victim].need_bytes
-            if ahead < one.need_bytes:  # it waits for those that earlier requests enter: later ones come after it
+            if (
+                ahead < one.need_bytes
+            ):  # it waits for those that earlier requests enter: later ones come after it
                 leaving |= {other for other in kept if models[other].state == "loaded"}
             ahead -= one.need_bytes
             if free >= one.need_bytes:

@@ -47,6 +47,16 @@ class ModelFiles:
     tensor_types: Mapping[str, int] = field(default_factory=dict)  # how many tensors are stored as what
     quantisation: Quantisation | None = None  # of a Hugging Face folder
 
+    @property
+    def number_format(self) -> str:
+        """How most of the weights are stored, as their format calls it: Q4_K, BF16, awq."""
+        if self.quantisation is not None:
+            return self.quantisation.format
+        types = {
+            name: count for name, count in self.tensor_types.items() if name != "F32"
+        } or self.tensor_types
+        return max(types, key=lambda name: types[name], default="")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:

@@ -17,15 +17,17 @@ The host's part is apart: it runs while the device computes the step before (`en
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from cumulo.engine.decide.plan import StepPlan, round_rows, round_tokens
 from cumulo.engine.simulate.run import DecodeTime, Run, StepTime
 from cumulo.errors import ConfigError
 from cumulo.plan.network.collectives import Group, collective_s
-from cumulo.plan.serve.profile import ServingProfile
-from cumulo.plan.serve.step_cost_work import StepWork
+from cumulo.plan.serve.profile import ServingProfile, profile_for
+from cumulo.plan.serve.step_cost_work import Format, StepWork, step_work
 from cumulo.spec.device import Device
+from cumulo.spec.model import ModelSpec
 
 PARTS = {  # of a step, and what they are called where a person asks what bounds it
     "weights": "reading weights", "products": "matrix arithmetic", "experts": "expert weights and products",
@@ -250,6 +252,25 @@ class StepCostModel:
         if self._stages is not None:
             seconds += (self._stages.ranks - 1) * collective_s("send_recv", message, self._stages)
         return seconds * self.profile.collectives
+
+
+def alone_tok_s(
+    spec: ModelSpec, device: Device, weights: str, bytes_per_weight: float
+) -> tuple[float, float]:
+    """Tokens per second of one request that has the device to itself: of a prompt of 512 tokens, and of its answer.
+    `weights`: the format whose products were measured, `bytes_per_weight` what they take."""
+    on_cpu = device.generation == "cpu"
+    plain = "float32" if on_cpu else "bfloat16"
+    work = replace(
+        step_work(spec, Format(plain, plain, plain, plain, plain, plain)),
+        weight_bytes=bytes_per_weight, expert_bytes=bytes_per_weight, head_bytes=bytes_per_weight,
+    )  # fmt: skip
+    cost = StepCostModel(work, device, profile_for(device), weights=weights, compute=plain)
+    tokens = min(512, spec.max_context)
+    prompt = StepLoad(tokens, 1, 1, chunk_pairs=pairs(0, tokens), chunk_context=tokens)
+    answer = StepLoad(1, 1, 1, decode_context=tokens)
+    host_s = cost.profile.host.submit_s + cost.profile.host.apply_s
+    return tokens / (sum(cost.parts(prompt)) + host_s), 1 / (sum(cost.parts(answer)) + host_s)
 
 
 def _together(memory_s: float, compute_s: float, power: float) -> float:

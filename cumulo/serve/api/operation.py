@@ -104,7 +104,7 @@ async def version() -> Response:
 def _models(models: ModelTable) -> list[dict[str, Any]]:
     """List the first model, its adapters, and the models that are loaded on request."""
     models.refresh()
-    _, *others = models.rows.values()
+    _, *others = models.listed.values()
     service = models.first
     adapters = [_model(service, adapter) for adapter in service.adapters.served.values()]
     return [_model(service), *adapters, *map(_further_model, others)]

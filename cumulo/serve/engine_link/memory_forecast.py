@@ -15,15 +15,32 @@ import msgspec
 import cumulo
 from cumulo.engine.config import EngineConfig
 from cumulo.errors import CumuloError
+from cumulo.serve.engine_link.messages import Ready
 
 
 class MemoryForecast(msgspec.Struct):
-    """`problem`: why the model cannot be loaded here; the other fields are then 0."""
+    """`problem`: why the model cannot be loaded here; what is not known is then 0 or empty."""
 
     need_bytes: int = 0
     kv_blocks: int = 0
     max_context: int = 0
     problem: str = ""
+    # What its files say of it
+    format: str = ""
+    family: str = ""
+    number_format: str = ""
+    parameters: int = 0
+    weight_bytes: int = 0
+    hidden: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.format or self.problem)
+
+    def take_plan(self, info: Ready) -> None:
+        """What its engine has planned when it was loaded counts more."""
+        self.need_bytes, self.kv_blocks = info.ledger["predicted_bytes"], info.kv_blocks
+        self.max_context, self.problem = info.max_context, ""
 
 
 class _Asked(msgspec.Struct):
@@ -61,18 +78,31 @@ async def forecast(
 
 def main() -> None:
     from cumulo.engine.assembly import device_kind, free_memory, predict_memory
+    from cumulo.models.files.load import inspect_model
 
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=_Asked)
     config, budget_bytes = asked.config, asked.budget_bytes
     if budget_bytes is None:
         budget_bytes = free_memory(config.settled(device_kind(config.device)))
-    found = []
+    found = list[MemoryForecast]()
     for model in asked.models:
         try:
-            _, memory = predict_memory(model, config, budget_bytes)
-            found.append(MemoryForecast(memory.ledger.predicted_bytes, memory.kv_blocks, memory.max_context))
+            files = inspect_model(model)
         except CumuloError as error:
             found.append(MemoryForecast(problem=str(error)))
+            continue
+        told = MemoryForecast(
+            format=files.format, family=files.spec.family, number_format=files.number_format,
+            parameters=files.parameters, weight_bytes=files.weight_bytes, hidden=files.spec.hidden,
+        )  # fmt: skip
+        found.append(told)
+        try:
+            memory = predict_memory(files, config, budget_bytes)
+        except CumuloError as error:
+            told.problem = str(error)
+        else:
+            told.need_bytes, told.kv_blocks = memory.ledger.predicted_bytes, memory.kv_blocks
+            told.max_context = memory.max_context
     sys.stdout.buffer.write(msgspec.json.encode(_Answer(budget_bytes, found)))
 
 

@@ -1,0 +1,1 @@
+"""Ollama's API, under /api/: its clients work against this server."""
