@@ -1,12 +1,15 @@
 """The link between API process and engine: whole messages, in order, without waiting."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cumulo.serve.engine_link.engine_process import EngineLoop
 from cumulo.serve.engine_link.message_line import MessageLine
+from cumulo.serve.engine_link.messages import BlockMap
 
 
 def pair(buffer_bytes: int | None = None) -> tuple[MessageLine, MessageLine]:
@@ -66,3 +69,24 @@ def test_closing_waits_for_what_is_unsent_but_not_for_ever() -> None:
     sender.close(patience_s=0.01)
     assert receiver.receive() == [] and receiver.closed  # not whole: nobody takes half a message
     receiver.close()
+
+
+def test_an_engine_whose_reports_had_to_wait_rests_when_they_are_gone() -> None:
+    """Its poll would return at once for ever while it watches for room that it does not need."""
+    ours, theirs = pair(4096)
+    engine = SimpleNamespace(
+        runner=None, link=None, mover=None, guidance=None, adapters=None, scheduler=None, on_step=None
+    )
+    loop = EngineLoop(engine, ours)  # type: ignore[arg-type]
+    report, received = BlockMap(["request"] * 1000, [0] * 1000, b""), []
+    while not ours.has_unsent:
+        loop._send(report)
+    assert loop._poller.poll(0) == []  # no room yet
+    while ours.has_unsent:
+        received += theirs.receive()
+        loop._send(report)
+    while theirs.receive():
+        pass
+    assert received and loop._poller.poll(0) == []
+    for line in (ours, theirs):
+        line.close()

@@ -266,14 +266,17 @@ class EngineLoop:
 
     def _send(self, report: Report) -> None:
         say(self._line, report)
-        if self._line.has_unsent:
-            self._flush()
+        self._watch_line()
         self._reported_s = time.perf_counter()
 
     def _flush(self) -> None:
         """The API process bounds what is in flight; nothing is dropped, and no step waits for whoever reads it."""
         with contextlib.suppress(OSError):
             self._line.flush()
+        self._watch_line()
+
+    def _watch_line(self) -> None:
+        """For room only while something waits for it: a line that has room is always ready."""
         self._poller.modify(self._line, select.POLLIN | (select.POLLOUT if self._line.has_unsent else 0))
 
 
