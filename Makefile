@@ -1,7 +1,7 @@
 # Every target does its own set-up: on a fresh machine Python 3.11 to 3.14, make and a C++ compiler are enough.
 # Set-up talks on stderr and never reads stdin, so `echo question | make chat` prints nothing but the answer.
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-gpu test-long test-equalities test-thorough lint bench docs clean
+.PHONY: help install wheel run chat test test-gpu test-long test-equalities test-thorough lint bench docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,6 +14,7 @@ SAY = @printf '%s\n' 1>&2
 help:
 	@printf '%s\n' \
 	  'make install  the command `cumulo` for your shell, in ~/.local/bin (BINDIR=... for another folder)' \
+	  'make wheel    a package for pip in dist/, which installs anywhere' \
 	  'make run      the server and its console at http://127.0.0.1:8000; MODEL=... for another model, ARGS=...' \
 	  'make chat     talk with the built-in model; MODEL=... for another, ARGS=... for options' \
 	  'make test     the quick tests: at most five minutes on two cores' \
@@ -37,6 +38,10 @@ install: $(VENV)/.ready
 	@case ":$$PATH:" in *":$(BINDIR):"*) ;; *) \
 	  printf '%s\n' 'Your shell does not look there yet. Run this, and put it into your shell profile:' \
 	    '  export PATH="$(BINDIR):$$PATH"' 1>&2 ;; esac
+
+wheel: $(VENV)/.ready
+	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist . </dev/null 1>&2
+	$(SAY) "built $$(ls dist/*.whl); README says how to install it"
 
 run: $(VENV)/.ready
 	@$(BIN)/cumulo serve --open $(MODEL) $(ARGS)

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from cumulo.errors import CumuloError
+
 
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes this process may still take: the least of what the system and every enclosing cgroup allow.
@@ -22,6 +24,16 @@ def available_memory(root: Path = Path("/")) -> int:
         return max(0, min(limits))
     # Not Linux: half of what is built in, for want of anything that says what is free.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def memory_file(name: str, size: int) -> int:
+    """The descriptor of a new file in memory, of zeros, that other processes can map. It is gone when the last
+    process that maps it is."""
+    if not hasattr(os, "memfd_create"):
+        raise CumuloError("processes that share memory need Linux: leave out the collective or the role")
+    handle = os.memfd_create(name)
+    os.ftruncate(handle, size)
+    return handle
 
 
 class PeakMemory:

@@ -7,7 +7,6 @@ A sequence's new tokens attend to its cached context (found through its block ta
 
 import math
 import mmap
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cumulo.base.machine import memory_file
 from cumulo.kernels.cpu.paged_attention import bytes_of, encode, stored_columns
 from cumulo.kernels.low_rank import AdapterRows
 from cumulo.spec.model import ModelSpec
@@ -77,8 +77,7 @@ class KVCache:
         if self._files:
             self.descriptors.append(self._files.pop(0))
         else:
-            self.descriptors.append(os.memfd_create("cumulo-kv"))
-            os.ftruncate(self.descriptors[-1], size)
+            self.descriptors.append(memory_file("cumulo-kv", size))
         return torch.frombuffer(mmap.mmap(self.descriptors[-1], size), dtype=dtype).view(shape)
 
     @property

@@ -132,7 +132,12 @@ def server(installed: Path) -> Iterator[str]:
         process.wait(300)
 
 
-_README = [command for block in blocks() if block.page == PAGES[0] for command in block.commands]
+_README = [
+    command
+    for block in blocks()
+    if block.page == PAGES[0] and block.not_run is None
+    for command in block.commands
+]
 
 
 @needs_built_in_model

@@ -4,6 +4,7 @@ goes into the store; a supervisor process, which outlives the command, carries i
 import contextlib
 import fcntl
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -106,6 +107,10 @@ def supervised(store: JobStore) -> bool:
 
 def refuse_if_never(record: JobRecord, store: JobStore) -> None:
     """A gang that this machine could not hold if it were empty would wait for ever."""
+    if not hasattr(os, "pidfd_open"):
+        raise ConfigError(
+            "jobs on this machine need Linux: run `cumulo train` or `cumulo serve` itself, or launch it elsewhere"
+        )
     node = this_machine(store)[0]
     request = record.job.request(record.job_id, 0.0)
     if request.gpus_per_task == 0:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
+from cumulo.base.machine import memory_file
 from cumulo.base.quantities import quantity
 from cumulo.collectives.decide.schedule import Transfer
 from cumulo.collectives.play.messages import CollectiveFailed, CollectiveStanding, MessageHead, Parts
@@ -135,8 +136,9 @@ class Mailboxes:
 def shared_file(what: str, size: int) -> Path:
     """New zeros in memory, under a name that other processes of this user can open. They end with this process and
     those that have mapped them, however it ends."""
-    handle = os.memfd_create(f"cumulo-collective-{what}")  # not /dev/shm, which is small in containers
-    os.ftruncate(handle, max(1, size))
+    handle = memory_file(
+        f"cumulo-collective-{what}", max(1, size)
+    )  # not /dev/shm, which is small in containers
     return Path(f"/proc/{os.getpid()}/fd/{handle}")
 
 

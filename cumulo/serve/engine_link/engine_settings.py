@@ -1,12 +1,12 @@
 """EngineSettings: what an engine process is started with, and how several of one fleet share the machine."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from cumulo.base.machine import gpus_here
+from cumulo.base.report import available_cores
 from cumulo.engine.config import EngineConfig
 from cumulo.serve.adapter_registry import AdapterRegistry
 
@@ -46,7 +46,7 @@ def settings_of_replica(settings: EngineSettings, name: str, number: int, replic
     many to each as it has ranks."""
     config, environment = settings.config, dict(settings.environment)
     if config.threads is None:
-        config = dataclasses.replace(config, threads=max(1, len(os.sched_getaffinity(0)) // replicas))
+        config = dataclasses.replace(config, threads=max(1, available_cores() // replicas))
     gpus, ranks = gpus_here() if config.device != "cpu" else [], config.layout.world
     if gpus:
         own = [gpus[(number * ranks + rank) % len(gpus)] for rank in range(min(ranks, len(gpus)))]
