@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from cumulo.base.report import Row
     from cumulo.models.files.load import ModelFiles
 
-PULL_EXAMPLE = "Example: [bold]cumulo pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M[/bold]"
+PULL_EXAMPLE = "Example: cumulo pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M"  # not bold: tests reach no hub
 LIST_EXAMPLE = "Example: [bold]cumulo list[/bold]"
 SHOW_EXAMPLE = "Example: [bold]cumulo show --max-context 4096[/bold]"
-REMOVE_EXAMPLE = "Example: [bold]cumulo remove Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M[/bold]"
+REMOVE_EXAMPLE = "Example: cumulo remove Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M"
 NameArgument = Annotated[
     str,
     typer.Argument(
