@@ -104,7 +104,9 @@ class Call:
                 "priority",
             )
         promises = self.service.options.engine.slo is not None or self.caller.slo is not None
-        if slo is not None and self.service.keys is not None and not promises:
+        # With neither keys here nor at a gateway there is nobody to share with: long prompts are computed whole.
+        tenant = self.caller.name if self.caller != self.service.anyone else ""
+        if slo is not None and tenant and not promises:
             # An engine that keeps promises serves by deadline: one key's request must not end the others' shares.
             raise invalid("this server promises no latency: start it with --slo, or leave slo out", "slo")
         self._guide_param = guide_param
@@ -136,8 +138,7 @@ class Call:
                 stream,
                 priority,
                 salt,
-                # Without keys there is nobody to share steps with: long prompts are computed whole.
-                self.caller.name if self.service.keys is not None else "",
+                tenant,
                 resumed,
                 session=session,
                 slo=promised,

@@ -277,6 +277,20 @@ def test_a_batch_of_a_caller_that_the_gateway_let_in_is_run(
         assert "let_in" not in client.batches.retrieve(ended.id).model_dump()
 
 
+def test_callers_of_a_gateway_share_the_steps_of_servers_without_keys(
+    servers: tuple[RunningServer, RunningServer], key: str, tmp_path: Path
+) -> None:
+    callers = {name: new_key(tmp_path / "keys.json", name) for name in ("cat", "dog")}
+    with gateway_of(servers[:1], key, "--api-keys", str(tmp_path / "keys.json")) as gateway:
+        for name, caller in callers.items():
+            assert gateway.client(caller).chat.completions.create(**ASK).choices
+
+            def tokens(name: str = name) -> float:
+                return servers[0].sample("cumulo:tenant_tokens_total", tenant=name)
+
+            wait_for(tokens, f"the tokens of {name}", servers[0])
+
+
 def test_strange_requests_are_refused_and_forge_no_line_of_the_log() -> None:
     with other_server() as (url, _), gateway_of_urls(url) as gateway:
         shown = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
