@@ -319,11 +319,11 @@ def test_a_text_file_and_a_preset_reach_the_model(
             chooser.set_input_files(str(tmp_path / name))
             page.get_by_role("alert").get_by_text(reason).wait_for()
         page.evaluate(_DROP, {"name": "notes.txt", "text": notes.read_text()})
-        page.locator(".chips .file-chip").get_by_text("notes.txt (15 characters)").wait_for()
+        page.locator(".chips .file-chip").get_by_text("notes.txt (15 characters, ").wait_for()
         page.get_by_label("Remove notes.txt").click()
         page.locator(".chips .file-chip").wait_for(state="detached")
         chooser.set_input_files(str(notes))
-        page.locator(".chips .file-chip").get_by_text("notes.txt (15 characters)").wait_for()
+        page.locator(".chips .file-chip").get_by_text("notes.txt (15 characters, ").wait_for()
         say(page, "What is in the file?")
         answered(page)
         assert (

@@ -1,6 +1,7 @@
 """AskBox: where a message is written on the chat page: text, attached files, send, stop, and errors."""
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from functools import partial
 from html import escape
@@ -12,6 +13,7 @@ from nicegui.events import GenericEventArguments
 
 from cumulo.console.chat.answer_view import small_button
 from cumulo.console.chat.conversation import LARGEST_FILE_BYTES, MOST_FILES, Entry, read_files
+from cumulo.console.chat.pdf import LARGEST_PDF_BYTES, pdf_text
 from cumulo.console.shell import show
 
 # Enter sends, Shift+Enter begins a line, and Enter that ends the composing of a character does neither.
@@ -19,13 +21,21 @@ _ENTER = "(e) => { if (!e.shiftKey && !e.isComposing) { e.preventDefault(); emit
 _CLICK = "() => emit(document.querySelector('.ask textarea').value)"
 _SCRIPT = (Path(__file__).parent / "web" / "attach_files.js").read_text("utf-8")
 _SCRIPT = _SCRIPT.replace('"LARGEST_BYTES"', str(LARGEST_FILE_BYTES))
+_SCRIPT = _SCRIPT.replace('"LARGEST_PDF_BYTES"', str(LARGEST_PDF_BYTES))
 _CHOSEN = "cumuloAttach([...this.files]); this.value = '';"
 
 
 class AskBox:
-    def __init__(self, send: Callable[[str], Awaitable[None]], stop: Callable[[], None]) -> None:
-        self._on_send = send
+    def __init__(
+        self,
+        send: Callable[[str], Awaitable[None]],
+        stop: Callable[[], None],
+        count_tokens: Callable[[str], int],
+    ) -> None:
+        self._on_send, self._count_tokens = send, count_tokens
         self.files: list[dict[str, str]] = []
+        self._tokens: dict[str, int] = {}  # of the attached texts
+        self._pdf: list[str] = []  # the parts of a PDF that have come
         ui.add_body_html(f"<script>{_SCRIPT}</script>")
         with ui.element("div").classes("ask"):
             self._problem = ui.label("").classes("problem ask-problem").props("role=alert")
@@ -33,11 +43,12 @@ class AskBox:
             self._queued = ui.element("div").classes("chips")
             self._chips = ui.element("div").classes("chips")
             with ui.element("div").classes("box"):
-                attach = small_button("Attach a text file", "attach_file", None)
+                attach = small_button("Attach text or PDF files", "attach_file", None)
                 attach.on("click", js_handler="() => document.getElementById('ask-file').click()")
                 with attach:
                     ui.tooltip(
-                        f"Attach text files of up to {LARGEST_FILE_BYTES // 1000} kB, or drop them here."
+                        f"Attach text files of up to {LARGEST_FILE_BYTES // 1000} kB and PDF files of up to "
+                        f"{LARGEST_PDF_BYTES // 1_000_000} MB, or drop them here."
                     )
                 show(f'<input type="file" id="ask-file" multiple hidden onchange="{_CHOSEN}">')
                 self._input = (
@@ -58,6 +69,7 @@ class AskBox:
         for element in (self._problem, self._status, self._stop):
             element.set_visibility(False)
         ui.on("file", self._attached)
+        ui.on("pdf", self._pdf_came)
 
     def set_running(self, running: bool) -> None:
         """While an answer is being made, a message waits for its end."""
@@ -83,7 +95,7 @@ class AskBox:
 
     def empty(self) -> None:
         self.complain("")
-        self.files = []
+        self.files, self._tokens = [], {}
         self._draw_chips()
         self._input.value = ""
         self._input.update()  # also where the page has not told yet what was typed
@@ -102,16 +114,43 @@ class AskBox:
         # The text comes with the event: what was typed before the page was connected may be told later than it.
         await self._on_send(str(event.args or "").strip())
 
-    def _attached(self, event: Any) -> None:
+    async def _attached(self, event: Any) -> None:
         given = event.args if isinstance(event.args, dict) else {}
-        name = str(given.get("name", "file"))[:120]
-        if given.get("problem"):
-            self.complain(f"{name} cannot be attached: it {given['problem']}.")
+        await self._attach(str(given.get("name", "file"))[:120], given.get("text"), given.get("problem"))
+
+    async def _pdf_came(self, event: Any) -> None:
+        """A part of a PDF; with the last one its text is extracted."""
+        given = event.args if isinstance(event.args, dict) else {}
+        name, part, parts, data = (given.get(key) for key in ("name", "part", "parts", "data"))
+        self._pdf = [*(self._pdf if part else ()), str(data)]
+        size = sum(map(len, self._pdf)) * 3 // 4
+        if size > LARGEST_PDF_BYTES + 3:
+            self._pdf = []
+        elif part == int(parts or 0) - 1:
+            text, problem, parts_of_it, self._pdf = None, None, self._pdf, []
+            self.set_status(f"Reading {str(name)[:120]} …")
+            try:
+                whole = b"".join(base64.b64decode(one) for one in parts_of_it)
+                text = await asyncio.to_thread(pdf_text, whole)
+            except ValueError as error:
+                problem = str(error)
+            self.set_status("")
+            await self._attach(str(name)[:120], text, problem)
+
+    async def _attach(self, name: str, text: object, problem: object) -> None:
+        files = read_files([{"name": name, "text": text}])
+        if not problem and not files:
+            problem = f"has more than {LARGEST_FILE_BYTES:,} characters of text"
+        if problem:
+            self.complain(f"{name} cannot be attached: it {problem}.")
         elif len(self.files) >= MOST_FILES:
             self.complain(f"{name} cannot be attached: a message takes at most {MOST_FILES} files.")
         else:
-            self.files += read_files([given])
+            self.files += files
             self.complain("")
+            self._draw_chips()
+            for file in files:
+                self._tokens[file["text"]] = await asyncio.to_thread(self._count_tokens, file["text"])
             self._draw_chips()
 
     def _draw_chips(self) -> None:
@@ -120,7 +159,9 @@ class AskBox:
             for file in self.files:
                 with ui.element("div").classes("file-chip"):
                     ui.icon("description")
-                    ui.label(f"{file['name']} ({len(file['text']):,} characters)")
+                    tokens = self._tokens.get(file["text"])
+                    counted = "" if tokens is None else f", {tokens:,} tokens"
+                    ui.label(f"{file['name']} ({len(file['text']):,} characters{counted})")
                     small_button(f"Remove {file['name']}", "close", partial(self._remove, file))
 
     def _remove(self, file: dict[str, str]) -> None:

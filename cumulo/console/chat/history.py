@@ -1,7 +1,8 @@
-"""HistoryPanel: the conversations that this browser keeps: search, open, rename, delete, export."""
+"""HistoryPanel: the conversations that this browser keeps: search, open, rename, delete, export, import."""
 
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from nicegui import ui
 
 from cumulo.console.chat.answer_view import small_button
 from cumulo.console.chat.conversation import Conversation
-from cumulo.console.shell import asked
+from cumulo.console.shell import asked, show
 
 _SCRIPT = (Path(__file__).parent / "web" / "browser_store.js").read_text("utf-8")
 _PATIENCE_S = 20.0
+_OFFER = "cumuloChats.offer(this.files[0]); this.value = '';"
 
 
 class BrowserStore:
@@ -62,11 +64,17 @@ class HistoryPanel:
             with ui.element("div").classes("panel-head"):
                 new = ui.button("New chat", icon="add", on_click=self._new)
                 new.props("unelevated dense no-caps").classes("new-chat")
+                bring = small_button("Import a conversation", "upload", None)
+                bring.on("click", js_handler="() => document.getElementById('import-file').click()")
+                with bring:
+                    ui.tooltip("Import a conversation that was exported as JSON, here or by somebody else.")
+                show(f'<input type="file" id="import-file" accept=".json" hidden onchange="{_OFFER}">')
                 small_button("Close conversations", "close", self.close).classes("only-phone")
             self._search = ui.input(placeholder="Search", on_change=self.refresh).props(
                 'outlined dense clearable debounce=150 aria-label="Search conversations"'
             )
             self._list = ui.element("ul").classes("chats")
+        ui.on("import", lambda event: self._import(str(event.args)))
 
     def open(self) -> None:
         self._root.classes(add="open")
@@ -102,6 +110,7 @@ class HistoryPanel:
             button.on("click", lambda: self._open(chat_id))
             with small_button(f"Menu of {name}".replace('"', ""), "more_vert", None), ui.menu():
                 ui.menu_item("Rename", lambda: self._rename(chat_id, name))
+                ui.menu_item("Copy as Markdown", lambda: self._store.tell("copy", chat_id))
                 ui.menu_item("Export as Markdown", lambda: self._store.tell("download", chat_id, "markdown"))
                 ui.menu_item("Export as JSON", lambda: self._store.tell("download", chat_id, "json"))
                 ui.menu_item("Delete", lambda: self._delete(chat_id, name))
@@ -113,6 +122,17 @@ class HistoryPanel:
     async def _open(self, chat_id: str) -> None:
         self.close()
         await self._actions.open(chat_id)
+
+    async def _import(self, text: str) -> None:
+        try:
+            given = json.loads(text)
+            kept = Conversation.from_stored({**given, "id": secrets.token_hex(12)})
+        except (ValueError, TypeError):
+            kept = None
+        if kept is None or not await self._store.ask("save", kept.stored()):
+            ui.notify("This is no conversation that was exported as JSON.", type="negative", position="top")
+            return
+        await self._open(kept.id)
 
     async def _rename(self, chat_id: str, name: str) -> None:
         title = await asked("Name of the conversation", "Rename", name)

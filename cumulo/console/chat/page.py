@@ -71,7 +71,9 @@ class Chat:
                 self.send_results,
             )
             self._thread = ThreadView(self.send, self.resend, self.delete_turn, answer)
-            self._ask = AskBox(self.send, self.stop)
+            self._ask = AskBox(
+                self.send, self.stop, lambda text: len(self._service.text.tokenizer.encode(text))
+            )
             self._context = ContextView(lambda: self._service, self.summarize, self._thread.mark)
         with ui.element("aside").classes("settings").props('aria-label="Settings"') as panel:
             self._settings = SettingsPanel(self._keep, close=lambda: panel.classes(remove="open"))

@@ -4,6 +4,7 @@
   const MOST_CHATS = 100;
   const MOST_CHARACTERS = 4_000_000; // browsers give a site about 5 million
   const LONGEST_TITLE = 80;
+  const LARGEST_IMPORT = 900_000; // bytes: a socket takes a megabyte
   let scope = "";
   const key = (kind, id = "") => `cumulo:${scope}:${kind}:${id}`;
 
@@ -127,7 +128,14 @@
     setTimeout(() => URL.revokeObjectURL(address), 10_000);
   }
 
-  window.cumuloChats = { begin, list, load, save, remove, rename, stay, keep, download };
+  const copy = (id) => window.cumuloCopy(asMarkdown(load(id)));
+
+  /** A conversation that was exported as JSON becomes an `import` event; the server checks what it contains. */
+  async function offer(file) {
+    emitEvent("import", file.size < LARGEST_IMPORT ? await file.text() : "");
+  }
+
+  window.cumuloChats = { begin, list, load, save, remove, rename, stay, keep, download, copy, offer };
 
   // The clipboard's own interface exists only over https and on this machine.
   window.cumuloCopy = (text) => {
