@@ -62,5 +62,5 @@ def message_verdict(text: str, measured: bool) -> Diagnosis | None:
         if (names_part or not measured) and (found := re.search(one["pattern"], text)):
             confidence = "low" if one["cause"] == "unknown" else "high" if names_part else "medium"
             evidence = (f"the text says: {line_of(found)}",)
-            return Diagnosis(one["cause"], one["sentence"], evidence, confidence)
+            return Diagnosis(one["cause"], one["sentence"], evidence, confidence, tuple(one.get("steps", ())))
     return None

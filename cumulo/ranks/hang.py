@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from cumulo.ranks.launch import HUNG
+from cumulo.errors import RanksFailed
+from cumulo.ranks.launch import HUNG, report_refusal
 
 _HERE = Path(__file__).parent
 _GRACE_S = 5.0  # for the other ranks' reports: their watches were set within moments of each other
@@ -110,12 +111,13 @@ class HangWatch:
         while time.monotonic() < deadline and len(self._found()) < self.world:
             time.sleep(0.1)
         found = self._found()
+        text = verdict(found, self.world, after_s)
+        report_refusal(RanksFailed(text.splitlines()[0]))  # to whoever started it
         if found[0].rank == self.rank:  # somebody has to say it
             (self.folder / "stacks.txt").write_text(
                 "\n".join(f"rank {one.rank}, step {one.step}\n{one.stacks}" for one in found), "utf-8"
             )
-            text = verdict(found, self.world, after_s)
-            print(f"{text}\nall stacks: {self.folder / 'stacks.txt'}", file=sys.stderr, flush=True)
+            print(f"error: {text}\nall stacks: {self.folder / 'stacks.txt'}", file=sys.stderr, flush=True)
         time.sleep(self._grace_s / 5)  # the one that speaks reads our file
 
     def _found(self) -> list[Standing]:
@@ -134,7 +136,9 @@ def verdict(found: Sequence[Standing], world: int, after_s: float) -> str:
     silent = sorted(set(range(world)) - {one.rank for one in found})
     waiting = [one for one in found if one.waits]
     elsewhere = [one for one in found if not one.waits]
-    lines = [f"step {max(one.step for one in found)} has taken more than {after_s:.3g} s:"]
+    holds = sorted([*silent, *(one.rank for one in elsewhere)])
+    who = f"{_ranks(holds)} held it up" if holds else "nobody can go on"
+    lines = [f"step {max(one.step for one in found)} has taken more than {after_s:.3g} s: {who}"]
     if silent:
         lines.append(f"  {_ranks(silent)} did not answer: stopped, or the machine is gone")
     lines += [f"  rank {one.rank} did not arrive: it stands at {one.line}" for one in elsewhere]

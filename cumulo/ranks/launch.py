@@ -93,19 +93,19 @@ def launch(command: Sequence[str], processes: int, most_restarts: int, tell: Cal
             return  # the ranks have saved and said so
         except ChildFailedError as error:
             rank, failure = _cause(error)
-            why = _end_of(failure.exitcode)
+            why = f"rank {rank} {_end_of(failure.exitcode)}"
+            if failure.exitcode == HUNG:
+                why = failure.message
             if failure.exitcode == REFUSED:
                 raise TrainingError(failure.message) from None
             if restarts == most_restarts:
                 raise TrainingError(
-                    f"rank {rank} {why}, after {restarts} restarts already; look at what it wrote above, or raise "
+                    f"{why}, after {restarts} restarts already; look at what it wrote above, or raise "
                     "faults.most_restarts"
                 ) from None
             restarts += 1
             now = datetime.now(UTC).strftime("%H:%M:%S")
-            tell(
-                f"{now} rank {rank} {why}; restarting all {processes} processes ({restarts} of {most_restarts})"
-            )
+            tell(f"{now} {why}; restarting all {processes} processes ({restarts} of {most_restarts})")
 
 
 def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":

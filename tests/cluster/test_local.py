@@ -124,8 +124,9 @@ def test_what_outlives_a_killed_job_is_ended_before_its_next_attempt(
 def test_a_gang_that_can_never_fit_is_refused_at_once(store: JobStore) -> None:
     wide = job("wide", 4, train={"config": "train-tiny.yaml", "options": ["--set", "layout.dp=4", "--set",
                                                                          "micro_batch=2"]})  # fmt: skip
-    with pytest.raises(ConfigError, match="asks for 4 cores, and this machine has 2"):
-        launching.launch(wide, "local", store)
+    for act in (launching.explain, launching.launch):  # also a dry run
+        with pytest.raises(ConfigError, match="asks for 4 cores, and this machine has 2"):
+            act(wide, "local", store)
     assert states(store) == ["failed"]
 
 

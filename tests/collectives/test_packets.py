@@ -6,7 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from cumulo.diagnose.lint.pfc import BufferKind, PacketFlow, check_buffers, named_cycle
+from cumulo.diagnose.lint.pfc import (
+    BufferKind,
+    PacketFlow,
+    check_buffers,
+    lint_pfc,
+    named_cycle,
+    plays_that_stop,
+)
 
 F1 = PacketFlow("F1", ("L0", "S0", "L2"))
 F2 = PacketFlow("F2", ("L2", "S1", "L0"))
@@ -34,6 +41,19 @@ def test_a_ring_of_overlapping_paths_stops_with_a_buffer_for_each_port() -> None
     ]
     assert check_buffers(flows, "per-port").can_stop
     assert stalls(flows, 8, "per-port", 300)
+
+
+@pytest.mark.parametrize("kind", ["shared", "per-port"])
+def test_a_circle_of_four_that_is_offered_just_what_it_carries_stops_by_chance(kind: BufferKind) -> None:
+    """Each link carries two flows of half its rate: no link is overloaded, and bursts fill the buffers."""
+    flows = [
+        PacketFlow(f"f{start}", tuple("ABCD"[(start + step) % 4] for step in range(3)), rate=0.5)
+        for start in range(4)
+    ]
+    assert not check_buffers(flows, kind).can_stop
+    (found,) = lint_pfc(flows, kind)
+    assert found.severity == "error" and "in 10 of 10 plays" in found.what
+    assert plays_that_stop([F1, F2], kind) == 0
 
 
 def stalls(flows: list[PacketFlow], threshold: int, kind: BufferKind, slots: int) -> bool:

@@ -30,7 +30,7 @@ def test_the_common_causes_are_named_and_others_are_unknown(path: Path) -> None:
 
 
 def test_every_cause_that_bandwidths_and_tools_show_has_an_output() -> None:
-    of_messages = {"no-connection", "version-mismatch"}
+    of_messages = {"no-connection", "version-mismatch", "program-fault", "gpu-out-of-memory"}
     assert {_label(path) for path in OUTPUTS} == set(CAUSES) - of_messages
 
 
@@ -256,3 +256,41 @@ _FORMS: dict[str, Callable[[str], str]] = {
 def test_the_form_of_a_text_changes_no_verdict(form: Callable[[str], str]) -> None:
     for path in OUTPUTS[::4]:
         assert diagnose(form(path.read_text())).cause == _label(path), path.name
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "sentence", "step"),
+    [
+        (
+            "NVRM: Xid (PCI:0000:4b:00): 79, pid=1, GPU has fallen off the bus.",
+            "gpu-fault",
+            "fell off",
+            "power off",
+        ),
+        (
+            "NVRM: Xid (PCI:0000:4b:00): 74, pid=1, NVLink: fatal error",
+            "gpu-fault",
+            "NVLink",
+            "nvlink --status",
+        ),
+        (
+            "NVRM: Xid (PCI:0000:4b:00): 94, pid=1, Contained: CE User Channel",
+            "gpu-fault",
+            "could not",
+            "restart",
+        ),
+        ("NVRM: Xid (PCI:0000:4b:00): 63, pid=1, Row Remapper: New row", "gpu-fault", "can go on", "reset"),
+        ("NVRM: Xid (PCI:0000:4b:00): 64, pid=1, Row Remapper: Error", "gpu-fault", "no spare", "replaced"),
+        ("Xid (PCI:0000:4b:00): 31, pid=1, MMU Fault", "program-fault", "must not", "LAUNCH_BLOCKING"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            "gpu-out-of-memory",
+            "no free memory",
+            "plan train",
+        ),
+    ],
+)
+def test_errors_of_a_gpu_have_an_advice_of_their_own(text: str, cause: str, sentence: str, step: str) -> None:
+    found = diagnose(text)
+    assert (found.cause, sentence in found.sentence) == (cause, True)
+    assert step in found.next_steps[0]

@@ -60,6 +60,7 @@ class LocalDriver:
         self.store = store
 
     def explain(self, record: JobRecord) -> str:
+        refuse_if_never(record, self.store)
         command = ranks_command(record, record.job.ranks)
         node, group = this_machine(self.store)[0], record.job.devices[0]
         present = f"{node.cpu_milli // 1000} cores" if group.on_cpu else f"{node.gpus} GPUs"

@@ -3,9 +3,11 @@
 A packet in a buffer waits for the next buffer on its path. Where these waits form a circle and the buffers
 on it fill, none of them can drain: deadlock. A buffer fills where a link behind it is offered more than it
 carries, or where the next buffer is full (Hu et al. 2016, "Deadlocks in datacenter networks: why do they
-form, and how to avoid them").
+form, and how to avoid them"); where a link is offered just what it carries, the order in which packets come
+decides, so that these flows are played with random arrivals.
 """
 
+import random
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +115,50 @@ def _shortest_cycle(waits: Mapping[Buffer, set[Buffer]]) -> tuple[Buffer, ...]:
     return best
 
 
+_PLAYS = 10
+_PACKETS = 8  # that a buffer holds
+_STEPS, _MOST_MOVES = 4_000, 3_000_000
+
+
+def plays_that_stop(flows: Sequence[PacketFlow], kind: BufferKind = "shared", seed: int = 0) -> int:
+    """In how many of ten plays with random arrivals these flows stop each other. A link carries a packet a step, to
+    a buffer that has room; a buffer keeps the packets of each flow apart."""
+    ways = [flow.buffers(kind) for flow in flows]
+    steps = min(_STEPS, _MOST_MOVES // (_PLAYS * sum(len(way) for way in ways)))
+    return sum(_stops(flows, ways, steps, random.Random(f"{seed}/{play}")) for play in range(_PLAYS))
+
+
+def _stops(
+    flows: Sequence[PacketFlow], ways: Sequence[tuple[Buffer, ...]], steps: int, drawn: random.Random
+) -> bool:
+    waiting = {(flow, hop): 0 for flow, way in enumerate(ways) for hop in range(len(way))}
+    held: dict[Buffer, int] = defaultdict(int)
+    turns = list(waiting)
+    for _ in range(steps):
+        for flow, way in enumerate(ways):
+            if held[way[0]] < _PACKETS and drawn.random() < flows[flow].rate:
+                waiting[flow, 0] += 1
+                held[way[0]] += 1
+        drawn.shuffle(turns)
+        used: set[tuple[str, str]] = set()
+        for flow, hop in turns:
+            if not waiting[flow, hop]:
+                continue
+            here, after = ways[flow][hop], ways[flow][hop + 1] if hop + 1 < len(ways[flow]) else None
+            link = (here[0], flows[flow].name if after is None else after[0])
+            if link in used or (after is not None and held[after] >= _PACKETS):
+                continue
+            used.add(link)
+            waiting[flow, hop] -= 1
+            held[here] -= 1
+            if after is not None:
+                waiting[flow, hop + 1] += 1
+                held[after] += 1
+        if not used and any(held.values()):
+            return True
+    return False
+
+
 def named_cycle(cycle: Sequence[Buffer]) -> str:
     """The circle as people read it: L0 → S0 → L2 → S1 → L0."""
     names = [switch if not port else f"{switch} (from {port})" for switch, port in cycle]
@@ -145,6 +191,8 @@ def lint_pfc(flows: Sequence[PacketFlow], kind: BufferKind = "shared") -> Iterat
     circle = named_cycle(check.cycle)
     if not check.cycle:
         yield finding("no-circle", flows=len(flows))
+    elif not check.can_stop and (stopped := plays_that_stop(flows, kind)):
+        yield finding("pfc-deadlock-by-chance", circle=circle, stopped=stopped, plays=_PLAYS)
     elif not check.can_stop:
         yield finding("safe-circle", circle=circle)
     else:
