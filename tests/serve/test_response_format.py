@@ -126,7 +126,7 @@ def test_a_form_that_cannot_be_is_400_with_the_reason(
         ({"type": "yaml"}, "response_format.type"),
         ({}, "response_format.type"),
         ({"type": "json_schema"}, "response_format.json_schema"),
-        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name"),
+        ({"type": "json_schema", "json_schema": {"name": 3}}, "response_format.json_schema.name"),
         (in_schema([]), "response_format.json_schema.schema"),
         ({"type": "regex"}, "response_format.regex"),
         ({"type": "text", "regex": "x"}, "response_format.regex"),
