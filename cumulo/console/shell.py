@@ -78,13 +78,14 @@ class Shell:
 
     def engine_status(self, service: Service | None = None) -> str:
         """Why messages are not answered yet; empty when they are. `service`: that of another model."""
-        engine = (service or self.service).engine
+        service = service or self.service
+        engine = service.engine
         if self.service.draining:
             return "The server is shutting down and takes no new messages."
         if engine.state == "starting":
-            return (
-                f"The engine is loading the model, {duration(time.time() - self.service.started_s)} so far."
-            )
+            return f"The engine is loading the model, {duration(time.time() - service.started_s)} so far."
+        if engine.state == "unloaded":
+            return "The model is not in memory; the next request loads it."
         if engine.state == "restarting":
             return "The engine is being restarted after a failure; messages can be sent when it is ready."
         return ""

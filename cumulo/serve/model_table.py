@@ -5,6 +5,7 @@ model stays at least until it has ended (the gate lets go of it), so no unload e
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -31,6 +32,7 @@ LET_GO, LOAD_S = (
     "load_s",
 )  # in a request's state: what ends its hold, and how long it waited for its model
 _LOOK_S = 1.0  # between two looks for models that nobody uses
+_REFRESH_LOOKS = 5  # and every so many for those that were pulled meanwhile
 _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
 
 
@@ -218,7 +220,7 @@ class ModelTable:
     def let_go(self, row: ServedModel) -> None:
         row.running -= 1
         row.used_s = time.monotonic()
-        if self._waiting or not row.keep_s:
+        if self._waiting or row.keep_s == 0:
             self._turn()
 
     def unload(self, row: ServedModel) -> None:
@@ -282,8 +284,10 @@ class ModelTable:
         self._turn()
 
     async def _look_for_idle(self) -> None:
-        while True:
+        for looks in itertools.count(1):
             await asyncio.sleep(_LOOK_S)
+            if looks % _REFRESH_LOOKS == 0:
+                self.refresh()
             self._turn()
 
     # -- models -------------------------------------------------------------------------------------------

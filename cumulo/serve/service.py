@@ -234,7 +234,8 @@ class Service:
 
     def check_ready(self) -> None:
         if self.engine.state != "ready":
-            doing = "loading its model" if self.engine.state == "starting" else "being restarted"
+            loads = self.engine.state in ("starting", "unloaded")
+            doing = "loading its model" if loads else "being restarted"
             raise ApiError(503, f"the engine is {doing}; try again soon", code="not_ready", retry_after_s=3)
 
     def check_lengths(self, prompts: list[list[int]], params: SamplingParams) -> None:

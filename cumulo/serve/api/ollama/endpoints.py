@@ -29,6 +29,7 @@ from cumulo.serve.api.openai.events import EventWriter, json_response, open_stre
 from cumulo.serve.api.openai.logprobs import chat_logprobs
 from cumulo.serve.api.openai.sampling import completion_params
 from cumulo.serve.api.openai.schemas import CompletionRequest
+from cumulo.serve.api.openai.schemas_out import OLLAMA_ERRORS, STREAMED_LINES
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.call import Batch, Call
@@ -38,12 +39,11 @@ from cumulo.serve.formats.blocks import Block, Blocks
 from cumulo.serve.model_table import LOAD_S
 from cumulo.serve.model_text import COUNTED_CONTEXTS
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERRORS)
 Item = dict[str, Any]
-_STREAMED: dict[int | str, Item] = {200: {"content": {"application/x-ndjson": {}}}}
 
 
-@router.post("/api/chat", summary="Answer a conversation, in Ollama's API", responses=_STREAMED)
+@router.post("/api/chat", summary="Answer a conversation, in Ollama's API", responses=STREAMED_LINES)
 async def chat(body: Conversing, request: Request) -> Response:
     if not body.messages:
         return _without_prompt(body, request, {"message": {"role": "assistant", "content": ""}})
@@ -52,7 +52,7 @@ async def chat(body: Conversing, request: Request) -> Response:
     return await _answer(call, body, OllamaAnswer(call, body, form.reader(), True, _load_s(request)))
 
 
-@router.post("/api/generate", summary="Answer a prompt, in Ollama's API", responses=_STREAMED)
+@router.post("/api/generate", summary="Answer a prompt, in Ollama's API", responses=STREAMED_LINES)
 async def generate(body: Generating, request: Request) -> Response:
     if not body.prompt:
         return _without_prompt(body, request, {"response": ""})
@@ -96,7 +96,8 @@ def _load_s(request: Request) -> float:
 
 def _without_prompt(body: ModelCall, request: Request, empty: Item) -> Response:
     """Nothing is asked: the model is loaded by now, and leaves with keep_alive 0 when this request has ended."""
-    why = "unload" if body.keep_s == 0 else "load"
+    leaves = body.keep_s == 0 and request.app.state.models.several
+    why = "unload" if leaves else "load"
     return json_response(
         {"model": body.model, "created_at": now(), **empty, "done": True, "done_reason": why}
     )

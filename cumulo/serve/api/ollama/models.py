@@ -20,13 +20,14 @@ from cumulo.models.files.pull import PullProgress, pull
 from cumulo.models.files.pulled import pulled_models, remove_pulled
 from cumulo.serve.access.keys import require_operator
 from cumulo.serve.api.openai.events import json_response, to_line
+from cumulo.serve.api.openai.schemas_out import OLLAMA_ERRORS, STREAMED_LINES
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.errors import ApiError, invalid, ollama_error
 from cumulo.serve.model_table import ModelTable, ServedModel
 from cumulo.serve.options import ALL_PULLED
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERRORS)
 Item = dict[str, Any]
 _TELL_S = 0.1  # between two lines of progress
 _FOR_EVER_S = 100 * 365 * 86400.0
@@ -119,7 +120,7 @@ async def show(body: NamedModel, request: Request) -> Response:
 
 
 # -- getting and dropping models: with API keys they need one that may operate ------------------------------------
-@router.post("/api/pull", summary="Download a model, in Ollama's API")
+@router.post("/api/pull", summary="Download a model, in Ollama's API", responses=STREAMED_LINES)
 async def pull_model(body: PullModel, request: Request) -> Response:
     require_operator(request)
     models, name = _managed(request), body.asked

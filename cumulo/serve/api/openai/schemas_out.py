@@ -7,6 +7,10 @@ from pydantic import BaseModel
 from cumulo.ranks.rank_meter import RankState
 
 
+class OllamaError(BaseModel):
+    error: str
+
+
 class ErrorBody(BaseModel):
     message: str
     type: str
@@ -329,10 +333,11 @@ def _errors(model: type[BaseModel], *without: int) -> dict[int | str, dict[str, 
     return {status: {"model": model, "description": words} for status, words in told.items()}
 
 
-# The errors that a router's endpoints can give, in OpenAI's shape and in Anthropic's.
+# The errors that a router's endpoints can give, in OpenAI's shape, in Anthropic's and in Ollama's.
 ERRORS = _errors(Error, 403, 409)
 OPERATOR_ERRORS = _errors(Error)
 ANTHROPIC_ERRORS = _errors(AnthropicError, 403, 409)
+OLLAMA_ERRORS = _errors(OllamaError, 409)
 
 # One server-sent event; JSON Schema has no word for "JSON, or at the end [DONE]".
 _EVENT: dict[str, Any] = {
@@ -350,5 +355,12 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with `stream: true` as server-sent events. Completions end with [DONE].",
         "content": {"text/event-stream": {"schema": _EVENT}},
+    }
+}
+# ... or with lines of JSON, as Ollama's API does.
+STREAMED_LINES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; unless `stream` is false, line by line.",
+        "content": {"application/x-ndjson": {}},
     }
 }
