@@ -96,7 +96,7 @@ _COLUMNS = (  # name, classes, tooltip
     ("devices", "right wide-only", "Devices that it asks for."),
     ("where", "wide-only", "Nodes of its tasks."),
     ("progress", "right", "Training steps done, of all."),
-    ("step", "right", "Measured time of a training step, the median of the last 50."),
+    ("step", "right wide-only", "Measured time of a training step, the median of the last 50."),
     ("predicted", "right wide-only", "Time of a step as predicted when the run started."),
     ("why", "why wide-only", "Why it waits, runs there, or ended."),
 )

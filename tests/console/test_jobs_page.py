@@ -12,7 +12,9 @@ from cumulo.cluster.drivers.command import output_file
 from cumulo.cluster.job_file import job_from
 from cumulo.cluster.job_progress import JobProgress
 from cumulo.cluster.job_store import JobPhase, JobRecord, JobStore, default_store
+from cumulo.console.fleet_page import tiles_html
 from cumulo.console.jobs_page import colour, job_tiles_html, map_html, queue_html, timeline_html
+from cumulo.console.live_page import _LEDGER, _LEDGER_TOLD
 from tests.console.browsing import DESKTOP, PHONE, in_a_browser, looking_at
 from tests.serve.running_server import running_server
 from tests.serve.tiny_model import save_tiny_model
@@ -54,6 +56,14 @@ def test_the_timeline_draws_waiting_and_running_of_each_job() -> None:
     assert "tiny-1: queued for 10 s" in shown and "tiny-1: running for 50 s" in shown
     assert datetime.fromtimestamp(160.0).strftime("%H:%M:%S") in shown  # of the clock on the wall
     assert "No job yet" in timeline_html([], 0.0)
+
+
+def test_figures_say_what_they_are() -> None:
+    replica = {"state": "ready", "running": 1, "cached_tokens": 0, "prompt_tokens": 4}
+    fleet = tiles_html([replica] * 2, "prefix", moved=0)
+    assert "Busiest replica" in fleet and "1 is even" in fleet and "Moved requests" in fleet
+    assert "All jobs" in queue_html([RUNS], {}, may_cancel=True)
+    assert [name for name, *_ in _LEDGER][1:3] == ["predicted", "allocated"] and "first used" in _LEDGER_TOLD
 
 
 @pytest.mark.thorough

@@ -99,6 +99,11 @@ def test_a_chat_of_200_turns_shows_its_end_at_once_and_the_rest_on_request(
         settings(page, max_tokens="4")
         say(page, "Hello!")
         answered(page, 21)
-        page.get_by_role("button", name="Show 360 earlier messages").click()
-        page.wait_for_function("document.querySelectorAll('.said').length == 402")
+        earlier = page.locator(".earlier")
+        for left, first in (("100 of 360", 130), ("100 of 260", 80), ("100 of 160", 30), ("60", 0)):
+            page.get_by_role("button", name=f"Show {left} earlier messages").click()
+            page.locator(".said.user").first.get_by_text(f"{first}:").wait_for()
+        earlier.wait_for(state="hidden")
+        numbers = page.locator(".said.user").all_inner_texts()
+        assert numbers == [f"{number}: **words** `code`" for number in range(200)] + ["Hello!"]
         assert len(stored_chats(page)[0]["entries"]) == 402

@@ -33,6 +33,7 @@ _EDITED = (
 
 
 _SHOWN = 40  # entries of a long conversation that are drawn at first
+_MORE = 100  # and on request each time
 EXAMPLES = (
     "Explain the difference between a process and a thread in three sentences.",
     "Write a Python function that finds the most frequent words of a text.",
@@ -99,8 +100,7 @@ class ThreadView:
             for place in range(same, len(shown)):
                 self._drawn.append(self._make(entries, self._from + place, keys[place]))
         self._welcome.set_visibility(not entries)
-        self._earlier.set_visibility(self._from > 0)
-        self._earlier.set_text(f"Show {self._from:,} earlier messages")
+        self._count_earlier()
         self.look_down(force=True)
         return {pending: view for one in self._drawn for pending, view in one.views.items()}
 
@@ -126,10 +126,23 @@ class ThreadView:
         self._client.run_javascript(_LOOK_DOWN.replace("FORCE", "true" if force else "false"))
 
     def _show_earlier(self) -> None:
-        for old in self._drawn:
-            old.root.delete()
-        self._drawn, self._from = [], 0
-        self.draw(self._conversation)
+        """Draw some more in front of what is drawn: all at once would take seconds in a long conversation."""
+        entries, begin = self._conversation.entries, max(0, self._from - _MORE)
+        with self._root:
+            earlier = [
+                self._make(entries, place, self._key(entries[place], False))
+                for place in range(begin, self._from)
+            ]
+        first = self._root.default_slot.children.index(self._drawn[0].root)
+        for place, one in enumerate(earlier):
+            one.root.move(target_index=first + place)
+        self._drawn[:0], self._from = earlier, begin
+        self._count_earlier()
+
+    def _count_earlier(self) -> None:
+        self._earlier.set_visibility(self._from > 0)
+        more = f"{min(_MORE, self._from)} of " if self._from > _MORE else ""
+        self._earlier.set_text(f"Show {more}{self._from:,} earlier messages")
 
     def _key(self, entry: Entry, is_last: bool) -> object:
         versions = [id(one) for one in self._conversation.versions(entry)]
