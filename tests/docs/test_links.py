@@ -1,13 +1,16 @@
 """Links between pages lead somewhere, and the site builds."""
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cumulo.serve.options import ServeOptions
 from tests.cli.conftest import ROOT
@@ -52,10 +55,21 @@ def test_every_page_is_in_the_sites_navigation() -> None:
     assert not missing
 
 
+def test_the_options_of_the_server_are_those_of_the_command() -> None:
+    text = runpy.run_path(str(ROOT / "docs" / "write_options.py"))["options_text"]()
+    page = ROOT / "docs" / "serve-options.yaml"
+    assert page.read_text("utf-8") == text, "run docs/write_options.py"
+    options = {name for panel in yaml.safe_load(text).values() for name in panel}
+    assert {"--max-context", "--port", "--api-keys"} <= options
+
+
 def test_make_docs_runs_next_to_a_server() -> None:
     """MkDocs' own port is 8000, and so is that of `cumulo serve`."""
     (address,) = re.findall(r"^dev_addr: (\S+)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
-    assert address != f"127.0.0.1:{ServeOptions().port}" and f"http://{address}" in (ROOT / "Makefile").read_text()
+    assert (
+        address != f"127.0.0.1:{ServeOptions().port}"
+        and f"http://{address}" in (ROOT / "Makefile").read_text()
+    )
 
 
 @pytest.mark.long
@@ -67,3 +81,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "start" / "run-a-model.html").exists()
+    found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    assert any(one["title"] == "Download a model" and "cumulo pull" in one["text"] for one in found)
