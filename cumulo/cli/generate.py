@@ -109,7 +109,9 @@ def run_jobs(
 
         params = [llm.sampling(**job.sampling) for job in jobs]
         if not jobs[0].is_chat and llm.tokenizer.chat_template is not None:
-            note(f"{llm.model_name} is made to answer messages, and continues your text here; --chat asks it instead")
+            note(
+                f"{llm.model_name} is made to answer messages, and continues your text here; --chat asks it instead"
+            )
         if jobs[0].is_chat:
             outputs = llm.chat([job.messages for job in jobs], params, on_progress=on_progress)
         else:

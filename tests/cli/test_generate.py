@@ -61,7 +61,9 @@ def test_log_probabilities_are_reported(cumulo: Run) -> None:
     assert all(entry["logprob"] <= 0 and len(entry["top"]) == 3 for entry in entries)
 
 
-def test_without_options_the_authors_sampling_is_used_and_a_chat_model_says_how_it_is_asked(cumulo: Run) -> None:
+def test_without_options_the_authors_sampling_is_used_and_a_chat_model_says_how_it_is_asked(
+    cumulo: Run,
+) -> None:
     prompt = ("generate", "The three primary colours are", "--max-tokens", "24", "--seed", "5")
     plain = cumulo(*prompt)
     assert "is made to answer messages" in plain.err and "--chat asks it instead" in plain.err
