@@ -14,7 +14,7 @@ document.addEventListener("keydown", (event) => {
   if (name === "search") document.querySelector("aside.history")?.classList.add("open");
   if (name === "focus" || name === "search") {
     event.preventDefault();
-    document.querySelector(name === "focus" ? ".ask textarea" : "aside.history input")?.focus();
+    document.querySelector(name === "focus" ? ".ask textarea" : "aside.history input:not([type=file])")?.focus();
   } else {
     if (name === "stop") event.target.blur?.();
     if (name !== "stop") event.preventDefault();
