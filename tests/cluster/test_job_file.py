@@ -160,7 +160,9 @@ def test_options_of_a_service_are_checked_by_the_command_itself(
     path.write_text(SERVED.replace("replicas: 3", f"options: {options}"))
     with pytest.raises(ConfigError, match=message):
         launched(path, tmp_path)
-    fits = SERVED.replace("replicas: 3", "options: [--threads, '1']").replace("count: 4", "count: 1, kind: cpu")
+    fits = SERVED.replace("replicas: 3", "options: [--threads, '1']").replace(
+        "count: 4", "count: 1, kind: cpu"
+    )
     path.write_text(fits)
     launched(path, tmp_path)
 
