@@ -19,6 +19,7 @@ from cumulo.serve.api.batches.manager import Batches
 from cumulo.serve.api.ollama import endpoints as ollama
 from cumulo.serve.api.ollama import models as ollama_models
 from cumulo.serve.api.openai import chat, completions, embeddings
+from cumulo.serve.api.openai.schemas_out import schemas
 from cumulo.serve.api.responses import endpoints as responses
 from cumulo.serve.bodies.reader import BodyReader
 from cumulo.serve.fleet import endpoints as fleet_endpoints
@@ -105,8 +106,9 @@ def _description(app: FastAPI, service: Service) -> dict[str, Any]:
             for operation_of_path in operations.values():
                 operation_of_path["responses"].pop("422", None)
         parts = schema.setdefault("components", {})
+        parts["schemas"] = parts.get("schemas", {}) | schemas()
         for name in ("HTTPValidationError", "ValidationError"):
-            parts.get("schemas", {}).pop(name, None)
+            parts["schemas"].pop(name, None)
         if not (service.adapters.most or app.state.models.several):  # others may come
             # A tool that reads the description can ask right away.
             for name, described in parts["schemas"].items():

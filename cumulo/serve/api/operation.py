@@ -13,18 +13,7 @@ from cumulo.serve.adapter_registry import AdapterRefused, ServedAdapter
 from cumulo.serve.api.openai.chat import chat_prompt
 from cumulo.serve.api.openai.events import json_response
 from cumulo.serve.api.openai.schemas import ChatRequest, DetokenizeRequest, Templated, TokenizeRequest
-from cumulo.serve.api.openai.schemas_out import (
-    ERRORS,
-    OPERATOR_ERRORS,
-    AdapterAnswer,
-    Detokenized,
-    ExplanationList,
-    Health,
-    Model,
-    ModelList,
-    Tokenized,
-    Version,
-)
+from cumulo.serve.api.openai.schemas_out import ERRORS, OPERATOR_ERRORS, answer
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.engine_link.messages import Ready
@@ -53,10 +42,10 @@ def _health(service: Service, good: bool) -> Response:
     return json_response(body, 200 if good else 503)
 
 
-_BAD: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "It is not."}}
+_HEALTH = answer("Health") | answer("Health", 503, description="It is not.")
 
 
-@router.get("/health", summary="Is the engine alive and moving?", response_model=Health, responses=_BAD)
+@router.get("/health", summary="Is the engine alive and moving?", responses=_HEALTH)
 async def health(request: Request) -> Response:
     """Fails when the engine's process died, or has work and finished no step within the bound, until a new one is
     up. Loading the model at start-up is not a failure; /ready tells when requests are taken."""
@@ -64,7 +53,7 @@ async def health(request: Request) -> Response:
     return _health(service, service.engine.state == "starting" or service.takes_requests)
 
 
-@router.get("/ready", summary="Are requests taken?", response_model=Health, responses=_BAD)
+@router.get("/ready", summary="Are requests taken?", responses=_HEALTH)
 async def ready(request: Request) -> Response:
     service = service_of(request)
     return _health(service, service.takes_requests and not service.draining)
@@ -95,7 +84,7 @@ def _caller(service: Service, request: Request) -> Caller | None:
     return None
 
 
-@router.get("/version", summary="Cumulo's version", response_model=Version)
+@router.get("/version", summary="Cumulo's version", responses=answer("Version"))
 async def version() -> Response:
     return json_response({"version": __version__})
 
@@ -139,16 +128,12 @@ def _defaults(service: Service, info: Ready) -> dict[str, Any]:
     return {**openai, **info.generation_defaults, "max_tokens": service.options.chat_limit or None}
 
 
-@router.get("/v1/models", summary="What is served", response_model=ModelList)
+@router.get("/v1/models", summary="What is served", responses=answer("ModelList"))
 async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": _models(request.app.state.models)})
 
 
-@router.get(
-    "/v1/models/{name:path}",
-    summary="One model",
-    response_model=Model,
-)
+@router.get("/v1/models/{name:path}", summary="One model", responses=answer("Model"))
 async def get_model(name: str, request: Request) -> Response:
     service, models = service_of(request), request.app.state.models
     row = models.named(name)
@@ -159,7 +144,7 @@ async def get_model(name: str, request: Request) -> Response:
 
 
 # -- tokens ---------------------------------------------------------------------------------------------------
-@router.post("/tokenize", summary="Text or messages to tokens", response_model=Tokenized)
+@router.post("/tokenize", summary="Text or messages to tokens", responses=answer("Tokenized"))
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
@@ -194,7 +179,7 @@ def _refuse_for_prompts(body: TokenizeRequest) -> None:
             raise invalid(f"{name} goes with messages, not with a prompt: leave it out", name)
 
 
-@router.post("/detokenize", summary="Tokens to text", response_model=Detokenized)
+@router.post("/detokenize", summary="Tokens to text", responses=answer("Detokenized"))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
@@ -209,7 +194,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.get(
     "/v1/requests/{request_id}/explain",
     summary="What happened to a request, and why",
-    response_model=ExplanationList,
+    responses=answer("ExplanationList"),
 )
 async def explain(request_id: str, request: Request, format: Format = "json") -> Response:
     """The id is the answer's `id`, or the beginning of it that no other request has. With API keys, each caller
@@ -262,10 +247,7 @@ def _adapter(adapter: ServedAdapter) -> dict[str, Any]:
 
 
 @router.post(
-    "/v1/load_lora_adapter",
-    summary="Load an adapter",
-    response_model=AdapterAnswer,
-    responses=OPERATOR_ERRORS,
+    "/v1/load_lora_adapter", summary="Load an adapter", responses=OPERATOR_ERRORS | answer("AdapterAnswer")
 )
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
     """Answers when all engines have it: from then on requests name it as their `model`."""
@@ -280,10 +262,7 @@ async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Respo
 
 
 @router.post(
-    "/v1/unload_lora_adapter",
-    summary="Drop an adapter",
-    response_model=AdapterAnswer,
-    responses=OPERATOR_ERRORS,
+    "/v1/unload_lora_adapter", summary="Drop an adapter", responses=OPERATOR_ERRORS | answer("AdapterAnswer")
 )
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
     """New requests cannot name it from now on. Those that run are answered; then its memory is free."""

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import AliasChoices, BaseModel, Field, StringConstraints
+from pydantic import AliasChoices, Field, StringConstraints
 from starlette.responses import Response
 
 from cumulo.engine.decide.params import Pooling, SamplingParams
 from cumulo.serve.api.openai.embeddings import ask_many, input_usage, vector_of
 from cumulo.serve.api.openai.events import json_response
 from cumulo.serve.api.openai.schemas import ModelRequest
-from cumulo.serve.api.openai.schemas_out import ERRORS, InputUsage
+from cumulo.serve.api.openai.schemas_out import ERRORS, answer
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.strict import Strict
 from cumulo.serve.call import Call
@@ -70,38 +70,6 @@ class RerankRequest(Ranking):
     max_tokens_per_doc: int | None = Field(
         None, ge=1, description="Read only so many tokens of each document; left out: all of it."
     )
-
-
-class Score(BaseModel):
-    object: Literal["score"]
-    index: int
-    score: float
-
-
-class ScoreList(BaseModel):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Score]
-    usage: InputUsage
-
-
-class RankedDocument(BaseModel):
-    text: str
-
-
-class RankedResult(BaseModel):
-    index: int
-    relevance_score: float
-    document: RankedDocument | None = None
-
-
-class RerankAnswer(BaseModel):
-    id: str
-    model: str
-    results: list[RankedResult]
-    usage: InputUsage
 
 
 _BEFORE_DOCUMENT = "Passage:"
@@ -169,7 +137,7 @@ def _geometric_mean(finished: Finished, query_tokens: int) -> float:
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-@router.post("/v1/score", summary="Score pairs of texts", response_model=ScoreList)
+@router.post("/v1/score", summary="Score pairs of texts", responses=answer("ScoreList"))
 @router.post("/score", include_in_schema=False)
 async def create_score(body: ScoreRequest, request: Request) -> Response:
     call = Call(request, "score-", body.model)
@@ -181,7 +149,7 @@ async def create_score(body: ScoreRequest, request: Request) -> Response:
 
 
 @router.post(
-    "/v1/rerank", summary="Order documents by how well they fit a query", response_model=RerankAnswer
+    "/v1/rerank", summary="Order documents by how well they fit a query", responses=answer("RerankAnswer")
 )
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from cumulo.serve.access.keys import require_operator
 from cumulo.serve.api.openai.events import json_response
-from cumulo.serve.api.openai.schemas_out import OPERATOR_ERRORS, FleetAnswer, ReplicaAnswer
+from cumulo.serve.api.openai.schemas_out import OPERATOR_ERRORS, answer
 from cumulo.serve.errors import ApiError
 from cumulo.serve.observe.fleet_report import fleet_report, replica_report
 from cumulo.serve.replicas import operations
@@ -47,9 +47,7 @@ def _patience_s(request: Request) -> float:
 
 
 @router.get(
-    "/v1/fleet",
-    summary="Replicas, their load, and recent routing decisions",
-    response_model=FleetAnswer,
+    "/v1/fleet", summary="Replicas, their load, and recent routing decisions", responses=answer("FleetAnswer")
 )
 async def get_fleet(request: Request) -> Response:
     return json_response(fleet_report(_fleet(request)))
@@ -59,20 +57,25 @@ async def get_fleet(request: Request) -> Response:
     "/v1/fleet/restart",
     summary="Restart all replicas, one after the other",
     status_code=202,
-    response_model=FleetAnswer,
+    responses=answer("FleetAnswer", 202),
 )
 async def restart_all(request: Request) -> Response:
     """Running requests have --drain-timeout seconds to finish on their replica; the rest is continued by others."""
     return _answer(operations.begin_rolling_restart, request, _patience_s(request), status=202)
 
 
-@router.post("/v1/fleet/replicas", summary="Add a replica", status_code=202, response_model=ReplicaAnswer)
+@router.post(
+    "/v1/fleet/replicas", summary="Add a replica", status_code=202, responses=answer("ReplicaAnswer", 202)
+)
 async def add_replica(request: Request) -> Response:
     return _answer(operations.add, request, status=202)
 
 
 @router.delete(
-    "/v1/fleet/replicas/{name}", summary="Remove a replica", status_code=202, response_model=ReplicaAnswer
+    "/v1/fleet/replicas/{name}",
+    summary="Remove a replica",
+    status_code=202,
+    responses=answer("ReplicaAnswer", 202),
 )
 async def remove_replica(name: str, request: Request) -> Response:
     """It is drained first, as for a restart."""
@@ -80,14 +83,18 @@ async def remove_replica(name: str, request: Request) -> Response:
 
 
 @router.post(
-    "/v1/fleet/replicas/{name}/drain", summary="Send a replica no new requests", response_model=ReplicaAnswer
+    "/v1/fleet/replicas/{name}/drain",
+    summary="Send a replica no new requests",
+    responses=answer("ReplicaAnswer"),
 )
 async def drain_replica(name: str, request: Request, move: Move = False) -> Response:
     return _answer(operations.drain, request, name, move)
 
 
 @router.post(
-    "/v1/fleet/replicas/{name}/undrain", summary="Send a replica requests again", response_model=ReplicaAnswer
+    "/v1/fleet/replicas/{name}/undrain",
+    summary="Send a replica requests again",
+    responses=answer("ReplicaAnswer"),
 )
 async def undrain_replica(name: str, request: Request) -> Response:
     return _answer(operations.undrain, request, name)
@@ -97,7 +104,7 @@ async def undrain_replica(name: str, request: Request) -> Response:
     "/v1/fleet/replicas/{name}/restart",
     summary="Restart a replica",
     status_code=202,
-    response_model=ReplicaAnswer,
+    responses=answer("ReplicaAnswer", 202),
 )
 async def restart_replica(name: str, request: Request) -> Response:
     return _answer(operations.begin_restart, request, name, _patience_s(request), status=202)

@@ -11,7 +11,7 @@ from cumulo.serve.api.anthropic.request import CountTokensRequest, MessagesReque
 from cumulo.serve.api.openai.answer_form import AnswerReader
 from cumulo.serve.api.openai.chat import begin_chat, chat_prompt, telling_format_as
 from cumulo.serve.api.openai.events import EventWriter, json_response, named_event, open_stream, usage
-from cumulo.serve.api.openai.schemas_out import ANTHROPIC_ERRORS, STREAMED, AnthropicMessage, TokenCount
+from cumulo.serve.api.openai.schemas_out import ANTHROPIC_ERRORS, answer, streamed
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.bodies.warnings import warn
 from cumulo.serve.call import Batch, Call
@@ -117,10 +117,7 @@ router = APIRouter(route_class=JsonRoute, responses=ANTHROPIC_ERRORS)
 
 
 @router.post(
-    "/v1/messages",
-    summary="Answer messages, in Anthropic's API",
-    response_model=AnthropicMessage,
-    responses=STREAMED,
+    "/v1/messages", summary="Answer messages, in Anthropic's API", responses=streamed("AnthropicMessage")
 )
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     with telling_format_as("output_config.format"):
@@ -138,7 +135,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @router.post(
     "/v1/messages/count_tokens",
     summary="How many tokens a request of /v1/messages has",
-    response_model=TokenCount,
+    responses=answer("TokenCount"),
 )
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     service = service_of(request)

@@ -18,7 +18,7 @@ from cumulo.serve.access.keys import CALLER_KEY, caller_of
 from cumulo.serve.api.batches.manager import Batches
 from cumulo.serve.api.batches.schemas import BatchObject, BatchRequest, FileObject, shown
 from cumulo.serve.api.openai.events import json_response, page
-from cumulo.serve.api.openai.schemas_out import ERRORS, Deleted, Page
+from cumulo.serve.api.openai.schemas_out import ERRORS, answer
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.errors import ApiError, invalid
 from cumulo.serve.http.limits import FORM_BYTES
@@ -34,11 +34,7 @@ def batches_of(request: Request) -> Batches:
     return batches
 
 
-@router.post(
-    "/v1/batches",
-    summary="Run the requests of a file",
-    response_model=BatchObject,
-)
+@router.post("/v1/batches", summary="Run the requests of a file", response_model=BatchObject)
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Requests run with the lowest priority, as the engine has room for them. The results are files."""
     return json_response(
@@ -46,26 +42,18 @@ async def create_batch(body: BatchRequest, request: Request) -> Response:
     )
 
 
-@router.get("/v1/batches", summary="Your batches", response_model=Page[BatchObject])
+@router.get("/v1/batches", summary="Your batches", responses=answer("BatchPage"))
 async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
     found = batches_of(request).owned_by(caller_of(request).name)
     return json_response(page(list(map(shown, found)), limit, after))
 
 
-@router.get(
-    "/v1/batches/{batch_id}",
-    summary="One batch",
-    response_model=BatchObject,
-)
+@router.get("/v1/batches/{batch_id}", summary="One batch", response_model=BatchObject)
 async def get_batch(batch_id: str, request: Request) -> Response:
     return json_response(shown(batches_of(request).get(batch_id, caller_of(request).name)))
 
 
-@router.post(
-    "/v1/batches/{batch_id}/cancel",
-    summary="Cancel a batch",
-    response_model=BatchObject,
-)
+@router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch", response_model=BatchObject)
 async def cancel_batch(batch_id: str, request: Request) -> Response:
     """What has been answered by then is in its files."""
     batches = batches_of(request)
@@ -168,7 +156,7 @@ def _checked(form: FormData, limit_bytes: int) -> UploadFile:
     return upload
 
 
-@router.get("/v1/files", summary="Your files", response_model=Page[FileObject])
+@router.get("/v1/files", summary="Your files", responses=answer("FilePage"))
 async def list_files(
     request: Request,
     purpose: Annotated[str | None, Query(max_length=64)] = None,
@@ -184,11 +172,7 @@ async def list_files(
     return json_response(page(found[:: -1 if order == "asc" else 1], limit, after))
 
 
-@router.get(
-    "/v1/files/{file_id}",
-    summary="One file",
-    response_model=FileObject,
-)
+@router.get("/v1/files/{file_id}", summary="One file", response_model=FileObject)
 async def get_file(file_id: str, request: Request) -> Response:
     return json_response(shown(batches_of(request).store.get(file_id, caller_of(request).name)))
 
@@ -213,11 +197,7 @@ async def get_content(file_id: str, request: Request) -> Response:
     )
 
 
-@router.delete(
-    "/v1/files/{file_id}",
-    summary="Delete a file",
-    response_model=Deleted,
-)
+@router.delete("/v1/files/{file_id}", summary="Delete a file", responses=answer("Deleted"))
 async def delete_file(file_id: str, request: Request) -> Response:
     batches = batches_of(request)
     stored = batches.store.get(file_id, caller_of(request).name)

@@ -46,7 +46,7 @@ from cumulo.serve.api.openai.sampling import (
     last_tokens,
 )
 from cumulo.serve.api.openai.schemas import ChatRequest
-from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, ChatCompletion
+from cumulo.serve.api.openai.schemas_out import ERRORS, streamed
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
@@ -57,9 +57,7 @@ from cumulo.serve.service import Service
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-@router.post(
-    "/v1/chat/completions", summary="Answer a conversation", response_model=ChatCompletion, responses=STREAMED
-)
+@router.post("/v1/chat/completions", summary="Answer a conversation", responses=streamed("ChatCompletion"))
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     call, form = await begin_chat(request, body, "chatcmpl-")
     answers = Chats(call, body, form)

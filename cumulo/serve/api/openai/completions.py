@@ -27,7 +27,7 @@ from cumulo.serve.api.openai.logprobs import (
 )
 from cumulo.serve.api.openai.sampling import check_tokens, completion_params, is_search, last_tokens
 from cumulo.serve.api.openai.schemas import CompletionRequest
-from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, Completion
+from cumulo.serve.api.openai.schemas_out import ERRORS, streamed
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Batch, Call
 from cumulo.serve.engine_link.messages import Finished
@@ -38,9 +38,20 @@ from cumulo.serve.service import Service
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-@router.post("/v1/completions", summary="Continue a text", response_model=Completion, responses=STREAMED)
+@router.post("/v1/completions", summary="Continue a text", responses=streamed("Completion"))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    call = Call(request, "cmpl-", body.model)
+    call, echoed = await begin_completion(request, body, "cmpl-")
+    answers = Completions(call, body, echoed)
+    if body.stream:
+        return await open_stream(call, answers)
+    results = await call.results()
+    asks_logprobs = body.logprobs is not None or body.prompt_logprobs is not None
+    return json_response(await worded(asks_logprobs, lambda: answers.whole(results)))
+
+
+async def begin_completion(request: Request, body: CompletionRequest, prefix: str) -> tuple[Call, list[str]]:
+    """Send the prompts to the engine; returns the call, and the texts that are echoed."""
+    call = Call(request, prefix, body.model)
     service = call.service
     if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
         raise invalid("max_tokens: 0 asks for nothing unless echo is true", "max_tokens")
@@ -60,12 +71,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         slo=body.slo.as_slo() if body.slo is not None else None,
         guide_param="bad_words" if body.bad_words else "response_format",
     )
-    answers = Completions(call, body, echoed)
-    if body.stream:
-        return await open_stream(call, answers)
-    results = await call.results()
-    asks_logprobs = body.logprobs is not None or body.prompt_logprobs is not None
-    return json_response(await worded(asks_logprobs, lambda: answers.whole(results)))
+    return call, echoed
 
 
 async def _prompts(

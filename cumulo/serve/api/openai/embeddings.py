@@ -8,18 +8,19 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
 from cumulo.engine.decide.params import Pooling, SamplingParams
 from cumulo.engine.outputs import shortened
 from cumulo.serve.api.openai.events import json_response, to_json, usage
 from cumulo.serve.api.openai.schemas import ModelRequest, ParsesSpecial, Token
-from cumulo.serve.api.openai.schemas_out import ERRORS, InputUsage
+from cumulo.serve.api.openai.schemas_out import ERRORS, answer
 from cumulo.serve.bodies.reader import JsonRoute
 from cumulo.serve.call import Call
 from cumulo.serve.engine_link.messages import Finished
 from cumulo.serve.errors import ApiError, invalid
+from cumulo.serve.model_text import COUNTED_CONTEXTS
 from cumulo.serve.service import Service
 
 MAX_INPUTS = 2048  # as many as OpenAI's API takes
@@ -48,36 +49,18 @@ class EmbeddingRequest(ModelRequest):
     parse_special_tokens: ParsesSpecial = None
 
 
-class EmbeddingObject(BaseModel):
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingList(BaseModel):
-    id: str
-    object: Literal["list"]
-    model: str
-    data: list[EmbeddingObject]
-    usage: InputUsage
-
-
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 # A call of many texts does not fill the queue: so many are with the engine, the next goes when one is done.
 _AT_A_TIME = 64
 
 
-@router.post(
-    "/v1/embeddings",
-    summary="Turn texts into vectors",
-    response_model=EmbeddingList,
-)
+@router.post("/v1/embeddings", summary="Turn texts into vectors", responses=answer("EmbeddingList"))
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     call = Call(request, "embd-", body.model)
     service = call.service
     check_size(body, service.info.hidden_size)
-    inputs = await _tokens(body, service)
+    inputs = await tokens_of(body, service)
     call.log("input", body.input)
     results = await ask_many(call, inputs, SamplingParams(pooling=body.pooling or "mean"), body)
     # In a thread: there may be millions of numbers.
@@ -104,16 +87,18 @@ async def ask_many(
     return await call.results()
 
 
-async def _tokens(body: EmbeddingRequest, service: Service) -> list[list[int]]:
+async def tokens_of(body: EmbeddingRequest, service: Service, truncate: bool = False) -> list[list[int]]:
+    """`truncate`: texts that are longer than the context are cut."""
     given: Any = body.input
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     if not isinstance(several[0], str):
         return several
-    inputs = await service.text.encode_many(several, parse_special_tokens=body.parse_special_tokens)
+    parse, most_contexts = body.parse_special_tokens, COUNTED_CONTEXTS if truncate else 1
+    inputs = await service.text.encode_many(several, parse_special_tokens=parse, most_contexts=most_contexts)
     for position, tokens in enumerate(inputs):
         if not tokens:
             raise invalid(f"'input[{position}]' has no tokens: there is nothing to embed", "input")
-    return inputs
+    return [tokens[: service.info.max_context] for tokens in inputs] if truncate else inputs
 
 
 def _answer(call: Call, body: EmbeddingRequest, results: list[Finished]) -> dict[str, Any]:

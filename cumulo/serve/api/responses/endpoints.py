@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
@@ -12,7 +12,7 @@ from cumulo.errors import InvalidRequest
 from cumulo.serve.access.keys import caller_of
 from cumulo.serve.api.openai.chat import begin_chat, chat_prompt, telling_format_as
 from cumulo.serve.api.openai.events import EventWriter, json_response, named_event, open_stream, page
-from cumulo.serve.api.openai.schemas_out import ERRORS, STREAMED, Deleted, Page, ResponseObject
+from cumulo.serve.api.openai.schemas_out import ERRORS, answer, streamed
 from cumulo.serve.api.responses.items import Item, Output, TextLogprobs, response_object, spelled_inputs
 from cumulo.serve.api.responses.request import (
     FunctionCallItem,
@@ -33,7 +33,7 @@ from cumulo.serve.stored_responses import StoredResponse
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
-@router.post("/v1/responses", summary="Answer an input", response_model=ResponseObject, responses=STREAMED)
+@router.post("/v1/responses", summary="Answer an input", responses=streamed("ResponseObject"))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """The response is kept in memory unless `store` is false: `previous_response_id` continues it."""
     call, answer = await _ask(body, request)
@@ -188,11 +188,7 @@ def _stored(request: Request, response_id: str, param: str | None = None) -> Sto
     raise ApiError(404, message, param=param, code="response_not_found")
 
 
-@router.get(
-    "/v1/responses/{response_id}",
-    summary="A stored response",
-    response_model=ResponseObject,
-)
+@router.get("/v1/responses/{response_id}", summary="A stored response", responses=answer("ResponseObject"))
 async def get_response(
     response_id: str,
     request: Request,
@@ -207,11 +203,7 @@ async def get_response(
     return Response(_stored(request, response_id).response, media_type="application/json")
 
 
-@router.delete(
-    "/v1/responses/{response_id}",
-    summary="Delete a stored response",
-    response_model=Deleted,
-)
+@router.delete("/v1/responses/{response_id}", summary="Delete a stored response", responses=answer("Deleted"))
 async def delete_response(response_id: str, request: Request) -> Response:
     _stored(request, response_id)
     request.app.state.service.stored_responses.delete(caller_of(request).name, response_id)
@@ -221,7 +213,7 @@ async def delete_response(response_id: str, request: Request) -> Response:
 @router.get(
     "/v1/responses/{response_id}/input_items",
     summary="What a stored response was asked with",
-    response_model=Page[dict[str, Any]],
+    responses=answer("ItemPage"),
 )
 async def list_input_items(
     response_id: str,
