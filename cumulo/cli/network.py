@@ -59,7 +59,6 @@ def lint(chosen: LintOptions) -> None:
 
     Every finding says what to change and what that gains. The exit status is 1 if there is an error.
     """
-
     with working("checking"):
         found = list(_findings(chosen))
     rows = [
@@ -79,7 +78,6 @@ def _shown(one: Finding) -> Iterator[RenderableType]:
 
 
 def _findings(chosen: LintOptions) -> Iterator[Finding]:
-
     content = _content(chosen.target)
     catalog = shipped(chosen.catalog_file)
     fabric = chosen.fabric if content is not None else chosen.target
@@ -95,7 +93,6 @@ def _findings(chosen: LintOptions) -> Iterator[Finding]:
 
 
 def _of_fabric(chosen: LintOptions, cluster: Cluster, groups: Ints) -> Iterator[Finding]:
-
     if flows := rules.lint_loops(cluster, groups):
         yield from lint_pfc(flows, kind="per-port")
     yield from rules.lint_collisions(cluster, groups, chosen.queue_pairs)
@@ -108,7 +105,6 @@ def _of_fabric(chosen: LintOptions, cluster: Cluster, groups: Ints) -> Iterator[
 
 def _job(chosen: LintOptions, content: dict[str, Any] | None, fabric: str) -> tuple[Cluster, Ints]:
     """The cluster and its data-parallel rings."""
-
     catalog = shipped(chosen.catalog_file)
     if content is None:
         cluster = catalog.cluster(chosen.gpus, chosen.device, fabric=fabric)
@@ -123,7 +119,6 @@ def _job(chosen: LintOptions, content: dict[str, Any] | None, fabric: str) -> tu
 
 
 def _content(target: str) -> dict[str, Any] | None:
-
     path = Path(target)
     if not path.is_file():
         if path.suffix in (".yaml", ".yml", ".json"):

@@ -276,7 +276,6 @@ class _RemoteProcess:
     exitcode: str = "unknown: it ran on another host"
 
     def join(self, timeout: float | None = None) -> None: ...
-
     def kill(self) -> None: ...
 
     def is_alive(self) -> bool:

@@ -24,9 +24,7 @@ class LinearProduct(Protocol):
 
     @property
     def bias(self) -> Tensor | None: ...
-
     def __call__(self, x: Tensor) -> Tensor: ...
-
     def without_bias(self, x: Tensor) -> Tensor: ...
 
 

@@ -42,7 +42,6 @@ class Store(Protocol):
     place: str  # for people
 
     def write(self, step: int, parts: Sequence[Part], facts: Mapping[str, Any]) -> None: ...
-
     def load(self, checkpoint: Checkpoint, state: Mapping[str, Held]) -> None: ...
 
 

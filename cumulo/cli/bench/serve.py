@@ -81,7 +81,6 @@ def serve(chosen: BenchServeOptions) -> None:
 
 def _require_measurements(campaign: Campaign) -> None:
     """A level whose time was over before a request after the warm-up had ended has no figures."""
-
     if campaign.settings.search:
         return
     names = [label(load) for load in campaign.settings.loads]
@@ -95,7 +94,6 @@ def _require_measurements(campaign: Campaign) -> None:
 
 def _run(campaign: Campaign, view: report.View) -> bool:
     """Whether the user ended it. What was measured by then is reported all the same."""
-
     try:
         with view.progress:
             asyncio.run(campaign.run())
@@ -108,7 +106,6 @@ def _run(campaign: Campaign, view: report.View) -> bool:
 
 def settings(chosen: BenchServeOptions) -> Settings:
     """The command line's options as a campaign's settings."""
-
     if chosen.endpoint not in ("chat", "completions"):
         raise CumuloError(f"--endpoint must be chat or completions, got {chosen.endpoint!r}")
     duration_s = parse_duration_s(chosen.duration, "--duration") if chosen.duration else None
@@ -148,7 +145,6 @@ def settings(chosen: BenchServeOptions) -> Settings:
 
 
 def _loads(chosen: BenchServeOptions, duration_s: float | None) -> list[Load]:
-
     given = [name for name in ("concurrency", "rate", "trace") if getattr(chosen, name)]
     if len(given) > 1:
         raise CumuloError(f"--{' and --'.join(given)} cannot be combined; keep one of them")
@@ -166,7 +162,6 @@ def _loads(chosen: BenchServeOptions, duration_s: float | None) -> list[Load]:
 
 
 def _extra(text: str) -> dict[str, Any]:
-
     try:
         fields = json.loads(text or "{}")
     except ValueError as error:

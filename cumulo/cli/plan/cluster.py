@@ -112,7 +112,6 @@ class PlanClusterOptions:
 @takes_options
 def cluster(chosen: PlanClusterOptions) -> None:
     """Plan a cluster for pre-training MODEL: fabric, layout, storage, failures, power, price and goodput."""
-
     goal = _goal(chosen)
     with working("planning"):
         plan = plan_cluster(goal, chosen.seed, _inference(chosen))
@@ -138,7 +137,6 @@ def _sentences(plan: ClusterPlan) -> Iterator[str]:
 
 
 def _goal(chosen: PlanClusterOptions) -> ClusterGoal:
-
     if chosen.dtype not in ("bfloat16", "float8"):
         raise ConfigError(f"--dtype must be bfloat16 or float8, got {chosen.dtype!r}")
     if chosen.recovery not in ("restart", "spare", "replica"):
@@ -165,7 +163,6 @@ def _goal(chosen: PlanClusterOptions) -> ClusterGoal:
 
 
 def _inference(chosen: PlanClusterOptions) -> tuple[InferenceGoal, ServePlan] | None:
-
     asked = chosen.inference
     if not asked.serve:
         if asked.rate is not None:
@@ -190,7 +187,6 @@ def _bound(plan: ClusterPlan) -> str:
 
 
 def _recoveries(plan: ClusterPlan) -> Any:
-
     names = (("pause", "_s"), ("ettr", ""), ("goodput", ""))
     lines = [
         (one.name, *(value(plan.sheet.figures[f"{name}_{one.key}{unit}"]) for name, unit in names), one.what)
@@ -217,7 +213,6 @@ def _rows(plan: ClusterPlan) -> list[Row]:
 
 def _table(plan: ClusterPlan) -> Any:
     """The main figures with their ranges and what they follow from; the report has all of them with formulas."""
-
     sheet, lines = plan.sheet, []
     for name in _SHOWN:
         if name in sheet.figures:
@@ -228,7 +223,6 @@ def _table(plan: ClusterPlan) -> Any:
 
 
 def _source(plan: ClusterPlan, name: str) -> str:
-
     if name not in _REASONS:
         return ""
     reason = plan.sheet.figures[_REASONS[name]]

@@ -101,7 +101,6 @@ def serve(chosen: PlanServeOptions) -> None:
     The report names devices, parallelism, number formats, tokens per step and replicas, with predicted latencies.
     The SLO is met at the pessimistic end of their ranges. The plan file also promises it (`cumulo serve --slo`).
     """
-
     catalog, think_s = shipped(chosen.catalog_file), parse_duration_s(chosen.think, "--think")
     wanted, choices = _wanted(chosen, catalog), _choices(chosen, catalog)
     with working("planning") as tell:
@@ -150,7 +149,6 @@ def serve(chosen: PlanServeOptions) -> None:
 
 
 def _wanted(chosen: PlanServeOptions, catalog: Catalog) -> Wanted:
-
     check_rate(chosen.rate)
     if chosen.max_gpus is not None and chosen.max_gpus < 1:
         raise ConfigError(f"--max-gpus must be 1 or more, got {chosen.max_gpus}; omit it for no limit")
@@ -162,7 +160,6 @@ def _wanted(chosen: PlanServeOptions, catalog: Catalog) -> Wanted:
 
 
 def _choices(chosen: PlanServeOptions, catalog: Catalog) -> ReplicaChoices:
-
     names = names_in(chosen.devices) or [
         name
         for name in catalog.names("devices")

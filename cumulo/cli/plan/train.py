@@ -77,7 +77,6 @@ class SoftwareOptions:
 
     def system(self) -> Mapping[str, Any]:
         """What the system named by --like chose, except where an option was given."""
-
         chosen = system_named(self.like) if self.like else {}
         return {name: value for name, value in chosen.items() if name not in typed_flags()}
 
@@ -164,7 +163,6 @@ def train(chosen: PlanTrainOptions) -> None:
     The search considers every plan in its space and ranks them by predicted step time. `cumulo plan validate`
     compares the predictions with published results.
     """
-
     goal, fixed = asked(chosen)
     tokens = chosen.tokens
     limits = RunLimits(chosen.deadline_days, chosen.budget)
@@ -192,7 +190,6 @@ def train(chosen: PlanTrainOptions) -> None:
 
 def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:
     """The job, and its layout where one is given."""
-
     system = chosen.how.system()
     where = replace(chosen.where, fabric=system.get("fabric", chosen.where.fabric))
     batches = chosen.batches
@@ -226,7 +223,6 @@ def asked(chosen: PlanTrainOptions) -> tuple[TrainGoal, str | None]:
 
 
 def _plans(goal: TrainGoal, fixed: str | None) -> SearchResult:
-
     limit = goal.memory_limit_bytes
     if fixed is not None and fixed.endswith(SUFFIXES):
         job = read_job(Path(fixed), goal.model, goal.cluster.gpus)
@@ -258,13 +254,11 @@ def _plans(goal: TrainGoal, fixed: str | None) -> SearchResult:
 
 
 def _phases(job: TrainJob, cluster: Cluster) -> tuple[CommunicationPhase, ...]:
-
     profile, _ = shipped_for(cluster.device, job.dtype, job.software)
     return phases_of(job, cluster, profile)
 
 
 def _timeline(job: TrainJob, cluster: Cluster, model: str) -> str:
-
     played = timeline(job, cluster)
     title = f"{model}: {job.layout}, {played.schedule.micro_batches} of {job.micro_batches} micro-batches"
     return to_svg(played, title)

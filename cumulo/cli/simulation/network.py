@@ -167,7 +167,6 @@ def _play_jobs(chosen: NetworkOptions, began_s: float) -> None:
 
 
 def _jobs(chosen: NetworkOptions, graph: FabricGraph) -> list[NetworkTraffic]:
-
     per_node = getattr(graph, "node_gpus", 0) or _cluster(chosen).node.gpus
     texts = chosen.job or [f"{chosen.collective}:gpus=0-{graph.ranks - 1}"]
     found: list[NetworkTraffic] = []
@@ -190,7 +189,6 @@ def _jobs(chosen: NetworkOptions, graph: FabricGraph) -> list[NetworkTraffic]:
 
 
 def _change(text: str, graph: FabricGraph) -> LinkChange:
-
     name, at, rest = text.rpartition("@")
     when, equals, rate = rest.partition("=")
     if not at or not equals:

@@ -148,7 +148,6 @@ class Runner(Protocol):
     """A player of StepPlans. Plans are executed strictly in the order submitted."""
 
     def submit(self, plan: StepPlan) -> PendingStep: ...
-
     def close(self) -> None: ...
 
 

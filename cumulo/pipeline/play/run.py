@@ -49,7 +49,6 @@ class InTransit(Protocol):
     """A tensor on its way."""
 
     def is_completed(self) -> bool: ...
-
     def wait(self) -> object: ...
 
 
@@ -57,7 +56,6 @@ class Transport(Protocol):
     """Who carries tensors between stages, in the order of the calls. `cumulo.ranks.collectives` has one."""
 
     def send(self, tensor: Tensor, peer: int) -> InTransit: ...
-
     def receive(self, tensor: Tensor, peer: int) -> InTransit: ...
 
 
