@@ -47,3 +47,20 @@ class RanksFailed(CumuloError):
 
 class StoppedTogether(RanksFailed):
     """What went wrong on which rank, as all of them have agreed: nobody else needs to be asked."""
+
+
+def require_least(
+    options: object,
+    least: float,
+    *names: str,
+    above: bool = False,
+    of: str = "",
+    unit: str = "",
+    advice: str = "",
+) -> None:
+    """Refuse the first of these fields that is less than `least`, or with `above` not more; None is allowed."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not (value > least if above else value >= least):
+            wanted = f"more than {least:g}{unit}" if above else f"{least:g}{unit} or more"
+            raise ConfigError(f"{of}{name} must be {wanted}, got {value}{advice}")

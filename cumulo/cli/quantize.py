@@ -7,7 +7,7 @@ from cumulo.base.quantities import quantity
 from cumulo.cli.shared import options
 from cumulo.cli.shared.declare import REQUIRED, flag, option, takes_options, typed_flags
 from cumulo.cli.shared.terminal import loading, note, out
-from cumulo.errors import ConfigError
+from cumulo.errors import require_least
 
 EXAMPLE = "Example: [bold]cumulo quantize --method rtn --bits 4 --out smollm2-w4[/bold]"
 
@@ -69,9 +69,7 @@ def quantize(chosen: QuantizeOptions) -> None:
     It works layer by layer, so it needs the memory of about one layer and of the calibration text. If it is
     interrupted, run the same command again: it continues after the last finished layer.
     """
-    for name in ("sequences", "length"):
-        if getattr(chosen, name) < 1:
-            raise ConfigError(f"--{name} must be 1 or more, got {getattr(chosen, name)}")
+    require_least(chosen, 1, "sequences", "length", of="--")
     for name, written in typed_flags().items():
         if chosen.method not in _METHODS_OF.get(name, (chosen.method,)):
             note(f"{written} is ignored: it is for {', '.join(_METHODS_OF[name])}, not for {chosen.method}")

@@ -9,7 +9,7 @@ from cumulo.collectives.decide.measured import parse_choices, read_collective_pr
 from cumulo.engine.decide.core.config import DEVICE_DEFAULTS, SchedulingOptions
 from cumulo.engine.decide.rank_backend import BACKENDS
 from cumulo.engine.decide.transfer.orders import named_address, parse_address
-from cumulo.errors import CumuloError
+from cumulo.errors import CumuloError, require_least
 from cumulo.layout.equal_sums import USUAL_PARTS
 from cumulo.layout.serving import ServingLayout
 from cumulo.spec.slo import Slo
@@ -100,9 +100,9 @@ class EngineConfig(SchedulingOptions):
             raise CumuloError(
                 "invariant_tp says what batch_invariant adds up alike: add batch_invariant, or omit it"
             )
-        for name in ("shared_step_s", "rank_timeout_s", "transfer_stall_s"):
-            if not getattr(self, name) > 0:
-                raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+        require_least(
+            self, 0, "shared_step_s", "rank_timeout_s", "transfer_stall_s", above=True, unit=" seconds"
+        )
         if self.slo is not None and not isinstance(self.slo, Slo):
             raise CumuloError(f"slo must be a Slo, such as Slo(ttft_s=0.5, itl_s=0.04); got {self.slo!r}")
         if self.slo is not None and (self.slo.tpot_s is not None or self.slo.e2e_s is not None):

@@ -7,7 +7,7 @@ import msgspec
 import yaml
 
 from cumulo.engine.decide import routing
-from cumulo.errors import CumuloError
+from cumulo.errors import CumuloError, require_least
 from cumulo.fleet.remote.options import PoolMember, RemoteOptions
 
 
@@ -36,29 +36,16 @@ class GatewayOptions(RemoteOptions):
 
     def __post_init__(self) -> None:
         routing.router(self.router)  # refuses one that does not exist
-        for name in ("wait_for_replica_s", "drain_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise CumuloError(f"{name} must be 0 seconds or more, got {getattr(self, name)}")
-        for name in (
-            "connect_timeout_s", "hang_timeout_s", "stall_timeout_s", "first_byte_timeout_s", "idle_timeout_s",
-        ):  # fmt: skip
-            if not getattr(self, name) > 0:  # with 0 every replica would be taken for dead
-                raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
-        for name in (
-            "retries",
-            "breaker_failures",
-            "max_connections",
-            "max_body_bytes",
-            "max_held_bytes",
-            "stories",
-        ):
-            least = 0 if name == "retries" else 1
-            if getattr(self, name) < least:
-                raise CumuloError(f"{name} must be {least} or more, got {getattr(self, name)}")
-        for name in ("requests_per_minute", "tokens_per_minute"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise CumuloError(f"{name} must be 1 or more, got {limit}; omit it for no limit")
+        require_least(self, 0, "wait_for_replica_s", "drain_timeout_s", unit=" seconds")
+        require_least(  # with 0 every replica would be taken for dead
+            self, 0, "connect_timeout_s", "hang_timeout_s", "stall_timeout_s", "first_byte_timeout_s",
+            "idle_timeout_s", above=True, unit=" seconds",
+        )  # fmt: skip
+        require_least(self, 0, "retries")
+        require_least(
+            self, 1, "breaker_failures", "max_connections", "max_body_bytes", "max_held_bytes", "stories"
+        )
+        require_least(self, 1, "requests_per_minute", "tokens_per_minute", advice="; omit it for no limit")
         urls = [member.url for member in self.members]
         for url in urls:
             if urls.count(url) > 1:

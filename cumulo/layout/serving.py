@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, require_least
 from cumulo.layout.check import tensor_sliced
 from cumulo.layout.layout import split_layers
 from cumulo.layout.pieces import Box, slice_in_parts, tp_cut, whole_box
@@ -38,9 +38,7 @@ class ServingLayout:
     ep: int = 1  # expert parallel: experts whole, spread over all tp × dp ranks of a stage; 1: cut by width
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        require_least(self, 1, "tp", "pp", "dp", "ep")
         if self.ep not in (1, self.stage_ranks):
             raise ConfigError(
                 f"ep {self.ep} was asked for, but experts are spread over all tp × dp = {self.stage_ranks} ranks "

@@ -5,20 +5,10 @@ from pathlib import Path
 
 from cumulo.engine.config import EngineConfig
 from cumulo.engine.decide import routing
-from cumulo.errors import CumuloError
+from cumulo.errors import CumuloError, require_least
 from cumulo.fleet.decide.autoscale_settings import parse_autoscale
 from cumulo.models.files.hub import BUILT_IN_NAME
 from cumulo.models.files.pull import DEFAULT_HUB
-
-# The least value of each option that has one; None is always allowed where it is a default.
-_LEAST = {
-    1: (
-        "replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "files_bytes", "stories",
-        "requests_per_minute", "tokens_per_minute", "max_connections", "max_connections_per_address",
-    ),
-    0: ("prefill", "max_queue", "drain_timeout_s", "stored_responses", "default_max_tokens"),
-}  # fmt: skip
-
 
 ALL_PULLED = "pulled"
 
@@ -79,11 +69,17 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         routing.router(self.router)  # refuses one that does not exist
-        for least, names in _LEAST.items():
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and value < least:
-                    raise CumuloError(f"{name} must be {least} or more, got {value}")
+        require_least(
+            self, 1, "replicas", "max_body_bytes", "max_file_bytes", "files_per_key_bytes", "files_bytes",
+            "stories", "requests_per_minute", "tokens_per_minute", "max_connections", "max_connections_per_address",
+        )  # fmt: skip
+        require_least(self, 0, "prefill", "max_queue", "stored_responses", "default_max_tokens")
+        require_least(self, 0, "drain_timeout_s", "models_idle_s", unit=" seconds")
+        require_least(self, 0, "models_memory_gib", above=True)
+        require_least(
+            self, 0, "stall_timeout_s", "start_timeout_s", "header_timeout_s", "body_timeout_s",
+            "keep_alive_timeout_s", "write_timeout_s", above=True, unit=" seconds",
+        )  # fmt: skip
         if self.engine.remote_ranks and (self.replicas > 1 or self.prefill):
             raise CumuloError(
                 "remote_ranks works with one engine: start a server for each engine, and `cumulo gateway` in front"
@@ -108,16 +104,6 @@ class ServeOptions:
             )
         if self.models and (problem := self._why_one_model()):
             raise CumuloError(f"models are loaded on request by one engine process each: {problem}")
-        if self.models_memory_gib is not None and not self.models_memory_gib > 0:
-            raise CumuloError(f"models_memory_gib must be more than 0, got {self.models_memory_gib}")
-        if not self.models_idle_s >= 0:
-            raise CumuloError(f"models_idle_s must be 0 seconds or more, got {self.models_idle_s}")
-        for name in (
-            "stall_timeout_s", "start_timeout_s", "header_timeout_s", "body_timeout_s", "keep_alive_timeout_s",
-            "write_timeout_s",
-        ):  # fmt: skip
-            if not getattr(self, name) > 0:
-                raise CumuloError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise CumuloError(
                 f"otlp_endpoint must be the URL of a collector that speaks OTLP over HTTP, for instance "

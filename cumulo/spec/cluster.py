@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, require_least
 from cumulo.spec.device import Device, Node
 
 FabricKind = Literal["fat-tree", "rail", "dragonfly"]
@@ -37,9 +37,7 @@ class Fabric:
                 f"fabric {self.name}: oversubscription is 1 (none) or more for each tier, got "
                 f"{list(self.oversubscription)}"
             )
-        for name in ("latency_s", "hop_latency_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"fabric {self.name}: {name} must be 0 or more, got {getattr(self, name)}")
+        require_least(self, 0, "latency_s", "hop_latency_s", of=f"fabric {self.name}: ")
 
     def oversubscription_of(self, tier: int) -> float:
         """The oversubscription of the links above tier `tier` (0: the leaf's); the last number given holds for

@@ -7,7 +7,7 @@ reached of them is the cost model's business.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, require_least
 
 # Where a device has no rate for a number format, it computes in the next wider one that it has.
 _WIDER = {
@@ -41,20 +41,11 @@ class Device:
     source: str
 
     def __post_init__(self) -> None:
-        for name in (
-            "memory_bytes",
-            "memory_bytes_per_s",
-            "link_bytes_per_s",
-            "host_bytes_per_s",
-            "processors",
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"device {self.name}: {name} must be more than 0, got {getattr(self, name)}"
-                )
-        for name in ("power_w", "price_per_hour"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"device {self.name}: {name} must be 0 or more, got {getattr(self, name)}")
+        require_least(
+            self, 0, "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s", "processors",
+            above=True, of=f"device {self.name}: ",
+        )  # fmt: skip
+        require_least(self, 0, "power_w", "price_per_hour", of=f"device {self.name}: ")
         if "float32" not in self.peak_flops:
             raise ConfigError(
                 f"device {self.name}: peak_flops must name float32, the format every device has"
@@ -89,9 +80,9 @@ class Node:
     power_w: float  # of everything in the node but the devices: CPUs, memory, cards, fans
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "nic_bytes_per_s", "scale_up_gpus"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"node {self.name}: {name} must be more than 0, got {getattr(self, name)}")
+        require_least(
+            self, 0, "gpus", "nic_bytes_per_s", "scale_up_gpus", above=True, of=f"node {self.name}: "
+        )
         if self.scale_up_gpus % self.gpus and self.gpus % self.scale_up_gpus:
             raise ConfigError(
                 f"node {self.name}: a scale-up domain of {self.scale_up_gpus} GPUs cannot be made of nodes of "

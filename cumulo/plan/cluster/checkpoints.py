@@ -11,7 +11,7 @@ import random
 import statistics
 from dataclasses import dataclass, replace
 
-from cumulo.errors import ConfigError
+from cumulo.errors import ConfigError, require_least
 from cumulo.plan.cluster.goal import ClusterGoal
 from cumulo.plan.cluster.sheet import Sheet, groups
 from cumulo.plan.job import TrainJob
@@ -32,9 +32,7 @@ class Recovery:
     def __post_init__(self) -> None:
         if not self.mttf_s > 0:
             raise ConfigError(f"the mean time to failure must be more than 0 s, got {self.mttf_s}")
-        for name in ("checkpoint_s", "restart_s", "least_interval_s", "delay_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        require_least(self, 0, "checkpoint_s", "restart_s", "least_interval_s", "delay_s")
 
 
 def young_interval_s(recovery: Recovery) -> float:

@@ -15,6 +15,7 @@ from cumulo.serve.replicas.fleet import Fleet
 from cumulo.serve.service import Service
 
 router = APIRouter(responses=OPERATOR_ERRORS)
+_REPLICA, _CHANGED = answer("ReplicaAnswer"), answer("ReplicaAnswer", 202)  # at once, or in a while
 Move = Annotated[bool, Query(description="Continue its requests on other replicas at once")]
 
 
@@ -64,47 +65,29 @@ async def restart_all(request: Request) -> Response:
     return _answer(operations.begin_rolling_restart, request, _patience_s(request), status=202)
 
 
-@router.post(
-    "/v1/fleet/replicas", summary="Add a replica", status_code=202, responses=answer("ReplicaAnswer", 202)
-)
+@router.post("/v1/fleet/replicas", summary="Add a replica", status_code=202, responses=_CHANGED)
 async def add_replica(request: Request) -> Response:
     return _answer(operations.add, request, status=202)
 
 
-@router.delete(
-    "/v1/fleet/replicas/{name}",
-    summary="Remove a replica",
-    status_code=202,
-    responses=answer("ReplicaAnswer", 202),
-)
+@router.delete("/v1/fleet/replicas/{name}", summary="Remove a replica", status_code=202, responses=_CHANGED)
 async def remove_replica(name: str, request: Request) -> Response:
     """It is drained first, as for a restart."""
     return _answer(operations.begin_removal, request, name, _patience_s(request), status=202)
 
 
-@router.post(
-    "/v1/fleet/replicas/{name}/drain",
-    summary="Send a replica no new requests",
-    responses=answer("ReplicaAnswer"),
-)
+@router.post("/v1/fleet/replicas/{name}/drain", summary="Send a replica no new requests", responses=_REPLICA)
 async def drain_replica(name: str, request: Request, move: Move = False) -> Response:
     return _answer(operations.drain, request, name, move)
 
 
-@router.post(
-    "/v1/fleet/replicas/{name}/undrain",
-    summary="Send a replica requests again",
-    responses=answer("ReplicaAnswer"),
-)
+@router.post("/v1/fleet/replicas/{name}/undrain", summary="Send a replica requests again", responses=_REPLICA)
 async def undrain_replica(name: str, request: Request) -> Response:
     return _answer(operations.undrain, request, name)
 
 
 @router.post(
-    "/v1/fleet/replicas/{name}/restart",
-    summary="Restart a replica",
-    status_code=202,
-    responses=answer("ReplicaAnswer", 202),
+    "/v1/fleet/replicas/{name}/restart", summary="Restart a replica", status_code=202, responses=_CHANGED
 )
 async def restart_replica(name: str, request: Request) -> Response:
     return _answer(operations.begin_restart, request, name, _patience_s(request), status=202)

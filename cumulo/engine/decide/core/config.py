@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from cumulo.errors import CumuloError
+from cumulo.errors import CumuloError, require_least
 from cumulo.spec.slo import Slo
 
 # What 0 stands for, by kind of device.
@@ -68,5 +68,4 @@ class SchedulerConfig(SchedulingOptions):
             )
         if self.dp > 1 and self.tier_blocks:
             raise CumuloError("kv_host_gib and kv_disk need dp 1, without data-parallel attention; omit them")
-        if not self.shared_step_s > 0:
-            raise CumuloError(f"shared_step_s must be more than 0 seconds, got {self.shared_step_s}")
+        require_least(self, 0, "shared_step_s", above=True, unit=" seconds")
